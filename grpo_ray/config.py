@@ -1,0 +1,273 @@
+"""The configuration: a tree of frozen pydantic models, read from YAML, changed by dotted overrides.
+
+The defaults are the course handout's, for real models; `configs/` holds one YAML a use.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """One level of the tree: immutable, and unknown keys are refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+class RunConfig(Section):
+    name: str | None = None
+    """Name of the run directory under `output_dir`; default: the config file's name and the time."""
+    output_dir: str = "runs"
+    """Folder that holds the run directories; on several machines, a folder they share."""
+    seed: NonNegativeInt = 0
+    """Seeds the task, the prompt order, the engines and the tiny model."""
+    save_rollouts: bool = True
+    """Write every trained rollout to `rollouts/step-*.parquet`."""
+
+
+class WarmupConfig(Section):
+    """The supervised run that gives the tiny model something to improve on."""
+
+    num_steps: PositiveInt = 300
+    """AdamW steps."""
+    batch_size: PositiveInt = 64
+    """Examples a step."""
+    learning_rate: PositiveFloat = 3e-3
+    """Peak rate, after a ramp over a tenth of the steps; then linear decay to 0."""
+    num_threads: PositiveInt = 2
+    """CPU threads (nothing else runs yet)."""
+
+
+class TinyModelConfig(Section):
+    """A Qwen2-architecture model and tokenizer built from the seed, for machines without a model hub."""
+
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    intermediate_size: PositiveInt = 352
+    vocab_size: Annotated[int, Field(ge=260)] = 384
+    """Tokens: 256 bytes, the end token, and merges learned from the task's text."""
+    max_position_embeddings: PositiveInt = 512
+    """Longest sequence, in tokens."""
+    tie_embeddings: bool = True
+    warmup: WarmupConfig | None = WarmupConfig()
+    """`null` leaves the weights at their random initial values."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "TinyModelConfig":
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        return self
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`."""
+    tiny: TinyModelConfig | None = None
+    """Build a tiny model instead of loading one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of the served weights and of the Learner's forward pass (master weights are float32)."""
+    trust_remote_code: bool = False
+    """Run Python code that a model's folder brings."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of `path` (a folder or hub name) and `tiny` (build one)")
+        return self
+
+
+class SortingTaskConfig(Section):
+    """Sort the digits of a number: learnable by a tiny model in a minute."""
+
+    kind: Literal["sorting"] = "sorting"
+    num_digits: Annotated[int, Field(ge=2, le=9)] = 5
+    num_train_prompts: PositiveInt = 2000
+    num_validation_prompts: PositiveInt = 64
+    prompt: str = "short"
+    """Template: `r1_zero`, `short`, or a file with `{question}`."""
+    reward: Literal["exact_match", "r1_zero"] = "exact_match"
+
+
+class FileTaskConfig(Section):
+    """Questions and answers from JSONL or Parquet files."""
+
+    kind: Literal["file"] = "file"
+    train_path: str
+    """`.jsonl` or `.parquet`, one example a row."""
+    validation_path: str
+    num_validation_prompts: PositiveInt = 256
+    """The first so many rows of the validation file are evaluated."""
+    question_field: str = "question"
+    answer_field: str = "answer"
+    answer_marker: str | None = None
+    """Keep only what follows the marker's last occurrence as ground truth: GSM8K's is `####`."""
+    prompt: str = "r1_zero"
+    """Template: `r1_zero`, `short`, or a file with `{question}`."""
+    reward: Literal["exact_match", "r1_zero"] = "r1_zero"
+
+
+class SamplingConfig(Section):
+    temperature: PositiveFloat = 1.0
+    """Both the engine and the Learner divide logits by it."""
+    top_p: Fraction = 1.0
+    """Nucleus mass; only 1.0 can be trained on (see the refusal)."""
+    min_tokens: NonNegativeInt = 4
+    """No end of the response before so many tokens."""
+    max_tokens: PositiveInt = 1024
+    """Longest response, in tokens."""
+    stop: tuple[str, ...] = ("</answer>",)
+    """Strings that end a response; kept in the output."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SamplingConfig":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.top_p != 1.0:
+            raise ValueError(
+                f"top_p is {self.top_p}: rollouts must be sampled from the whole distribution (top_p 1.0), "
+                "because the Learner cannot reproduce the logprobs of a truncated one"
+            )
+        return self
+
+
+class GeneratorConfig(Section):
+    num_generators: PositiveInt = 1
+    """Generator actors, each with an engine of its own."""
+    engine: Literal["vllm", "torch"] = "vllm"
+    """`vllm` is the product; `torch` is the plain reference."""
+    num_gpus: NonNegativeInt = 1
+    """GPUs of each Generator (its tensor-parallel size); 0 runs on the CPU."""
+    num_cpus: NonNegativeFloat = 1
+    """CPUs each Generator reserves in Ray."""
+    gpu_memory_utilization: Fraction = 0.85
+    """Share of the device's memory vLLM may take; on a CPU, of RAM."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt and response together, in tokens; default: longest prompt + `sampling.max_tokens`."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences the engine runs at a time."""
+    enforce_eager: bool = False
+    """Skip graph capture and compilation: quicker start, slower sampling."""
+    kv_cache_gib: PositiveFloat = 0.5
+    """Size of the KV cache on a CPU, in GiB."""
+    num_threads: PositiveInt = 1
+    """CPU threads of each engine (CPU only)."""
+    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    """Cores to hold the Generators' processes to (CPU only); default: the system's choice."""
+    slowdown_s: NonNegativeFloat = 0.0
+    """Seconds every group is held back, for trying schedules."""
+
+
+class ScorerConfig(Section):
+    num_cpus: NonNegativeFloat = 0
+    """CPUs the Scorer reserves in Ray."""
+
+
+class LearnerConfig(Section):
+    learning_rate: NonNegativeFloat = 1e-5
+    """Peak AdamW rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear ramp from 0 to the peak rate; constant after."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    adam_eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Tokens (padding included) of one forward and backward; the gradient does not depend on it."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+    num_gpus: Annotated[int, Field(ge=0, le=1)] = 1
+    """1, or 0 to run on the CPU."""
+    num_cpus: NonNegativeFloat = 1
+    """CPUs the Learner reserves in Ray."""
+    num_threads: PositiveInt = 1
+    """CPU threads (CPU only)."""
+    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    """Cores to hold the Learner's process to (CPU only); default: the system's choice."""
+    slowdown_s: NonNegativeFloat = 0.0
+    """Seconds every step is held back, for trying schedules."""
+
+
+class AlgorithmConfig(Section):
+    num_steps: PositiveInt = 200
+    """Optimizer steps, one a batch (the handout's n_grpo_steps)."""
+    prompts_per_step: PositiveInt = 32
+    """Groups a step; times `samples_per_prompt` is the handout's rollout_batch_size."""
+    samples_per_prompt: PositiveInt = 8
+    """Completions a prompt, G (the handout's group_size)."""
+    loss: Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"] = "grpo_clip"
+    cliprange: PositiveFloat = 0.2
+    """Epsilon of GRPO-Clip."""
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
+    """Mean over each response then over responses; over all tokens; or sum over `sampling.max_tokens`."""
+    advantage_eps: PositiveFloat = 1e-6
+    """Added to the group's standard deviation."""
+    normalize_by_std: bool = True
+    """Divide the centred rewards by the group's sample standard deviation."""
+
+    @model_validator(mode="after")
+    def _group_has_baseline(self) -> "AlgorithmConfig":
+        if self.samples_per_prompt < 2 and self.loss != "no_baseline":
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}: a group needs at least 2 completions, "
+                f"or its only advantage is 0 and `{self.loss}` learns nothing"
+            )
+        return self
+
+
+class WeightSyncConfig(Section):
+    max_lag: NonNegativeInt = 1
+    """Largest age, in versions, of a token that is trained on: 0 synchronous, 1 one version behind."""
+    transport: Literal["object_store"] = "object_store"
+    """How weights reach the Generators: Ray's object store, then shared memory into the engine."""
+    phase_timeout_s: PositiveFloat = 300.0
+    """Seconds each phase of a sync may take; the error then names the Generator and the phase."""
+
+
+class EvaluationConfig(Section):
+    every_num_steps: PositiveInt = 20
+    """Validate at step 0, every so many steps, and at the end."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses a validation prompt, at the training temperature."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    task: Annotated[SortingTaskConfig | FileTaskConfig, Field(discriminator="kind")]
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    scorer: ScorerConfig = ScorerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.algorithm.prompts_per_step * self.algorithm.samples_per_prompt
+
+    @property
+    def num_gpus(self) -> int:
+        return self.generator.num_generators * self.generator.num_gpus + self.learner.num_gpus
+
+
+def dump_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML that `load_config` reads back to the same tree."""
+    import yaml
+
+    data: dict[str, Any] = config.model_dump(mode="json")
+    path.write_text(yaml.safe_dump(data, sort_keys=False))

@@ -1,0 +1,115 @@
+"""One batch of sequences sampled a token at a time by a transformers model: the reference, in plain torch."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_ray.types import Completion, SamplingSettings
+
+
+@dataclass
+class Sequence:
+    """A response in the making; `uniforms` are its own draws, so they do not depend on its neighbours."""
+
+    prompt: tuple[int, ...]
+    settings: SamplingSettings
+    uniforms: torch.Tensor  # [max_tokens] in [0, 1)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+
+    def append(self, token: int, logprob: float, version: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        self.text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        settings, length = self.settings, len(self.token_ids)
+        ends = [self.text.index(s) + len(s) for s in settings.stop if s in self.text]
+        if token in settings.end_token_ids:
+            self.finish_reason = "stop"
+        elif ends and length >= settings.min_tokens:
+            self.text, self.finish_reason = self.text[: min(ends)], "stop"
+        elif length == settings.max_tokens:
+            self.finish_reason = "length"
+
+    def completion(self) -> Completion:
+        return Completion(
+            self.text,
+            np.asarray(self.token_ids, dtype=np.int32),
+            np.asarray(self.logprobs, dtype=np.float32),
+            np.asarray(self.versions, dtype=np.int32),
+            self.finish_reason,
+        )
+
+
+def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int) -> list[Sequence]:
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(settings.num_samples, settings.max_tokens, generator=generator, dtype=torch.float64)
+    return [Sequence(prompt, settings, row) for row in draws]
+
+
+class SamplingBatch:
+    """Left-padded sequences over one key-value cache; `forget_cache` after the weights have changed."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: list[Sequence]
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self.sequences = sequences
+        self._cache = None
+        width = max(len(s.prompt) for s in sequences)
+        rows = [[0] * (width - len(s.prompt)) + list(s.prompt) for s in sequences]
+        self._input_ids = torch.tensor(rows, device=model.device)  # [batch, seq so far]
+        self._mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in sequences])
+        self._mask = self._mask.to(model.device)
+
+    @property
+    def is_done(self) -> bool:
+        return all(s.finish_reason for s in self.sequences)
+
+    def forget_cache(self) -> None:
+        self._cache = None
+
+    @torch.inference_mode()
+    def step(self, version: int) -> None:
+        """Sample one more token for every unfinished sequence."""
+        logprobs = self._next_logprobs()  # [batch, vocab]
+        position = self._input_ids.shape[1] - self._mask.shape[1] + self._num_sampled
+        uniforms = torch.stack([s.uniforms[min(position, len(s.uniforms) - 1)] for s in self.sequences])
+        tokens = _inverse_cdf(logprobs.exp(), uniforms.to(logprobs.device))  # [batch]
+        drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+        for sequence, token, logprob in zip(self.sequences, tokens.tolist(), drawn, strict=True):
+            if not sequence.finish_reason:
+                sequence.append(token, logprob, version, self._tokenizer)
+        self._input_ids = torch.cat([self._input_ids, tokens[:, None]], dim=1)
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+
+    @property
+    def _num_sampled(self) -> int:
+        return max(len(s.token_ids) for s in self.sequences)
+
+    def _next_logprobs(self) -> torch.Tensor:
+        new = self._input_ids if self._cache is None else self._input_ids[:, -1:]
+        positions = (self._mask.cumsum(1) - 1).clamp_min(0)[:, -new.shape[1] :]
+        output = self._model(
+            input_ids=new, attention_mask=self._mask, position_ids=positions,
+            past_key_values=self._cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        self._cache = output.past_key_values
+        logits = output.logits[:, -1].float()
+        for row, sequence in enumerate(self.sequences):
+            logits[row] /= sequence.settings.temperature
+            if len(sequence.token_ids) < sequence.settings.min_tokens:
+                logits[row, list(sequence.settings.end_token_ids)] = -torch.inf
+        return logits.log_softmax(-1)
+
+
+def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The token whose slice of the cumulative distribution holds the draw; `[batch]`."""
+    cumulative = probabilities.double().cumsum(-1)
+    tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    return tokens.clamp_max(probabilities.shape[-1] - 1)

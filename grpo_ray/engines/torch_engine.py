@@ -1,0 +1,104 @@
+"""The reference engine: transformers and torch in the Generator's own process.
+
+For tests that should take a second, for comparison with vLLM, and for models vLLM does not know.
+"""
+
+import asyncio
+import itertools
+import os
+
+import torch
+
+from grpo_ray.config import GeneratorConfig
+from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
+from grpo_ray.engines.snapshot import as_tensor, unpack_weights
+from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
+
+_Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]
+
+
+class TorchEngine:
+    """Takes whatever waits as one batch, and samples it to its end before the next."""
+
+    def __init__(
+        self, model_path: str, config: GeneratorConfig, dtype: str, seed: int, trust_remote_code: bool = False
+    ) -> None:
+        device = "cuda" if config.num_gpus else "cpu"
+        if device == "cpu":
+            torch.set_num_threads(config.num_threads)
+            if config.cpu_cores is not None:
+                os.sched_setaffinity(0, config.cpu_cores)
+        self._tokenizer = load_tokenizer(model_path, trust_remote_code)
+        self._model = load_policy(model_path, trust_remote_code).to(device, getattr(torch, dtype))
+        self._version = 0
+        self._seeds = itertools.count(seed << 32)
+        self._max_num_seqs = config.max_num_seqs
+        self._waiting: list[_Waiting] = []
+        self._batch: SamplingBatch | None = None
+        self._server: asyncio.Task[None] | None = None
+        self._stepping = asyncio.Lock()  # held for a token, or for a whole weight update
+
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
+    ) -> tuple[Completion, ...]:
+        seed = next(self._seeds) if settings.seed is None else settings.seed
+        finished: asyncio.Future[tuple[Completion, ...]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((new_sequences(prompt_token_ids, settings, seed), finished))
+        if self._server is None or self._server.done():
+            self._server = asyncio.create_task(self._serve())
+        return await finished
+
+    async def _serve(self) -> None:
+        while self._waiting:
+            taken = self._take_waiting()
+            try:
+                await self._sample([sequence for sequences, _ in taken for sequence in sequences])
+            except Exception as error:
+                for _, finished in taken:
+                    finished.set_exception(error)
+                continue
+            for sequences, finished in taken:
+                if not finished.cancelled():
+                    finished.set_result(tuple(sequence.completion() for sequence in sequences))
+
+    def _take_waiting(self) -> list[_Waiting]:
+        """As many requests as fit `max_num_seqs`, and one at least."""
+        taken = [self._waiting.pop(0)]
+        while self._waiting and sum(len(s) for s, _ in [*taken, self._waiting[0]]) <= self._max_num_seqs:
+            taken.append(self._waiting.pop(0))
+        return taken
+
+    async def _sample(self, sequences: list[Sequence]) -> None:
+        self._batch = SamplingBatch(self._model, self._tokenizer, sequences)
+        while not self._batch.is_done:
+            async with self._stepping:
+                await asyncio.to_thread(self._batch.step, self._version)
+        self._batch = None
+
+    async def pause(self) -> None:
+        await self._stepping.acquire()
+
+    async def start_weight_update(self) -> None:
+        pass
+
+    async def update_weights(self, snapshot: WeightSnapshot) -> None:
+        weights = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+        missing, unexpected = self._model.load_state_dict(weights, strict=False)
+        tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+        if unexpected or set(missing) - tied:
+            raise ValueError(f"the snapshot does not fit the model: missing {missing}, unexpected {unexpected}")
+
+    async def finish_weight_update(self, version: int) -> None:
+        self._version = version
+
+    async def reset_prefix_cache(self) -> None:
+        if self._batch is not None:
+            self._batch.forget_cache()
+
+    async def resume(self) -> None:
+        self._stepping.release()
+
+    async def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.cancel()

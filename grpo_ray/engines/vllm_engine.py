@@ -1,0 +1,136 @@
+"""The product's engine: vLLM's AsyncLLM, in processes of its own."""
+
+import asyncio
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+
+from grpo_ray.config import GeneratorConfig
+from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
+
+
+class VllmEngine:
+    """vLLM with the logprobs of what it drew, the version of every token, and weights replaced in flight."""
+
+    def __init__(
+        self, model_path: str, config: GeneratorConfig, dtype: str, max_model_len: int, seed: int,
+        trust_remote_code: bool = False,
+    ) -> None:  # fmt: skip
+        on_cpu = config.num_gpus == 0
+        _set_environment(config if on_cpu else None)
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from grpo_ray.engines.weight_transfer import BACKEND, SharedBuffer, register
+
+        register()
+        options: dict[str, Any] = {}
+        if on_cpu:
+            options["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=model_path,
+                trust_remote_code=trust_remote_code,
+                dtype=dtype,
+                seed=seed,
+                max_model_len=max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                tensor_parallel_size=max(1, config.num_gpus),
+                distributed_executor_backend="uni" if config.num_gpus <= 1 else "mp",
+                enforce_eager=config.enforce_eager or on_cpu,
+                generation_config="vllm",  # the model's own sampling defaults would change the distribution
+                logprobs_mode="processed_logprobs",  # at the sampling temperature: what the draw came from
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                disable_log_stats=True,
+                **options,
+            )
+        )
+        self._buffer = SharedBuffer()
+        self._request_ids = itertools.count()
+
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
+    ) -> tuple[Completion, ...]:
+        prompt = {"prompt_token_ids": list(prompt_token_ids)}
+        outputs = self._llm.generate(prompt, _sampling_params(settings), str(next(self._request_ids)))
+        async for output in outputs:  # FINAL_ONLY: one output, when every sample has finished
+            return tuple(_completion(sample) for sample in output.outputs)
+        raise RuntimeError("vLLM ended a request without an output")
+
+    async def load_initial_version(self) -> None:
+        """Label the weights that were loaded from disk as version 0."""
+        await self._llm.update_weight_version("0")
+
+    async def pause(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def start_weight_update(self) -> None:
+        await self._llm.start_weight_update()
+
+    async def update_weights(self, snapshot: WeightSnapshot) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        from grpo_ray.engines.weight_transfer import update_info
+
+        await asyncio.to_thread(self._buffer.write, snapshot)
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info(self._buffer, snapshot)))
+
+    async def finish_weight_update(self, version: int) -> None:
+        await self._llm.finish_weight_update(weight_version=str(version))
+
+    async def reset_prefix_cache(self) -> None:
+        # Running requests are computed again from their tokens, so that what follows is sampled from the
+        # new weights alone, not from the new ones over the old ones' keys and values.
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def shutdown(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown)
+        self._buffer.close()
+
+
+def _set_environment(cpu: GeneratorConfig | None) -> None:
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
+    if cpu is not None:
+        os.environ["OMP_NUM_THREADS"] = str(cpu.num_threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # two engines on one machine would share a core
+        if cpu.cpu_cores is not None:
+            os.sched_setaffinity(0, cpu.cpu_cores)  # the engine's processes inherit it
+
+
+def _sampling_params(settings: SamplingSettings) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=settings.num_samples,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        min_tokens=settings.min_tokens,
+        max_tokens=settings.max_tokens,
+        stop=list(settings.stop),
+        stop_token_ids=list(settings.end_token_ids),
+        include_stop_str_in_output=True,
+        logprobs=0,  # of the drawn token alone
+        seed=settings.seed,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(sample: Any) -> Completion:
+    token_ids = np.asarray(sample.token_ids, dtype=np.int32)
+    logprobs = np.fromiter(
+        (position[token].logprob for position, token in zip(sample.logprobs, sample.token_ids, strict=True)),
+        dtype=np.float32, count=len(token_ids),
+    )  # fmt: skip
+    versions = np.empty(len(token_ids), dtype=np.int32)
+    for span in sample.weight_versions:
+        versions[span.start : span.end] = int(span.version)
+    return Completion(sample.text, token_ids, logprobs, versions, sample.finish_reason)

@@ -1,0 +1,116 @@
+"""The `object_store` transport: vLLM's side of a weight sync through shared memory.
+
+Ray brings the snapshot to the Generator's node (`SharedBuffer.write` is its one copy on that node); the
+engine's worker processes map the same pages and load from them. Works on any device, and needs no network
+between the workers and the Learner.
+"""
+
+import mmap
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from grpo_ray.engines.snapshot import unpack_weights
+from grpo_ray.types import TensorSpec, WeightSnapshot
+
+BACKEND = "object_store"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: every vLLM process learns the transport's name."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SharedMemoryTransferEngine")
+
+
+class SharedBuffer:
+    """Anonymous shared memory that other processes of the user map through /proc.
+
+    It has no name in /dev/shm, so it cannot outlive the process that made it, however that one dies.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("grpo_ray-weights")
+        self._map: mmap.mmap | None = None
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def write(self, snapshot: WeightSnapshot) -> None:
+        """Copy the snapshot's bytes in; the memory is kept for the next one."""
+        size = snapshot.data.nbytes
+        if self._map is None or len(self._map) != size:
+            os.ftruncate(self._fd, size)
+            self._map = mmap.mmap(self._fd, size)
+        self._map[:] = memoryview(snapshot.data)
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+        os.close(self._fd)
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    """Where the bytes are and what they mean; `specs` are `TensorSpec` fields as dicts."""
+
+    path: str
+    num_bytes: int
+    specs: list[dict[str, Any]]
+
+
+class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """Runs in vLLM's worker: loads a whole checkpoint's tensors out of shared memory."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        # Layers transform their weights after loading (on a CPU linears are packed), so each layer's
+        # loading and transformation is run again, as at start-up.
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs]
+        with open(update_info.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), update_info.num_bytes, flags=mmap.MAP_PRIVATE)
+        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        self.model.load_weights(unpack_weights(specs, buffer))
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._repack_lm_head()
+
+    def _repack_lm_head(self) -> None:
+        # With tied embeddings vLLM's reload leaves lm_head's packed copy (CPU only) at the old weights.
+        lm_head = getattr(self.model, "lm_head", None)
+        if hasattr(lm_head, "cpu_linear"):
+            lm_head.quant_method.process_weights_after_loading(lm_head)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def update_info(buffer: SharedBuffer, snapshot: WeightSnapshot) -> dict[str, Any]:
+    """The message for `AsyncLLM.update_weights`."""
+    return {
+        "path": buffer.path,
+        "num_bytes": snapshot.data.nbytes,
+        "specs": [asdict(spec) for spec in snapshot.specs],
+    }

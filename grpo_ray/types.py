@@ -1,0 +1,155 @@
+"""The messages that travel between the stages: one small frozen dataclass each.
+
+    PromptItem -> RolloutGroup(Completion...) -> ScoredGroup -> TrainBatch -> StepReport
+    (ledger)      (Generator)                   (Scorer)       (buffer)      (Learner)
+
+and, the other way, WeightSnapshot from the Learner to the Generators.
+A *version* counts the steps the Learner has completed and published; the initial weights are version 0.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """One prompt to be sampled as a group.
+
+    `group_id` is the prompt's place in the run's whole order (epoch after epoch): group ids
+    `[k * prompts_per_step, (k + 1) * prompts_per_step)` are the batch of step k.
+    """
+
+    group_id: int
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    ground_truth: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response; the three arrays are `[response_tokens]`.
+
+    `logprobs` are the behaviour logprobs (natural log, at the sampling temperature, as the sampler
+    assigned them) and `versions` the weight version that sampled each token.
+    """
+
+    text: str
+    token_ids: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    versions: np.ndarray  # int32
+    finish_reason: str  # "stop" | "length"
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """A prompt and its G completions, from one Generator."""
+
+    item: PromptItem
+    completions: tuple[Completion, ...]
+    generator: str
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest version that sampled any token of the group."""
+        return min(int(completion.versions.min()) for completion in self.completions)
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group with its rewards; every array is `[G]` float32."""
+
+    rollout: RolloutGroup
+    rewards: np.ndarray
+    format_rewards: np.ndarray
+    answer_rewards: np.ndarray
+    advantages: np.ndarray
+
+    @property
+    def group_id(self) -> int:
+        return self.rollout.item.group_id
+
+    @property
+    def has_signal(self) -> bool:
+        """False when every advantage is zero: the group cannot move the policy."""
+        return bool(np.any(self.advantages != 0.0))
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The groups of one Learner step, in group order."""
+
+    groups: tuple[ScoredGroup, ...]
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What the controller needs to know of a batch: small numbers, never tokens."""
+
+    group_ids: tuple[int, ...]
+    rejected_items: tuple[PromptItem, ...]  # groups that were too old; their prompts go back to the ledger
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one Learner step did."""
+
+    version: int  # the Learner's version after the step
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Where one tensor lies in a snapshot's buffer."""
+
+    name: str
+    dtype: str  # torch's name without the prefix: "float32", "bfloat16"
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class WeightSnapshot:
+    """All weights of one version, end to end in one buffer of bytes (Hugging Face names)."""
+
+    version: int
+    specs: tuple[TensorSpec, ...]
+    data: np.ndarray  # uint8 [total_bytes]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Seconds of each phase of one weight sync, the slowest Generator counted."""
+
+    version: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How an engine samples; `seed` makes a request's draws reproducible where the engine can."""
+
+    num_samples: int
+    temperature: float
+    top_p: float
+    min_tokens: int
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GeneratorStats:
+    """What a Generator did since it was last asked."""
+
+    busy_s: float  # seconds with at least one group in flight
+    sampled_tokens: int
+    extra: dict[str, Any] = field(default_factory=dict)
