@@ -1,0 +1,17 @@
+"""Inference engines: `vllm`, the product, and `torch`, the reference, behind one protocol."""
+
+from grpo_ray.config import Config
+from grpo_ray.engines.base import Engine
+
+
+def make_engine(config: Config, model_path: str, max_model_len: int, index: int) -> Engine:
+    """The configured engine of Generator `index`; each Generator draws from a seed of its own."""
+    seed = config.run.seed + 1000 * index
+    options = config.generator, config.model.dtype
+    if config.generator.engine == "torch":
+        from grpo_ray.engines.torch_engine import TorchEngine
+
+        return TorchEngine(model_path, *options, seed, config.model.trust_remote_code)
+    from grpo_ray.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(model_path, *options, max_model_len, seed, config.model.trust_remote_code)

@@ -13,6 +13,9 @@ class Engine(Protocol):
     carries the version that sampled it.
     """
 
+    async def start(self) -> None:
+        """Serve the weights that were loaded, as version 0."""
+
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:

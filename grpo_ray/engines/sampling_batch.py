@@ -78,7 +78,8 @@ class SamplingBatch:
     def step(self, version: int) -> None:
         """Sample one more token for every unfinished sequence."""
         logprobs = self._next_logprobs()  # [batch, vocab]
-        position = self._input_ids.shape[1] - self._mask.shape[1] + self._num_sampled
+        # Unfinished sequences are all equally long; a finished one may have no draw left, and needs none.
+        position = max(len(s.token_ids) for s in self.sequences)
         uniforms = torch.stack([s.uniforms[min(position, len(s.uniforms) - 1)] for s in self.sequences])
         tokens = _inverse_cdf(logprobs.exp(), uniforms.to(logprobs.device))  # [batch]
         drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
@@ -87,10 +88,6 @@ class SamplingBatch:
                 sequence.append(token, logprob, version, self._tokenizer)
         self._input_ids = torch.cat([self._input_ids, tokens[:, None]], dim=1)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-
-    @property
-    def _num_sampled(self) -> int:
-        return max(len(s.token_ids) for s in self.sequences)
 
     def _next_logprobs(self) -> torch.Tensor:
         new = self._input_ids if self._cache is None else self._input_ids[:, -1:]

@@ -39,6 +39,9 @@ class TorchEngine:
         self._server: asyncio.Task[None] | None = None
         self._stepping = asyncio.Lock()  # held for a token, or for a whole weight update
 
+    async def start(self) -> None:
+        pass
+
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:

@@ -61,7 +61,7 @@ class VllmEngine:
             return tuple(_completion(sample) for sample in output.outputs)
         raise RuntimeError("vLLM ended a request without an output")
 
-    async def load_initial_version(self) -> None:
+    async def start(self) -> None:
         """Label the weights that were loaded from disk as version 0."""
         await self._llm.update_weight_version("0")
 

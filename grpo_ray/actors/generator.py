@@ -1,0 +1,78 @@
+"""Generator: an engine that samples groups and takes new weights."""
+
+import asyncio
+import time
+
+from grpo_ray.engines.base import Engine
+from grpo_ray.types import GeneratorStats, PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
+
+
+class Generator:
+    """Samples whatever it is given, at once; who is given what is decided by admission, not here."""
+
+    def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0) -> None:
+        self.name = name
+        self._engine = engine
+        self._slowdown_s = slowdown_s
+        self._version = 0
+        self._num_running = 0
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+        self._sampled_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"Generator({self.name}, version={self._version}, {self._num_running} groups running)"
+
+    async def ready(self) -> bool:
+        """True once the engine serves version 0 (actor calls wait for the constructor)."""
+        await self._engine.start()
+        return True
+
+    async def generate(self, item: PromptItem, settings: SamplingSettings) -> RolloutGroup:
+        """Sample the item's completions; many calls run at a time."""
+        self._enter()
+        try:
+            completions = await self._engine.generate(item.prompt_token_ids, settings)
+            if self._slowdown_s:
+                await asyncio.sleep(self._slowdown_s)
+            self._sampled_tokens += sum(len(completion.token_ids) for completion in completions)
+            return RolloutGroup(item, completions, self.name)
+        finally:
+            self._leave()
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def load_weights(self, snapshot: WeightSnapshot) -> None:
+        """All tensors first, then the version: a partial update is never served under a new version."""
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(snapshot)
+        await self._engine.finish_weight_update(snapshot.version)
+        self._version = snapshot.version
+
+    async def resume(self) -> None:
+        await self._engine.reset_prefix_cache()
+        await self._engine.resume()
+
+    async def take_stats(self) -> GeneratorStats:
+        """What happened since the last call."""
+        now = time.perf_counter()
+        if self._num_running:
+            self._busy_s += now - self._busy_since
+            self._busy_since = now
+        stats = GeneratorStats(self._busy_s, self._sampled_tokens)
+        self._busy_s, self._sampled_tokens = 0.0, 0
+        return stats
+
+    async def shutdown(self) -> None:
+        await self._engine.shutdown()
+
+    def _enter(self) -> None:
+        if self._num_running == 0:
+            self._busy_since = time.perf_counter()
+        self._num_running += 1
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._busy_s += time.perf_counter() - self._busy_since

@@ -1,0 +1,114 @@
+"""From per-token values to one scalar, under a mask.
+
+Masked-out values are selected away (`torch.where`), not multiplied by 0: a NaN or inf in the padding
+reaches neither the result nor the gradient of what comes in here.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+
+
+def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the elements where mask is true, over `dim` or over everything.
+
+    Args:
+        tensor: any shape.
+        mask: the same shape, bool or 0/1.
+        dim: the dimension to reduce; None reduces all.
+
+    Returns:
+        The tensor's shape without `dim`. A slice whose mask is empty gives 0/0 = NaN.
+    """
+    mask = mask.bool()
+    return _masked_sum(tensor, mask, dim) / (mask.sum() if dim is None else mask.sum(dim))
+
+
+def masked_normalize(
+    tensor: Tensor, mask: Tensor, dim: int | None = None, constant_normalizer: float = 1.0
+) -> Tensor:
+    """Sum of the elements where mask is true, over `dim` or over everything, divided by a constant.
+
+    With the longest response allowed as the constant this is Dr. GRPO's length normalisation
+    (arXiv:2503.20783, Section 3.2): each token weighs the same in a short response and in a long one.
+
+    Args:
+        tensor: any shape.
+        mask: the same shape, bool or 0/1.
+        dim: the dimension to reduce; None reduces all.
+        constant_normalizer: the divisor.
+
+    Returns:
+        The tensor's shape without `dim`; 0 where the mask is empty.
+    """
+    return _masked_sum(tensor, mask.bool(), dim) / constant_normalizer
+
+
+def aggregate_loss(
+    per_token_loss: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float
+) -> Tensor:
+    """Reduce per-token losses to this micro-batch's share of the batch's loss.
+
+    The denominator counts the WHOLE batch, over all micro-batches and ranks (see `loss_denominator`), never
+    what happens to be in this call. So the calls' results simply add up, and however a batch is split into
+    micro-batches, its summed loss and gradient stay the same.
+
+    - `sequence_mean`: each response's mean, summed / sequences (GRPO, arXiv:2402.03300, Eq. 3).
+    - `token_mean`: sum over tokens / tokens (DAPO, arXiv:2503.14476, Section 3.3).
+    - `constant`: sum over tokens / (sequences * longest response allowed) (Dr. GRPO, arXiv:2503.20783,
+      Section 3.2).
+
+    Args:
+        per_token_loss: `[batch, seq]`.
+        mask: `[batch, seq]`, bool or 0/1; a row with no token contributes 0.
+        aggregation: one of `Aggregation`.
+        denominator: the whole batch's count.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: the denominator is not positive, or the aggregation is unknown.
+    """
+    if not denominator > 0:
+        raise ValueError(f"denominator must be positive, got {denominator}")
+    if aggregation == "sequence_mean":
+        mask = mask.bool()
+        num_tokens = mask.sum(dim=1).clamp(min=1)  # [batch]; 1 keeps an empty row at 0/1
+        return (_masked_sum(per_token_loss, mask, dim=1) / num_tokens).sum() / denominator
+    if aggregation in ("token_mean", "constant"):
+        return masked_normalize(per_token_loss, mask, constant_normalizer=denominator)
+    raise ValueError(_unknown(aggregation))
+
+
+def loss_denominator(aggregation: Aggregation, num_sequences: int, num_tokens: int, max_tokens: int) -> float:
+    """The denominator of `aggregate_loss` for one batch.
+
+    Args:
+        aggregation: one of `Aggregation`.
+        num_sequences: responses in the whole batch.
+        num_tokens: response tokens in the whole batch that are trained on.
+        max_tokens: the longest response allowed, in tokens.
+
+    Raises:
+        ValueError: the aggregation is unknown.
+    """
+    if aggregation == "sequence_mean":
+        return float(num_sequences)
+    if aggregation == "token_mean":
+        return float(num_tokens)
+    if aggregation == "constant":
+        return float(num_sequences * max_tokens)
+    raise ValueError(_unknown(aggregation))
+
+
+def _masked_sum(tensor: Tensor, mask: Tensor, dim: int | None) -> Tensor:
+    kept = torch.where(mask, tensor, torch.zeros_like(tensor))
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def _unknown(aggregation: str) -> str:
+    return f"unknown aggregation {aggregation!r}; allowed: {', '.join(get_args(Aggregation))}"

@@ -1,0 +1,166 @@
+"""Ray: connecting, checking resources, wrapping the actor classes, placing and naming them."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_ray.actors.generator import Generator
+from grpo_ray.actors.learner import Learner
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
+from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+
+
+class ResourceError(RuntimeError):
+    """The cluster lacks what the configuration asks for."""
+
+
+@dataclass(frozen=True)
+class Actors:
+    """The handles of one run; Generators by name."""
+
+    generators: dict[str, Any]
+    scorer: Any
+    buffer: Any
+    learner: Any
+    weight_sync: Any
+
+    def all(self) -> list[Any]:
+        return [*self.generators.values(), self.scorer, self.buffer, self.learner, self.weight_sync]
+
+
+def connect() -> None:
+    """Join the cluster at RAY_ADDRESS, or start one on this machine alone."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
+    ray.init(
+        address=os.environ.get("RAY_ADDRESS", "local"),
+        log_to_driver=False,  # each actor writes to the run's logs/ (see _host)
+        logging_level="ERROR",
+        **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}),
+    )
+
+
+def check_resources(config: Config) -> None:
+    """Refuse at once what Ray would wait for without end.
+
+    Raises:
+        ResourceError: names each resource, how much is wanted by whom, and how much there is.
+    """
+    available, generator, learner = ray.cluster_resources(), config.generator, config.learner
+    shortfalls = []
+    for resource, per_generator, per_learner in (
+        ("GPU", generator.num_gpus, learner.num_gpus),
+        ("CPU", generator.num_cpus, learner.num_cpus),
+    ):
+        wanted = generator.num_generators * per_generator + per_learner
+        wanted += config.scorer.num_cpus if resource == "CPU" else 0
+        if wanted > available.get(resource, 0):
+            shortfalls.append(
+                f"{resource}: {wanted:g} wanted ({generator.num_generators} Generators of {per_generator:g}, "
+                f"Learner {per_learner:g}), the cluster has {available.get(resource, 0):g}"
+            )
+    if shortfalls:
+        raise ResourceError(
+            "the cluster lacks resources:\n  " + "\n  ".join(shortfalls)
+            + "\nAdd machines, or change generator.num_generators, generator.num_gpus or learner.num_gpus."
+        )  # fmt: skip
+
+
+def start_actors(
+    config: Config, model_path: str, max_model_len: int, end_token_ids: tuple[int, ...], run_dir: Path
+) -> Actors:
+    """Create every actor of a run; they come up at the same time (see `wait_until_ready`)."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    logs = run_dir / "logs"
+    rollouts = run_dir / "rollouts" if config.run.save_rollouts else None
+    algorithm, sync = config.algorithm, config.weight_sync
+
+    def generator(index: int) -> tuple[str, Any]:
+        name = f"generator-{index}"
+        handle = _host(Generator, name, logs).options(
+            num_gpus=config.generator.num_gpus, num_cpus=config.generator.num_cpus, max_concurrency=10_000
+        )
+        engine = _Deferred(lambda: make_engine(config, model_path, max_model_len, index))
+        return name, handle.remote(name, engine, config.generator.slowdown_s)
+
+    generators = dict(generator(index) for index in range(config.generator.num_generators))
+    learner = _host(Learner, "learner", logs).options(
+        num_gpus=config.learner.num_gpus, num_cpus=config.learner.num_cpus
+    ).remote(model_path, config, end_token_ids)  # fmt: skip
+    scorer = _host(Scorer, "scorer", logs).options(
+        num_cpus=config.scorer.num_cpus, allow_out_of_order_execution=True  # a slow group holds no other
+    )
+    # The buffer writes the run's rollouts, so it lives where the run directory is.
+    buffer = _host(TrajectoryBuffer, "buffer", logs).options(
+        num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
+    )
+    weight_sync = _host(WeightSync, "weight_sync", logs).options(num_cpus=0, max_concurrency=100)
+    clients = [_Client(name, handle) for name, handle in generators.items()]
+    return Actors(
+        generators=generators,
+        scorer=scorer.remote(config.task.reward, algorithm),
+        buffer=buffer.remote(algorithm.prompts_per_step, rollouts),
+        learner=learner,
+        weight_sync=weight_sync.remote(
+            clients, sync.max_lag, algorithm.prompts_per_step, sync.phase_timeout_s
+        ),
+    )
+
+
+def stop_actors(actors: Actors, timeout_s: float = 20.0) -> None:
+    """End the engines' own processes, then the actors."""
+    with contextlib.suppress(Exception):  # a Generator that is dead or hung is killed below all the same
+        ray.get([handle.shutdown.remote() for handle in actors.generators.values()], timeout=timeout_s)
+    for handle in actors.all():
+        ray.kill(handle)
+
+
+class _Deferred:
+    """An argument that is built in the actor's process (an engine cannot be sent there)."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self.build = build
+
+
+def _host(cls: type, name: str, logs: Path) -> Any:
+    """`cls` as a Ray actor class, its output (and its child processes') in `logs/<name>.log`."""
+
+    def __init__(self: Any, *args: Any) -> None:
+        _redirect_output(logs / f"{name}.log")
+        built = [argument.build() if isinstance(argument, _Deferred) else argument for argument in args]
+        cls.__init__(self, *built)
+
+    hosted = type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+    return ray.remote(hosted)
+
+
+def _redirect_output(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+class _Client:
+    """An actor handle that a class without Ray can call: methods return something to await."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return getattr(self._handle, method).remote

@@ -1,0 +1,31 @@
+"""The policy's distribution over response tokens, exactly as the sampler drew from it."""
+
+import torch
+from transformers import PreTrainedModel
+
+from grpo_ray.policy.microbatch import MicroBatch
+
+
+def response_logits(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    temperature: float,
+    min_tokens: int,
+    end_token_ids: tuple[int, ...],
+) -> torch.Tensor:
+    """float32 logits `[batch, resp, vocab]` that predict `batch.labels`.
+
+    Divided by the sampling temperature, and with the end tokens ruled out before `min_tokens`, because
+    that is what the engine samples from. Only response positions go through the output layer.
+    """
+    num_labels = batch.labels.shape[1]
+    # use_cache=False: it saves memory, and position-restarting inputs are only right without a cache.
+    output = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=num_labels + 1)
+    logits = output.logits[:, -num_labels - 1 : -1].float() / temperature
+    if min_tokens and end_token_ids:
+        too_early = (batch.response_position < min_tokens) & batch.response_mask  # [batch, resp]
+        is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        is_end[list(end_token_ids)] = True
+        # The smallest finite number: its probability is 0 as well, and 0 times it is not NaN.
+        logits = logits.masked_fill(too_early[..., None] & is_end, torch.finfo(logits.dtype).min)
+    return logits

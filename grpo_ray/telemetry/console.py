@@ -1,0 +1,118 @@
+"""What a run prints: a plan, a progress bar or a line a step, evaluations, and the end."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from grpo_ray.config import Config
+from grpo_ray.evaluation import EvaluationSummary
+
+Metrics = dict[str, float]
+
+
+class RunConsole:
+    """On a terminal a live bar; elsewhere (a file, a job's log) one line a step."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._num_steps = num_steps
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True), TextColumn("{task.fields[figures]}"),
+            console=self.console, disable=not self.console.is_terminal, transient=True,
+        )  # fmt: skip
+        self._bar = self._progress.add_task("starting", total=num_steps, figures="")
+
+    def __enter__(self) -> "RunConsole":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def print(self, text: object = "") -> None:
+        self.console.print(text, markup=False)
+
+    def status(self, text: str) -> None:
+        """What the run is busy with before its first step."""
+        if self.console.is_terminal:
+            self._progress.update(self._bar, description=text)
+        else:
+            self.print(f"{text} ...")
+
+    def warmup(self, step: int, num_steps: int, loss: float) -> None:
+        if self.console.is_terminal:
+            self._progress.update(
+                self._bar, description="warm-up", completed=step, total=num_steps, figures=f"loss {loss:.3f}"
+            )
+            if step == num_steps:
+                self._progress.update(self._bar, completed=0, total=self._num_steps, figures="")
+        elif step % 100 == 0:
+            self.print(f"warm-up {step}/{num_steps}  loss {loss:.3f}")
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        if self.console.is_terminal:
+            self._progress.update(self._bar, description="step", completed=step, figures=step_figures(metrics))
+        else:
+            self.print(f"step {step:>4}/{self._num_steps}  {step_figures(metrics)}")
+
+    def evaluation(self, summary: EvaluationSummary) -> None:
+        self.print(
+            f"validation at step {summary.step:>4}: reward {summary.reward:.3f} ± {summary.reward_stderr:.3f}  "
+            f"(format {summary.format_reward:.2f}, {summary.mean_response_tokens:.1f} tokens, "
+            f"{summary.num_examples} responses)"
+        )
+
+
+def step_figures(metrics: Metrics) -> str:
+    """A step's figures on one line; the seconds overlap, so they do not add up to the step's."""
+    sync_s = sum(metrics[f"timing/weight_sync/{phase}_s"] for phase in ("pause", "transfer", "resume"))
+    return (
+        f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  "
+        f"loss {metrics['loss/policy']:+.4f}  entropy {metrics['policy/entropy']:.3f}  "
+        f"{metrics['throughput/sampled_tokens_per_s']:,.0f} tok/s  {metrics['timing/step_s']:.2f} s "
+        f"(generate {metrics['timing/generate_s']:.2f}, wait {metrics['timing/wait_for_batch_s']:.2f}, "
+        f"train {metrics['timing/train_s']:.2f}, sync {sync_s:.2f})"
+    )
+
+
+def plan(config: Config, longest_prompt: int, run_dir: str) -> Table:
+    """The derived plan: what a step is, and who sits where."""
+    algorithm, generator, learner = config.algorithm, config.generator, config.learner
+    tokens = config.rollouts_per_step * config.sampling.max_tokens
+    lag = config.weight_sync.max_lag
+    schedule = {0: "synchronous", 1: "one version behind"}.get(lag, f"up to {lag} versions behind")
+    rows: list[tuple[str, str]] = [
+        ("model", config.model.path or "tiny (built from the seed and warmed up)"),
+        ("task", f"{config.task.kind}, prompts up to {longest_prompt} tokens"),
+        (
+            "a step",
+            f"{algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} samples = "
+            f"{config.rollouts_per_step} rollouts, up to {tokens:,} response tokens",
+        ),
+        ("run", f"{algorithm.num_steps} steps, {algorithm.loss}, learning rate {learner.learning_rate:g}"),
+        ("schedule", f"max_lag {lag}: {schedule}"),
+        (
+            "Generators",
+            f"{generator.num_generators} x {generator.engine} on {_device(generator.num_gpus, generator.num_threads)}",
+        ),
+        ("Learner", f"{config.model.dtype} on {_device(learner.num_gpus, learner.num_threads)}"),
+        ("weights", f"{config.weight_sync.transport}; also actors: Scorer, TrajectoryBuffer, WeightSync"),
+        ("directory", run_dir),
+    ]
+    return _grid(rows)
+
+
+def _device(num_gpus: int, num_threads: int) -> str:
+    if num_gpus:
+        return f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+    return f"CPU, {num_threads} thread{'s' if num_threads > 1 else ''}"
+
+
+def _grid(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(f"  {name}", value)
+    return table

@@ -1,0 +1,55 @@
+"""Every metric's unit and meaning: for the report, the docs, and a test that nobody logs another."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+METRICS: dict[str, tuple[str, str]] = {
+    "reward/mean": ("share", "mean reward of the step's responses"),
+    "reward/format": ("share", "responses in the format"),
+    "reward/answer": ("share", "responses with a right answer, in the format"),
+    "rollout/response_tokens/mean": ("tokens", "mean length of a response"),
+    "rollout/truncated_frac": ("share", "responses cut off at sampling.max_tokens"),
+    "rollout/zero_variance_groups": ("groups", "groups whose rewards are all equal: counted, not trained"),
+    "loss/policy": ("", "the policy loss"),
+    "loss/clip_frac": ("share", "tokens whose ratio GRPO-Clip clipped"),
+    "loss/kl_ref": ("nats a token", "KL of the policy to the reference model"),
+    "policy/entropy": ("nats a token", "mean entropy of the next-token distribution"),
+    "optim/grad_norm": ("", "norm of the gradient before it is clipped"),
+    "optim/lr": ("", "learning rate of the step"),
+    "mismatch/kl": ("nats a token", "KL of the sampler to the Learner, on the sampled tokens"),
+    "mismatch/logprob_diff/max": ("nats", "largest |behaviour - Learner's logprob| of a token"),
+    "lag/mean": ("versions", "mean age of a trained token"),
+    "lag/max": ("versions", "largest age of a trained token"),
+    "lag/rejected": ("groups", "groups refused as older than weight_sync.max_lag"),
+    "buffer/groups": ("groups", "scored groups that wait to be trained"),
+    "timing/generate_s": ("s", "sampling the step's groups, first start to last end"),
+    "timing/score_s": ("s", "computing rewards and advantages"),
+    "timing/wait_for_batch_s": ("s", "the Learner waited for its batch"),
+    "timing/train_s": ("s", "the Learner trained"),
+    "timing/weight_sync/pause_s": ("s", "until the slowest Generator had paused"),
+    "timing/weight_sync/transfer_s": ("s", "until the slowest Generator had the weights"),
+    "timing/weight_sync/resume_s": ("s", "until the slowest Generator sampled again"),
+    "timing/evaluate_s": ("s", "validation"),
+    "timing/checkpoint_s": ("s", "writing a checkpoint"),
+    "timing/step_s": ("s", "the whole step"),
+    "utilization/learner": ("share", "time in which the Learner trained"),
+    "utilization/generators": ("share", "time in which the Generators had work, mean over them"),
+    "throughput/sampled_tokens_per_s": ("tokens/s", "response tokens sampled"),
+    "throughput/trained_tokens_per_s": ("tokens/s", "response tokens trained on"),
+    "memory/*": ("bytes", "memory of a process or device"),
+    "eval/reward": ("share", "mean validation reward"),
+    "eval/format": ("share", "validation responses in the format"),
+    "eval/answer": ("share", "validation responses with a right answer, in the format"),
+    "eval/response_tokens/mean": ("tokens", "mean length of a validation response"),
+    "eval/truncated_frac": ("share", "validation responses cut off at sampling.max_tokens"),
+}
+
+
+def check_names(metrics: Iterable[str]) -> list[str]:
+    """The names that the catalogue does not know, sorted."""
+    patterns = [name for name in METRICS if "*" in name]
+    return sorted(
+        name
+        for name in metrics
+        if name not in METRICS and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    )

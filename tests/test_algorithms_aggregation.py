@@ -1,0 +1,143 @@
+"""Masked reductions by hand, and the invariances of the batch's loss."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from grpo_ray.algorithms import Aggregation, aggregate_loss, loss_denominator, masked_mean, masked_normalize
+from grpo_ray.config import AlgorithmConfig
+
+AGGREGATIONS = get_args(Aggregation)
+
+# The length-normalisation example: two responses, of 4 and of 7 tokens, with the same advantage.
+ADVANTAGES = torch.tensor([[2.0], [2.0]])
+LENGTHS_MASK = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+
+
+def test_masked_mean_by_hand():
+    tensor = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    assert masked_mean(tensor, mask).item() == pytest.approx(10 / 3)
+    assert masked_mean(tensor, mask, dim=1).tolist() == [2.0, 6.0]
+    torch.testing.assert_close(
+        masked_mean(tensor, mask, dim=0), torch.tensor([1.0, torch.nan, 4.5]), equal_nan=True
+    )
+
+
+def test_masked_normalize_by_hand():
+    tensor = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    assert masked_normalize(tensor, mask, constant_normalizer=4.0).item() == 2.5
+    assert masked_normalize(tensor, mask, dim=1, constant_normalizer=2.0).tolist() == [2.0, 3.0]
+    assert masked_normalize(tensor, mask, dim=0).tolist() == [1.0, 0.0, 9.0]
+
+
+def test_length_normalisation_with_masked_mean():
+    ratio = torch.ones(2, 7, requires_grad=True)
+    per_sequence = masked_mean(ratio * ADVANTAGES, LENGTHS_MASK, dim=1)
+    assert per_sequence.tolist() == [2.0, 2.0]
+    per_sequence.mean().backward()
+    # A / length / 2 sequences: a token of the short response weighs more.
+    expected = torch.tensor([[2 / 4 / 2] * 4 + [0.0] * 3, [2 / 7 / 2] * 7])  # 0.25 and 0.1429
+    torch.testing.assert_close(ratio.grad, expected)
+
+
+def test_length_normalisation_with_a_constant():
+    ratio = torch.ones(2, 7, requires_grad=True)
+    per_sequence = masked_normalize(ratio * ADVANTAGES, LENGTHS_MASK, dim=1, constant_normalizer=7)
+    torch.testing.assert_close(per_sequence, torch.tensor([1.1429, 2.0]), atol=1e-4, rtol=0)
+    per_sequence.mean().backward()
+    expected = torch.tensor([[2 / 7 / 2] * 4 + [0.0] * 3, [2 / 7 / 2] * 7])  # every live token 0.1429
+    torch.testing.assert_close(ratio.grad, expected)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_masked_out_poison_does_not_leak(poison):
+    tensor = torch.tensor([[1.0, poison], [3.0, 5.0]], requires_grad=True)
+    mask = torch.tensor([[True, False], [True, True]])
+    results = [masked_mean(tensor, mask), masked_normalize(tensor, mask)]
+    results += [aggregate_loss(tensor, mask, aggregation, 1.0) for aggregation in AGGREGATIONS]
+    assert [result.item() for result in results] == [3.0, 9.0, 5.0, 9.0, 9.0]
+    torch.stack(results).sum().backward()
+    # 1/3 + 1 + (1 or 1/2) + 1 + 1 at the live tokens, exactly 0 at the poisoned one
+    torch.testing.assert_close(tensor.grad, torch.tensor([[13 / 3, 0.0], [23 / 6, 23 / 6]]))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("sequence_mean", (1.5 + 6.0) / 2),
+        ("token_mean", (1.0 + 2.0 + 6.0) / 3),
+        ("constant", (1.0 + 2.0 + 6.0) / (2 * 4)),
+    ],
+)
+def test_aggregation_by_hand(aggregation, expected):
+    per_token_loss = torch.tensor([[1.0, 2.0, 9.0], [6.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    denominator = loss_denominator(aggregation, num_sequences=2, num_tokens=3, max_tokens=4)
+    assert aggregate_loss(per_token_loss, mask, aggregation, denominator).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_empty_row_contributes_nothing(aggregation):
+    loss = torch.full((2, 3), 6.0, requires_grad=True)
+    mask = torch.tensor([[True, True, True], [False, False, False]])
+    total = aggregate_loss(loss, mask, aggregation, 2.0)
+    assert total.item() == (3.0 if aggregation == "sequence_mean" else 9.0)
+    total.backward()
+    assert loss.grad is not None
+    assert loss.grad[1].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("splits", [(2, 2, 2, 2), (1, 4, 3), (7, 1)])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_splitting_into_micro_batches_leaves_the_gradient_unchanged(aggregation, splits):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(8, 9, generator=generator)
+    lengths = torch.tensor([1, 9, 3, 0, 7, 2, 9, 5])  # the rows are of very different length
+    mask = torch.arange(9) < lengths[:, None]
+    denominator = loss_denominator(aggregation, 8, int(lengths.sum()), max_tokens=16)
+
+    def gradient(sizes: tuple[int, ...]) -> tuple[float, torch.Tensor]:
+        weight = torch.linspace(0.5, 1.5, 9).requires_grad_()
+        total = 0.0
+        for rows, live in zip(inputs.split(sizes), mask.split(sizes), strict=True):
+            loss = aggregate_loss((rows * weight).square(), live, aggregation, denominator)
+            loss.backward()
+            total += loss.item()
+        assert weight.grad is not None
+        return total, weight.grad
+
+    whole_loss, whole = gradient((8,))
+    split_loss, split = gradient(splits)
+    assert split_loss == pytest.approx(whole_loss, rel=1e-6)
+    assert ((split - whole).norm() / whole.norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_more_padding_changes_nothing(aggregation):
+    loss = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    padded = torch.nn.functional.pad(loss, (0, 5), value=1e6)
+    padded_mask = torch.nn.functional.pad(mask, (0, 5), value=False)
+    expected = aggregate_loss(loss, mask, aggregation, 3.0)
+    assert expected.item() != 0.0
+    assert aggregate_loss(padded, padded_mask, aggregation, 3.0).item() == expected.item()
+
+
+@pytest.mark.parametrize("denominator", [0.0, -1.0, float("nan")])
+def test_a_denominator_that_cannot_be_a_count_is_refused(denominator):
+    with pytest.raises(ValueError, match="denominator"):
+        aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "token_mean", denominator)
+
+
+def test_an_unknown_aggregation_lists_the_allowed():
+    with pytest.raises(ValueError, match=r"'mean'.*sequence_mean, token_mean, constant"):
+        aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "mean", 1.0)
+    with pytest.raises(ValueError, match=r"'mean'.*sequence_mean, token_mean, constant"):
+        loss_denominator("mean", 1, 1, 1)
+
+
+def test_the_config_allows_the_same_aggregations():
+    assert get_args(AlgorithmConfig.model_fields["aggregation"].annotation) == AGGREGATIONS

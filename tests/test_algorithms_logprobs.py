@@ -1,0 +1,175 @@
+"""Log-probabilities, entropy and tokenisation against torch.distributions and hand-made arrays."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Categorical
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpo_ray.algorithms import (
+    compute_entropy,
+    get_response_log_probs,
+    token_log_probs,
+    tokenize_prompt_and_output,
+)
+
+
+class LetterTokenizer:
+    """a -> 1, b -> 2, ...; a real tokenizer's `encode` would put 99 in front unless told not to."""
+
+    def __init__(self, pad_token_id: int | None = 0, eos_token_id: int | None = 50) -> None:
+        self.pad_token_id = pad_token_id
+        self.eos_token_id = eos_token_id
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [99] * add_special_tokens + [ord(letter) - ord("a") + 1 for letter in text]
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=19,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_entropy_against_categorical():
+    logits = 3 * torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(compute_entropy(logits), Categorical(logits=logits).entropy())
+
+
+def test_entropy_by_hand_is_in_nats_and_shift_invariant():
+    assert compute_entropy(torch.zeros(8)).item() == pytest.approx(math.log(8))
+    quarter = torch.tensor([0.25, 0.75]).log()
+    expected = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
+    assert compute_entropy(quarter + 1e3).item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_entropy_of_extreme_and_infinite_logits():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.0, -math.inf]], requires_grad=True)
+    entropy = compute_entropy(logits)
+    torch.testing.assert_close(entropy, torch.tensor([0.0, math.log(2)]))
+    entropy.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_token_log_probs_against_log_softmax(temperature):
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(2, 5, 11, generator=generator)
+    labels = torch.randint(0, 11, (2, 5), generator=generator)
+    expected = Categorical(logits=logits / temperature).log_prob(labels)
+    torch.testing.assert_close(token_log_probs(logits, labels, temperature), expected)
+
+
+def test_token_log_probs_are_stable_float32_even_from_bfloat16():
+    logits = torch.tensor([[[0.0, 1000.0, -1000.0]]], dtype=torch.bfloat16)
+    assert token_log_probs(logits, torch.tensor([[1]])).item() == 0.0
+    assert token_log_probs(logits, torch.tensor([[2]])).item() == -2000.0
+    wide = torch.zeros(1, 1, 1000, dtype=torch.bfloat16)
+    result = token_log_probs(wide, torch.tensor([[3]]))
+    assert result.dtype == torch.float32
+    assert result.item() == pytest.approx(-math.log(1000), rel=1e-6)  # bfloat16 would be off by 1e-3
+
+
+def test_token_log_probs_gradient_is_one_hot_minus_softmax():
+    logits = torch.tensor([[[0.0, 1.0, 2.0]]], requires_grad=True)
+    token_log_probs(logits, torch.tensor([[2]]), temperature=0.5).sum().backward()
+    expected = 2 * (torch.tensor([0.0, 0.0, 1.0]) - torch.softmax(torch.tensor([0.0, 2.0, 4.0]), -1))
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[0, 0], expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_is_not_positive_is_refused(temperature):
+    with pytest.raises(ValueError, match="temperature"):
+        token_log_probs(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), temperature)
+
+
+def test_tokenize_by_hand():
+    result = tokenize_prompt_and_output(["ab", "c"], ["cde", "d"], LetterTokenizer())
+    assert result["input_ids"].tolist() == [[1, 2, 3, 4], [3, 4, 0, 0]]
+    assert result["labels"].tolist() == [[2, 3, 4, 5], [4, 0, 0, 0]]
+    assert result["response_mask"].tolist() == [[False, True, True, True], [True, False, False, False]]
+    assert result["response_mask"].dtype == torch.bool
+    assert result["input_ids"].dtype == torch.long
+
+
+def test_tokenize_empty_prompt_and_empty_output():
+    result = tokenize_prompt_and_output(["", "ab"], ["abc", ""], LetterTokenizer())
+    assert result["labels"].tolist() == [[2, 3], [2, 0]]  # nothing predicts the first token of all
+    assert result["response_mask"].tolist() == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "expected"), [(7, 50, 7), (0, 50, 0), (None, 50, 50), (None, None, 0)]
+)
+def test_padding_falls_back_to_the_end_token_then_to_zero(pad, eos, expected):
+    result = tokenize_prompt_and_output(["a", "a"], ["bcd", "b"], LetterTokenizer(pad, eos))
+    assert result["labels"][1].tolist() == [2, expected, expected]
+
+
+@pytest.mark.parametrize(("prompts", "outputs"), [(["a"], []), ([], [])])
+def test_prompts_without_outputs_are_refused(prompts, outputs):
+    with pytest.raises(ValueError, match=f"{len(prompts)} prompts and 0 outputs"):
+        tokenize_prompt_and_output(prompts, outputs, LetterTokenizer())
+
+
+def test_response_log_probs_of_a_llama():
+    model = tiny_llama()
+    ids = torch.randint(0, 19, (2, 7), generator=torch.Generator().manual_seed(0))
+    result = get_response_log_probs(model, ids[:, :-1], ids[:, 1:], return_token_entropy=True)
+    with torch.no_grad():
+        manual = torch.log_softmax(model(ids[:, :-1]).logits, dim=-1)
+    for row in range(2):
+        for column in range(6):
+            expected = manual[row, column, ids[row, column + 1]].item()
+            assert result["log_probs"][row, column].item() == pytest.approx(expected, abs=1e-5)
+    torch.testing.assert_close(
+        result["token_entropy"], -(manual.exp() * manual).sum(-1), rtol=1e-5, atol=1e-5
+    )
+    assert result["log_probs"].requires_grad
+    assert not result["token_entropy"].requires_grad
+
+
+def test_right_padding_does_not_change_a_llamas_log_probs():
+    model = tiny_llama()
+    ids = torch.randint(0, 19, (1, 5), generator=torch.Generator().manual_seed(1))
+    padded = torch.nn.functional.pad(ids, (0, 4), value=3)
+    short = get_response_log_probs(model, ids[:, :-1], ids[:, 1:], return_token_entropy=False)
+    long = get_response_log_probs(model, padded[:, :-1], padded[:, 1:], return_token_entropy=False)
+    assert set(short) == {"log_probs"}
+    torch.testing.assert_close(long["log_probs"][:, :4], short["log_probs"], rtol=1e-5, atol=1e-5)
+
+
+def test_use_cache_is_off_for_transformers_models(monkeypatch):
+    model, seen = tiny_llama(), []
+    original = model.forward
+
+    def forward(*args: object, **kwargs: object) -> object:
+        seen.append(kwargs.get("use_cache"))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", forward)
+    ids = torch.tensor([[1, 2]])
+    get_response_log_probs(model, ids, ids, return_token_entropy=False)
+    assert seen == [False]
+
+
+def test_a_plain_callable_may_return_logits():
+    """The i-th row of the table is what follows token i."""
+    table = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
+    result = get_response_log_probs(
+        lambda ids: table[ids], torch.tensor([[0, 1]]), torch.tensor([[1, 0]]), True
+    )
+    torch.testing.assert_close(result["log_probs"].exp(), torch.tensor([[0.5, 0.75]]))
+    assert result["token_entropy"][0, 0].item() == pytest.approx(math.log(2))

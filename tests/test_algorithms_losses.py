@@ -1,0 +1,175 @@
+"""Per-token losses: by hand, at the clip's corners, and against finite differences."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from grpo_ray.algorithms import (
+    LossType,
+    compute_grpo_clip_loss,
+    compute_naive_policy_gradient_loss,
+    compute_policy_gradient_loss,
+)
+from grpo_ray.config import AlgorithmConfig
+
+CLIPRANGE = 0.2
+
+
+def clip_at(ratio: float, advantage: float) -> tuple[float, float, bool]:
+    """Loss, its derivative by the policy's log-probability, and `clipped`, of a single token."""
+    old = torch.tensor([[-1.0]], dtype=torch.float64)
+    policy = (old + math.log(ratio)).requires_grad_()
+    column = torch.tensor([[advantage]], dtype=torch.float64)
+    loss, metadata = compute_grpo_clip_loss(column, policy, old, CLIPRANGE)
+    loss.sum().backward()
+    assert policy.grad is not None
+    return loss.item(), policy.grad.item(), bool(metadata["clipped"].item())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "is_clipped"),
+    [
+        (1.5, 1.0, -1.2, 0.0, True),  # already much likelier: no more reward for going on
+        (0.5, -1.0, 0.8, 0.0, True),  # already much unlikelier
+        (1.5, -1.0, 1.5, 1.5, False),  # wrong direction: the full pull back
+        (0.5, 1.0, -0.5, -0.5, False),
+        (1.1, 1.0, -1.1, -1.1, False),  # inside the range
+        (0.9, -1.0, 0.9, 0.9, False),
+        (1.0, 2.0, -2.0, -2.0, False),
+        (1.5, 0.0, 0.0, 0.0, False),  # no advantage: nothing to clip
+    ],
+)
+def test_clip_by_hand(ratio, advantage, loss, gradient, is_clipped):
+    actual_loss, actual_gradient, actual_clipped = clip_at(ratio, advantage)
+    assert actual_loss == pytest.approx(loss)
+    assert actual_gradient == pytest.approx(gradient)
+    assert actual_clipped is is_clipped
+
+
+def test_clip_metadata_of_a_batch():
+    old = torch.zeros(2, 2)
+    policy = torch.tensor([[1.5, 1.0], [0.5, 3.0]]).log().requires_grad_()
+    loss, metadata = compute_grpo_clip_loss(torch.tensor([[1.0], [-1.0]]), policy, old, CLIPRANGE)
+    torch.testing.assert_close(loss, torch.tensor([[-1.2, -1.0], [0.8, 3.0]]))
+    assert metadata["clipped"].tolist() == [[True, False], [True, False]]
+    assert metadata["clip_fraction"].item() == 0.5
+    torch.testing.assert_close(metadata["ratio"], torch.tensor([[1.5, 1.0], [0.5, 3.0]]))
+    assert not any(value.requires_grad for value in metadata.values())
+
+
+def test_old_log_probs_are_never_differentiated():
+    policy = torch.zeros(1, 3, requires_grad=True)
+    old = torch.zeros(1, 3, requires_grad=True)
+    loss, _ = compute_grpo_clip_loss(torch.ones(1, 1), policy, old, CLIPRANGE)
+    loss.sum().backward()
+    assert old.grad is None
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [[-1.0, -1.0, -1.0]]
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_extreme_log_ratios_stay_finite(advantage):
+    policy = torch.tensor([[-1e4, -0.0, -300.0, -0.0]], requires_grad=True)
+    old = torch.tensor([[-0.0, -1e4, -0.0, -300.0]])
+    loss, metadata = compute_grpo_clip_loss(torch.tensor([[advantage]]), policy, old, CLIPRANGE)
+    loss.sum().backward()
+    assert policy.grad is not None
+    assert loss.isfinite().all()
+    assert policy.grad.isfinite().all()
+    expected = torch.tensor([[-20.0, 20.0, -20.0, 20.0]]).exp()
+    torch.testing.assert_close(metadata["ratio"], expected)
+
+
+def test_clip_gradient_matches_finite_differences():
+    # Each ratio is at least 0.05 from the kinks 0.8 and 1.2, and both signs of advantage see each.
+    ratios = torch.tensor([[0.4, 0.7, 0.9, 1.0, 1.1, 1.3, 2.5]], dtype=torch.float64).repeat(2, 1)
+    old = torch.full_like(ratios, -2.0)
+    policy = (old + ratios.log()).requires_grad_()
+    advantages = torch.tensor([[0.7], [-1.3]], dtype=torch.float64)
+
+    def loss(policy_log_probs: torch.Tensor) -> torch.Tensor:
+        return compute_grpo_clip_loss(advantages, policy_log_probs, old, CLIPRANGE)[0]
+
+    assert torch.autograd.gradcheck(loss, (policy,), eps=1e-6, atol=1e-7)
+
+
+def test_clip_at_ratio_one_has_the_gradient_of_reinforce():
+    generator = torch.Generator().manual_seed(0)
+    policy = -torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(3, 1, generator=generator, dtype=torch.float64)
+    gradients = []
+    for loss_type in ("grpo_clip", "reinforce_with_baseline"):
+        leaf = policy.clone().requires_grad_()
+        loss, _ = compute_policy_gradient_loss(
+            leaf, loss_type, advantages=advantages, old_log_probs=policy, cliprange=CLIPRANGE
+        )
+        gradients.append(torch.autograd.grad(loss.sum(), leaf)[0])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], -advantages.expand(3, 5))
+
+
+def test_naive_loss_by_hand():
+    loss = compute_naive_policy_gradient_loss(
+        torch.tensor([[2.0], [-0.5]]), torch.tensor([[-1.0, -3.0], [-4.0, -0.5]])
+    )
+    assert loss.tolist() == [[2.0, 6.0], [-2.0, -0.25]]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [("no_baseline", [[3.0]]), ("reinforce_with_baseline", [[0.5]]), ("grpo_clip", [[-0.6]])],
+)
+def test_each_loss_type_takes_its_own_arguments(loss_type, expected):
+    # log pi = -1; reward 3, advantage 0.5, old logprob so low that the ratio is clipped to 1.2
+    loss, metadata = compute_policy_gradient_loss(
+        torch.tensor([[-1.0]]),
+        loss_type,
+        raw_rewards=torch.tensor([[3.0]]),
+        advantages=torch.tensor([[0.5]]),
+        old_log_probs=torch.tensor([[-3.0]]),
+        cliprange=CLIPRANGE,
+    )
+    torch.testing.assert_close(loss, torch.tensor(expected))
+    assert set(metadata) == ({"clipped", "clip_fraction", "ratio"} if loss_type == "grpo_clip" else set())
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "missing"),
+    [
+        ("no_baseline", "raw_rewards"),
+        ("reinforce_with_baseline", "advantages"),
+        ("grpo_clip", "advantages"),
+        ("grpo_clip", "old_log_probs"),
+        ("grpo_clip", "cliprange"),
+    ],
+)
+def test_a_missing_argument_is_named(loss_type, missing):
+    column = torch.ones(1, 1)
+    arguments = {"raw_rewards": column, "advantages": column, "old_log_probs": column, "cliprange": 0.2}
+    with pytest.raises(ValueError, match=f"'{loss_type}' needs {missing}"):
+        compute_policy_gradient_loss(column, loss_type, **(arguments | {missing: None}))
+
+
+def test_an_unknown_loss_type_lists_the_allowed():
+    with pytest.raises(ValueError, match=r"'ppo'.*no_baseline, reinforce_with_baseline, grpo_clip"):
+        compute_policy_gradient_loss(torch.ones(1, 1), "ppo")
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 3)])
+def test_advantages_that_would_broadcast_along_seq_are_refused(shape):
+    log_probs = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"\[3, 1\]"):
+        compute_naive_policy_gradient_loss(torch.ones(shape), log_probs)
+    with pytest.raises(ValueError, match=r"advantages must be .*\[3, 1\]"):
+        compute_grpo_clip_loss(torch.ones(shape), log_probs, log_probs, CLIPRANGE)
+
+
+def test_old_log_probs_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="old_log_probs"):
+        compute_grpo_clip_loss(torch.ones(2, 1), torch.zeros(2, 3), torch.zeros(1, 3), CLIPRANGE)
+
+
+def test_the_config_allows_the_same_loss_types():
+    assert get_args(AlgorithmConfig.model_fields["loss"].annotation) == get_args(LossType)

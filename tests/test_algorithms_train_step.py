@@ -1,0 +1,210 @@
+"""The micro-batch step against a plain loop over responses, and what must not change its gradient."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_ray.algorithms import grpo_microbatch_train_step, loss_denominator, policy_gradient_step
+
+CLIPRANGE = 0.2
+LOSS_TYPES = ["no_baseline", "reinforce_with_baseline", "grpo_clip"]
+
+
+def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(batch, seq, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, seq + 1, (batch, 1), generator=generator)
+    return {
+        "policy_log_probs": old + 0.4 * torch.randn(batch, seq, generator=generator, dtype=torch.float64),
+        "old_log_probs": old,
+        "response_mask": torch.arange(seq) < lengths,
+        "advantages": torch.randn(batch, 1, generator=generator, dtype=torch.float64),
+        "raw_rewards": torch.rand(batch, 1, generator=generator, dtype=torch.float64),
+    }
+
+
+def token_loss_and_slope(loss_type, policy, old, advantage, reward):
+    """Loss of one token and its derivative by log pi, in plain floats."""
+    if loss_type != "grpo_clip":
+        weight = reward if loss_type == "no_baseline" else advantage
+        return -weight * policy, -weight
+    ratio = math.exp(policy - old)
+    bounded = min(max(ratio, 1 - CLIPRANGE), 1 + CLIPRANGE)
+    if bounded * advantage < ratio * advantage:
+        return -bounded * advantage, 0.0
+    return -ratio * advantage, -ratio * advantage
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_microbatch_step_against_a_plain_loop(loss_type):
+    tensors = example()
+    policy = tensors.pop("policy_log_probs").requires_grad_()
+    loss, metadata = grpo_microbatch_train_step(
+        policy, gradient_accumulation_steps=3, loss_type=loss_type, cliprange=CLIPRANGE, **tensors
+    )
+    expected_loss, expected_gradient, num_clipped = 0.0, torch.zeros(6, 5, dtype=torch.float64), 0
+    for row in range(6):
+        length = int(tensors["response_mask"][row].sum())
+        for column in range(length):
+            value, slope = token_loss_and_slope(
+                loss_type,
+                policy[row, column].item(),
+                tensors["old_log_probs"][row, column].item(),
+                tensors["advantages"][row, 0].item(),
+                tensors["raw_rewards"][row, 0].item(),
+            )
+            expected_loss += value / length / 6 / 3
+            expected_gradient[row, column] = slope / length / 6 / 3
+            num_clipped += slope == 0.0
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-9)
+    assert policy.grad is not None
+    torch.testing.assert_close(policy.grad, expected_gradient)
+    assert metadata["num_tokens"].item() == tensors["response_mask"].sum().item()
+    if loss_type == "grpo_clip":
+        assert 0 < num_clipped == metadata["num_clipped"].item()
+    else:
+        assert "num_clipped" not in metadata
+
+
+def test_microbatch_step_accumulates_and_returns_a_detached_loss():
+    policy = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    for _ in range(2):
+        loss, _ = grpo_microbatch_train_step(
+            policy, torch.ones(1, 2), 2, "no_baseline", raw_rewards=torch.tensor([[4.0]])
+        )
+        assert loss.item() == 3.0  # 4 * 1.5 / 2
+        assert not loss.requires_grad
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [[-2.0, -2.0]]  # 2 calls of 4 / 2 tokens / 2 steps
+
+
+def test_core_does_not_call_backward():
+    policy = torch.tensor([[-1.0]], requires_grad=True)
+    loss, _ = policy_gradient_step(
+        policy,
+        torch.ones(1, 1),
+        loss_type="no_baseline",
+        aggregation="token_mean",
+        denominator=1,
+        raw_rewards=torch.ones(1, 1),
+    )
+    assert policy.grad is None
+    loss.backward()
+    assert policy.grad is not None
+
+
+def core_gradient(tensors, sizes, aggregation, num_dropped=0):
+    """Summed loss, gradient and metadata of the batch trained in micro-batches of the given sizes."""
+    batch = tensors["policy_log_probs"].shape[0]
+    num_tokens = int(tensors["response_mask"].sum()) - num_dropped
+    denominator = loss_denominator(aggregation, batch, num_tokens, max_tokens=8)
+    policy = tensors["policy_log_probs"].clone().requires_grad_()
+    parts = {name: tensor.split(sizes) for name, tensor in tensors.items() if name != "policy_log_probs"}
+    totals: dict[str, float] = {"loss": 0.0, "num_tokens": 0, "num_clipped": 0}
+    for index, rows in enumerate(policy.split(sizes)):
+        loss, metadata = policy_gradient_step(
+            rows,
+            loss_type="grpo_clip",
+            aggregation=aggregation,
+            denominator=denominator,
+            cliprange=CLIPRANGE,
+            **{name: part[index] for name, part in parts.items()},
+        )
+        loss.backward()
+        totals["loss"] += loss.item()
+        for name, value in metadata.items():
+            totals[name] += value.item()
+    return totals, policy.grad
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
+def test_micro_batch_split_and_padding_leave_everything_unchanged(aggregation):
+    tensors = example()
+    whole, gradient = core_gradient(tensors, (6,), aggregation)
+    split, split_gradient = core_gradient(tensors, (1, 3, 2), aggregation)
+    assert split == pytest.approx(whole, rel=1e-9)
+    assert ((split_gradient - gradient).norm() / gradient.norm()).item() < 1e-9
+
+    padded = dict(tensors)
+    for name, value in (("policy_log_probs", float("nan")), ("old_log_probs", 7.0), ("response_mask", False)):
+        padded[name] = torch.nn.functional.pad(tensors[name], (0, 3), value=value)
+    with_padding, padded_gradient = core_gradient(padded, (6,), aggregation)
+    assert with_padding == pytest.approx(whole, rel=1e-9)
+    torch.testing.assert_close(padded_gradient[:, :5], gradient)
+    assert torch.equal(padded_gradient[:, 5:], torch.zeros(6, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
+def test_a_token_with_non_finite_old_logprob_is_dropped(aggregation, poison):
+    """It counts exactly as if the mask left it out."""
+    tensors = example()
+    tensors["response_mask"][2] = True
+    poisoned = tensors | {"old_log_probs": tensors["old_log_probs"].clone()}
+    poisoned["old_log_probs"][2, 3] = poison
+    masked = tensors | {"response_mask": tensors["response_mask"].clone()}
+    masked["response_mask"][2, 3] = False
+    totals, gradient = core_gradient(poisoned, (6,), aggregation, num_dropped=1)
+    expected_totals, expected_gradient = core_gradient(masked, (6,), aggregation)
+    assert totals == expected_totals
+    assert totals["num_tokens"] == tensors["response_mask"].sum().item() - 1
+    assert torch.equal(gradient, expected_gradient)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["policy_log_probs", "old_log_probs"])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_nan_outside_the_mask_never_enters_the_backward_pass(name):
+    tensors = example()
+    tensors["response_mask"][2, 3] = False
+    clean_totals, clean_gradient = core_gradient(tensors, (6,), "sequence_mean")
+    tensors[name][2, 3] = float("nan")
+    with torch.autograd.detect_anomaly():  # raises if any intermediate gradient is NaN
+        totals, gradient = core_gradient(tensors, (6,), "sequence_mean")
+    assert totals == clean_totals
+    assert torch.equal(gradient, clean_gradient)
+
+
+def test_losses_without_old_logprobs_do_not_drop_tokens():
+    tensors = example()
+    tensors["response_mask"][:] = True
+    tensors["old_log_probs"][0, 0] = float("nan")
+    _, metadata = policy_gradient_step(
+        loss_type="reinforce_with_baseline", aggregation="token_mean", denominator=30, **tensors
+    )
+    assert metadata["num_tokens"].item() == 30
+
+
+def test_nan_at_a_live_token_is_not_hidden():
+    tensors = example()
+    tensors["policy_log_probs"][0, 0] = float("nan")
+    totals, _ = core_gradient(tensors, (6,), "sequence_mean")
+    assert math.isnan(totals["loss"])
+
+
+def test_clipped_tokens_are_counted_inside_the_mask_only():
+    _, metadata = policy_gradient_step(
+        torch.full((1, 4), 1.0),
+        torch.tensor([[1, 1, 1, 0]]),
+        loss_type="grpo_clip",
+        aggregation="constant",
+        denominator=4,
+        advantages=torch.ones(1, 1),
+        old_log_probs=torch.tensor([[0.0, 1.0, float("nan"), 0.0]]),
+        cliprange=CLIPRANGE,
+    )
+    assert metadata["num_tokens"].item() == 2
+    assert metadata["num_clipped"].item() == 1
+
+
+def test_bad_arguments_are_refused():
+    log_probs, column = torch.zeros(2, 3), torch.ones(2, 1)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        grpo_microbatch_train_step(log_probs, torch.ones(2, 3), 0, "no_baseline", raw_rewards=column)
+    with pytest.raises(ValueError, match="response_mask"):
+        grpo_microbatch_train_step(log_probs, torch.ones(2, 1), 1, "no_baseline", raw_rewards=column)
+    with pytest.raises(ValueError, match="'grpo_clip' needs old_log_probs"):
+        grpo_microbatch_train_step(
+            log_probs, torch.ones(2, 3), 1, "grpo_clip", advantages=column, cliprange=0.2
+        )

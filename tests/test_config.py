@@ -1,0 +1,175 @@
+"""Loading a configuration: every mistake names its path, the value given and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.config import Config, dump_config
+from grpo_ray.config_loading import ConfigError, load_config
+from grpo_ray.config_schema import describe, nearest_name, resolve
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+MINIMAL = "model: {tiny: {}}\ntask: {kind: sorting}\n"
+
+
+def write(folder: Path, text: str = MINIMAL, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error_of(path: Path, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_the_handouts(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"))
+    assert config.algorithm.num_steps == 200
+    assert config.learner.learning_rate == 1e-5
+    assert config.algorithm.advantage_eps == 1e-6
+    assert config.algorithm.samples_per_prompt == 8
+    assert config.rollouts_per_step == 256
+    assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 1.0)
+    assert (config.sampling.min_tokens, config.sampling.max_tokens) == (4, 1024)
+    assert config.sampling.stop == ("</answer>",)
+    assert config.learner.betas == (0.9, 0.95)
+    assert (config.learner.weight_decay, config.learner.max_grad_norm) == (0.0, 1.0)
+    assert config.generator.gpu_memory_utilization == 0.85
+    assert config.algorithm.cliprange == 0.2
+
+
+def test_overrides(tmp_path: Path) -> None:
+    overrides = [
+        "learner.learning_rate=1e-4",  # YAML 1.1 reads this as text; pydantic makes it a number
+        "model.tiny.warmup=null",
+        "run.name=a=b",
+        'sampling.stop=["x", "y"]',
+        "learner.betas=[0.5, 0.6]",
+        "task={kind: file, train_path: a.jsonl, validation_path: b.jsonl}",
+        "task.answer_marker=####",
+    ]
+    config = load_config(write(tmp_path), overrides)
+    assert config.learner.learning_rate == 1e-4
+    assert config.model.tiny is not None
+    assert config.model.tiny.warmup is None
+    assert config.run.name == "a=b"
+    assert config.sampling.stop == ("x", "y")
+    assert config.learner.betas == (0.5, 0.6)
+    assert config.task.kind == "file"
+    assert config.task.answer_marker == "####"
+
+
+def test_override_swaps_the_model(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert "model: give exactly one of `path`" in error_of(path, ("model.path=Qwen/Qwen2.5-Math-1.5B",))
+    config = load_config(path, ["model.path=Qwen/Qwen2.5-Math-1.5B", "model.tiny=null"])
+    assert config.model.path == "Qwen/Qwen2.5-Math-1.5B"
+    assert load_config(path, ["model.tiny=null", "model.tiny={}"]) == load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["learner.lerning_rate=1"], ["learner.lerning_rate: unknown key (did you mean learning_rate?); allowed: learning_rate,"]),
+        (["lerner.learning_rate=1"], ["lerner: unknown key (did you mean learner?); allowed: run, model, task,"]),
+        (["run.zzz=1"], ["run.zzz: unknown key; allowed: name, output_dir"]),
+        (["task.num_digit=4"], ["task.num_digit: unknown key (did you mean num_digits?)", "num_train_prompts"]),
+        (["model.tiny.warmup.steps=4"], ["model.tiny.warmup.steps: unknown key (did you mean num_steps?)"]),
+        (["learner.learning_rate=fast"], ["learner.learning_rate: 'fast' is not valid; allowed: number >= 0"]),
+        (["learner.learning_rate=-1"], ["learner.learning_rate: -1 is not valid; allowed: number >= 0"]),
+        (["learner.learning_rate=.nan"], ["learner.learning_rate: nan is not valid; allowed: number >= 0"]),
+        (["learner.learning_rate.x=3"], ["learner.learning_rate: {'x': 3} is not valid; allowed: number >= 0"]),
+        (["learner.betas=[0.1, 2]"], ["learner.betas[1]: 2 is not valid; allowed: number > 0 and <= 1"]),
+        (["learner.betas=[0.1]"], ["learner.betas[1]: required, but not given; allowed: number > 0 and <= 1"]),
+        (["learner.betas=0.1"], ["learner.betas: 0.1 is not valid; allowed: a list of 2: number > 0 and <= 1,"]),
+        (["learner.cpu_cores=[1, -2]"], ["learner.cpu_cores[1]: -2 is not valid; allowed: integer >= 0"]),
+        (["learner.num_gpus=2"], ["learner.num_gpus: 2 is not valid; allowed: integer >= 0 and <= 1"]),
+        (["generator.max_model_len=0"], ["generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"]),
+        (["generator.engine=sglang"], ["generator.engine: 'sglang' is not valid; allowed: vllm or torch"]),
+        (["algorithm.loss=ppo"], ["algorithm.loss: 'ppo' is not valid; allowed: no_baseline, reinforce_with_baseline or grpo_clip"]),
+        (["algorithm.num_steps=1.5"], ["algorithm.num_steps: 1.5 is not valid; allowed: integer > 0"]),
+        (["algorithm.normalize_by_std=maybe"], ["algorithm.normalize_by_std: 'maybe' is not valid; allowed: true or false"]),
+        (["algorithm.samples_per_prompt=1"], ["algorithm: samples_per_prompt is 1: a group needs at least 2"]),
+        (["sampling.min_tokens=2000"], ["sampling: min_tokens (2000) must not exceed max_tokens (1024)"]),
+        (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
+        (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),
+        (["run=null"], ["run: None is not valid; allowed: a mapping of name, output_dir"]),
+        (["run=5"], ["run: 5 is not valid; allowed: a mapping of name, output_dir"]),
+        (["run.name=5"], ["run.name: 5 is not valid; allowed: text or null"]),
+        (["model.tiny.hidden_size=130"], ["model.tiny: hidden_size (130) must be a multiple"]),
+        (["model=null"], ["model: None is not valid; allowed: a mapping of path, tiny"]),
+        (["task.num_digits=99"], ["task.num_digits: 99 is not valid; allowed: integer >= 2 and <= 9"]),
+        (["task.kind=gsm8k"], ["task.kind: 'gsm8k' is not valid; allowed: sorting, file"]),
+        (["task={}"], ["task.kind: required, but not given; allowed: sorting, file"]),
+        (["task=5"], ["task: 5 is not valid; allowed: a mapping of kind"]),
+        (["task={kind: file}"], ["task.train_path: required, but not given; allowed: text", "task.validation_path: required"]),
+        (["learner"], ["override `learner`: write it as section.key=value"]),
+        (["=3"], ["override `=3`: write it as section.key=value"]),
+        (["learner..x=3"], ["override `learner..x=3`: write it as section.key=value"]),
+        (["run.seed=[1"], ["override `run.seed=[1`: line 1", "not valid YAML"]),
+        (["task.kind.x=1"], ["override `task.kind.x=1`: `task.kind` is 'sorting', which has no keys"]),
+        (["run.seed=-1", "run.nam=x", "oops"], ["3 problems", "run.seed: -1", "run.nam: unknown", "override `oops`"]),
+    ],
+)
+def test_wrong_values(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
+    message = error_of(write(tmp_path), tuple(overrides))
+    assert all(part in message for part in parts), message
+    assert "sorting.num" not in message  # the union's tag is no part of a path
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "the file is empty; it must be a mapping of run, model, task"),
+        ("- 1\n- 2\n", "the file holds a list; it must be a mapping"),
+        ("just text", "the file holds a str"),
+        ("model: {tiny: {}}\ntask: [1\n", "line 3, column 1: not valid YAML"),
+        ("model:\n\ttiny: {}\n", "line 2, column 1: not valid YAML"),
+        (MINIMAL + "model: {path: x}\n", "line 3: `model` was given already on line 1"),
+        ("run: !!python/object:os.system {}\n", "not valid YAML"),
+        ("task: {kind: sorting}\n", "model: required, but not given; allowed: a mapping of path, tiny"),
+        (MINIMAL + "5: 6\n", "5: unknown key; allowed: run,"),
+        (MINIMAL + "[1, 2]: 6\n", "not valid YAML"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, part: str) -> None:
+    message = error_of(write(tmp_path, text))
+    assert part in message, message
+    assert str(tmp_path / "run.yaml") in message
+
+
+def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, name="quickstart.yaml")
+    write(tmp_path, name="gsm8k.yaml")
+    message = error_of(tmp_path / "quickstrat.yaml", ("also wrong",))
+    assert "did you mean quickstart.yaml?" in message
+    assert "gsm8k.yaml, quickstart.yaml" in message
+    assert "2 problems" in message
+    assert "has no .yaml file" in error_of(tmp_path / "nowhere" / "x.yaml")
+    assert "this is a folder" in error_of(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: caf\xe9}")
+    assert "byte 15 is not UTF-8" in error_of(tmp_path / "latin.yaml")
+
+
+def test_dump_and_load_round_trip(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["learner.learning_rate=1e-7", "generator.cpu_cores=[0, 1]", "run.name=null"])
+    dump_config(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_every_config_file_loads() -> None:
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    if paths:
+        assert "quickstart.yaml" in [path.name for path in paths]
+    for path in paths:
+        load_config(path)
+
+
+def test_schema_answers() -> None:
+    assert nearest_name("lerning_rate", ["learning_rate", "betas"]) == "learning_rate"
+    assert nearest_name("zzz", ["learning_rate"]) is None
+    assert resolve(("task", "sorting", "num_digits"))[0] == "task.num_digits"
+    assert resolve(("nonsense",)) == ("nonsense", None)
+    assert describe(Config).startswith("a mapping of run, model, task")

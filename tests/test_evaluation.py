@@ -1,0 +1,77 @@
+"""Evaluation summaries of groups built by hand."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_ray.evaluation import sample_rollouts, summarise, write_evaluation
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
+
+
+def make_group(group_id: int, formats: list[float], answers: list[float], num_tokens: int = 3) -> ScoredGroup:
+    completions = tuple(
+        Completion(
+            text=f"response {group_id}.{sample}",
+            token_ids=np.zeros(num_tokens, np.int32),
+            logprobs=np.zeros(num_tokens, np.float32),
+            versions=np.full(num_tokens, 40, np.int32),
+            finish_reason="stop" if has_format else "length",
+        )
+        for sample, has_format in enumerate(formats)
+    )
+    item = PromptItem(group_id, f"prompt {group_id}", (1,), f"truth {group_id}")
+    rewards = np.array(answers, np.float32)
+    rollout = RolloutGroup(item, completions, "generator-0")
+    return ScoredGroup(rollout, rewards, np.array(formats, np.float32), rewards, 0 * rewards)
+
+
+GROUPS = [
+    make_group(0, [1, 1], [1, 1], num_tokens=5),
+    make_group(1, [1, 0], [0, 0], num_tokens=3),
+    make_group(2, [1, 1], [1, 0], num_tokens=4),
+]
+
+
+def test_summary() -> None:
+    summary = summarise(40, GROUPS)
+    assert (summary.step, summary.version, summary.num_examples) == (40, 40, 3)
+    assert summary.reward == summary.answer_reward == pytest.approx(3 / 6)
+    assert summary.format_reward == pytest.approx(5 / 6)
+    assert (summary.num_correct, summary.num_wrong_answer, summary.num_no_format) == (3, 2, 1)
+    assert summary.mean_response_tokens == pytest.approx(4)
+    assert summary.truncated_frac == pytest.approx(1 / 6)
+    # the prompts' means are 1, 0 and 1/2: their standard deviation is 1/2
+    assert summary.reward_standard_error == pytest.approx(0.5 / math.sqrt(3))
+    assert check_names(summary.metrics) == []
+
+
+def test_one_prompt_has_no_standard_error() -> None:
+    assert summarise(0, GROUPS[:1]).reward_standard_error == 0.0
+
+
+def test_write_evaluation(tmp_path: Path) -> None:
+    for step in (0, 40):
+        write_evaluation(tmp_path, summarise(step, GROUPS), GROUPS)
+    assert [row["response"] for row in read_rollouts(tmp_path / "step-000040.parquet")][:2] == [
+        "response 0.0",
+        "response 0.1",
+    ]
+    rows = read_metrics(tmp_path / "summary.jsonl")
+    assert [row["step"] for row in rows] == [0, 40]
+    assert rows[1]["reward"] == 0.5
+
+
+def test_sample_rollouts_are_the_same_whatever_the_order() -> None:
+    chosen = sample_rollouts(GROUPS, 2)
+    assert [(r.prompt, r.response, r.ground_truth, r.reward) for r in chosen] == [
+        ("prompt 0", "response 0.0", "truth 0", 1.0),
+        ("prompt 1", "response 1.0", "truth 1", 0.0),
+    ]
+    assert sample_rollouts(GROUPS[::-1], 2) == chosen
+    assert len(sample_rollouts(GROUPS, 99)) == 3
+    assert sample_rollouts(GROUPS, 0) == sample_rollouts([], 5) == []

@@ -1,0 +1,183 @@
+"""Rewards: right and wrong answers in many spellings, and responses that play with the format."""
+
+import threading
+import time
+
+import pytest
+
+from grpo_ray.rewards import REWARDS, get_reward_fn
+from grpo_ray.rewards.exact_match import exact_match_reward_fn
+from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
+
+NO_FORMAT = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
+WRONG = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
+RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+
+
+def respond(answer: str) -> str:
+    return f" I think so. </think> <answer> {answer} </answer>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("72", "72"),
+        ("  72\n", " 72 "),
+        ("72.0", "72"),
+        ("72.", "72"),
+        ("+72", "72"),
+        ("072", "72"),
+        ("1,000", "1000"),
+        ("1000", "1,000"),
+        ("1,234,567.50", "1234567.5"),
+        ("1e3", "1000"),
+        (".5", "0.5"),
+        ("-3", "-3.0"),
+        ("$72", "72"),
+        (r"\$72", "72"),
+        ("$72$", "72"),
+        ("0.5", r"\frac{1}{2}"),
+        ("1/2", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\dfrac12", "1/2"),
+        ("2/4", "1/2"),
+        (r"1\frac{1}{2}", "1.5"),
+        ("x=5", "5"),
+        ("5", "x=5"),
+        ("$x = 5$", "5"),
+        (r"\boxed{72}", "72"),
+        (r"72\text{ km}", "72"),
+        ("50%", "50"),
+        (r"2\sqrt{2}", r"\sqrt{8}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("x^2y^2", "(xy)^2"),
+        ("(1, 2)", "(1,2)"),
+        (r"\{2, 1\}", r"\{1,2\}"),
+        ("3, 2", "2, 3"),
+        (r"\text{east}", "east"),
+        (r"\pi", r"\pi"),
+    ],
+)
+def test_right_answers(answer: str, truth: str) -> None:
+    assert r1_zero_reward_fn(respond(answer), truth) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("", "72"),
+        (".", "0"),
+        ("$", "0"),
+        ("172", "72"),
+        ("720", "72"),
+        ("7 2", "72"),
+        ("70 2", "72"),
+        ("72 73", "72"),
+        ("73 72", "72"),
+        ("71, 72, 73", "72"),
+        ("71 or 72", "72"),
+        ("72 or 71", "72"),
+        (r"71 \text{ or } 72", "72"),
+        ("$71$ or $72$", "72"),
+        ("$71$ $72$", "72"),
+        (r"\boxed{71} \boxed{72}", "72"),
+        ("1 2 3 4 5 72", "72"),
+        ("[71, 72]", "72"),
+        ("x > 71", "72"),
+        ("-72", "72"),
+        ("7.2", "72"),
+        ("72x", "72"),
+        ("72!", "72"),
+        ("72e5", "72"),
+        ("1 1/2", "1"),
+        ("2*sqrt(2)", "2"),
+        ("0.3", "1/3"),
+        ("(2, 1)", "(1, 2)"),
+        ("[1, 2]", "(1, 2)"),
+        ("x", "5"),
+        ("seventy", "72"),
+        ("72; DROP", "72"),
+        (r"\frac{72}{0}", "72"),
+        (r"\frac{", "72"),
+        ("}{", "72"),
+        ("١٢", "13"),
+        ("72" + " " * 10 + "or " * 400, "72"),
+        ("9" * 1001, "9" * 1002),
+    ],
+)
+def test_wrong_answers(answer: str, truth: str) -> None:
+    assert r1_zero_reward_fn(respond(answer), truth) == WRONG
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["9^{9^{9^9}}", "9^9^9^9", "(9^9)^{9^9}", "10^{100000000}", "10^{-99999999}", "(10^{10})!", "99999999!"]
+    + ["(" * 30 + "72" + ")" * 30, "x" * 1000, "1+" * 499 + "1", r"\frac{1}{" * 30 + "1" + "}" * 30],
+)
+def test_endless_expressions_end(answer: str) -> None:
+    start = time.monotonic()
+    assert r1_zero_reward_fn(respond(answer), "72") == WRONG
+    assert time.monotonic() - start < 5
+
+
+FORMAT_GAMES = [
+    "72",
+    "<answer> 72 </answer>",
+    "thought </think> 72",
+    "thought </think> <answer> 72",
+    "thought </think><answer> 72 </answer>",
+    "thought </think>\n<answer> 72 </answer>",
+    "thought </think> <answer> 71 </answer> <answer> 72 </answer>",
+    "thought </think> <answer> 72 </answer> </think> <answer> 71 </answer>",
+    "thought </think> <answer> <answer> 72 </answer>",
+    "thought </think> <answer> 72 </answer> </answer>",
+    "thought </think> </think> <answer> 72 </answer>",
+    "</answer> thought </think> <answer> 72",
+    "<answer> thought </think> 72 </answer>",
+    "thought <answer> 72 </answer> </think>",
+    "thought </THINK> <ANSWER> 72 </ANSWER>",
+    "",
+]
+
+
+@pytest.mark.parametrize("response", FORMAT_GAMES)
+@pytest.mark.parametrize("name", REWARDS)
+def test_format_games_earn_nothing(name: str, response: str) -> None:
+    assert get_reward_fn(name)(response, "72") == NO_FORMAT
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_format_alone_is_no_reward(name: str) -> None:
+    assert get_reward_fn(name)(respond("71"), "72") == WRONG
+    assert get_reward_fn(name)("</think> <answer></answer>", "72") == WRONG
+    assert get_reward_fn(name)(respond("72"), "72") == RIGHT
+
+
+def test_exact_match_takes_nothing_but_the_text() -> None:
+    assert exact_match_reward_fn(respond("01258"), "01258") == RIGHT
+    assert exact_match_reward_fn(respond("01258"), " 01258\n") == RIGHT
+    for answer in ("1258", "01258.0", "0 1258", "012588", "01258 01258"):
+        assert exact_match_reward_fn(respond(answer), "01258") == WRONG
+
+
+@pytest.mark.parametrize("answer", ["72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"])
+def test_slow_try_reads_a_number_in_prose(answer: str) -> None:
+    assert r1_zero_reward_fn(respond(answer), "72", fast=False) == RIGHT
+
+
+@pytest.mark.parametrize("answer", ["71 or 72 eggs", "72 eggs, not 71", "172 eggs", "72x eggs", "72-1 eggs", "eggs"])
+def test_slow_try_takes_one_number_only(answer: str) -> None:
+    assert r1_zero_reward_fn(respond(answer), "72", fast=False) == WRONG
+
+
+def test_grading_works_off_the_main_thread() -> None:
+    verdicts: list[dict[str, float]] = []
+    thread = threading.Thread(target=lambda: verdicts.append(r1_zero_reward_fn(respond("0.5"), r"\frac{1}{2}")))
+    thread.start()
+    thread.join()
+    assert verdicts == [RIGHT]
+
+
+def test_unknown_reward_is_refused() -> None:
+    with pytest.raises(ValueError, match="'r1zero' is not a reward; give one of exact_match, r1_zero"):
+        get_reward_fn("r1zero")
