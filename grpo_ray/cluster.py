@@ -18,9 +18,11 @@ from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
+from grpo_ray.errors import RunError
+from grpo_ray.preflight import Prepared
 
 
-class ResourceError(RuntimeError):
+class ResourceError(RunError):
     """The cluster lacks what the configuration asks for."""
 
 
@@ -75,10 +77,8 @@ def check_resources(config: Config) -> None:
         )  # fmt: skip
 
 
-def start_actors(
-    config: Config, model_path: str, max_model_len: int, end_token_ids: tuple[int, ...], run_dir: Path
-) -> Actors:
-    """Create every actor of a run; they come up at the same time (see `wait_until_ready`)."""
+def start_actors(config: Config, prepared: Prepared, run_dir: Path) -> Actors:
+    """Create every actor of a run. They come up at the same time; each has a `ready` method to await."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     logs = run_dir / "logs"
     rollouts = run_dir / "rollouts" if config.run.save_rollouts else None
@@ -89,13 +89,13 @@ def start_actors(
         handle = _host(Generator, name, logs).options(
             num_gpus=config.generator.num_gpus, num_cpus=config.generator.num_cpus, max_concurrency=10_000
         )
-        engine = _Deferred(lambda: make_engine(config, model_path, max_model_len, index))
+        engine = _Deferred(lambda: make_engine(config, prepared.model_path, prepared.max_model_len, index))
         return name, handle.remote(name, engine, config.generator.slowdown_s)
 
     generators = dict(generator(index) for index in range(config.generator.num_generators))
     learner = _host(Learner, "learner", logs).options(
         num_gpus=config.learner.num_gpus, num_cpus=config.learner.num_cpus
-    ).remote(model_path, config, end_token_ids)  # fmt: skip
+    ).remote(prepared.model_path, config, prepared.end_token_ids)  # fmt: skip
     scorer = _host(Scorer, "scorer", logs).options(
         num_cpus=config.scorer.num_cpus, allow_out_of_order_execution=True  # a slow group holds no other
     )

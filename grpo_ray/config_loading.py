@@ -53,7 +53,9 @@ class _StrictLoader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             name = str(key.value)
             if name in lines:
-                raise ConfigError(f"line {line}: `{name}` was given already on line {lines[name]}; keep one of them")
+                raise ConfigError(
+                    f"line {line}: `{name}` was given already on line {lines[name]}; keep one of them"
+                )
             lines[name] = line
         return super().construct_mapping(node, deep)
 
@@ -119,7 +121,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             section[key] = {}
         section = section[key]
         if not isinstance(section, dict):
-            raise ConfigError(f"`{'.'.join(keys[:depth])}` is {section!r}, which has no keys; override it as a whole")
+            raise ConfigError(
+                f"`{'.'.join(keys[:depth])}` is {section!r}, which has no keys; override it as a whole"
+            )
     section[keys[-1]] = _override_value(text)
 
 
@@ -141,7 +145,9 @@ def _explain(detail: Mapping[str, Any]) -> str:
         return f"{path or 'configuration'}: {detail['ctx']['error']}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         kinds = ", ".join(section.model_fields["kind"].default for section in sections_of(annotation))
-        given = f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
+        given = (
+            f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
+        )
         return f"{path}.kind: {given}; allowed: {kinds}"
     if kind == "missing":
         return f"{path}: required, but not given; allowed: {describe(annotation)}"

@@ -33,7 +33,8 @@ def resolve(location: Sequence[int | str]) -> tuple[str, Any]:
     pydantic puts the tag of a discriminated union into the location, where no user wrote it:
     `("task", "sorting", "num_digits")` is `task.num_digits`.
     """
-    path, annotation = "", Config
+    path = ""
+    annotation: Any = Config
     for part in location:
         chosen = _section_with_tag(annotation, part)
         if chosen is not None:

@@ -7,82 +7,103 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import ray
+
 from grpo_ray import cluster
 from grpo_ray.config import Config
 from grpo_ray.controller import Controller
+from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.evaluation import sample_rollouts
-from grpo_ray.preflight import check_files, prepare
+from grpo_ray.preflight import Prepared, check_files, prepare
 from grpo_ray.report.plots import plot_reward_curve
 from grpo_ray.telemetry.console import RunConsole, plan
 from grpo_ray.telemetry.run_files import RunDirectory
 
 
-def train(config: Config, config_name: str) -> Path:
-    """Run the whole job; returns the run directory.
+def train(config: Config, config_path: str) -> RunDirectory:
+    """Run the whole job; returns the run's directory.
 
     Raises:
-        ValueError: the configuration does not fit its files or its model.
-        ResourceError: the cluster is too small.
+        RunError: the files, the model, the cluster or an actor; the message says what to do.
         KeyboardInterrupt: Ctrl-C or SIGTERM; every actor and process has been ended.
     """
-    task = check_files(config)
-    folder = Path(config.run.output_dir) / (config.run.name or time.strftime(f"{config_name}-%Y%m%d-%H%M%S"))
-    RunDirectory.check_free(folder)
-    with RunConsole(config.algorithm.num_steps) as console, _cluster():
-        cluster.check_resources(config)
-        console.status("preparing the model")
-        prepared = prepare(config, task, console.warmup)
-        run = RunDirectory.create(folder, config)
-        console.print(plan(config, prepared.longest_prompt, str(run.path)))
-        actors = cluster.start_actors(
-            config, prepared.model_path, prepared.max_model_len, prepared.end_token_ids, run.path.resolve()
-        )
-        controller = Controller(config, prepared, actors, run, console)
-        try:
-            _run_until_signal(controller)
-        finally:
-            cluster.stop_actors(actors)
-    _print_ending(console, controller, run)
-    return run.path
+    with shown_plainly():
+        task = check_files(config)
+    name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDirectory(Path(config.run.output_dir) / name)
+    with RunConsole(config.algorithm.num_steps) as console:
+        console.status("starting Ray")
+        with _ray():
+            cluster.check_resources(config)
+            with shown_plainly():
+                console.status("preparing the model")
+                prepared = prepare(config, task, console.warmup)
+                run.create(config)
+            console.print(plan(config, prepared.longest_prompt, str(run.path)))
+            with _actors(config, prepared, run) as actors:
+                controller = Controller(config, prepared, actors, run, console)
+                _run_until_signal(controller, run)
+    _print_ending(console, controller, run, config_path)
+    return run
 
 
 @contextlib.contextmanager
-def _cluster() -> Iterator[None]:
+def _ray() -> Iterator[None]:
     cluster.connect()
     try:
         yield
     finally:
-        cluster.disconnect()
+        ray.shutdown()
 
 
-def _run_until_signal(controller: Controller) -> None:
+@contextlib.contextmanager
+def _actors(config: Config, prepared: Prepared, run: RunDirectory) -> Iterator[cluster.Actors]:
+    actors = cluster.start_actors(config, prepared, run.path.resolve())
+    try:
+        yield actors
+    finally:
+        cluster.stop_actors(actors)
+
+
+def _run_until_signal(controller: Controller, run: RunDirectory) -> None:
     """Run the controller; a first SIGINT or SIGTERM cancels it, a second ends the process at once."""
 
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _cancel_once, task)
+            asyncio.get_running_loop().add_signal_handler(number, _cancel_once, task)
         try:
             await controller.run()
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise RunError(f"an actor failed: {cause}\nThe actors' output is in {run.logs}/") from error
 
 
 def _cancel_once(task: "asyncio.Task[None]") -> None:
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
     task.cancel()
 
 
-def _print_ending(console: RunConsole, controller: Controller, run: RunDirectory) -> None:
+def _print_ending(console: RunConsole, controller: Controller, run: RunDirectory, config_path: str) -> None:
     """The curve, a few rollouts of the first and the last evaluation, and where to look next."""
     curve = run.path / "reward_curve.png"
-    plot_reward_curve(run.metrics_path, run.evaluations / "summary.jsonl", curve)
+    plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
     for step in (min(controller.evaluations), max(controller.evaluations)):
         console.print(f"\nSamples at step {step}:")
         for sample in sample_rollouts(controller.evaluations[step], 3):
             console.print(f"  reward {sample.reward:g}  {sample.prompt!r} -> {sample.response!r}")
+    console.print(f"\nReward curve   {curve}")
+    console.print(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")
+    console.print("Next:")
+    console.print(f"  grpo-ray train {config_path} weight_sync.max_lag=0              # synchronous")
+    console.print(f"  grpo-ray train {config_path} generator.num_generators=2         # two Generators")
+    console.print(f"  grpo-ray train {config_path} run.seed=1 learner.learning_rate=1e-4")

@@ -72,26 +72,59 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["learner.lerning_rate=1"], ["learner.lerning_rate: unknown key (did you mean learning_rate?); allowed: learning_rate,"]),
-        (["lerner.learning_rate=1"], ["lerner: unknown key (did you mean learner?); allowed: run, model, task,"]),
+        (
+            ["learner.lerning_rate=1"],
+            ["learner.lerning_rate: unknown key (did you mean learning_rate?); allowed: learning_rate,"],
+        ),
+        (
+            ["lerner.learning_rate=1"],
+            ["lerner: unknown key (did you mean learner?); allowed: run, model, task,"],
+        ),
         (["run.zzz=1"], ["run.zzz: unknown key; allowed: name, output_dir"]),
-        (["task.num_digit=4"], ["task.num_digit: unknown key (did you mean num_digits?)", "num_train_prompts"]),
+        (
+            ["task.num_digit=4"],
+            ["task.num_digit: unknown key (did you mean num_digits?)", "num_train_prompts"],
+        ),
         (["model.tiny.warmup.steps=4"], ["model.tiny.warmup.steps: unknown key (did you mean num_steps?)"]),
-        (["learner.learning_rate=fast"], ["learner.learning_rate: 'fast' is not valid; allowed: number >= 0"]),
+        (
+            ["learner.learning_rate=fast"],
+            ["learner.learning_rate: 'fast' is not valid; allowed: number >= 0"],
+        ),
         (["learner.learning_rate=-1"], ["learner.learning_rate: -1 is not valid; allowed: number >= 0"]),
         (["learner.learning_rate=.nan"], ["learner.learning_rate: nan is not valid; allowed: number >= 0"]),
-        (["learner.learning_rate.x=3"], ["learner.learning_rate: {'x': 3} is not valid; allowed: number >= 0"]),
+        (
+            ["learner.learning_rate.x=3"],
+            ["learner.learning_rate: {'x': 3} is not valid; allowed: number >= 0"],
+        ),
         (["learner.betas=[0.1, 2]"], ["learner.betas[1]: 2 is not valid; allowed: number > 0 and <= 1"]),
-        (["learner.betas=[0.1]"], ["learner.betas[1]: required, but not given; allowed: number > 0 and <= 1"]),
-        (["learner.betas=0.1"], ["learner.betas: 0.1 is not valid; allowed: a list of 2: number > 0 and <= 1,"]),
+        (
+            ["learner.betas=[0.1]"],
+            ["learner.betas[1]: required, but not given; allowed: number > 0 and <= 1"],
+        ),
+        (
+            ["learner.betas=0.1"],
+            ["learner.betas: 0.1 is not valid; allowed: a list of 2: number > 0 and <= 1,"],
+        ),
         (["learner.cpu_cores=[1, -2]"], ["learner.cpu_cores[1]: -2 is not valid; allowed: integer >= 0"]),
         (["learner.num_gpus=2"], ["learner.num_gpus: 2 is not valid; allowed: integer >= 0 and <= 1"]),
-        (["generator.max_model_len=0"], ["generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"]),
+        (
+            ["generator.max_model_len=0"],
+            ["generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"],
+        ),
         (["generator.engine=sglang"], ["generator.engine: 'sglang' is not valid; allowed: vllm or torch"]),
-        (["algorithm.loss=ppo"], ["algorithm.loss: 'ppo' is not valid; allowed: no_baseline, reinforce_with_baseline or grpo_clip"]),
+        (
+            ["algorithm.loss=ppo"],
+            ["algorithm.loss: 'ppo' is not valid; allowed: no_baseline, reinforce_with_baseline or"],
+        ),
         (["algorithm.num_steps=1.5"], ["algorithm.num_steps: 1.5 is not valid; allowed: integer > 0"]),
-        (["algorithm.normalize_by_std=maybe"], ["algorithm.normalize_by_std: 'maybe' is not valid; allowed: true or false"]),
-        (["algorithm.samples_per_prompt=1"], ["algorithm: samples_per_prompt is 1: a group needs at least 2"]),
+        (
+            ["algorithm.normalize_by_std=maybe"],
+            ["algorithm.normalize_by_std: 'maybe' is not valid; allowed: true or false"],
+        ),
+        (
+            ["algorithm.samples_per_prompt=1"],
+            ["algorithm: samples_per_prompt is 1: a group needs at least 2"],
+        ),
         (["sampling.min_tokens=2000"], ["sampling: min_tokens (2000) must not exceed max_tokens (1024)"]),
         (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
         (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),
@@ -104,13 +137,19 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (["task.kind=gsm8k"], ["task.kind: 'gsm8k' is not valid; allowed: sorting, file"]),
         (["task={}"], ["task.kind: required, but not given; allowed: sorting, file"]),
         (["task=5"], ["task: 5 is not valid; allowed: a mapping of kind"]),
-        (["task={kind: file}"], ["task.train_path: required, but not given; allowed: text", "task.validation_path: required"]),
+        (
+            ["task={kind: file}"],
+            ["task.train_path: required, but not given; allowed: text", "task.validation_path: required"],
+        ),
         (["learner"], ["override `learner`: write it as section.key=value"]),
         (["=3"], ["override `=3`: write it as section.key=value"]),
         (["learner..x=3"], ["override `learner..x=3`: write it as section.key=value"]),
         (["run.seed=[1"], ["override `run.seed=[1`: line 1", "not valid YAML"]),
         (["task.kind.x=1"], ["override `task.kind.x=1`: `task.kind` is 'sorting', which has no keys"]),
-        (["run.seed=-1", "run.nam=x", "oops"], ["3 problems", "run.seed: -1", "run.nam: unknown", "override `oops`"]),
+        (
+            ["run.seed=-1", "run.nam=x", "oops"],
+            ["3 problems", "run.seed: -1", "run.nam: unknown", "override `oops`"],
+        ),
     ],
 )
 def test_wrong_values(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
@@ -154,7 +193,9 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_dump_and_load_round_trip(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path), ["learner.learning_rate=1e-7", "generator.cpu_cores=[0, 1]", "run.name=null"])
+    config = load_config(
+        write(tmp_path), ["learner.learning_rate=1e-7", "generator.cpu_cores=[0, 1]", "run.name=null"]
+    )
     dump_config(config, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == config
 

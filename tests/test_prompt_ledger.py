@@ -101,7 +101,10 @@ def test_no_examples_is_refused() -> None:
 
 def test_make_items_keeps_the_order() -> None:
     items = make_items([Example("b", "1"), Example("a", "2")], TEMPLATE, tokenizer)
-    assert [(item.group_id, item.prompt, item.ground_truth) for item in items] == [(0, "Q b:", "1"), (1, "Q a:", "2")]
+    assert [(item.group_id, item.prompt, item.ground_truth) for item in items] == [
+        (0, "Q b:", "1"),
+        (1, "Q a:", "2"),
+    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,7 +113,9 @@ def test_no_prompt_is_skipped_or_trained_twice(data: st.DataObject, num_examples
     ledger = make_ledger(num_examples)
     trained: list[tuple[int, str]] = []
     in_flight: dict[int, str] = {}
-    for action in data.draw(st.lists(st.sampled_from(["take", "give_back", "mark_trained", "resume"]), max_size=40)):
+    for action in data.draw(
+        st.lists(st.sampled_from(["take", "give_back", "mark_trained", "resume"]), max_size=40)
+    ):
         some = sorted(data.draw(st.sets(st.sampled_from(sorted(in_flight))))) if in_flight else []
         if action == "take":
             items = ledger.take(data.draw(st.integers(0, 5)))

@@ -111,8 +111,19 @@ def test_wrong_answers(answer: str, truth: str) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["9^{9^{9^9}}", "9^9^9^9", "(9^9)^{9^9}", "10^{100000000}", "10^{-99999999}", "(10^{10})!", "99999999!"]
-    + ["(" * 30 + "72" + ")" * 30, "x" * 1000, "1+" * 499 + "1", r"\frac{1}{" * 30 + "1" + "}" * 30],
+    [
+        "9^{9^{9^9}}",
+        "9^9^9^9",
+        "(9^9)^{9^9}",
+        "10^{100000000}",
+        "10^{-99999999}",
+        "(10^{10})!",
+        "99999999!",
+        "(" * 30 + "72" + ")" * 30,
+        r"\frac{1}{" * 30 + "1" + "}" * 30,
+        "x" * 1000,
+        "1+" * 499 + "1",
+    ],
 )
 def test_endless_expressions_end(answer: str) -> None:
     start = time.monotonic()
@@ -160,19 +171,25 @@ def test_exact_match_takes_nothing_but_the_text() -> None:
         assert exact_match_reward_fn(respond(answer), "01258") == WRONG
 
 
-@pytest.mark.parametrize("answer", ["72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"])
+@pytest.mark.parametrize(
+    "answer", ["72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"]
+)
 def test_slow_try_reads_a_number_in_prose(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == RIGHT
 
 
-@pytest.mark.parametrize("answer", ["71 or 72 eggs", "72 eggs, not 71", "172 eggs", "72x eggs", "72-1 eggs", "eggs"])
+@pytest.mark.parametrize(
+    "answer", ["71 or 72 eggs", "72 eggs, not 71", "172 eggs", "72x eggs", "72-1 eggs", "eggs"]
+)
 def test_slow_try_takes_one_number_only(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == WRONG
 
 
 def test_grading_works_off_the_main_thread() -> None:
     verdicts: list[dict[str, float]] = []
-    thread = threading.Thread(target=lambda: verdicts.append(r1_zero_reward_fn(respond("0.5"), r"\frac{1}{2}")))
+    thread = threading.Thread(
+        target=lambda: verdicts.append(r1_zero_reward_fn(respond("0.5"), r"\frac{1}{2}"))
+    )
     thread.start()
     thread.join()
     assert verdicts == [RIGHT]

@@ -39,8 +39,7 @@ def make_group(group_id: int, versions: list[list[int]]) -> ScoredGroup:
 
 
 def test_create_makes_the_folders_and_the_config(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "runs" / "first")
-    run.create(CONFIG)
+    run = RunDirectory.create(tmp_path / "runs" / "first", CONFIG)
     assert all(folder.is_dir() for folder in (run.rollouts, run.evaluations, run.checkpoints, run.logs))
     assert load_config(run.config_path) == CONFIG
     assert run.rollouts_path(40) == run.path / "rollouts" / "step-000040.parquet"
@@ -49,12 +48,12 @@ def test_create_makes_the_folders_and_the_config(tmp_path: Path) -> None:
 
 def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    RunDirectory(tmp_path / "empty").create(CONFIG)
-    with pytest.raises(ValueError, match="empty exists already and is not empty.*give another run.name"):
-        RunDirectory(tmp_path / "empty").create(CONFIG)
+    RunDirectory.create(tmp_path / "empty", CONFIG)
+    with pytest.raises(ValueError, match=r"empty exists already and is not empty.*give another run.name"):
+        RunDirectory.create(tmp_path / "empty", CONFIG)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="is a file"):
-        RunDirectory(tmp_path / "file").create(CONFIG)
+    with pytest.raises(ValueError, match=r"is a file"):
+        RunDirectory.check_free(tmp_path / "file")
 
 
 # ---- metrics ----
@@ -62,7 +61,12 @@ def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
 
 def test_metrics_are_readable_after_every_line(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    metrics = {"reward/mean": np.float32(0.5), "loss/policy": math.nan, "optim/grad_norm": math.inf, "lag/max": 2}
+    metrics = {
+        "reward/mean": np.float32(0.5),
+        "loss/policy": math.nan,
+        "optim/grad_norm": math.inf,
+        "lag/max": 2,
+    }
     log.append(1, metrics)
     expected = {"step": 1, "reward/mean": 0.5, "loss/policy": None, "optim/grad_norm": None, "lag/max": 2}
     assert read_metrics(tmp_path / "metrics.jsonl") == [expected]
@@ -77,7 +81,7 @@ def test_half_written_line_is_left_out_and_dropped_on_resume(tmp_path: Path) -> 
     MetricsLog(path).append(2, {"lag/max": 0.0})
     assert read_metrics(path) == [{"step": 1}, {"step": 2, "lag/max": 0.0}]
     path.write_text('{"step": 1\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="line 1: not valid JSON"):
+    with pytest.raises(ValueError, match=r"line 1: not valid JSON"):
         read_metrics(path)
 
 

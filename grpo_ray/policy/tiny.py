@@ -33,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     are learned through that class's own backend: AutoTokenizer and vLLM then agree on every string.
     """
     learner = Qwen2Tokenizer()
-    trained = learner.train_new_from_iterator(texts, vocab_size)
+    trained = learner.train_new_from_iterator(texts, vocab_size, show_progress=False)
     model = json.loads(trained.backend_tokenizer.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     return Qwen2Tokenizer(

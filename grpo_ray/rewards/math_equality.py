@@ -15,7 +15,8 @@ NUMBER_AMONG_WORDS = re.compile(rf"{WORDS}(?<![\w.,])([+-]?\d[\d,]*(?:\.\d+)?%?)
 # LaTeX would read `7 2` as a sum or drop the 2.
 ADJACENT_NUMBERS = re.compile(r"\d\s+\d")
 # sympy evaluates these for hours, and no timeout works here: signal.alarm needs the main thread.
-# In order: powers of powers, exponents of 4 digits, big factorials, deep nesting (the parser is exponential).
+# In order: powers of powers, exponents of 4 digits, big factorials, and 16 or more brackets, because
+# parsing takes exponential time in their depth.
 ENDLESS = re.compile(
     r"\^\s*(?:[{(][^})]*|\w|\d+)\s*\^|\^\s*[{(]*\s*[+-]?\d{4,}|(?:\d{4,}|[)}])\s*!|(?:[({\[][^({\[]*){16,}"
 )

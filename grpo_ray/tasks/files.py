@@ -56,9 +56,13 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 row = json.loads(text) if text else None
             except UnicodeDecodeError as error:
-                raise ValueError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+                raise ValueError(
+                    f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8"
+                ) from None
             except json.JSONDecodeError as error:
-                raise ValueError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); fix the line") from None
+                raise ValueError(
+                    f"{place}: not valid JSON ({error.msg}, column {error.colno}); fix the line"
+                ) from None
             if not text:
                 continue
             if not isinstance(row, dict):
@@ -66,7 +70,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield place, row
 
 
-def _parquet_rows(path: Path, question_field: str, answer_field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(
+    path: Path, question_field: str, answer_field: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         with pq.ParquetFile(path) as file:
             # A missing column is left to `_text`, which lists the columns that are there.
@@ -102,7 +108,9 @@ def _after_marker(place: str, field: str, answer: str, marker: str | None) -> st
         return answer.strip()
     _, found, tail = answer.rpartition(marker)
     if not found:
-        raise ValueError(f"{place}: {field!r} does not contain task.answer_marker {marker!r}: {answer[-80:]!r}")
+        raise ValueError(
+            f"{place}: {field!r} does not contain task.answer_marker {marker!r}: {answer[-80:]!r}"
+        )
     if not tail.strip():
         raise ValueError(f"{place}: nothing follows the marker {marker!r} in {field!r}; fill in the answer")
     return tail.strip()

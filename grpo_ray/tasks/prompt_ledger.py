@@ -66,6 +66,7 @@ class PromptLedger:
 
     def take(self, num_prompts: int) -> list[PromptItem]:
         """The next prompts, now in flight: waiting ones first, lowest group first, then new ones."""
+        assert num_prompts >= 0
         group_ids = sorted(self._waiting)[:num_prompts]
         num_new = num_prompts - len(group_ids)
         group_ids += range(self._next_group_id, self._next_group_id + num_new)

@@ -25,8 +25,8 @@ def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[t
     pool = 10**config.num_digits
     if num_pairs + len(taken) > pool:
         raise ValueError(
-            f"model.tiny.warmup: {num_pairs} examples (num_steps * batch_size) and the task's {len(taken)} prompts "
-            f"do not fit into the {pool} numbers of task.num_digits = {config.num_digits}; "
+            f"model.tiny.warmup: {num_pairs} examples (num_steps * batch_size) and the task's {len(taken)} "
+            f"prompts do not fit into the {pool} numbers of task.num_digits = {config.num_digits}; "
             "use more digits, fewer prompts or a shorter warm-up"
         )
     rng = random.Random(f"sorting-warmup/{seed}")

@@ -60,7 +60,7 @@ class RunConsole:
 
     def evaluation(self, summary: EvaluationSummary) -> None:
         self.print(
-            f"validation at step {summary.step:>4}: reward {summary.reward:.3f} ± {summary.reward_stderr:.3f}  "
+            f"validation at step {summary.step:>4}: reward {summary.reward:.3f} ± {summary.reward_standard_error:.3f}  "
             f"(format {summary.format_reward:.2f}, {summary.mean_response_tokens:.1f} tokens, "
             f"{summary.num_examples} responses)"
         )

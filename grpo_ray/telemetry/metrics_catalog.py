@@ -8,6 +8,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/format": ("share", "responses in the format"),
     "reward/answer": ("share", "responses with a right answer, in the format"),
     "rollout/response_tokens/mean": ("tokens", "mean length of a response"),
+    "rollout/response_tokens/max": ("tokens", "longest response of the step"),
     "rollout/truncated_frac": ("share", "responses cut off at sampling.max_tokens"),
     "rollout/zero_variance_groups": ("groups", "groups whose rewards are all equal: counted, not trained"),
     "loss/policy": ("", "the policy loss"),

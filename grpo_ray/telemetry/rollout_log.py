@@ -35,7 +35,9 @@ def _table(step: int, groups: Sequence[ScoredGroup]) -> pa.Table:
         arrays = [getattr(group, name) for group in groups]
         return pa.array(np.concatenate(arrays).astype(np.float32) if arrays else [], pa.float32())
 
-    version_ranges = [(c.versions.min(), c.versions.max()) if len(c.versions) else (None, None) for c in completions]
+    version_ranges = [
+        (c.versions.min(), c.versions.max()) if len(c.versions) else (None, None) for c in completions
+    ]
     columns = {
         "step": pa.array([step] * len(completions), pa.int32()),
         "group_id": pa.array(per_group(lambda group: group.group_id), pa.int64()),
@@ -67,7 +69,9 @@ def _lists(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> pa.ListArra
 
 def _version_spans(completions: Sequence[Completion]) -> pa.ListArray:
     """Each row's versions as runs: tokens `[start, end)` were sampled by `version`."""
-    versions, starts, ends, counts = [], [], [], []
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    versions, starts, ends = columns
+    counts = []
     for completion in completions:
         row = completion.versions
         edges = np.flatnonzero(np.diff(row)) + 1  # where the version changes
@@ -76,7 +80,7 @@ def _version_spans(completions: Sequence[Completion]) -> pa.ListArray:
         ends += bounds[1:]
         versions += row[bounds[:-1]].tolist() if len(row) else []
         counts.append(max(0, len(bounds) - 1))
-    arrays = [pa.array(values, pa.int32()) for values in (versions, starts, ends)]
+    arrays = [pa.array(values, pa.int32()) for values in columns]
     spans = pa.StructArray.from_arrays(arrays, names=["version", "start", "end"])
     return pa.ListArray.from_arrays(_offsets(counts), spans)
 

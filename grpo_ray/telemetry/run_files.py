@@ -24,25 +24,28 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
 
-    def create(self, config: Config) -> None:
-        """Make the folders and write the resolved configuration; refuses a folder that is in use."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
-        if self.path.is_dir() and any(self.path.iterdir()):
-            raise ValueError(self._in_use())
-        try:
-            self.rollouts.mkdir(parents=True)
-        except FileExistsError:  # another run of this name made it since the look above
-            raise ValueError(self._in_use()) from None
-        for folder in (self.evaluations, self.checkpoints, self.logs):
-            folder.mkdir()
-        dump_config(config, self.config_path)
+    @staticmethod
+    def check_free(path: str | Path) -> None:
+        """Refuse a path that `create` would refuse: for before anything expensive."""
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; give another run.name or run.output_dir")
+        if path.is_dir() and any(path.iterdir()):
+            raise ValueError(_in_use(path))
 
-    def _in_use(self) -> str:
-        return (
-            f"{self.path} exists already and is not empty, and a run never writes into another run's folder; "
-            "give another run.name, or move the folder away"
-        )
+    @classmethod
+    def create(cls, path: str | Path, config: Config) -> "RunDirectory":
+        """Make the folders and write the resolved configuration; refuses a folder that is in use."""
+        cls.check_free(path)
+        run = cls(path)
+        try:
+            run.rollouts.mkdir(parents=True)
+        except FileExistsError:  # another run of this name made it since the look above
+            raise ValueError(_in_use(run.path)) from None
+        for folder in (run.evaluations, run.checkpoints, run.logs):
+            folder.mkdir()
+        dump_config(config, run.config_path)
+        return run
 
     def rollouts_path(self, step: int) -> Path:
         return self.rollouts / f"step-{step:06d}.parquet"
@@ -59,7 +62,9 @@ class MetricsLog:
         _drop_half_line(self._path)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = json.dumps({"step": step, **{name: _finite(value) for name, value in metrics.items()}}, allow_nan=False)
+        line = json.dumps(
+            {"step": step, **{name: _finite(value) for name, value in metrics.items()}}, allow_nan=False
+        )
         with self._path.open("a", encoding="utf-8") as file:  # closed, and so flushed, every step
             file.write(line + "\n")
 
@@ -74,8 +79,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}); remove the line") from None
+                raise ValueError(
+                    f"{path}, line {number}: not valid JSON ({error.msg}); remove the line"
+                ) from None
     return rows
+
+
+def _in_use(path: Path) -> str:
+    return (
+        f"{path} exists already and is not empty, and a run never writes into another run's folder; "
+        "give another run.name, or move the folder away"
+    )
 
 
 def _finite(value: float) -> float | int | None:

@@ -1,0 +1,1 @@
+"""Pictures of a run: as PNG, and as text for a terminal."""

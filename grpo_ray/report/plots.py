@@ -1,0 +1,141 @@
+"""The run's picture: rewards over steps, and where each step's time went."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
+
+from grpo_ray.telemetry.run_files import read_metrics
+
+INK, GRID = "#333333", "#e3e3e3"
+TRAINING, VALIDATION = "#9bbbd8", "#c0392b"
+TIME_COLORS = {"waiting for a batch": "#e8c07d", "training": "#5b8db8", "rest": "#c9cdd2"}
+
+
+def plot_reward_curve(
+    metrics_path: str | Path, evaluations_summary_path: str | Path, out_png: str | Path
+) -> None:
+    """Write a 1200x800 PNG from `metrics.jsonl` and `evaluations/summary.jsonl`; either may not exist yet."""
+    metrics = _last_of_each_step(metrics_path)
+    evaluations = _last_of_each_step(evaluations_summary_path)
+    timed = [row for row in metrics if row.get("timing/step_s") is not None]
+    # Drawn without pyplot, which keeps every figure alive and picks a backend for the whole process.
+    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    ratios = [3, 1] if timed else [1]
+    axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": ratios})[
+        :, 0
+    ]
+    _plot_rewards(axes[0], metrics, evaluations)
+    if timed:
+        _plot_times(axes[1], timed)
+    for axis in axes:
+        _tidy(axis)
+    axes[-1].set_xlabel("step")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(out_png)
+
+
+def _last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
+    """A resumed run does some steps again; the last time is what counts."""
+    rows = read_metrics(path) if Path(path).exists() else []
+    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+
+
+def _plot_rewards(
+    axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
+) -> None:
+    steps, rewards = _series(metrics, "reward/mean")
+    axis.plot(steps, rewards, color=TRAINING, linewidth=1.3, label="training, each step")
+    evaluated, validation = _series(evaluations, "reward")
+    errors = np.array([row.get("reward_stderr") or 0.0 for row in evaluations if row["reward"] is not None])
+    axis.fill_between(
+        evaluated, validation - errors, validation + errors, color=VALIDATION, alpha=0.15, linewidth=0
+    )
+    label = "validation, ± one standard error"
+    axis.plot(evaluated, validation, color=VALIDATION, linewidth=2.4, marker="o", markersize=5, label=label)
+    everything = np.concatenate([rewards, validation])
+    if everything.size == 0 or (everything.min() >= 0 and everything.max() <= 1):
+        axis.set_ylim(0, 1)
+    if evaluated.size:
+        _label_ends(axis, evaluated, validation)
+    axis.set_ylabel("reward (share of responses right)")
+    axis.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize=12)
+
+
+def _label_ends(axis: Axes, steps: np.ndarray, values: np.ndarray) -> None:
+    """The first and last validation reward in figures: what a reader looks for."""
+    bottom, top = axis.get_ylim()
+    for index, side in {0: "left", len(steps) - 1: "right"}.items():
+        is_high = values[index] > bottom + 0.9 * (top - bottom)  # keep the figures inside the frame
+        axis.annotate(
+            f"{values[index]:.2f}",
+            (steps[index], values[index]),
+            textcoords="offset points",
+            xytext=(0, -26 if is_high else 14),
+            ha=side,
+            color=VALIDATION,
+            fontsize=14,
+            fontweight="bold",
+            path_effects=[withStroke(linewidth=4, foreground="white")],
+        )
+
+
+def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
+    """Seconds of each step, stacked: waiting, training, and what is left of the step."""
+    steps = np.array([row["step"] for row in metrics])
+    waiting, training, total = (
+        np.array([row.get(name) or 0.0 for row in metrics], dtype=float)
+        for name in ("timing/wait_for_batch_s", "timing/train_s", "timing/step_s")
+    )
+    rest = np.maximum(0.0, total - waiting - training)
+    axis.stackplot(
+        steps,
+        waiting,
+        training,
+        rest,
+        labels=list(TIME_COLORS),
+        colors=list(TIME_COLORS.values()),
+        step="mid",
+        linewidth=0,
+    )
+    tops = waiting + training + rest
+    # One long step, as the first may be, must not flatten all the others; the legend needs room above.
+    limit = 1.5 * float(np.percentile(tops, 95)) or 1.0
+    axis.set_ylim(0, limit)
+    longest = int(tops.argmax())
+    if tops[longest] > limit:
+        axis.annotate(
+            f"step {steps[longest]}: {tops[longest]:.1f} s",
+            (steps[longest], limit),
+            textcoords="offset points",
+            xytext=(8, -14),
+            fontsize=11,
+            color=INK,
+        )
+    axis.set_ylabel("seconds a step")
+    axis.legend(loc="upper right", ncols=3, frameon=True, framealpha=0.85, edgecolor="none", fontsize=11)
+
+
+def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values where the value is there (a value that was not finite is null)."""
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], dtype=float)
+
+
+def _tidy(axis: Axes) -> None:
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.margins(x=0.02)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(INK)
+    axis.tick_params(colors=INK, labelsize=12)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set_fontsize(13)
+        label.set_color(INK)

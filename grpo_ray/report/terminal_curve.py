@@ -1,0 +1,69 @@
+"""A curve in text, for terminals."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+BLOCKS = " ▁▂▃▄▅▆▇█"  # eighths of a character's height
+
+
+def terminal_curve(
+    points: Sequence[tuple[int, float]], title: str = "", width: int = 60, height: int = 10
+) -> str:
+    """(step, value) points as a filled curve `height` lines high; a label is its line's upper edge.
+
+    1.00 ┤         ▁▅██
+         │      ▃▆█████
+    0.50 ┤    ▂▇███████
+         │▃▅▇██████████
+    0.00 └─────────────
+          0          40
+    """
+    points = sorted((step, value) for step, value in points if math.isfinite(value))
+    heading = [title] if title else []
+    if not points:
+        return "\n".join([*heading, "(no points yet)"])
+    low, high = _value_range([value for _, value in points])
+    values = _columns(points, width)
+    eighths = np.rint((values - low) / (high - low) * height * 8).astype(int)
+    labels = {
+        0: f"{high:.2f}",
+        height // 2: f"{high - (high - low) * (height // 2) / height:.2f}",
+        height: f"{low:.2f}",
+    }
+    margin = max(len(label) for label in labels.values())
+    lines = []
+    for line in range(height):
+        filled = np.clip(eighths - (height - 1 - line) * 8, 0, 8)
+        blocks = "".join(BLOCKS[eighth] for eighth in filled)
+        label = labels.get(line, "")
+        lines.append(f"{label:>{margin}} {'┤' if label else '│'}{blocks}".rstrip())
+    lines.append(f"{labels[height]:>{margin}} └{'─' * width}")
+    lines.append(f"{'':>{margin}}  {_step_labels(points[0][0], points[-1][0], width)}")
+    return "\n".join([*heading, *lines])
+
+
+def _step_labels(first: int, last: int, width: int) -> str:
+    """The first and last step under the ends of the axis."""
+    gap = " " * max(1, width - len(f"{first}{last}"))
+    return f"{first}{gap}{last}" if first != last else f"{first}"
+
+
+def _columns(points: Sequence[tuple[int, float]], width: int) -> np.ndarray:
+    """One value a column: the mean of the points in it, or between points a straight line. `[width]`"""
+    steps, values = (np.array(axis, dtype=float) for axis in zip(*points, strict=True))
+    edges = np.linspace(steps[0], steps[-1], width + 1)
+    column = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, width - 1)
+    counts = np.bincount(column, minlength=width)
+    sums = np.bincount(column, weights=values, minlength=width)
+    between = np.interp((edges[:-1] + edges[1:]) / 2, steps, values)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), between)
+
+
+def _value_range(values: Sequence[float]) -> tuple[float, float]:
+    """0 to 1 when that holds everything, as rewards do; else the values' own range."""
+    low, high = min(values), max(values)
+    if low >= 0 and high <= 1:
+        return 0.0, 1.0
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
