@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_arguments(train)
     train.set_defaults(command=_train)
     check = commands.add_parser(
-        "check", help="check a configuration and its files", description="Check a configuration and its files."
+        "check",
+        help="check a configuration and its files",
+        description="Check a configuration and its files.",
     )
     _add_config_arguments(check)
     check.set_defaults(command=_check)

@@ -97,7 +97,8 @@ def start_actors(config: Config, prepared: Prepared, run_dir: Path) -> Actors:
         num_gpus=config.learner.num_gpus, num_cpus=config.learner.num_cpus
     ).remote(prepared.model_path, config, prepared.end_token_ids)  # fmt: skip
     scorer = _host(Scorer, "scorer", logs).options(
-        num_cpus=config.scorer.num_cpus, allow_out_of_order_execution=True  # a slow group holds no other
+        num_cpus=config.scorer.num_cpus,
+        allow_out_of_order_execution=True,  # a slow group holds no other
     )
     # The buffer writes the run's rollouts, so it lives where the run directory is.
     buffer = _host(TrajectoryBuffer, "buffer", logs).options(
@@ -131,7 +132,7 @@ class _Deferred:
         self.build = build
 
 
-def _host(cls: type, name: str, logs: Path) -> Any:
+def _host(cls: Any, name: str, logs: Path) -> Any:
     """`cls` as a Ray actor class, its output (and its child processes') in `logs/<name>.log`."""
 
     def __init__(self: Any, *args: Any) -> None:

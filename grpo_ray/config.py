@@ -64,9 +64,13 @@ class TinyModelConfig(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> "TinyModelConfig":
         if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})")
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
         return self
 
 

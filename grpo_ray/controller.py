@@ -133,7 +133,10 @@ class Controller:
         metrics = {**metrics, **report.metrics, **await self._rates(metrics)}
         self._metrics.append(version, metrics)
         self._display.step(version, metrics)
-        if version % self._config.evaluation.every_num_steps == 0 or version == self._config.algorithm.num_steps:
+        if (
+            version % self._config.evaluation.every_num_steps == 0
+            or version == self._config.algorithm.num_steps
+        ):
             await self._evaluate(version)
 
     async def _rates(self, metrics: Metrics) -> Metrics:

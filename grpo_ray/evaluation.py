@@ -20,7 +20,7 @@ class EvaluationSummary:
     version: int  # the newest version that sampled a token
     num_examples: int
     reward: float
-    reward_stderr: float  # standard error of `reward`, over prompts
+    reward_standard_error: float  # over prompts
     format_reward: float
     answer_reward: float
     num_correct: int
@@ -63,7 +63,7 @@ def summarise(step: int, groups: Sequence[ScoredGroup]) -> EvaluationSummary:
         version=max((int(c.versions.max()) for c in completions if len(c.versions)), default=0),
         num_examples=len(groups),
         reward=float(rewards.mean()),
-        reward_stderr=_standard_error(groups),
+        reward_standard_error=_standard_error(groups),
         format_reward=float(formats.mean()),
         answer_reward=float(answers.mean()),
         num_correct=int((has_format & is_right).sum()),

@@ -31,6 +31,8 @@ def train(config: Config, config_path: str) -> RunDirectory:
         task = check_files(config)
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory(Path(config.run.output_dir) / name)
+    with shown_plainly():
+        run.check_free()
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")
         with _ray():

@@ -46,12 +46,12 @@ def test_summary() -> None:
     assert summary.mean_response_tokens == pytest.approx(4)
     assert summary.truncated_frac == pytest.approx(1 / 6)
     # the prompts' means are 1, 0 and 1/2: their standard deviation is 1/2
-    assert summary.reward_stderr == pytest.approx(0.5 / math.sqrt(3))
+    assert summary.reward_standard_error == pytest.approx(0.5 / math.sqrt(3))
     assert check_names(summary.metrics) == []
 
 
 def test_one_prompt_has_no_standard_error() -> None:
-    assert summarise(0, GROUPS[:1]).reward_stderr == 0.0
+    assert summarise(0, GROUPS[:1]).reward_standard_error == 0.0
 
 
 def test_write_evaluation(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 TIMES = {"timing/wait_for_batch_s": 0.5, "timing/train_s": 1.0, "timing/step_s": 1.6}
 METRICS = [{"step": step, "reward/mean": step / 10, **TIMES} for step in range(1, 6)]
-EVALUATIONS = [{"step": step, "reward": 0.2 + step / 20, "reward_stderr": 0.05} for step in (0, 5)]
+EVALUATIONS = [{"step": step, "reward": 0.2 + step / 20, "reward_standard_error": 0.05} for step in (0, 5)]
 
 
 @pytest.mark.parametrize(

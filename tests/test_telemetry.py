@@ -39,7 +39,8 @@ def make_group(group_id: int, versions: list[list[int]]) -> ScoredGroup:
 
 
 def test_create_makes_the_folders_and_the_config(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path / "runs" / "first", CONFIG)
+    run = RunDirectory(tmp_path / "runs" / "first")
+    run.create(CONFIG)
     assert all(folder.is_dir() for folder in (run.rollouts, run.evaluations, run.checkpoints, run.logs))
     assert load_config(run.config_path) == CONFIG
     assert run.rollouts_path(40) == run.path / "rollouts" / "step-000040.parquet"
@@ -48,12 +49,12 @@ def test_create_makes_the_folders_and_the_config(tmp_path: Path) -> None:
 
 def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    RunDirectory.create(tmp_path / "empty", CONFIG)
+    RunDirectory(tmp_path / "empty").create(CONFIG)
     with pytest.raises(ValueError, match=r"empty exists already and is not empty.*give another run.name"):
-        RunDirectory.create(tmp_path / "empty", CONFIG)
+        RunDirectory(tmp_path / "empty").create(CONFIG)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"is a file"):
-        RunDirectory.check_free(tmp_path / "file")
+        RunDirectory(tmp_path / "file").check_free()
 
 
 # ---- metrics ----

@@ -30,7 +30,11 @@ class WeightSync:
     """
 
     def __init__(
-        self, generators: Sequence[GeneratorClient], max_lag: int, prompts_per_step: int, phase_timeout_s: float
+        self,
+        generators: Sequence[GeneratorClient],
+        max_lag: int,
+        prompts_per_step: int,
+        phase_timeout_s: float,
     ) -> None:
         self._generators = list(generators)
         self._max_lag = max_lag
@@ -93,7 +97,9 @@ class WeightSync:
     async def _phase(self, phase: str, call: Any) -> float:
         """Run one phase on every Generator; returns seconds until the slowest had answered."""
         started = time.perf_counter()
-        await asyncio.gather(*(self._ask(generator, phase, call(generator)) for generator in self._generators))
+        await asyncio.gather(
+            *(self._ask(generator, phase, call(generator)) for generator in self._generators)
+        )
         return time.perf_counter() - started
 
     async def _ask(self, generator: GeneratorClient, phase: str, answer: Awaitable[None]) -> None:
@@ -108,7 +114,9 @@ class WeightSync:
             ) from error
         except Exception as error:
             self._stale.add(generator.name)
-            raise WeightSyncError(f"weight sync: {generator.name} failed in phase `{phase}`: {error}") from error
+            raise WeightSyncError(
+                f"weight sync: {generator.name} failed in phase `{phase}`: {error}"
+            ) from error
 
 
 async def _as_coroutine(answer: Awaitable[None]) -> None:

@@ -46,7 +46,7 @@ class SharedBuffer:
         if self._map is None or len(self._map) != size:
             os.ftruncate(self._fd, size)
             self._map = mmap.mmap(self._fd, size)
-        self._map[:] = memoryview(snapshot.data)
+        self._map[:] = snapshot.data.data
 
     def close(self) -> None:
         if self._map is not None:
@@ -99,7 +99,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     def _repack_lm_head(self) -> None:
         # With tied embeddings vLLM's reload leaves lm_head's packed copy (CPU only) at the old weights.
-        lm_head = getattr(self.model, "lm_head", None)
+        lm_head: Any = getattr(self.model, "lm_head", None)
         if hasattr(lm_head, "cpu_linear"):
             lm_head.quant_method.process_weights_after_loading(lm_head)
 

@@ -3,8 +3,14 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 def is_local(path: str) -> bool:
@@ -20,7 +26,9 @@ def check_local_model(path: str) -> None:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"model.path: no folder {path!r}; give a folder in Hugging Face format or a hub name")
+        raise ValueError(
+            f"model.path: no folder {path!r}; give a folder in Hugging Face format or a hub name"
+        )
     if not (folder / "config.json").exists():
         raise ValueError(f"model.path: {path!r} has no config.json; it is not a model in Hugging Face format")
     if not any(folder.glob("*.safetensors")):

@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
 from grpo_ray.config import Config, TinyModelConfig
 from grpo_ray.policy.warmup import warm_up

@@ -29,7 +29,8 @@ def warm_up(
     )
     ramp = max(1, config.num_steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / ramp, (config.num_steps - step) / (config.num_steps - ramp + 1))
+        optimizer,
+        lambda step: min((step + 1) / ramp, (config.num_steps - step) / (config.num_steps - ramp + 1)),
     )
     model.train()
     for step in range(config.num_steps):

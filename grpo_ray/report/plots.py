@@ -54,7 +54,9 @@ def _plot_rewards(
     steps, rewards = _series(metrics, "reward/mean")
     axis.plot(steps, rewards, color=TRAINING, linewidth=1.3, label="training, each step")
     evaluated, validation = _series(evaluations, "reward")
-    errors = np.array([row.get("reward_stderr") or 0.0 for row in evaluations if row["reward"] is not None])
+    errors = np.array(
+        [row.get("reward_standard_error") or 0.0 for row in evaluations if row["reward"] is not None]
+    )
     axis.fill_between(
         evaluated, validation - errors, validation + errors, color=VALIDATION, alpha=0.15, linewidth=0
     )

@@ -54,15 +54,17 @@ class RunConsole:
 
     def step(self, step: int, metrics: Metrics) -> None:
         if self.console.is_terminal:
-            self._progress.update(self._bar, description="step", completed=step, figures=step_figures(metrics))
+            figures = step_figures(metrics)
+            self._progress.update(self._bar, description="step", completed=step, figures=figures)
         else:
             self.print(f"step {step:>4}/{self._num_steps}  {step_figures(metrics)}")
 
     def evaluation(self, summary: EvaluationSummary) -> None:
         self.print(
-            f"validation at step {summary.step:>4}: reward {summary.reward:.3f} ± {summary.reward_standard_error:.3f}  "
+            f"validation at step {summary.step:>4}: "
+            f"reward {summary.reward:.3f} ± {summary.reward_standard_error:.3f}  "
             f"(format {summary.format_reward:.2f}, {summary.mean_response_tokens:.1f} tokens, "
-            f"{summary.num_examples} responses)"
+            f"{summary.num_examples} prompts)"
         )
 
 
@@ -96,7 +98,8 @@ def plan(config: Config, longest_prompt: int, run_dir: str) -> Table:
         ("schedule", f"max_lag {lag}: {schedule}"),
         (
             "Generators",
-            f"{generator.num_generators} x {generator.engine} on {_device(generator.num_gpus, generator.num_threads)}",
+            f"{generator.num_generators} x {generator.engine} on "
+            f"{_device(generator.num_gpus, generator.num_threads)}",
         ),
         ("Learner", f"{config.model.dtype} on {_device(learner.num_gpus, learner.num_threads)}"),
         ("weights", f"{config.weight_sync.transport}; also actors: Scorer, TrajectoryBuffer, WeightSync"),

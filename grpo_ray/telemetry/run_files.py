@@ -24,28 +24,23 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
 
-    @staticmethod
-    def check_free(path: str | Path) -> None:
+    def check_free(self) -> None:
         """Refuse a path that `create` would refuse: for before anything expensive."""
-        path = Path(path)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is a file; give another run.name or run.output_dir")
-        if path.is_dir() and any(path.iterdir()):
-            raise ValueError(_in_use(path))
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise ValueError(_in_use(self.path))
 
-    @classmethod
-    def create(cls, path: str | Path, config: Config) -> "RunDirectory":
+    def create(self, config: Config) -> None:
         """Make the folders and write the resolved configuration; refuses a folder that is in use."""
-        cls.check_free(path)
-        run = cls(path)
+        self.check_free()
         try:
-            run.rollouts.mkdir(parents=True)
+            self.rollouts.mkdir(parents=True)
         except FileExistsError:  # another run of this name made it since the look above
-            raise ValueError(_in_use(run.path)) from None
-        for folder in (run.evaluations, run.checkpoints, run.logs):
+            raise ValueError(_in_use(self.path)) from None
+        for folder in (self.evaluations, self.checkpoints, self.logs):
             folder.mkdir()
-        dump_config(config, run.config_path)
-        return run
+        dump_config(config, self.config_path)
 
     def rollouts_path(self, step: int) -> Path:
         return self.rollouts / f"step-{step:06d}.parquet"
