@@ -111,9 +111,7 @@ def start_actors(config: Config, prepared: Prepared, run_dir: Path) -> Actors:
         scorer=scorer.remote(config.task.reward, algorithm),
         buffer=buffer.remote(algorithm.prompts_per_step, rollouts),
         learner=learner,
-        weight_sync=weight_sync.remote(
-            clients, sync.max_lag, algorithm.prompts_per_step, sync.phase_timeout_s
-        ),
+        weight_sync=weight_sync.remote(clients, sync.max_lag, algorithm.prompts_per_step, sync.phase_timeout_s),
     )
 
 

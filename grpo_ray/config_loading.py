@@ -145,9 +145,7 @@ def _explain(detail: Mapping[str, Any]) -> str:
         return f"{path or 'configuration'}: {detail['ctx']['error']}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         kinds = ", ".join(section.model_fields["kind"].default for section in sections_of(annotation))
-        given = (
-            f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
-        )
+        given = f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
         return f"{path}.kind: {given}; allowed: {kinds}"
     if kind == "missing":
         return f"{path}: required, but not given; allowed: {describe(annotation)}"

@@ -110,9 +110,7 @@ def test_tokenize_empty_prompt_and_empty_output():
     assert result["response_mask"].tolist() == [[True, True], [False, False]]
 
 
-@pytest.mark.parametrize(
-    ("pad", "eos", "expected"), [(7, 50, 7), (0, 50, 0), (None, 50, 50), (None, None, 0)]
-)
+@pytest.mark.parametrize(("pad", "eos", "expected"), [(7, 50, 7), (0, 50, 0), (None, 50, 50), (None, None, 0)])
 def test_padding_falls_back_to_the_end_token_then_to_zero(pad, eos, expected):
     result = tokenize_prompt_and_output(["a", "a"], ["bcd", "b"], LetterTokenizer(pad, eos))
     assert result["labels"][1].tolist() == [2, expected, expected]
@@ -134,9 +132,7 @@ def test_response_log_probs_of_a_llama():
         for column in range(6):
             expected = manual[row, column, ids[row, column + 1]].item()
             assert result["log_probs"][row, column].item() == pytest.approx(expected, abs=1e-5)
-    torch.testing.assert_close(
-        result["token_entropy"], -(manual.exp() * manual).sum(-1), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(result["token_entropy"], -(manual.exp() * manual).sum(-1), rtol=1e-5, atol=1e-5)
     assert result["log_probs"].requires_grad
     assert not result["token_entropy"].requires_grad
 

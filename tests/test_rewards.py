@@ -171,9 +171,7 @@ def test_exact_match_takes_nothing_but_the_text() -> None:
         assert exact_match_reward_fn(respond(answer), "01258") == WRONG
 
 
-@pytest.mark.parametrize(
-    "answer", ["72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"]
-)
+@pytest.mark.parametrize("answer", ["72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"])
 def test_slow_try_reads_a_number_in_prose(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == RIGHT
 
@@ -187,9 +185,7 @@ def test_slow_try_takes_one_number_only(answer: str) -> None:
 
 def test_grading_works_off_the_main_thread() -> None:
     verdicts: list[dict[str, float]] = []
-    thread = threading.Thread(
-        target=lambda: verdicts.append(r1_zero_reward_fn(respond("0.5"), r"\frac{1}{2}"))
-    )
+    thread = threading.Thread(target=lambda: verdicts.append(r1_zero_reward_fn(respond("0.5"), r"\frac{1}{2}")))
     thread.start()
     thread.join()
     assert verdicts == [RIGHT]

@@ -85,9 +85,7 @@ def test_warmup_pairs_are_three_habits_on_other_numbers() -> None:
         counts[habit] += 1
     shares = [counts[habit] / len(pairs) for habit in counts]
     assert shares == pytest.approx([0.25, 0.45, 0.30], abs=0.02)
-    with pytest.raises(
-        ValueError, match=r"7937 examples .* the task's 2064 prompts do not fit into the 10000"
-    ):
+    with pytest.raises(ValueError, match=r"7937 examples .* the task's 2064 prompts do not fit into the 10000"):
         warmup_pairs(config, seed=3, num_pairs=7937)
 
 
@@ -171,14 +169,10 @@ def test_wrong_files(tmp_path: Path) -> None:
 
 
 def test_load_examples(tmp_path: Path) -> None:
-    train, validation = load_examples(
-        SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0
-    )
+    train, validation = load_examples(SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0)
     assert (len(train), len(validation)) == (5, 2)
     path = str(write_jsonl(tmp_path, *({"question": f"{i}?", "answer": f"#### {i}"} for i in range(9))))
-    task = FileTaskConfig(
-        train_path=path, validation_path=path, num_validation_prompts=3, answer_marker="####"
-    )
+    task = FileTaskConfig(train_path=path, validation_path=path, num_validation_prompts=3, answer_marker="####")
     train, validation = load_examples(task, seed=0)
     assert train == [Example(f"{i}?", str(i)) for i in range(9)]
     assert validation == train[:3]

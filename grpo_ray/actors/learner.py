@@ -67,9 +67,7 @@ class Learner:
         lag = self._check_lag(batch.groups)
         sums = self.accumulate_gradient(batch.groups)
         learning_rate = self._set_learning_rate()
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self._config.learner.max_grad_norm
-        )
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.learner.max_grad_norm)
         self._optimizer.step()
         self.version += 1
         if self._config.learner.slowdown_s:

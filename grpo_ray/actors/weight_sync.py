@@ -97,9 +97,7 @@ class WeightSync:
     async def _phase(self, phase: str, call: Any) -> float:
         """Run one phase on every Generator; returns seconds until the slowest had answered."""
         started = time.perf_counter()
-        await asyncio.gather(
-            *(self._ask(generator, phase, call(generator)) for generator in self._generators)
-        )
+        await asyncio.gather(*(self._ask(generator, phase, call(generator)) for generator in self._generators))
         return time.perf_counter() - started
 
     async def _ask(self, generator: GeneratorClient, phase: str, answer: Awaitable[None]) -> None:

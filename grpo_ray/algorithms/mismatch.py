@@ -5,9 +5,7 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def logprob_mismatch(
-    learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
+def logprob_mismatch(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sums and a maximum that accumulate over micro-batches: add the sums, take the larger maximum.
 
     The KL is Schulman's k3 ("Approximating KL divergence", joschu.net/blog/kl-approx.html), an unbiased

@@ -90,9 +90,7 @@ class TorchEngine:
         missing, unexpected = self._model.load_state_dict(weights, strict=False)
         tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
         if unexpected or set(missing) - tied:
-            raise ValueError(
-                f"the snapshot does not fit the model: missing {missing}, unexpected {unexpected}"
-            )
+            raise ValueError(f"the snapshot does not fit the model: missing {missing}, unexpected {unexpected}")
 
     async def finish_weight_update(self, version: int) -> None:
         self._version = version

@@ -23,6 +23,7 @@ class VllmEngine:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from grpo_ray.engines.weight_transfer import BACKEND, SharedBuffer, register
 
@@ -40,7 +41,8 @@ class VllmEngine:
                 max_num_seqs=config.max_num_seqs,
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 tensor_parallel_size=max(1, config.num_gpus),
-                distributed_executor_backend="uni" if config.num_gpus <= 1 else "mp",
+                # One process less. By its class, because on a CPU the name "uni" is taken for "mp".
+                distributed_executor_backend=UniProcExecutor if config.num_gpus <= 1 else "mp",
                 enforce_eager=config.enforce_eager or on_cpu,
                 generation_config="vllm",  # the model's own sampling defaults would change the distribution
                 logprobs_mode="processed_logprobs",  # at the sampling temperature: what the draw came from
@@ -100,7 +102,8 @@ def _set_environment(cpu: GeneratorConfig | None) -> None:
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
     if cpu is not None:
         os.environ["OMP_NUM_THREADS"] = str(cpu.num_threads)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # two engines on one machine would share a core
+        # Compiling a sampler helper takes vLLM's first request 18 s here, and saves nothing after.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if cpu.cpu_cores is not None:
             os.sched_setaffinity(0, cpu.cpu_cores)  # the engine's processes inherit it
 
@@ -119,6 +122,7 @@ def _sampling_params(settings: SamplingSettings) -> Any:
         stop_token_ids=list(settings.end_token_ids),
         include_stop_str_in_output=True,
         logprobs=0,  # of the drawn token alone
+        flat_logprobs=True,  # lists instead of a dict of objects a token
         seed=settings.seed,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -126,10 +130,8 @@ def _sampling_params(settings: SamplingSettings) -> Any:
 
 def _completion(sample: Any) -> Completion:
     token_ids = np.asarray(sample.token_ids, dtype=np.int32)
-    logprobs = np.fromiter(
-        (position[token].logprob for position, token in zip(sample.logprobs, sample.token_ids, strict=True)),
-        dtype=np.float32, count=len(token_ids),
-    )  # fmt: skip
+    assert list(sample.logprobs.token_ids) == list(sample.token_ids)
+    logprobs = np.asarray(sample.logprobs.logprobs, dtype=np.float32)
     versions = np.empty(len(token_ids), dtype=np.int32)
     for span in sample.weight_versions:
         versions[span.start : span.end] = int(span.version)

@@ -26,9 +26,7 @@ def check_local_model(path: str) -> None:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(
-            f"model.path: no folder {path!r}; give a folder in Hugging Face format or a hub name"
-        )
+        raise ValueError(f"model.path: no folder {path!r}; give a folder in Hugging Face format or a hub name")
     if not (folder / "config.json").exists():
         raise ValueError(f"model.path: {path!r} has no config.json; it is not a model in Hugging Face format")
     if not any(folder.glob("*.safetensors")):
@@ -73,6 +71,7 @@ def check_lengths(longest_prompt: int, max_tokens: int, positions: int | None) -
     """
     if positions is not None and longest_prompt + max_tokens > positions:
         raise ValueError(
-            f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt ({longest_prompt} tokens) "
-            f"do not fit the model's {positions} positions; set it to {positions - longest_prompt} or less"
+            f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt "
+            f"({longest_prompt} tokens) do not fit the model's {positions} positions; "
+            f"set it to {positions - longest_prompt} or less"
         )

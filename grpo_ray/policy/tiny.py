@@ -74,7 +74,8 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
     Args:
         progress: called with (step, num_steps, loss in nats a token) while the warm-up runs.
     """
-    assert config.model.tiny is not None and config.task.kind == "sorting"
+    assert config.model.tiny is not None
+    assert config.task.kind == "sorting"  # check_files has seen to it
     recipe = [_RECIPE, config.model.tiny.model_dump(), config.task.model_dump(), config.run.seed]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"tiny-{digest}"

@@ -48,9 +48,7 @@ def _last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
-def _plot_rewards(
-    axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
-) -> None:
+def _plot_rewards(axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
     steps, rewards = _series(metrics, "reward/mean")
     axis.plot(steps, rewards, color=TRAINING, linewidth=1.3, label="training, each step")
     evaluated, validation = _series(evaluations, "reward")

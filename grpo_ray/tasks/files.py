@@ -56,9 +56,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 row = json.loads(text) if text else None
             except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8"
-                ) from None
+                raise ValueError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{place}: not valid JSON ({error.msg}, column {error.colno}); fix the line"
@@ -108,9 +106,7 @@ def _after_marker(place: str, field: str, answer: str, marker: str | None) -> st
         return answer.strip()
     _, found, tail = answer.rpartition(marker)
     if not found:
-        raise ValueError(
-            f"{place}: {field!r} does not contain task.answer_marker {marker!r}: {answer[-80:]!r}"
-        )
+        raise ValueError(f"{place}: {field!r} does not contain task.answer_marker {marker!r}: {answer[-80:]!r}")
     if not tail.strip():
         raise ValueError(f"{place}: nothing follows the marker {marker!r} in {field!r}; fill in the answer")
     return tail.strip()

@@ -21,9 +21,7 @@ def load_template(name_or_path: str) -> str:
             f"give one of {', '.join(template_names())}, or the path of a file"
         ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: byte {error.start} is not UTF-8; save the template as UTF-8 text"
-        ) from None
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the template as UTF-8 text") from None
     if PLACEHOLDER not in template:
         raise ValueError(f"{path}: the template has no {PLACEHOLDER}; write it where the question goes")
     return template
