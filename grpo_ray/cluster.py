@@ -3,12 +3,13 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.actors.generator import Generator
@@ -41,14 +42,34 @@ class Actors:
 
 
 def connect() -> None:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine alone."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine alone.
+
+    Raises:
+        RunError: RAY_ADDRESS is a dashboard's address, or nothing answers there.
+    """
+    address = os.environ.get("RAY_ADDRESS", "local")
+    if address.startswith("http"):
+        raise RunError(
+            f"RAY_ADDRESS is {address}, where jobs are submitted; submit one with launch/ray_job.sh CONFIG, "
+            "or unset RAY_ADDRESS to train on this machine alone"
+        )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
-    ray.init(
-        address=os.environ.get("RAY_ADDRESS", "local"),
-        log_to_driver=False,  # each actor writes to the run's logs/ (see _host)
-        logging_level="ERROR",
-        **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}),
-    )
+    options = {"include_dashboard": False} if address == "local" else {}
+    try:
+        # Each actor writes to the run's logs/ (see _host), so Ray need not forward its output.
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+    except ConnectionError as error:
+        raise RunError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
+
+
+def check_machine(config: Config) -> None:
+    """`check_resources` for a run on this machine alone, before Ray is started.
+
+    Raises:
+        ResourceError: as `check_resources`.
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        _compare(config, {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}, "this machine")
 
 
 def check_resources(config: Config) -> None:
@@ -57,24 +78,28 @@ def check_resources(config: Config) -> None:
     Raises:
         ResourceError: names each resource, how much is wanted by whom, and how much there is.
     """
-    available, generator, learner = ray.cluster_resources(), config.generator, config.learner
+    _compare(config, ray.cluster_resources(), "the cluster")
+
+
+def _compare(config: Config, available: Mapping[str, float], place: str) -> None:
+    generator, learner = config.generator, config.learner
     shortfalls = []
-    for resource, per_generator, per_learner in (
-        ("GPU", generator.num_gpus, learner.num_gpus),
-        ("CPU", generator.num_cpus, learner.num_cpus),
+    for resource, per_generator, per_learner, others in (
+        ("GPU", generator.num_gpus, learner.num_gpus, 0),
+        ("CPU", generator.num_cpus, learner.num_cpus, config.scorer.num_cpus),
     ):
-        wanted = generator.num_generators * per_generator + per_learner
-        wanted += config.scorer.num_cpus if resource == "CPU" else 0
+        wanted = generator.num_generators * per_generator + per_learner + others
         if wanted > available.get(resource, 0):
             shortfalls.append(
-                f"{resource}: {wanted:g} wanted ({generator.num_generators} Generators of {per_generator:g}, "
-                f"Learner {per_learner:g}), the cluster has {available.get(resource, 0):g}"
+                f"{resource}: {wanted:g} wanted "
+                f"({generator.num_generators} x {per_generator:g} for Generators, "
+                f"{per_learner:g} for the Learner), {available.get(resource, 0):g} there"
             )
     if shortfalls:
         raise ResourceError(
-            "the cluster lacks resources:\n  " + "\n  ".join(shortfalls)
-            + "\nAdd machines, or change generator.num_generators, generator.num_gpus or learner.num_gpus."
-        )  # fmt: skip
+            f"{place} lacks resources: " + "; ".join(shortfalls) + ". Run it on a larger cluster, or lower "
+            "generator.num_generators, generator.num_gpus or learner.num_gpus (0 GPUs runs on the CPU)"
+        )
 
 
 def start_actors(config: Config, prepared: Prepared, run_dir: Path) -> Actors:

@@ -56,6 +56,8 @@ class Controller:
                 producer = tasks.create_task(self._produce(tasks))
                 await self._train(tasks)
                 producer.cancel()
+            checkpoint = self._run.checkpoint_path(self._config.algorithm.num_steps)
+            await self._actors.learner.save.remote(checkpoint.resolve())
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 
@@ -92,6 +94,7 @@ class Controller:
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         published: asyncio.Task[None] | None = None
+        await self._take_stats()  # the evaluation's
         self._last_step_ended = time.perf_counter()
         for step in range(self._config.algorithm.num_steps):
             batch, metrics = await self._next_batch(step)
@@ -144,8 +147,7 @@ class Controller:
         now = time.perf_counter()
         seconds, self._last_step_ended = now - self._last_step_ended, now
         evaluate_s, self._evaluate_s = self._evaluate_s, 0.0
-        generators = self._actors.generators.values()
-        stats: list[GeneratorStats] = await asyncio.gather(*(g.take_stats.remote() for g in generators))
+        stats = await self._take_stats()
         busy = [s.busy_s for s in stats]
         return {
             "timing/step_s": seconds,
@@ -156,6 +158,9 @@ class Controller:
             "throughput/sampled_tokens_per_s": sum(s.sampled_tokens for s in stats) / seconds,
             "throughput/trained_tokens_per_s": metrics.pop("throughput/trained_tokens") / seconds,
         }
+
+    async def _take_stats(self) -> list[GeneratorStats]:
+        return await asyncio.gather(*(g.take_stats.remote() for g in self._actors.generators.values()))
 
     async def _evaluate(self, step: int) -> None:
         started = time.perf_counter()

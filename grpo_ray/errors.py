@@ -1,7 +1,8 @@
 """Errors whose message is all a user needs: what is wrong, where, and what to do."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class RunError(RuntimeError):
@@ -15,3 +16,16 @@ def shown_plainly() -> Iterator[None]:
         yield
     except ValueError as error:
         raise RunError(str(error)) from error
+
+
+def all_of(*checks: Callable[[], Any]) -> list[Any]:
+    """The checks' results, or one RunError with every check's message: all mistakes at once."""
+    results, messages = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except (RunError, ValueError) as error:
+            messages.append(str(error))
+    if messages:
+        raise RunError("\n".join(messages))
+    return results

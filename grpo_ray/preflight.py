@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
-
 from grpo_ray.config import Config
 from grpo_ray.policy.loading import (
+    check_hub_model,
     check_lengths,
     check_local_model,
     end_token_ids,
@@ -45,26 +44,30 @@ class Prepared:
 
 
 def check_files(config: Config) -> TaskData:
-    """Read the task and look at the model's folder; seconds, and without Ray.
+    """Read the task, and the model if it is here; seconds, and without Ray.
 
     Raises:
         ValueError: names the field or file, what is wrong with it, and the fix.
     """
-    if config.model.path is not None and is_local(config.model.path):
-        check_local_model(config.model.path)
     if config.model.tiny is not None and config.task.kind != "sorting":
         raise ValueError(
             "model.tiny: its warm-up knows only the task `sorting`; set model.path for a task from files"
         )
+    if config.model.path is not None and is_local(config.model.path):
+        check_local_model(config.model.path)
     train, validation = load_examples(config.task, config.run.seed)
-    return TaskData(train, validation, load_template(config.task.prompt))
+    task = TaskData(train, validation, load_template(config.task.prompt))
+    if config.model.path is None or is_local(config.model.path):
+        _check_fit(config, task)
+    return task
 
 
 def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = None) -> Prepared:
-    """Find (or build) the model, and check that prompts and responses fit it.
+    """Find, fetch or build the model.
 
     Raises:
-        ValueError: the model cannot be read, or is too short for the prompts and `sampling.max_tokens`.
+        ValueError: the hub does not give the model, or it is too short for the prompts and
+            `sampling.max_tokens`.
     """
     if config.model.tiny is not None:
         from grpo_ray.policy.tiny import tiny_model_folder
@@ -73,29 +76,37 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
     else:
         assert config.model.path is not None
         model_path = config.model.path
-    trust = config.model.trust_remote_code
-    try:
-        tokenizer = load_tokenizer(model_path, trust)
-        positions = max_positions(model_path, trust)
-    except OSError as error:
-        raise ValueError(
-            f"model.path: {model_path!r} is neither a folder here nor a model the hub gave us: {error}"
-        ) from error
-    ledger = PromptLedger(task.train, task.template, tokenizer, config.run.seed)
-    validation = make_items(task.validation, task.template, tokenizer)
-    longest = longest_prompt(task, tokenizer)
-    max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
-    check_lengths(longest, config.sampling.max_tokens, positions)
-    check_lengths(longest, config.sampling.max_tokens, max_model_len)
+        if not is_local(model_path):
+            check_hub_model(model_path)
+    longest = _check_fit(config, task)
+    tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
     return Prepared(
-        model_path, ledger, validation, end_token_ids(model_path, tokenizer), longest, max_model_len
+        model_path=model_path,
+        ledger=PromptLedger(task.train, task.template, tokenizer, config.run.seed),
+        validation=make_items(task.validation, task.template, tokenizer),
+        end_token_ids=end_token_ids(model_path, tokenizer),
+        longest_prompt=longest,
+        max_model_len=config.generator.max_model_len or longest + config.sampling.max_tokens,
     )
 
 
-def longest_prompt(task: TaskData, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Length of the longest rendered prompt of train and validation, in tokens."""
+def _check_fit(config: Config, task: TaskData) -> int:
+    """The longest prompt of train and validation, in tokens, after making sure that it fits the model."""
+    if config.model.tiny is not None:
+        from grpo_ray.policy.tiny import tiny_tokenizer
+
+        tokenizer = tiny_tokenizer(config)
+        positions: int | None = config.model.tiny.max_position_embeddings
+    else:
+        assert config.model.path is not None
+        path, trust = config.model.path, config.model.trust_remote_code
+        tokenizer, positions = load_tokenizer(path, trust), max_positions(path, trust)
     items = make_items([*task.train, *task.validation], task.template, tokenizer)
-    return max(len(item.prompt_token_ids) for item in items)
+    longest = max(len(item.prompt_token_ids) for item in items)
+    check_lengths(longest, config.sampling.max_tokens, positions, "the model's positions")
+    limit = config.generator.max_model_len
+    check_lengths(longest, config.sampling.max_tokens, limit, "generator.max_model_len")
+    return longest
 
 
 def sampling_settings(config: Config, ends: tuple[int, ...], num_samples: int) -> SamplingSettings:

@@ -12,9 +12,9 @@ import ray
 from grpo_ray import cluster
 from grpo_ray.config import Config
 from grpo_ray.controller import Controller
-from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.evaluation import sample_rollouts
-from grpo_ray.preflight import Prepared, check_files, prepare
+from grpo_ray.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.report.plots import plot_reward_curve
 from grpo_ray.telemetry.console import RunConsole, plan
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -27,12 +27,10 @@ def train(config: Config, config_path: str) -> RunDirectory:
         RunError: the files, the model, the cluster or an actor; the message says what to do.
         KeyboardInterrupt: Ctrl-C or SIGTERM; every actor and process has been ended.
     """
-    with shown_plainly():
-        task = check_files(config)
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory(Path(config.run.output_dir) / name)
-    with shown_plainly():
-        run.check_free()
+    task: TaskData
+    task, *_ = all_of(lambda: check_files(config), lambda: cluster.check_machine(config), run.check_free)
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")
         with _ray():

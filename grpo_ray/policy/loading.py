@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -63,15 +64,31 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     return tuple(sorted(ids))
 
 
-def check_lengths(longest_prompt: int, max_tokens: int, positions: int | None) -> None:
-    """Refuse prompts and responses that the model cannot hold.
+def check_lengths(longest_prompt: int, max_tokens: int, limit: int | None, what: str) -> None:
+    """Refuse prompts and responses that do not fit `limit` tokens (None: no limit known).
 
     Raises:
-        ValueError: prompt and response together are longer than the model's positions.
+        ValueError: the longest prompt and response together are longer.
     """
-    if positions is not None and longest_prompt + max_tokens > positions:
+    if limit is not None and longest_prompt + max_tokens > limit:
         raise ValueError(
             f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt "
-            f"({longest_prompt} tokens) do not fit the model's {positions} positions; "
-            f"set it to {positions - longest_prompt} or less"
+            f"({longest_prompt} tokens) do not fit {what} ({limit}); "
+            f"set it to {max(0, limit - longest_prompt)} or less"
         )
+
+
+def check_hub_model(name: str) -> None:
+    """Ask the hub once whether it has the model, unless it is in the local cache.
+
+    Raises:
+        ValueError: it is not there, or the hub cannot be reached.
+    """
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # the client's network library has errors of its own
+        raise ValueError(
+            f"model.path: {name!r} is no folder here, and the hub did not give it: {error}"
+        ) from error

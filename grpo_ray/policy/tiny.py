@@ -68,6 +68,20 @@ def build_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase, see
     )
 
 
+def tiny_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of the configured tiny model, learned from the task's own text."""
+    assert config.model.tiny is not None
+    texts = (prompt + response for prompt, response in _rendered_pairs(config, 1000))
+    return train_tokenizer(texts, config.model.tiny.vocab_size)
+
+
+def _rendered_pairs(config: Config, num_pairs: int) -> list[tuple[str, str]]:
+    assert config.task.kind == "sorting"  # check_files has seen to it
+    template = load_template(config.task.prompt)
+    pairs = warmup_pairs(config.task, config.run.seed, num_pairs)
+    return [(render(template, question), response) for question, response in pairs]
+
+
 def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None] | None = None) -> Path:
     """Build and warm up the configured tiny model, or find it in the cache; returns its folder.
 
@@ -75,22 +89,17 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
         progress: called with (step, num_steps, loss in nats a token) while the warm-up runs.
     """
     assert config.model.tiny is not None
-    assert config.task.kind == "sorting"  # check_files has seen to it
     recipe = [_RECIPE, config.model.tiny.model_dump(), config.task.model_dump(), config.run.seed]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"tiny-{digest}"
     if folder.exists():
         return folder
 
-    tiny, template = config.model.tiny, load_template(config.task.prompt)
-    num_pairs = max(tiny.warmup.num_steps * tiny.warmup.batch_size, 1000) if tiny.warmup else 1000
-    pairs = [
-        (render(template, question), response)
-        for question, response in warmup_pairs(config.task, config.run.seed, num_pairs)
-    ]
-    tokenizer = train_tokenizer((p + r for p, r in pairs[:1000]), tiny.vocab_size)
+    tiny = config.model.tiny
+    tokenizer = tiny_tokenizer(config)
     model = build_model(tiny, tokenizer, config.run.seed)
     if tiny.warmup is not None:
+        pairs = _rendered_pairs(config, tiny.warmup.num_steps * tiny.warmup.batch_size)
         warm_up(model, tokenizer, pairs, tiny.warmup, progress)
 
     # Written beside its final name and renamed: a half-written model is never taken from the cache.

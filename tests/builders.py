@@ -1,0 +1,77 @@
+"""Messages built by hand, and the slow reference that logprobs are compared with."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup
+
+
+def make_completion(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float] | None = None,
+    versions: int | Sequence[int] = 0,
+    text: str = "",
+    finish_reason: str = "stop",
+) -> Completion:
+    """One version for all tokens, or one a token."""
+    length = len(token_ids)
+    return Completion(
+        text=text,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array([-1.0] * length if logprobs is None else logprobs, dtype=np.float32),
+        versions=np.broadcast_to(np.array(versions, dtype=np.int32), (length,)).copy(),
+        finish_reason=finish_reason,
+    )
+
+
+def make_item(group_id: int = 0, prompt_token_ids: Sequence[int] = (1, 2), truth: str = "") -> PromptItem:
+    return PromptItem(group_id, f"prompt {group_id}", tuple(prompt_token_ids), truth)
+
+
+def make_group(
+    item: PromptItem,
+    completions: Sequence[Completion],
+    rewards: Sequence[float] | None = None,
+    advantages: Sequence[float] | None = None,
+) -> ScoredGroup:
+    """Rewards default to 0, and advantages to the rewards."""
+    r = np.array([0.0] * len(completions) if rewards is None else rewards, dtype=np.float32)
+    a = r if advantages is None else np.array(advantages, dtype=np.float32)
+    return ScoredGroup(RolloutGroup(item, tuple(completions), "generator-0"), r, 0 * r, r, a)
+
+
+def make_settings(**changes: object) -> SamplingSettings:
+    settings = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 8}
+    return SamplingSettings(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def plain_logprobs(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    temperature: float = 1.0,
+    min_tokens: int = 0,
+    end_token_ids: Sequence[int] = (),
+) -> torch.Tensor:
+    """Logprob of every response token, `[response_tokens]`: one sequence, no padding, a loop over tokens."""
+    prompt, response = [int(token) for token in prompt], [int(token) for token in response]
+    logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+    logprobs = []
+    for index, token in enumerate(response):
+        row = logits[len(prompt) + index - 1] / temperature
+        if index < min_tokens:
+            row = row.clone()
+            row[list(end_token_ids)] = -torch.inf
+        logprobs.append(torch.log_softmax(row, dim=0)[token])
+    return torch.stack(logprobs)
+
+
+@torch.no_grad()
+def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
+    """Add noise to every weight, biases and norms included, so that none can be forgotten unnoticed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))

@@ -1,0 +1,56 @@
+"""A configuration and a model small enough that every test takes a second or less."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from builders import perturb
+
+from grpo_ray.config import Config, SortingTaskConfig, TinyModelConfig
+from grpo_ray.policy.tiny import build_model, train_tokenizer
+from grpo_ray.tasks.sorting import warmup_pairs
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
+
+
+@pytest.fixture
+def tiny_config() -> Config:
+    return Config.model_validate(
+        {
+            "model": {"tiny": {}, "dtype": "float32"},
+            "task": {"kind": "sorting"},
+            "sampling": {"min_tokens": 2, "max_tokens": 16},
+            "algorithm": {"num_steps": 2, "prompts_per_step": 3, "samples_per_prompt": 4},
+            "generator": {"engine": "torch", "num_gpus": 0, "max_num_seqs": 64},
+            "learner": {"num_gpus": 0, "micro_batch_tokens": 64},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_model(tied=True, hidden_size=32)`: the folder of a random 2-layer Qwen2 and its tokenizer."""
+    folders: dict[tuple[bool, int], Path] = {}
+
+    def folder(tied: bool = True, hidden_size: int = 32) -> Path:
+        key = (tied, hidden_size)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp(f"tiny-{'tied' if tied else 'untied'}-{hidden_size}")
+            _write_model(folders[key], tied, hidden_size)
+        return folders[key]
+
+    return folder
+
+
+def _write_model(folder: Path, tied: bool, hidden_size: int) -> None:
+    pairs = warmup_pairs(SortingTaskConfig(), seed=0, num_pairs=300)
+    tokenizer = train_tokenizer((prompt + response for prompt, response in pairs), vocab_size=300)
+    shape = TinyModelConfig(
+        hidden_size=hidden_size, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=2 * hidden_size,
+        vocab_size=300, max_position_embeddings=128, tie_embeddings=tied, warmup=None,
+    )  # fmt: skip
+    model = build_model(shape, tokenizer, seed=0)
+    perturb(model, seed=0, scale=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
