@@ -141,9 +141,15 @@ def start_actors(config: Config, prepared: Prepared, run_dir: Path) -> Actors:
 
 
 def stop_actors(actors: Actors, timeout_s: float = 20.0) -> None:
-    """End the engines' own processes, then the actors."""
-    with contextlib.suppress(Exception):  # a Generator that is dead or hung is killed below all the same
-        ray.get([handle.shutdown.remote() for handle in actors.generators.values()], timeout=timeout_s)
+    """End the engines' own processes, then the actors; a Generator that is not up yet is just killed.
+
+    Killing an actor ends its child processes too (Ray sees to it); asking first lets vLLM clean up.
+    """
+    generators = list(actors.generators.values())
+    up, _ = ray.wait([g.take_stats.remote() for g in generators], num_returns=len(generators), timeout=0.5)
+    if len(up) == len(generators):
+        with contextlib.suppress(Exception):  # one that is dead or hung is killed below all the same
+            ray.get([g.shutdown.remote() for g in generators], timeout=timeout_s)
     for handle in actors.all():
         ray.kill(handle)
 

@@ -156,7 +156,7 @@ class Controller:
             "utilization/learner": metrics["timing/train_s"] / seconds,
             "utilization/generators": sum(busy) / len(busy) / seconds,
             "throughput/sampled_tokens_per_s": sum(s.sampled_tokens for s in stats) / seconds,
-            "throughput/trained_tokens_per_s": metrics.pop("throughput/trained_tokens") / seconds,
+            "throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / seconds,
         }
 
     async def _take_stats(self) -> list[GeneratorStats]:

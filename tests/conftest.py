@@ -48,7 +48,7 @@ def _write_model(folder: Path, tied: bool, hidden_size: int) -> None:
     tokenizer = train_tokenizer((prompt + response for prompt, response in pairs), vocab_size=300)
     shape = TinyModelConfig(
         hidden_size=hidden_size, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=2 * hidden_size,
-        vocab_size=300, max_position_embeddings=128, tie_embeddings=tied, warmup=None,
+        vocab_size=300, max_position_embeddings=512, tie_embeddings=tied, warmup=None,
     )  # fmt: skip
     model = build_model(shape, tokenizer, seed=0)
     perturb(model, seed=0, scale=0.2)

@@ -93,7 +93,7 @@ class Learner:
         everything = sequences_of(groups)
         trained = sequences_of([group for group in groups if self._has_signal(group)])
         denominator = loss_denominator(
-            config.aggregation, len(everything), _num_tokens(everything), self._config.sampling.max_tokens
+            config.aggregation, len(everything), self._num_tokens(everything), self._config.sampling.max_tokens
         )
         sums: dict[str, float] = defaultdict(float)
         sums["trained_tokens"] = float(sum(len(s.response_token_ids) for s in trained))
@@ -140,6 +140,12 @@ class Learner:
         weights = group.rewards if self._config.algorithm.loss == "no_baseline" else group.advantages
         return bool(np.any(weights != 0.0))
 
+    def _num_tokens(self, sequences: Sequence[TrainSequence]) -> int:
+        """Response tokens that the loss counts: GRPO-Clip drops those without a finite behaviour logprob."""
+        if self._config.algorithm.loss != "grpo_clip":
+            return sum(len(s.response_token_ids) for s in sequences)
+        return sum(int(np.isfinite(s.behaviour_logprobs).sum()) for s in sequences)
+
     def _check_lag(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """lag/mean and lag/max over the batch's tokens, after the second guard."""
         versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
@@ -170,11 +176,6 @@ class Learner:
         self._tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
         return folder
-
-
-def _num_tokens(sequences: Sequence[TrainSequence]) -> int:
-    """Response tokens that the loss counts: those whose behaviour logprob is finite."""
-    return sum(int(np.isfinite(s.behaviour_logprobs).sum()) for s in sequences)
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

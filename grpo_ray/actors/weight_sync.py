@@ -91,6 +91,7 @@ class WeightSync:
         seconds["resume"] = await self._phase("resume", lambda generator: generator.resume())
         async with self._published:
             self._published_version = version
+            self._stale.clear()
             self._published.notify_all()
         return SyncReport(version, {f"timing/weight_sync/{phase}_s": s for phase, s in seconds.items()})
 

@@ -47,9 +47,9 @@ class Sequence:
 
 
 def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int) -> list[Sequence]:
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(settings.num_samples, settings.max_tokens, generator=generator, dtype=torch.float64)
-    return [Sequence(prompt, settings, row) for row in draws]
+    # NumPy hashes the whole seed; torch's CPU generator would look at its lower 32 bits only.
+    draws = np.random.default_rng(seed).random((settings.num_samples, settings.max_tokens))
+    return [Sequence(prompt, settings, row) for row in torch.from_numpy(draws)]
 
 
 class SamplingBatch:

@@ -59,7 +59,8 @@ class TorchEngine:
                 await self._sample([sequence for sequences, _ in taken for sequence in sequences])
             except Exception as error:
                 for _, finished in taken:
-                    finished.set_exception(error)
+                    if not finished.cancelled():
+                        finished.set_exception(error)
                 continue
             for sequences, finished in taken:
                 if not finished.cancelled():

@@ -35,6 +35,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/step_s": ("s", "the whole step"),
     "utilization/learner": ("share", "time in which the Learner trained"),
     "utilization/generators": ("share", "time in which the Generators had work, mean over them"),
+    "throughput/trained_tokens": ("tokens", "response tokens of the step's groups that had a signal"),
     "throughput/sampled_tokens_per_s": ("tokens/s", "response tokens sampled"),
     "throughput/trained_tokens_per_s": ("tokens/s", "response tokens trained on"),
     "memory/*": ("bytes", "memory of a process or device"),

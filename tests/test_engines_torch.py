@@ -1,0 +1,311 @@
+"""The reference engine: its draws, its logprobs, and weights replaced while requests run."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import make_settings, perturb, plain_logprobs
+from transformers import PreTrainedModel
+
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.types import Completion, SamplingSettings
+
+ENDS = (0, 17)
+PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]
+
+
+@pytest.fixture
+def make_torch_engine(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., TorchEngine]:
+    def make(tied: bool = True, index: int = 0, **generator: object) -> TorchEngine:
+        changed = tiny_config.generator.model_copy(update=generator)
+        config = tiny_config.model_copy(update={"generator": changed})
+        engine = make_engine(config, str(tiny_model(tied)), max_model_len=128, index=index)
+        assert isinstance(engine, TorchEngine)
+        return engine
+
+    return make
+
+
+def generate(
+    engine: TorchEngine, settings: SamplingSettings, prompts: Sequence[tuple[int, ...]] = PROMPTS
+) -> list[tuple[Completion, ...]]:
+    async def run() -> list[tuple[Completion, ...]]:
+        await engine.start()
+        return await asyncio.gather(*(engine.generate(prompt, settings) for prompt in prompts))
+
+    return asyncio.run(run())
+
+
+def logprob_error(
+    model: PreTrainedModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
+) -> np.ndarray:
+    """|engine - reference| of every token, `[response_tokens]`."""
+    with torch.no_grad():
+        expected = plain_logprobs(
+            model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS
+        )
+    return np.abs(expected.numpy() - completion.logprobs)
+
+
+# ---- sampling ----
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_are_the_models(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool
+) -> None:
+    settings = make_settings(
+        num_samples=4, temperature=0.7, min_tokens=3, max_tokens=20, end_token_ids=ENDS, seed=1
+    )
+    groups = generate(make_torch_engine(tied), settings)
+    model = load_policy(str(tiny_model(tied)))
+    assert [len(group) for group in groups] == [4, 4, 4]
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert logprob_error(model, prompt, completion, settings).max() < 1e-4
+            assert (completion.versions == 0).all()
+            assert len(completion.token_ids) == len(completion.versions) == len(completion.logprobs)
+
+
+@pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 1)])
+def test_draws_follow_the_distribution(
+    make_torch_engine: Callable[..., TorchEngine],
+    tiny_model: Callable[..., Path],
+    temperature: float,
+    min_tokens: int,
+) -> None:
+    """Pearson's chi-square of 2,000 first tokens; the seed is fixed, so this passes always or never."""
+    settings = make_settings(
+        num_samples=500, temperature=temperature, min_tokens=min_tokens, max_tokens=1, end_token_ids=ENDS
+    )
+    groups = generate(make_torch_engine(), settings, [PROMPTS[0]] * 4)
+    counts = np.bincount([int(c.token_ids[0]) for group in groups for c in group], minlength=300)
+    assert counts.sum() == 2000
+
+    model = load_policy(str(tiny_model()))
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0, -1].double() / temperature
+    if min_tokens:
+        logits[list(ENDS)] = -torch.inf
+    expected = 2000 * logits.softmax(0).numpy()
+    rare = expected < 5  # the statistic's rule of thumb: one cell for all that are expected less often
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    chi_square, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    assert freedom > 30
+    assert chi_square < freedom + 3.1 * np.sqrt(2 * freedom)  # about one in a thousand is above
+
+
+def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
+    make_torch_engine: Callable[..., TorchEngine],
+) -> None:
+    settings = make_settings(num_samples=3, max_tokens=12, seed=7)
+    engine = make_torch_engine()
+    alone = generate(engine, settings, PROMPTS[:1])[0]
+    together = generate(engine, settings, PROMPTS)[0]
+    other = generate(engine, replace(settings, seed=8), PROMPTS[:1])[0]
+    tokens = [[c.token_ids.tolist() for c in group] for group in (alone, together, other)]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert len({tuple(row) for row in tokens[0]}) == 3  # samples of a group are not copies
+
+
+def test_engines_and_requests_draw_from_seeds_of_their_own(
+    make_torch_engine: Callable[..., TorchEngine],
+) -> None:
+    settings = make_settings(num_samples=1, max_tokens=16)
+
+    def tokens(index: int) -> list[list[int]]:
+        groups = generate(make_torch_engine(index=index), settings, PROMPTS[:1] * 2)
+        return [c.token_ids.tolist() for (c,) in groups]
+
+    assert tokens(0) == tokens(0)
+    first, second = tokens(0), tokens(1)
+    assert first[0] != first[1]  # two requests of one engine
+    assert first[0] != second[0]  # the first requests of two
+    assert first[1] != second[1]
+
+
+# ---- how a response ends ----
+
+
+def test_length_ends_a_response(make_torch_engine: Callable[..., TorchEngine]) -> None:
+    (group,) = generate(make_torch_engine(), make_settings(num_samples=4, max_tokens=5), PROMPTS[:1])
+    assert [len(c.token_ids) for c in group] == [5] * 4
+    assert all(c.finish_reason == "length" and c.is_truncated for c in group)
+
+
+def test_end_token_ends_a_response_from_min_tokens_on(
+    make_torch_engine: Callable[..., TorchEngine],
+) -> None:
+    settings = make_settings(
+        num_samples=64, min_tokens=3, max_tokens=40, end_token_ids=tuple(range(150)), seed=0
+    )
+    (group,) = generate(make_torch_engine(), settings, PROMPTS[:1])
+    for completion in group:
+        assert completion.finish_reason == "stop"
+        is_end = completion.token_ids < 150
+        assert is_end.tolist() == [False] * (len(is_end) - 1) + [True]
+        assert len(is_end) > 3  # the first three are held back
+    assert min(len(c.token_ids) for c in group) == 4
+
+
+def test_stop_string_ends_a_response_and_is_kept(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_model()))
+    settings = make_settings(num_samples=200, max_tokens=40, stop=("an", "7"), seed=0)
+    (group,) = generate(make_torch_engine(), settings, PROMPTS[:1])
+    stopped = [c for c in group if c.finish_reason == "stop"]
+    assert len(stopped) > 20
+    for c in stopped:
+        assert c.text.endswith(("an", "7"))
+        assert c.text.count("an") + c.text.count("7") == 1
+        before = tokenizer.decode(c.token_ids[:-1])
+        assert "an" not in before
+        assert "7" not in before
+        assert tokenizer.decode(c.token_ids, skip_special_tokens=True).startswith(c.text)
+    for c in group:
+        if c.finish_reason == "length":
+            assert "an" not in c.text
+            assert "7" not in c.text
+            assert len(c.token_ids) == 40
+
+
+def test_requests_beyond_max_num_seqs_wait_and_are_served(
+    make_torch_engine: Callable[..., TorchEngine],
+) -> None:
+    settings = make_settings(num_samples=3, max_tokens=6)
+    groups = generate(make_torch_engine(max_num_seqs=4), settings, PROMPTS * 3)
+    assert [len(group) for group in groups] == [3] * 9
+
+
+def test_error_reaches_its_request_and_the_engine_serves_on(
+    make_torch_engine: Callable[..., TorchEngine],
+) -> None:
+    engine = make_torch_engine()
+
+    async def run() -> None:
+        cancelled = asyncio.create_task(engine.generate((299_999,), make_settings()))
+        refused = asyncio.create_task(engine.generate((299_999,), make_settings()))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(IndexError):
+            await asyncio.wait_for(refused, 10)
+        assert len(await asyncio.wait_for(engine.generate(PROMPTS[0], make_settings()), 10)) == 1
+
+    asyncio.run(run())
+
+
+# ---- new weights ----
+
+
+async def sync(engine: TorchEngine, model: PreTrainedModel, version: int) -> None:
+    await engine.pause()
+    await engine.start_weight_update()
+    await engine.update_weights(pack_weights(model.named_parameters(), version, torch.float32))
+    await engine.finish_weight_update(version)
+    await engine.reset_prefix_cache()
+    await engine.resume()
+
+
+async def length_reached(engine: TorchEngine, num_tokens: int) -> None:
+    """Wait until the running sequences have so many tokens."""
+    while engine._batch is None or len(engine._batch.sequences[0].token_ids) < num_tokens:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_replaced_in_flight(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool
+) -> None:
+    engine = make_torch_engine(tied)
+    settings = make_settings(num_samples=2, temperature=0.7, min_tokens=30, max_tokens=30, end_token_ids=ENDS)
+    models = [load_policy(str(tiny_model(tied))) for _ in range(3)]
+    for version in (1, 2):
+        perturb(models[version], seed=version, scale=0.1)
+
+    async def run() -> list[tuple[Completion, ...]]:
+        requests = [asyncio.create_task(engine.generate(prompt, settings)) for prompt in PROMPTS]
+        for version in (1, 2):
+            await length_reached(engine, 10 * version)
+            await sync(engine, models[version], version)
+        return await asyncio.gather(*requests)
+
+    for prompt, group in zip(PROMPTS, asyncio.run(run()), strict=True):
+        for completion in group:
+            versions = completion.versions
+            assert set(versions.tolist()) == {0, 1, 2}
+            assert (np.diff(versions) >= 0).all()
+            errors = [logprob_error(model, prompt, completion, settings) for model in models]
+            for version in (0, 1, 2):
+                assert errors[version][versions == version].max() < 1e-4
+                # and a wrong label would be seen
+                assert errors[version][versions != version].max() > 1e-2
+
+
+def test_nothing_is_sampled_while_paused(make_torch_engine: Callable[..., TorchEngine]) -> None:
+    engine = make_torch_engine()
+    settings = make_settings(max_tokens=40)
+
+    async def run() -> None:
+        request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
+        await length_reached(engine, 3)
+        await engine.pause()
+        assert engine._batch is not None
+        (sequence,) = engine._batch.sequences
+        length = len(sequence.token_ids)
+        assert 3 <= length < 40
+        await asyncio.sleep(0.05)
+        assert len(sequence.token_ids) == length
+        await engine.resume()
+        (completion,) = await request
+        assert len(completion.token_ids) == 40
+
+    asyncio.run(run())
+
+
+def test_version_is_served_only_once_finished(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
+) -> None:
+    engine = make_torch_engine()
+    asyncio.run(sync(engine, load_policy(str(tiny_model())), version=1))
+    settings = make_settings(max_tokens=4)
+    assert generate(engine, settings, PROMPTS[:1])[0][0].versions.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("tied", "name"),
+    [
+        (True, "model.embed_tokens.weight"),
+        (True, "model.layers.1.mlp.up_proj.weight"),
+        (False, "model.embed_tokens.weight"),
+        (False, "lm_head.weight"),
+    ],
+)
+def test_snapshot_without_a_tensor_is_refused(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, name: str
+) -> None:
+    engine, model = make_torch_engine(tied), load_policy(str(tiny_model(tied)))
+    snapshot = pack_weights(model.named_parameters(), 1, torch.float32)
+    without = replace(snapshot, specs=tuple(spec for spec in snapshot.specs if spec.name != name))
+    assert len(without.specs) == len(snapshot.specs) - 1
+    with pytest.raises(ValueError, match=rf"does not fit the model: missing \['{name}'"):
+        asyncio.run(engine.update_weights(without))
+
+
+def test_snapshot_of_another_model_is_refused(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
+) -> None:
+    snapshot = pack_weights(
+        [("stranger", torch.zeros(1)), *load_policy(str(tiny_model())).named_parameters()], 1, torch.float32
+    )
+    with pytest.raises(ValueError, match=r"unexpected \['stranger'\]"):
+        asyncio.run(make_torch_engine().update_weights(snapshot))

@@ -1,0 +1,176 @@
+"""vLLM itself: logprobs, versions and stops, before and after weights were replaced.
+
+One engine for tied and one for untied embeddings; each runs through `_record` once, and the tests look at
+what it recorded.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import make_settings, perturb, plain_logprobs
+from transformers import PreTrainedModel
+
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.base import Engine
+from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.types import Completion, SamplingSettings
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+ENDS = (0, 17)
+# The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that it is cached.
+PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66), tuple(range(40, 240))]
+SETTINGS = make_settings(num_samples=8, temperature=0.7, min_tokens=3, max_tokens=24, end_token_ids=ENDS)
+LONG = make_settings(num_samples=8, temperature=0.7, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
+STOPPING = make_settings(num_samples=100, min_tokens=2, max_tokens=40, stop=("an", "7"))
+SEEDED = make_settings(num_samples=2, max_tokens=12, seed=7)
+
+Groups = list[tuple[Completion, ...]]
+
+
+@dataclass
+class Record:
+    """What one engine did; `models[v]` are the weights of version v."""
+
+    models: list[PreTrainedModel]
+    path: Path
+    fresh: Groups  # by version 0
+    again: Groups  # SEEDED, twice
+    stopping: Groups
+    synced: Groups  # after two syncs with nothing in flight
+    in_flight: Groups  # begun by version `old`; the next came meanwhile
+    old: int
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Record:
+    path = tiny_model(request.param, hidden_size=64)  # vLLM's CPU attention takes heads of 32 and more
+    models = [load_policy(str(path)) for _ in range(6)]
+    for version in range(1, 6):
+        perturb(models[version], seed=version, scale=0.1)
+    config = Config.model_validate(
+        {
+            "model": {"tiny": {}, "dtype": "float32"},
+            "task": {"kind": "sorting"},
+            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+        }
+    )
+    return asyncio.run(_record(config, path, models))
+
+
+async def _record(config: Config, path: Path, models: list[PreTrainedModel]) -> Record:
+    engine = make_engine(config, str(path), max_model_len=384, index=0)
+    try:
+        await engine.start()
+        fresh = await _generate(engine, SETTINGS)
+        again = [*await _generate(engine, SEEDED, 1), *await _generate(engine, SEEDED, 1)]
+        stopping = await _generate(engine, STOPPING, 1)
+        for version in (1, 2):
+            await _sync(engine, models[version], version)
+        synced = await _generate(engine, SETTINGS)
+        for version, delay_s in ((3, 0.2), (4, 0.05), (5, 1.0)):  # a machine may be too fast or too slow
+            running = asyncio.create_task(_generate(engine, LONG))
+            await asyncio.sleep(delay_s)
+            await _sync(engine, models[version], version)
+            in_flight = await running
+            if all(len(np.unique(c.versions)) == 2 for group in in_flight for c in group):
+                break
+        return Record(models, path, fresh, again, stopping, synced, in_flight, version - 1)
+    finally:
+        await engine.shutdown()
+
+
+async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int = len(PROMPTS)) -> Groups:
+    return await asyncio.gather(*(engine.generate(prompt, settings) for prompt in PROMPTS[:num_prompts]))
+
+
+async def _sync(engine: Engine, model: PreTrainedModel, version: int) -> None:
+    await engine.pause()
+    await engine.start_weight_update()
+    await engine.update_weights(pack_weights(model.named_parameters(), version, torch.float32))
+    await engine.finish_weight_update(version)
+    await engine.reset_prefix_cache()
+    await engine.resume()
+
+
+def logprob_error(
+    model: PreTrainedModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
+) -> Any:
+    """|vLLM - transformers| of every token, `[response_tokens]`."""
+    with torch.no_grad():
+        expected = plain_logprobs(
+            model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS
+        )
+    return np.abs(expected.numpy() - completion.logprobs)
+
+
+def test_initial_weights_are_version_0(record: Record) -> None:
+    assert [len(group) for group in record.fresh] == [8] * len(PROMPTS)
+    for prompt, group in zip(PROMPTS, record.fresh, strict=True):
+        assert len({tuple(c.token_ids.tolist()) for c in group}) == 8  # a group holds no copies
+        for completion in group:
+            assert (completion.versions == 0).all()
+            assert logprob_error(record.models[0], prompt, completion, SETTINGS).max() < 1e-4
+
+
+def test_two_syncs_later_every_token_is_the_new_weights(record: Record) -> None:
+    for prompt, group in zip(PROMPTS, record.synced, strict=True):
+        for completion in group:
+            assert (completion.versions == 2).all()
+            assert logprob_error(record.models[2], prompt, completion, SETTINGS).max() < 1e-4
+            assert logprob_error(record.models[1], prompt, completion, SETTINGS).max() > 1e-2
+
+
+def test_weights_replaced_in_flight(record: Record) -> None:
+    """Each token is of the version it carries, given all tokens before it."""
+    completions = [(prompt, c) for prompt, group in zip(PROMPTS, record.in_flight, strict=True) for c in group]
+    assert len(completions) == 8 * len(PROMPTS)
+    old, new = record.old, record.old + 1
+    for prompt, completion in completions:
+        versions = completion.versions
+        assert set(versions.tolist()) == {old, new}
+        assert (np.diff(versions) >= 0).all()
+        errors = {v: logprob_error(record.models[v], prompt, completion, LONG) for v in (old, new)}
+        assert errors[old][versions == old].max() < 1e-4
+        assert errors[new][versions == new].max() < 1e-4
+        assert errors[new][versions == old].max() > 1e-2
+        assert errors[old][versions == new].max() > 1e-2
+
+
+def test_end_tokens_come_only_from_min_tokens_on_and_end_the_response(record: Record) -> None:
+    for group in [*record.fresh, *record.synced]:
+        for completion in group:
+            is_end = np.isin(completion.token_ids, ENDS)
+            assert not is_end[:-1].any()
+            if completion.finish_reason == "stop":
+                assert is_end[-1]
+                assert len(is_end) > 3
+            else:
+                assert completion.is_truncated
+                assert len(is_end) == 24
+
+
+def test_stop_string_ends_a_response_and_is_kept(record: Record) -> None:
+    tokenizer = load_tokenizer(str(record.path))
+    ((*stopping,),) = record.stopping
+    stopped = [c for c in stopping if c.finish_reason == "stop" and c.token_ids[-1] not in ENDS]
+    assert len(stopping) == 100
+    assert len(stopped) > 10
+    for c in stopped:
+        assert c.text.endswith(("an", "7"))
+        assert tokenizer.decode(c.token_ids, skip_special_tokens=True).startswith(c.text)
+
+
+def test_request_seed_repeats_the_draws(record: Record) -> None:
+    first, second = ([c.token_ids.tolist() for c in group] for group in record.again)
+    assert first == second
+    assert first[0] != first[1]

@@ -1,0 +1,302 @@
+"""Tokenizer, tiny model, warm-up and the facts read from a model's folder."""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from builders import plain_logprobs
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from grpo_ray.config import Config, SortingTaskConfig, TinyModelConfig, WarmupConfig
+from grpo_ray.policy import loading
+from grpo_ray.policy.loading import (
+    check_hub_model,
+    check_lengths,
+    check_local_model,
+    end_token_ids,
+    is_local,
+    load_policy,
+    load_tokenizer,
+    max_positions,
+)
+from grpo_ray.policy.tiny import END_TOKEN, build_model, cache_folder, tiny_model_folder, train_tokenizer
+from grpo_ray.policy.warmup import IGNORED, _encode, _pad, warm_up
+from grpo_ray.tasks.sorting import warmup_pairs
+
+SHAPE = TinyModelConfig(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=300
+)
+PAIRS = [
+    ("Sort 51280", " ascending </think> <answer> 01258 </answer>"),
+    ("Sort 7", " no"),
+    ("Sort 33", " copying </think> <answer> 33 </answer>"),
+]
+STRINGS = [
+    "Sort 51280", " leading and trailing ", "two  spaces, three   spaces", "0123456789 3.14 -7,000",
+    "</answer>", "</think> <answer> 01258 </answer>", "tabs\tand\nnew lines\r\n\n", "don't 'quote' \"this\" .",
+    "naïve café Größe", "日本語 русский عربى", "😀👩‍👩‍👧", "\\frac{1}{2} $x^2$ {question}", END_TOKEN, "",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    texts = [prompt + response for prompt, response in warmup_pairs(SortingTaskConfig(), 0, 300)]
+    return train_tokenizer(texts, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def reloaded(
+    tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+) -> PreTrainedTokenizerBase:
+    """The tokenizer as AutoTokenizer finds it beside a Qwen2 model."""
+    folder = tmp_path_factory.mktemp("reloaded")
+    build_model(SHAPE, tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+# ---- tokenizer ----
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_reloaded_tokenizer_agrees_and_round_trips(
+    tokenizer: PreTrainedTokenizerBase, reloaded: PreTrainedTokenizerBase, text: str
+) -> None:
+    ids = ids_of(tokenizer, text)
+    assert ids_of(reloaded, text) == ids
+    assert tokenizer.decode(ids) == reloaded.decode(ids) == text
+
+
+@given(st.text(st.characters(max_codepoint=0x7F), max_size=30))
+def test_any_ascii_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    assert tokenizer.decode(ids_of(tokenizer, text)) == text
+
+
+def test_tokenizer_learns_from_its_text_and_keeps_its_size(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert 257 < len(tokenizer) <= 300
+    assert len(ids_of(tokenizer, "</answer>")) < len("</answer>")  # merges were learned
+    assert tokenizer.eos_token == tokenizer.pad_token == END_TOKEN
+    assert ids_of(tokenizer, END_TOKEN) == [tokenizer.eos_token_id]
+    assert (
+        tokenizer.decode([*ids_of(tokenizer, "a b"), tokenizer.eos_token_id], skip_special_tokens=True) == "a b"
+    )
+
+
+# ---- model ----
+
+
+def test_same_seed_builds_the_same_weights(tokenizer: PreTrainedTokenizerBase) -> None:
+    first, again, other = (build_model(SHAPE, tokenizer, seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[name], other[name])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_has_the_configured_shape(tokenizer: PreTrainedTokenizerBase, tied: bool) -> None:
+    model = build_model(SHAPE.model_copy(update={"tie_embeddings": tied}), tokenizer, seed=0)
+    assert model.get_input_embeddings().weight.shape == (300, 32)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+# ---- warm-up ----
+
+
+def test_labels_are_the_response_and_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    eos = tokenizer.eos_token_id
+    input_ids, labels = _pad([([5, 6, 7, 8, eos], 2), ([9, 10, eos], 1)], pad_token_id=99)
+    assert input_ids.tolist() == [[5, 6, 7, 8, eos], [9, 10, eos, 99, 99]]
+    no = IGNORED
+    assert labels.tolist() == [[no, no, 7, 8, eos], [no, 10, eos, no, no]]
+    # Prompt and response are encoded apart, whatever the tokenizer would merge across them.
+    ids, prompt_length = _encode(tokenizer, "Sort 5", "1280")
+    assert ids == [*ids_of(tokenizer, "Sort 5"), *ids_of(tokenizer, "1280"), eos]
+    assert prompt_length == len(ids_of(tokenizer, "Sort 5"))
+
+
+def mean_response_nll(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Nats a token over all of PAIRS' responses and their end tokens, one sequence at a time."""
+    nlls: list[float] = []
+    for prompt, response in PAIRS:
+        response_ids = [*ids_of(tokenizer, response), tokenizer.eos_token_id]
+        with torch.no_grad():
+            nlls += (-plain_logprobs(model, ids_of(tokenizer, prompt), response_ids)).tolist()
+    return sum(nlls) / len(nlls)
+
+
+def test_warm_up_lowers_the_loss_of_responses(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = build_model(SHAPE, tokenizer, seed=0)
+    before = mean_response_nll(model, tokenizer)
+    assert before == pytest.approx(math.log(300), abs=0.2)  # knows nothing yet
+    calls: list[tuple[int, int, float]] = []
+    config = WarmupConfig(num_steps=40, batch_size=3, learning_rate=1e-2, num_threads=1)
+    warm_up(model, tokenizer, PAIRS, config, lambda *call: calls.append(call))
+    assert [call[:2] for call in calls] == [(step, 40) for step in range(1, 41)]
+    assert calls[0][2] == pytest.approx(before, abs=1e-4)  # the first batch is all pairs: the same mean
+    assert mean_response_nll(model, tokenizer) < 0.5 * before
+    assert not model.training
+
+
+# ---- the cache ----
+
+
+@pytest.fixture
+def warmed(tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A configuration whose model takes a second to make, and an empty cache."""
+    monkeypatch.setenv("GRPO_RAY_CACHE", str(tmp_path / "cache"))
+    shape = SHAPE.model_copy(update={"warmup": WarmupConfig(num_steps=2, batch_size=2, num_threads=1)})
+    return tiny_config.model_copy(update={"model": tiny_config.model.model_copy(update={"tiny": shape})})
+
+
+def test_tiny_model_is_built_once(warmed: Config) -> None:
+    steps: list[int] = []
+
+    def progress(step: int, num_steps: int, loss: float) -> None:
+        steps.append(step)
+
+    folder = tiny_model_folder(warmed, progress)
+    assert steps == [1, 2]
+    check_local_model(str(folder))
+    assert len(load_tokenizer(str(folder))) <= 300
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert tiny_model_folder(warmed, progress) == folder
+    assert steps == [1, 2]
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    other_seed = warmed.model_copy(update={"run": warmed.run.model_copy(update={"seed": 1})})
+    assert tiny_model_folder(other_seed, progress) != folder
+    assert sorted(path.name[:5] for path in cache_folder().iterdir()) == ["tiny-", "tiny-"]
+
+
+def test_same_recipe_in_another_cache_is_the_same_model(
+    warmed: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tiny_model_folder(warmed)
+    monkeypatch.setenv("GRPO_RAY_CACHE", str(tmp_path / "elsewhere"))
+    second = tiny_model_folder(warmed)
+    assert first != second
+    assert first.name == second.name
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+def test_crash_midway_leaves_nothing_under_the_final_name(
+    warmed: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(self: object, folder: Path) -> None:
+        assert (Path(folder) / "model.safetensors").exists()  # the model was written already
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.Qwen2Tokenizer.save_pretrained", crash)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_model_folder(warmed)
+    assert not list(cache_folder().glob("tiny-*"))
+    check_local_model(str(tiny_model_folder(warmed)))
+
+
+def test_model_that_another_run_finished_first_is_taken(
+    warmed: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model_folder(warmed)
+    finished = folder.with_name("finished")
+    folder.rename(finished)
+
+    def other_run_wins(step: int, num_steps: int, loss: float) -> None:
+        if step == 1:
+            shutil.copytree(finished, folder)
+            (folder / "theirs").touch()
+
+    assert tiny_model_folder(warmed, other_run_wins) == folder
+    assert (folder / "theirs").exists()
+    assert {path.name for path in cache_folder().iterdir()} == {folder.name, "finished"}
+
+
+# ---- what a folder must hold ----
+
+
+def test_check_local_model_names_what_is_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(ValueError, match=r"model\.path: no folder .*model"):
+        check_local_model(str(folder))
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        check_local_model(str(folder))
+    shutil.copy(tiny_model() / "config.json", folder)
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors; save it with save_pretrained"):
+        check_local_model(str(folder))
+    shutil.copy(tiny_model() / "model.safetensors", folder)
+    check_local_model(str(folder))
+    with pytest.raises(ValueError, match="no folder"):
+        check_local_model(str(folder / "config.json"))
+
+
+def test_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "runs" / "last").mkdir(parents=True)
+    for path in ("/models/m", "./m", "../m", "~/m", "mine", "runs/last", "typo", "runs/last/missing"):
+        assert is_local(path), path
+    assert not is_local("Qwen/Qwen2.5-Math-1.5B")
+
+
+def test_check_lengths() -> None:
+    check_lengths(30, max_tokens=70, limit=100, what="the model's positions")
+    check_lengths(30, max_tokens=7000, limit=None, what="the model's positions")
+    with pytest.raises(ValueError, match=r"71 .*\(30 tokens\).*fit the positions \(100\); set it to 70 or"):
+        check_lengths(30, max_tokens=71, limit=100, what="the positions")
+    with pytest.raises(ValueError, match="set it to 0 or less"):
+        check_lengths(101, max_tokens=1, limit=100, what="the positions")
+
+
+def test_hub_model_is_asked_for_unless_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def model_info(self: object, name: str, timeout: float) -> None:
+        asked.append(name)
+        if name == "nobody/nothing":
+            raise OSError("404")
+
+    monkeypatch.setattr(loading.HfApi, "model_info", model_info)
+    check_hub_model("somebody/something")
+    with pytest.raises(ValueError, match=r"model\.path: 'nobody/nothing' is no folder here.*404"):
+        check_hub_model("nobody/nothing")
+    assert asked == ["somebody/something", "nobody/nothing"]
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
+    check_hub_model("nobody/nothing")
+    assert len(asked) == 2
+
+
+def test_max_positions(tiny_model: Callable[..., Path]) -> None:
+    assert max_positions(str(tiny_model())) == 512
+
+
+def test_end_tokens_are_the_tokenizers_and_the_generation_configs(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_model()))
+    assert tokenizer.eos_token_id == 0
+    for listed, expected in ((None, (0,)), (7, (0, 7)), ([9, 7, 0], (0, 7, 9))):
+        GenerationConfig(eos_token_id=listed).save_pretrained(tmp_path)
+        assert end_token_ids(str(tmp_path), tokenizer) == expected
+    (tmp_path / "generation_config.json").unlink()
+    assert end_token_ids(str(tmp_path), tokenizer) == (0,)
+    tokenizer.eos_token = None
+    assert end_token_ids(str(tmp_path), tokenizer) == ()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loaded_policy_is_float32_without_dropout(tiny_model: Callable[..., Path], tied: bool) -> None:
+    model = load_policy(str(tiny_model(tied)))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not model.training
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied

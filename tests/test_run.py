@@ -1,0 +1,278 @@
+"""Whole runs of the real actors on local Ray: staleness, the ledger, refusals, interruption, learning."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from grpo_ray import cluster
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.controller import Controller
+from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.preflight import check_files, prepare
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+QUICKSTART = "configs/quickstart.yaml"
+SMALL = [
+    "generator.engine=torch",
+    "model.tiny.hidden_size=32",
+    "model.tiny.num_layers=1",
+    "model.tiny.warmup=null",
+    "task.num_train_prompts=24",
+    "task.num_validation_prompts=4",
+    "sampling.max_tokens=6",
+    "algorithm.num_steps=8",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=2",
+    "evaluation.every_num_steps=4",
+    "learner.num_cpus=0",
+    "generator.num_cpus=0",
+]
+
+
+class Silent:
+    def status(self, text: str) -> None: ...
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, summary: EvaluationSummary) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    cluster.connect()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def model_cache(tmp_path_factory):
+    """Models built by these tests are kept for them alone."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
+    yield
+    patch.undo()
+
+
+def run_actors(config: Config, folder: Path) -> RunDirectory:
+    prepared = prepare(config, check_files(config))
+    run = RunDirectory(folder)
+    run.create(config)
+    actors = cluster.start_actors(config, prepared, folder)
+    try:
+        asyncio.run(Controller(config, prepared, actors, run, Silent()).run())
+    finally:
+        cluster.stop_actors(actors)
+    return run
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("max_lag", "num_generators", "slow"),
+    [(0, 1, "generator"), (1, 1, "learner"), (1, 2, "generator"), (1, 2, "learner"), (3, 2, "learner")],
+)
+def test_lag_is_bounded_and_every_prompt_is_trained_once(local_ray, tmp_path, max_lag, num_generators, slow):
+    config = load_config(
+        QUICKSTART,
+        [
+            *SMALL,
+            f"weight_sync.max_lag={max_lag}",
+            f"generator.num_generators={num_generators}",
+            f"{slow}.slowdown_s=0.15",
+        ],
+    )
+    run = run_actors(config, tmp_path / "run")
+    metrics = read_metrics(run.metrics_path)
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    assert all(row["lag/max"] <= max_lag for row in metrics)
+    assert all(row["lag/rejected"] == 0 for row in metrics)
+    if slow == "learner":  # the schedule is really used: Generators run ahead as far as they may
+        assert metrics[-1]["lag/max"] == max_lag
+
+    # Each step's file holds that step's groups, each group once, over one epoch and a third.
+    trained = [
+        (row["step"], row["group_id"]) for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))
+    ]
+    assert sorted(set(trained)) == [(group // 4 + 1, group) for group in range(32)]
+    assert len(trained) == 32 * 2
+    prompts = {
+        row["group_id"]: row["prompt"] for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))
+    }
+    assert len({prompts[group] for group in range(24)}) == 24
+    assert {prompts[group] for group in range(24, 32)} <= {prompts[group] for group in range(24)}
+
+    # The lag in the metrics is the one in the rollouts, and both Generators took part.
+    for row in metrics:
+        rollouts = read_rollouts(run.rollouts_path(row["step"]))
+        assert row["lag/max"] == row["step"] - 1 - min(r["min_version"] for r in rollouts)
+    rollouts = [row for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))]
+    assert len({row["generator"] for row in rollouts}) == num_generators
+
+    assert not check_names({k: v for row in metrics for k, v in row.items() if k != "step"})
+    summaries = [json.loads(line) for line in run.evaluations_summary_path.read_text().splitlines()]
+    assert [(s["step"], s["version"]) for s in summaries] == [(0, 0), (4, 4), (8, 8)]
+
+
+@pytest.mark.ray
+def test_the_last_policy_is_saved_and_differs_from_the_first(local_ray, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(QUICKSTART, [*SMALL, "algorithm.loss=no_baseline", "algorithm.num_steps=1"])
+    run = run_actors(config, tmp_path / "run")
+    saved = AutoModelForCausalLM.from_pretrained(run.checkpoint_path(1))
+    assert saved.config.hidden_size == 32
+
+
+@pytest.mark.ray
+def test_an_actor_that_fails_ends_the_run_with_its_error(local_ray, tmp_path):
+    config = load_config(QUICKSTART, SMALL)
+    prepared = prepare(config, check_files(config))
+    run = RunDirectory(tmp_path / "run")
+    run.create(config)
+    actors = cluster.start_actors(config, prepared, run.path)
+
+    async def kill_midway() -> None:
+        controller = asyncio.create_task(Controller(config, prepared, actors, run, Silent()).run())
+        while not run.metrics_path.exists():
+            await asyncio.sleep(0.05)
+        ray.kill(actors.generators["generator-0"])
+        await controller
+
+    with pytest.raises(ray.exceptions.RayError, match="Generator"):
+        asyncio.run(asyncio.wait_for(kill_midway(), 60))
+    cluster.stop_actors(actors)
+
+
+def grpo_ray(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "grpo_ray.cli", *arguments],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["learner.lerning_rate=1"], "learner.lerning_rate: unknown key (did you mean learning_rate?)"),
+        (["algorithm.samples_per_prompt=1"], "a group needs at least 2 completions"),
+        (["model.tiny=null", "model.path=./no/such/model"], "model.path: no folder './no/such/model'"),
+        (["sampling.max_tokens=600"], "do not fit the model's positions (512); set it to 497 or less"),
+        (["generator.max_model_len=20"], "do not fit generator.max_model_len (20)"),
+        (["generator.num_gpus=1"], "this machine lacks resources: GPU: 1 wanted"),
+    ],
+)
+def test_a_mistake_is_refused_within_seconds(tmp_path, overrides, message):
+    started = time.monotonic()
+    # Without devices, as on a machine without GPUs, wherever the test runs.
+    result = grpo_ray("train", QUICKSTART, f"run.output_dir={tmp_path}", *overrides, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert time.monotonic() - started < 30
+    assert list(tmp_path.iterdir()) == []
+
+
+def write_lines(path: Path, lines: list[str]) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "no examples"),
+        (['{"question": "1+1", "answer": "2"}', '{"question": "2+2"}'], "answer"),
+        (['{"question": "1+1", "answer": '], "line 1"),
+    ],
+)
+def test_a_bad_prompt_file_is_refused_with_its_name(tmp_path, lines, message):
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    validation = write_lines(tmp_path / "validation.jsonl", ['{"question": "1+1", "answer": "2"}'])
+    config = write_lines(
+        tmp_path / "config.yaml",
+        [
+            f"task: {{kind: file, train_path: {train}, validation_path: {validation}}}",
+            "model: {path: some/model}",
+        ],
+    )
+    result = grpo_ray("check", str(config))
+    assert result.returncode == 2
+    assert str(train) in result.stderr
+    assert message in result.stderr
+
+
+def test_a_run_never_writes_into_another_runs_directory(tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
+    result = grpo_ray("train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=taken")
+    assert result.returncode == 2
+    assert str(tmp_path / "taken") in result.stderr
+    assert (tmp_path / "taken" / "metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process(tmp_path, number):
+    command = [sys.executable, "-m", "grpo_ray.cli", "train", QUICKSTART, *SMALL, f"run.output_dir={tmp_path}"]
+    command += ["run.name=interrupted", "algorithm.num_steps=100000", "learner.slowdown_s=0.2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "interrupted" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 5  # raylet, and an actor each
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 130, output
+    assert "interrupted" in output
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_quickstart_learns_through_vllm_one_version_behind(tmp_path):
+    """A short form of `make quickstart`: the real model, task, engine and schedule."""
+    result = grpo_ray_long(
+        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=24"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = RunDirectory(tmp_path / "r")
+    rewards = {row["step"]: row["reward"] for row in read_metrics(run.evaluations_summary_path)}
+    assert rewards[0] < 0.45
+    assert rewards[24] >= 0.7
+    metrics = read_metrics(run.metrics_path)
+    assert max(row["lag/max"] for row in metrics) == 1
+    assert (run.path / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (run.checkpoint_path(24) / "config.json").exists()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_path):
+    result = grpo_ray_long(
+        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=5",
+        "weight_sync.max_lag=0", "generator.num_generators=2",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    metrics = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert max(row["lag/max"] for row in metrics) == 0
+    assert max(row["mismatch/kl"] for row in metrics) < 1e-5
+    assert max(row["mismatch/logprob_diff/max"] for row in metrics) < 1e-3
+
+
+def grpo_ray_long(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "grpo_ray.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
