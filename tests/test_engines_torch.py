@@ -218,8 +218,9 @@ async def sync(engine: TorchEngine, model: PreTrainedModel, version: int) -> Non
 
 async def length_reached(engine: TorchEngine, num_tokens: int) -> None:
     """Wait until the running sequences have so many tokens."""
-    while engine._batch is None or len(engine._batch.sequences[0].token_ids) < num_tokens:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        while engine._batch is None or len(engine._batch.sequences[0].token_ids) < num_tokens:
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from small_run import QUICKSTART, SMALL
 
 from grpo_ray import cluster
 from grpo_ray.config import Config
@@ -22,23 +23,6 @@ from grpo_ray.preflight import check_files, prepare
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-
-QUICKSTART = "configs/quickstart.yaml"
-SMALL = [
-    "generator.engine=torch",
-    "model.tiny.hidden_size=32",
-    "model.tiny.num_layers=1",
-    "model.tiny.warmup=null",
-    "task.num_train_prompts=24",
-    "task.num_validation_prompts=4",
-    "sampling.max_tokens=6",
-    "algorithm.num_steps=8",
-    "algorithm.prompts_per_step=4",
-    "algorithm.samples_per_prompt=2",
-    "evaluation.every_num_steps=4",
-    "learner.num_cpus=0",
-    "generator.num_cpus=0",
-]
 
 
 class Silent:
