@@ -6,7 +6,7 @@ The defaults are the course handout's, for real models; `configs/` holds one YAM
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -83,6 +83,11 @@ class ModelConfig(Section):
     """Dtype of the served weights and of the Learner's forward pass (master weights are float32)."""
     trust_remote_code: bool = False
     """Run Python code that a model's folder brings."""
+
+    @field_validator("path")
+    @classmethod
+    def _home_folder(cls, path: str | None) -> str | None:
+        return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":

@@ -16,8 +16,9 @@ from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.evaluation import sample_rollouts
 from grpo_ray.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.report.plots import plot_reward_curve
+from grpo_ray.report.terminal_curve import terminal_curve
 from grpo_ray.telemetry.console import RunConsole, plan
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
 
 def train(config: Config, config_path: str) -> RunDirectory:
@@ -97,6 +98,8 @@ def _print_ending(console: RunConsole, controller: Controller, run: RunDirectory
     """The curve, a few rollouts of the first and the last evaluation, and where to look next."""
     curve = run.path / "reward_curve.png"
     plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
+    rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
+    console.print(f"\n{terminal_curve(rewards, title='validation reward')}")
     for step in (min(controller.evaluations), max(controller.evaluations)):
         console.print(f"\nSamples at step {step}:")
         for sample in sample_rollouts(controller.evaluations[step], 3):

@@ -566,6 +566,23 @@ def test_groups_tokens_and_busy_seconds() -> None:
     asyncio.run(run())
 
 
+def test_overlapping_groups_are_busy_once() -> None:
+    class SleepyEngine(FakeEngine):
+        async def generate(self, prompt: tuple[int, ...], settings: SamplingSettings) -> tuple[Completion, ...]:
+            await asyncio.sleep(0.01 * settings.max_tokens)
+            return (make_completion([5]),)
+
+    async def run() -> None:
+        generator = Generator("generator-0", SleepyEngine())
+        started = time.perf_counter()
+        lengths = (4, 10, 7)  # all begin together and end apart
+        await asyncio.gather(*(generator.generate(make_item(), make_settings(max_tokens=n)) for n in lengths))
+        busy_s = (await generator.take_stats()).busy_s
+        assert 0.09 <= busy_s <= time.perf_counter() - started
+
+    asyncio.run(run())
+
+
 def test_failed_group_does_not_keep_its_generator_busy() -> None:
     async def run() -> None:
         generator = Generator("generator-0", FakeEngine(fails="generate"))

@@ -214,3 +214,9 @@ def test_schema_answers() -> None:
     assert resolve(("task", "sorting", "num_digits"))[0] == "task.num_digits"
     assert resolve(("nonsense",)) == ("nonsense", None)
     assert describe(Config).startswith("a mapping of run, model, task")
+
+
+def test_a_model_path_in_the_home_folder_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config("configs/quickstart.yaml", ["model.tiny=null", "model.path=~/models/m"])
+    assert config.model.path == "/home/someone/models/m"

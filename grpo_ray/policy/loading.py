@@ -16,7 +16,7 @@ from transformers import (
 
 def is_local(path: str) -> bool:
     """Whether `model.path` names a folder here rather than a model on a hub (`owner/name`)."""
-    return path.startswith(("/", "./", "../", "~")) or Path(path).exists() or path.count("/") != 1
+    return path.startswith(("/", "./", "../")) or Path(path).exists() or path.count("/") != 1
 
 
 def check_local_model(path: str) -> None:
@@ -25,7 +25,7 @@ def check_local_model(path: str) -> None:
     Raises:
         ValueError: the folder is missing or has no config.json or no weights.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"model.path: no folder {path!r}; give a folder in Hugging Face format or a hub name")
     if not (folder / "config.json").exists():
