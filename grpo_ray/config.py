@@ -238,6 +238,10 @@ class AlgorithmConfig(Section):
 class WeightSyncConfig(Section):
     max_lag: NonNegativeInt = 1
     """Largest age, in versions, of a token that is trained on: 0 synchronous, 1 one version behind."""
+    in_flight: bool = True
+    """true: weights change under running requests, which go on under the new ones (best where lengths vary
+    widely). false: a sync first lets the running requests finish on their version (best where they end
+    together: nothing is computed again)."""
     transport: Literal["object_store"] = "object_store"
     """How weights reach the Generators: Ray's object store, then shared memory into the engine."""
     phase_timeout_s: PositiveFloat = 300.0

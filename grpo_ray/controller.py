@@ -41,6 +41,7 @@ class Controller:
         self._run = run
         self._metrics = MetricsLog(run.metrics_path)
         self._num_running = dict.fromkeys(actors.generators, 0)
+        self._nothing_runs = asyncio.Event()
         self._last_step_ended = 0.0
         self._evaluate_s = 0.0
         self.evaluations: dict[int, list[ScoredGroup]] = {}
@@ -84,11 +85,14 @@ class Controller:
         """A reference to the group that the least busy Generator samples, which counts as busy meanwhile."""
         name = min(self._num_running, key=lambda name: self._num_running[name])
         self._num_running[name] += 1
+        self._nothing_runs.clear()
         try:
             settings = sampling_settings(self._config, self._prepared.end_token_ids, num_samples)
             yield self._actors.generators[name].generate.remote(item, settings)
         finally:
             self._num_running[name] -= 1
+            if not any(self._num_running.values()):
+                self._nothing_runs.set()
 
     # Training
 
@@ -132,6 +136,10 @@ class Controller:
 
         The next version is published after this returns, so an evaluation sees one version only.
         """
+        started = time.perf_counter()
+        if not self._config.weight_sync.in_flight:
+            await self._nothing_runs.wait()  # nothing new is admitted meanwhile
+        metrics |= {"timing/weight_sync/join_s": time.perf_counter() - started}
         report: SyncReport = await self._actors.weight_sync.publish.remote(version, [snapshot])
         metrics = {**metrics, **report.metrics, **await self._rates(metrics)}
         self._metrics.append(version, metrics)

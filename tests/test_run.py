@@ -61,15 +61,24 @@ def run_actors(config: Config, folder: Path) -> RunDirectory:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("max_lag", "num_generators", "slow"),
-    [(0, 1, "generator"), (1, 1, "learner"), (1, 2, "generator"), (1, 2, "learner"), (3, 2, "learner")],
+    ("max_lag", "num_generators", "slow", "in_flight"),
+    [
+        (0, 1, "generator", True),
+        (1, 1, "learner", False),
+        (1, 2, "generator", True),
+        (1, 2, "learner", True),
+        (3, 2, "learner", False),
+    ],
 )
-def test_lag_is_bounded_and_every_prompt_is_trained_once(local_ray, tmp_path, max_lag, num_generators, slow):
+def test_lag_is_bounded_and_every_prompt_is_trained_once(
+    local_ray, tmp_path, max_lag, num_generators, slow, in_flight
+):
     config = load_config(
         QUICKSTART,
         [
             *SMALL,
             f"weight_sync.max_lag={max_lag}",
+            f"weight_sync.in_flight={in_flight}",
             f"generator.num_generators={num_generators}",
             f"{slow}.slowdown_s=0.15",
         ],
@@ -100,6 +109,8 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(local_ray, tmp_path, ma
         assert row["lag/max"] == row["step"] - 1 - min(r["min_version"] for r in rollouts)
     rollouts = [row for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))]
     assert len({row["generator"] for row in rollouts}) == num_generators
+    if not in_flight:
+        assert all(row["min_version"] == row["max_version"] for row in rollouts)
 
     assert not check_names({k: v for row in metrics for k, v in row.items() if k != "step"})
     summaries = [json.loads(line) for line in run.evaluations_summary_path.read_text().splitlines()]

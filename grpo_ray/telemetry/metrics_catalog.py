@@ -27,6 +27,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/score_s": ("s", "computing rewards and advantages"),
     "timing/wait_for_batch_s": ("s", "the Learner waited for its batch"),
     "timing/train_s": ("s", "the Learner trained"),
+    "timing/weight_sync/join_s": ("s", "waiting for running groups to end (weight_sync.in_flight: false)"),
     "timing/weight_sync/pause_s": ("s", "until the slowest Generator had paused"),
     "timing/weight_sync/transfer_s": ("s", "until the slowest Generator had the weights"),
     "timing/weight_sync/resume_s": ("s", "until the slowest Generator sampled again"),
