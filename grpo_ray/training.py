@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +107,13 @@ def _print_ending(console: RunConsole, controller: Controller, run: RunDirectory
             console.print(f"  reward {sample.reward:g}  {sample.prompt!r} -> {sample.response!r}")
     console.print(f"\nReward curve   {curve}")
     console.print(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")
+    command = f"{_command()} train {config_path}"
     console.print("Next:")
-    console.print(f"  grpo-ray train {config_path} weight_sync.max_lag=0              # synchronous")
-    console.print(f"  grpo-ray train {config_path} generator.num_generators=2         # two Generators")
-    console.print(f"  grpo-ray train {config_path} run.seed=1 learner.learning_rate=1e-4")
+    console.print(f"  {command} weight_sync.max_lag=0         # synchronous")
+    console.print(f"  {command} generator.num_generators=2    # two Generators")
+    console.print(f"  {command} run.seed=1 learner.learning_rate=1e-4")
+
+
+def _command() -> str:
+    """How this program was called, so that the next commands can be copied."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"

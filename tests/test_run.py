@@ -47,11 +47,11 @@ def model_cache(tmp_path_factory):
     patch.undo()
 
 
-def run_actors(config: Config, folder: Path) -> RunDirectory:
+def run_actors(config: Config, folder: Path, actors_config: Config | None = None) -> RunDirectory:
     prepared = prepare(config, check_files(config))
     run = RunDirectory(folder)
     run.create(config)
-    actors = cluster.start_actors(config, prepared, folder)
+    actors = cluster.start_actors(actors_config or config, prepared, folder)
     try:
         asyncio.run(Controller(config, prepared, actors, run, Silent()).run())
     finally:
@@ -115,6 +115,18 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(
     assert not check_names({k: v for row in metrics for k, v in row.items() if k != "step"})
     summaries = [json.loads(line) for line in run.evaluations_summary_path.read_text().splitlines()]
     assert [(s["step"], s["version"]) for s in summaries] == [(0, 0), (4, 4), (8, 8)]
+
+
+@pytest.mark.ray
+def test_a_group_that_slipped_past_admission_is_refused_and_sampled_again(local_ray, tmp_path):
+    """The second guard alone: the actors admit one version behind, the controller asks for lag 0."""
+    strict, lax = (load_config(QUICKSTART, [*SMALL, f"weight_sync.max_lag={lag}"]) for lag in (0, 1))
+    run = run_actors(strict, tmp_path / "run", actors_config=lax)
+    metrics = read_metrics(run.metrics_path)
+    assert sum(row["lag/rejected"] for row in metrics) > 0
+    assert all(row["lag/max"] == 0 for row in metrics)
+    trained = [row["group_id"] for s in range(1, 9) for row in read_rollouts(run.rollouts_path(s))]
+    assert sorted(trained) == sorted([*range(32), *range(32)])  # two samples each, once
 
 
 @pytest.mark.ray
