@@ -30,7 +30,7 @@ clean:
 $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "grpo_ray needs Python >= 3.11; choose one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
-	@echo "Creating $(VENV) (about 3 GB; minutes, once) ..."
+	@echo "Creating $(VENV) (4 GB; a few minutes, once) ..."
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --no-deps "$(TORCH)" 2>/dev/null || \
 	  $(BIN)/pip install -q --no-deps "$(TORCH)" --index-url https://download.pytorch.org/whl/cpu

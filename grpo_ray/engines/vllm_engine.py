@@ -94,6 +94,7 @@ class VllmEngine:
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
+        del self._llm  # now, while the modules that its finalizer calls are still there
         self._buffer.close()
 
 

@@ -54,7 +54,7 @@ class RunConsole:
 
     def step(self, step: int, metrics: Metrics) -> None:
         if self.console.is_terminal:
-            figures = step_figures(metrics)
+            figures = step_figures(metrics) if self.console.width >= 150 else short_figures(metrics)
             self._progress.update(self._bar, description="step", completed=step, figures=figures)
         else:
             self.print(f"step {step:>4}/{self._num_steps}  {step_figures(metrics)}")
@@ -77,6 +77,13 @@ def step_figures(metrics: Metrics) -> str:
         f"{metrics['throughput/sampled_tokens_per_s']:,.0f} tok/s  {metrics['timing/step_s']:.2f} s "
         f"(generate {metrics['timing/generate_s']:.2f}, wait {metrics['timing/wait_for_batch_s']:.2f}, "
         f"train {metrics['timing/train_s']:.2f}, sync {sync_s:.2f})"
+    )
+
+
+def short_figures(metrics: Metrics) -> str:
+    """What fits beside the bar of a terminal of 80 columns."""
+    return (
+        f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  {metrics['timing/step_s']:.2f} s"
     )
 
 
