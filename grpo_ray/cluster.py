@@ -37,8 +37,9 @@ class Actors:
     learner: Any
     weight_sync: Any
 
-    def all(self) -> list[Any]:
-        return [*self.generators.values(), self.scorer, self.buffer, self.learner, self.weight_sync]
+    def by_name(self) -> dict[str, Any]:
+        others = {name: getattr(self, name) for name in ("scorer", "buffer", "learner", "weight_sync")}
+        return {**self.generators, **others}
 
 
 def connect() -> None:
@@ -79,6 +80,12 @@ def check_resources(config: Config) -> None:
         ResourceError: names each resource, how much is wanted by whom, and how much there is.
     """
     _compare(config, ray.cluster_resources(), "the cluster")
+    most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
+    if config.generator.num_gpus > most:
+        raise ResourceError(
+            f"generator.num_gpus: {config.generator.num_gpus} GPUs for each Generator must be on one machine; "
+            f"the largest of the cluster has {most:g}"
+        )
 
 
 def _compare(config: Config, available: Mapping[str, float], place: str) -> None:
@@ -93,7 +100,8 @@ def _compare(config: Config, available: Mapping[str, float], place: str) -> None
             shortfalls.append(
                 f"{resource}: {wanted:g} wanted "
                 f"({generator.num_generators} x {per_generator:g} for Generators, "
-                f"{per_learner:g} for the Learner), {available.get(resource, 0):g} there"
+                f"{per_learner:g} for the Learner, {others:g} for the Scorer), "
+                f"{available.get(resource, 0):g} there"
             )
     if shortfalls:
         raise ResourceError(
@@ -133,7 +141,7 @@ def start_actors(config: Config, prepared: Prepared, run_dir: Path) -> Actors:
     clients = [_Client(name, handle) for name, handle in generators.items()]
     return Actors(
         generators=generators,
-        scorer=scorer.remote(config.task.reward, algorithm),
+        scorer=scorer.remote(config.task.reward, algorithm, config.scorer),
         buffer=buffer.remote(algorithm.prompts_per_step, rollouts),
         learner=learner,
         weight_sync=weight_sync.remote(clients, sync.max_lag, algorithm.prompts_per_step, sync.phase_timeout_s),
@@ -150,7 +158,7 @@ def stop_actors(actors: Actors, timeout_s: float = 20.0) -> None:
     if len(up) == len(generators):
         with contextlib.suppress(Exception):  # one that is dead or hung is killed below all the same
             ray.get([g.shutdown.remote() for g in generators], timeout=timeout_s)
-    for handle in actors.all():
+    for handle in actors.by_name().values():
         ray.kill(handle)
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, f
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -150,6 +151,12 @@ class SamplingConfig(Section):
         return self
 
 
+def _some_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if cores == ():
+        raise ValueError("an empty list leaves no core to run on; name some, or give null for any")
+    return cores
+
+
 class GeneratorConfig(Section):
     num_generators: PositiveInt = 1
     """Generator actors, each with an engine of its own."""
@@ -176,10 +183,16 @@ class GeneratorConfig(Section):
     slowdown_s: NonNegativeFloat = 0.0
     """Seconds every group is held back, for trying schedules."""
 
+    _check_cores = field_validator("cpu_cores")(_some_cores)
+
 
 class ScorerConfig(Section):
     num_cpus: NonNegativeFloat = 0
     """CPUs the Scorer reserves in Ray."""
+    timeout_s: PositiveFloat = 5.0
+    """Seconds one response may take to grade (`r1_zero`); past them it gets 0, counted in `reward/errors`."""
+    memory_gib: PositiveFloat = 4.0
+    """Memory that grading may take, in GiB (`r1_zero`)."""
 
 
 class LearnerConfig(Section):
@@ -187,7 +200,7 @@ class LearnerConfig(Section):
     """Peak AdamW rate."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear ramp from 0 to the peak rate; constant after."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     adam_eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
@@ -206,6 +219,8 @@ class LearnerConfig(Section):
     """Cores to hold the Learner's process to (CPU only); default: the system's choice."""
     slowdown_s: NonNegativeFloat = 0.0
     """Seconds every step is held back, for trying schedules."""
+
+    _check_cores = field_validator("cpu_cores")(_some_cores)
 
 
 class AlgorithmConfig(Section):
@@ -272,10 +287,6 @@ class Config(Section):
     @property
     def rollouts_per_step(self) -> int:
         return self.algorithm.prompts_per_step * self.algorithm.samples_per_prompt
-
-    @property
-    def num_gpus(self) -> int:
-        return self.generator.num_generators * self.generator.num_gpus + self.learner.num_gpus
 
 
 def dump_config(config: Config, path: Path) -> None:

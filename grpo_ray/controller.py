@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from grpo_ray.actors.staleness import oldest_allowed
+from grpo_ray.actors.staleness import admission_limit, oldest_allowed
 from grpo_ray.cluster import Actors
 from grpo_ray.config import Config
 from grpo_ray.evaluation import EvaluationSummary, summarise, write_evaluation
@@ -41,15 +41,16 @@ class Controller:
         self._run = run
         self._metrics = MetricsLog(run.metrics_path)
         self._num_running = dict.fromkeys(actors.generators, 0)
-        self._nothing_runs = asyncio.Event()
-        self._last_step_ended = 0.0
-        self._evaluate_s = 0.0
+        self._num_finished = 0  # groups that reached the buffer
+        self._group_finished = asyncio.Condition()
+        self._last_line_at = 0.0
+        self._trained_s = 0.0  # the Learner's seconds since the last step's line
         self.evaluations: dict[int, list[ScoredGroup]] = {}
 
     async def run(self) -> None:
         """Train `num_steps` steps; raises the first actor's error."""
         self._display.status("starting the actors")
-        await asyncio.gather(*(actor.ready.remote() for actor in self._actors.all()))
+        await self._until_ready()
         self._display.status("evaluating the initial policy")
         await self._evaluate(step=0)
         try:
@@ -61,6 +62,18 @@ class Controller:
             await self._actors.learner.save.remote(checkpoint.resolve())
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
+
+    async def _until_ready(self, notice_s: float = 60.0) -> None:
+        """Wait for every actor; say which are not up when it takes long, as on a busy cluster."""
+        waits = {asyncio.ensure_future(a.ready.remote()): name for name, a in self._actors.by_name().items()}
+        pending = set(waits)
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=notice_s, return_when=asyncio.FIRST_EXCEPTION)
+            for ready in done:
+                ready.result()
+            if pending:
+                names = ", ".join(sorted(waits[ready] for ready in pending))
+                self._display.status(f"still waiting for {names} (is the cluster busy? see {self._run.logs})")
 
     # Producing groups
 
@@ -79,30 +92,31 @@ class Controller:
         with self._sampling(item, self._config.algorithm.samples_per_prompt) as group:
             scored = self._actors.scorer.score.remote(group)
             await self._actors.buffer.put.remote(scored)
+        async with self._group_finished:
+            self._num_finished += 1
+            self._group_finished.notify_all()
 
     @contextlib.contextmanager
     def _sampling(self, item: PromptItem, num_samples: int) -> Iterator[Any]:
         """A reference to the group that the least busy Generator samples, which counts as busy meanwhile."""
         name = min(self._num_running, key=lambda name: self._num_running[name])
         self._num_running[name] += 1
-        self._nothing_runs.clear()
         try:
             settings = sampling_settings(self._config, self._prepared.end_token_ids, num_samples)
             yield self._actors.generators[name].generate.remote(item, settings)
         finally:
             self._num_running[name] -= 1
-            if not any(self._num_running.values()):
-                self._nothing_runs.set()
 
     # Training
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         published: asyncio.Task[None] | None = None
         await self._take_stats()  # the evaluation's
-        self._last_step_ended = time.perf_counter()
+        self._last_line_at = time.perf_counter()
         for step in range(self._config.algorithm.num_steps):
             batch, metrics = await self._next_batch(step)
             report: StepReport = await self._actors.learner.train_step.remote(batch)
+            self._trained_s += report.metrics["timing/train_s"]
             # The Learner's calls run in order: the next step starts once the snapshot has been copied.
             snapshot = self._actors.learner.snapshot.remote()
             if published is not None:
@@ -122,6 +136,7 @@ class Controller:
             if not facts.rejected_items:
                 break
             rejected += len(facts.rejected_items)
+            self._num_finished -= len(facts.rejected_items)
             self._ledger.give_back([item.group_id for item in facts.rejected_items])
             retried = self._ledger.take(len(facts.rejected_items))
             await asyncio.gather(*(self._rollout(item) for item in retried))
@@ -138,30 +153,35 @@ class Controller:
         """
         started = time.perf_counter()
         if not self._config.weight_sync.in_flight:
-            await self._nothing_runs.wait()  # nothing new is admitted meanwhile
+            await self._until_all_admitted_finished(version - 1)
         metrics |= {"timing/weight_sync/join_s": time.perf_counter() - started}
         report: SyncReport = await self._actors.weight_sync.publish.remote(version, [snapshot])
         metrics = {**metrics, **report.metrics, **await self._rates(metrics)}
-        self._metrics.append(version, metrics)
         self._display.step(version, metrics)
-        if (
-            version % self._config.evaluation.every_num_steps == 0
-            or version == self._config.algorithm.num_steps
-        ):
-            await self._evaluate(version)
+        last = self._config.algorithm.num_steps
+        if version % self._config.evaluation.every_num_steps == 0 or version == last:
+            metrics |= await self._evaluate(version)
+        self._metrics.append(version, metrics)
+
+    async def _until_all_admitted_finished(self, published_version: int) -> None:
+        """Wait until every group that `published_version` let in is in the buffer."""
+        algorithm = self._config.algorithm
+        limit = admission_limit(published_version, self._config.weight_sync.max_lag, algorithm.prompts_per_step)
+        num_admitted = min(limit, algorithm.num_steps * algorithm.prompts_per_step)
+        async with self._group_finished:
+            await self._group_finished.wait_for(lambda: self._num_finished >= num_admitted)
 
     async def _rates(self, metrics: Metrics) -> Metrics:
         """Seconds, tokens per second and utilization since the last step's line."""
         now = time.perf_counter()
-        seconds, self._last_step_ended = now - self._last_step_ended, now
-        evaluate_s, self._evaluate_s = self._evaluate_s, 0.0
+        seconds, self._last_line_at = now - self._last_line_at, now
+        trained_s, self._trained_s = self._trained_s, 0.0
         stats = await self._take_stats()
         busy = [s.busy_s for s in stats]
         return {
             "timing/step_s": seconds,
             "timing/generate_s": max(busy),
-            "timing/evaluate_s": evaluate_s,  # of the evaluation since the last line, overlapped
-            "utilization/learner": metrics["timing/train_s"] / seconds,
+            "utilization/learner": trained_s / seconds,
             "utilization/generators": sum(busy) / len(busy) / seconds,
             "throughput/sampled_tokens_per_s": sum(s.sampled_tokens for s in stats) / seconds,
             "throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / seconds,
@@ -170,14 +190,14 @@ class Controller:
     async def _take_stats(self) -> list[GeneratorStats]:
         return await asyncio.gather(*(g.take_stats.remote() for g in self._actors.generators.values()))
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int) -> Metrics:
         started = time.perf_counter()
         groups = await asyncio.gather(*(self._evaluate_item(item) for item in self._prepared.validation))
         summary = summarise(step, groups)
         write_evaluation(self._run.evaluations, summary, groups)
         self._display.evaluation(summary)
         self.evaluations[step] = groups
-        self._evaluate_s = time.perf_counter() - started
+        return {**summary.metrics, "timing/evaluate_s": time.perf_counter() - started}
 
     async def _evaluate_item(self, item: PromptItem) -> ScoredGroup:
         with self._sampling(item, self._config.evaluation.samples_per_prompt) as group:

@@ -1,7 +1,7 @@
 """Everything a run can get wrong, checked before anything expensive starts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_ray.config import Config
 from grpo_ray.policy.loading import (
@@ -29,6 +29,7 @@ class TaskData:
     train: Sequence[Example]
     validation: Sequence[Example]
     template: str
+    longest_prompt: int | None = None  # tokens; None for a hub's model, whose tokenizer is not here yet
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def check_files(config: Config) -> TaskData:
     train, validation = load_examples(config.task, config.run.seed)
     task = TaskData(train, validation, load_template(config.task.prompt))
     if config.model.path is None or is_local(config.model.path):
-        _check_fit(config, task)
+        task = replace(task, longest_prompt=_check_fit(config, task))
     return task
 
 
@@ -78,7 +79,7 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
         model_path = config.model.path
         if not is_local(model_path):
             check_hub_model(model_path)
-    longest = _check_fit(config, task)
+    longest = _check_fit(config, task) if task.longest_prompt is None else task.longest_prompt
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
     return Prepared(
         model_path=model_path,

@@ -35,7 +35,7 @@ def train(config: Config, config_path: str) -> RunDirectory:
     task, *_ = all_of(lambda: check_files(config), lambda: cluster.check_machine(config), run.check_free)
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")
-        with _ray():
+        with _ray(), _sigterm_interrupts():
             cluster.check_resources(config)
             with shown_plainly():
                 console.status("preparing the model")
@@ -56,6 +56,20 @@ def _ray() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM as Ctrl-C, so that what follows is cleaned up the same way (Ray's own handler exits at once)."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
@@ -80,11 +94,14 @@ def _run_until_signal(controller: Controller, run: RunDirectory) -> None:
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
+    before = signal.getsignal(signal.SIGTERM)
     try:
         asyncio.run(main())
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
         raise RunError(f"an actor failed: {cause}\nThe actors' output is in {run.logs}/") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which would skip the clean-up
 
 
 def _cancel_once(task: "asyncio.Task[None]") -> None:

@@ -7,8 +7,7 @@ and, the other way, WeightSnapshot from the Learner to the Generators.
 A *version* counts the steps the Learner has completed and published; the initial weights are version 0.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -69,6 +68,7 @@ class ScoredGroup:
     format_rewards: np.ndarray
     answer_rewards: np.ndarray
     advantages: np.ndarray
+    num_errors: int = 0  # responses that could not be graded: reward 0, counted apart
 
     @property
     def group_id(self) -> int:
@@ -152,4 +152,3 @@ class GeneratorStats:
 
     busy_s: float  # seconds with at least one group in flight
     sampled_tokens: int
-    extra: dict[str, Any] = field(default_factory=dict)

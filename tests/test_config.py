@@ -96,14 +96,14 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["learner.learning_rate.x=3"],
             ["learner.learning_rate: {'x': 3} is not valid; allowed: number >= 0"],
         ),
-        (["learner.betas=[0.1, 2]"], ["learner.betas[1]: 2 is not valid; allowed: number > 0 and <= 1"]),
+        (["learner.betas=[0.1, 2]"], ["learner.betas[1]: 2 is not valid; allowed: number >= 0 and < 1"]),
         (
             ["learner.betas=[0.1]"],
-            ["learner.betas[1]: required, but not given; allowed: number > 0 and <= 1"],
+            ["learner.betas[1]: required, but not given; allowed: number >= 0 and < 1"],
         ),
         (
             ["learner.betas=0.1"],
-            ["learner.betas: 0.1 is not valid; allowed: a list of 2: number > 0 and <= 1,"],
+            ["learner.betas: 0.1 is not valid; allowed: a list of 2: number >= 0 and < 1,"],
         ),
         (["learner.cpu_cores=[1, -2]"], ["learner.cpu_cores[1]: -2 is not valid; allowed: integer >= 0"]),
         (["learner.num_gpus=2"], ["learner.num_gpus: 2 is not valid; allowed: integer >= 0 and <= 1"]),

@@ -419,3 +419,15 @@ def test_save_can_be_loaded(make_learner: Callable[..., Learner], tmp_path: Path
     with torch.no_grad():
         assert torch.equal(loaded(ids, use_cache=False).logits, learner.model(ids, use_cache=False).logits)
     assert (folder / "tokenizer.json").exists()
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    batch = TrainBatch(tuple(make_batch(learner)))
+    with torch.no_grad():
+        next(learner.model.parameters())[:] = torch.nan
+    other = weights(learner)[-10:].clone()
+    with pytest.raises(FloatingPointError, match="not finite at version 0"):
+        learner.train_step(batch)
+    assert learner.version == 0
+    assert torch.equal(weights(learner)[-10:], other)

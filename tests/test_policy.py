@@ -24,7 +24,14 @@ from grpo_ray.policy.loading import (
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.policy.tiny import END_TOKEN, build_model, cache_folder, tiny_model_folder, train_tokenizer
+from grpo_ray.policy.tiny import (
+    END_TOKEN,
+    build_model,
+    cache_folder,
+    tiny_model_folder,
+    tiny_tokenizer,
+    train_tokenizer,
+)
 from grpo_ray.policy.warmup import IGNORED, _encode, _pad, warm_up
 from grpo_ray.tasks.sorting import warmup_pairs
 
@@ -300,3 +307,12 @@ def test_loaded_policy_is_float32_without_dropout(tiny_model: Callable[..., Path
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not model.training
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+
+
+def test_few_digits_still_make_a_tokenizer() -> None:
+    task = {"kind": "sorting", "num_digits": 2, "num_train_prompts": 60, "num_validation_prompts": 20}
+    tokenizer = tiny_tokenizer(Config(model={"tiny": {"warmup": None}}, task=task))
+    assert tokenizer.decode(tokenizer("Sort 42")["input_ids"]) == "Sort 42"
+    full = task | {"num_train_prompts": 80}
+    with pytest.raises(ValueError, match="leave no number"):
+        tiny_tokenizer(Config(model={"tiny": {"warmup": None}}, task=full))

@@ -60,7 +60,7 @@ def test_given_back_prompts_come_first() -> None:
     assert (ledger.in_flight, ledger.waiting) == ({0, 2}, {1, 3})
     assert ledger.take(1) == [first[1]]
     assert ids(ledger.take(2)) == [3, 4]
-    assert ledger.num_new_dispatched == ledger.next_group_id == 5
+    assert ledger.next_group_id == 5
     ledger.mark_trained([0, 1, 2])
     assert (ledger.num_trained, ledger.in_flight, ledger.waiting) == (3, {3, 4}, frozenset())
 

@@ -62,13 +62,20 @@ class Learner:
 
         Raises:
             StaleBatchError: a token is older than `max_lag` allows; nothing was changed.
+        FloatingPointError: the gradient is not finite; the weights were not changed.
         """
         started = time.perf_counter()
         lag = self._check_lag(batch.groups)
         sums = self.accumulate_gradient(batch.groups)
         learning_rate = self._set_learning_rate()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.learner.max_grad_norm)
+        if not torch.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"the gradient is not finite at version {self.version}; the weights are left as they were"
+            )
         self._optimizer.step()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # or the step would be timed, and reported, before it is done
         self.version += 1
         if self._config.learner.slowdown_s:
             time.sleep(self._config.learner.slowdown_s)

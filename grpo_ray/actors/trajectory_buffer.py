@@ -45,12 +45,12 @@ class TrajectoryBuffer:
             await self._arrived.wait_for(lambda: all(g in self._groups for g in group_ids))
             rejected = self._drop_stale(group_ids, oldest_version)
             if rejected:
-                return TrainBatch(()), BatchFacts((), rejected, {"lag/rejected": len(rejected)})
+                return TrainBatch(()), BatchFacts((), rejected, {})
             groups = tuple(self._groups.pop(g) for g in group_ids)
         if self._rollouts_folder is not None:
             path = self._rollouts_folder / f"step-{step + 1:06d}.parquet"
             await asyncio.to_thread(write_rollouts, path, step + 1, groups)
-        metrics = {**rollout_metrics(groups), "lag/rejected": 0.0, "buffer/groups": float(len(self._groups))}
+        metrics = {**rollout_metrics(groups), "buffer/groups": float(len(self._groups))}
         return TrainBatch(groups), BatchFacts(tuple(group_ids), (), metrics)
 
     def _drop_stale(self, group_ids: range, oldest_version: int) -> tuple[PromptItem, ...]:
@@ -66,6 +66,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "reward/mean": float(np.mean([group.rewards.mean() for group in groups])),
         "reward/format": float(np.mean([group.format_rewards.mean() for group in groups])),
         "reward/answer": float(np.mean([group.answer_rewards.mean() for group in groups])),
+        "reward/errors": float(sum(group.num_errors for group in groups)),
         "rollout/response_tokens/mean": float(lengths.mean()),
         "rollout/response_tokens/max": float(lengths.max()),
         "rollout/truncated_frac": float(np.mean([c.is_truncated for c in completions])),

@@ -66,7 +66,7 @@ class WeightSync:
         return dict(self._versions)
 
     async def stale(self) -> frozenset[str]:
-        """Generators that failed a sync, and may be given nothing until synced again."""
+        """Generators that failed a sync: what they run is not known until they are synced again."""
         return frozenset(self._stale)
 
     async def publish(self, version: int, boxed_snapshot: list[Any]) -> SyncReport:
@@ -108,8 +108,7 @@ class WeightSync:
             self._stale.add(generator.name)
             raise WeightSyncError(
                 f"weight sync: {generator.name} did not finish phase `{phase}` within "
-                f"{self._phase_timeout_s:g} s (weight_sync.phase_timeout_s); it stays at version "
-                f"{self._versions[generator.name]}"
+                f"{self._phase_timeout_s:g} s (weight_sync.phase_timeout_s)"
             ) from error
         except Exception as error:
             self._stale.add(generator.name)

@@ -21,11 +21,13 @@ def response_logits(
     num_labels = batch.labels.shape[1]
     # use_cache=False: it saves memory, and position-restarting inputs are only right without a cache.
     output = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=num_labels + 1)
-    logits = output.logits[:, -num_labels - 1 : -1].float() / temperature
+    logits = output.logits[:, -num_labels - 1 : -1].float()
+    if temperature != 1.0:  # each copy of the logits of a real vocabulary is gigabytes
+        logits = logits / temperature
     if min_tokens and end_token_ids:
         too_early = (batch.response_position < min_tokens) & batch.response_mask  # [batch, resp]
-        is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        is_end[list(end_token_ids)] = True
+        ends = list(end_token_ids)
         # The smallest finite number: its probability is 0 as well, and 0 times it is not NaN.
-        logits = logits.masked_fill(too_early[..., None] & is_end, torch.finfo(logits.dtype).min)
+        lowest = torch.finfo(logits.dtype).min
+        logits[..., ends] = logits[..., ends].masked_fill(too_early[..., None], lowest)
     return logits

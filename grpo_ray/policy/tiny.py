@@ -71,7 +71,15 @@ def build_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase, see
 def tiny_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer of the configured tiny model, learned from the task's own text."""
     assert config.model.tiny is not None
-    texts = (prompt + response for prompt, response in _rendered_pairs(config, 1000))
+    assert config.task.kind == "sorting"
+    taken = config.task.num_train_prompts + config.task.num_validation_prompts
+    num_pairs = min(1000, 10**config.task.num_digits - taken)  # few digits make few numbers
+    if num_pairs < 1:
+        raise ValueError(
+            f"task.num_train_prompts, task.num_validation_prompts: {taken} prompts leave no number of "
+            f"task.num_digits = {config.task.num_digits} for the tokenizer"
+        )
+    texts = (prompt + response for prompt, response in _rendered_pairs(config, num_pairs))
     return train_tokenizer(texts, config.model.tiny.vocab_size)
 
 
@@ -89,7 +97,9 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
         progress: called with (step, num_steps, loss in nats a token) while the warm-up runs.
     """
     assert config.model.tiny is not None
-    recipe = [_RECIPE, config.model.tiny.model_dump(), config.task.model_dump(), config.run.seed]
+    task = config.task.model_dump(exclude={"reward", "prompt"})
+    template = load_template(config.task.prompt)
+    recipe = [_RECIPE, config.model.tiny.model_dump(), task, template, config.run.seed]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"tiny-{digest}"
     if folder.exists():

@@ -2,9 +2,18 @@
 
 from grpo_ray.rewards.base import RewardFn
 from grpo_ray.rewards.exact_match import exact_match_reward_fn
+from grpo_ray.rewards.isolated import IsolatedReward
 from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
 
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match_reward_fn, "r1_zero": r1_zero_reward_fn}
+
+
+ISOLATED = ("r1_zero",)  # computer algebra; the others are too simple to run away
+
+
+def make_reward_fn(name: str, timeout_s: float, memory_gib: float) -> RewardFn:
+    """The reward as a Scorer calls it: bounded in seconds and GiB a response where it could run away."""
+    return IsolatedReward(name, timeout_s, memory_gib) if name in ISOLATED else get_reward_fn(name)
 
 
 def get_reward_fn(name: str) -> RewardFn:

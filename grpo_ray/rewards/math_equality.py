@@ -63,5 +63,7 @@ def _is_equal_latex(answer: str, truth: str) -> bool:
             for text in (truth, answer)
         ]
         return bool(verify(parsed[0], parsed[1], timeout_seconds=None))
+    except MemoryError:  # no verdict: ends the worker, and is counted
+        raise
     except Exception:  # sympy raises whatever it likes on odd expressions; such an answer is not right
         return False

@@ -48,11 +48,6 @@ class PromptLedger:
         return self._next_group_id
 
     @property
-    def num_new_dispatched(self) -> int:
-        """Groups taken at least once: what admission counts (a group taken again is not new)."""
-        return self._next_group_id
-
-    @property
     def num_trained(self) -> int:
         return self._num_trained
 
