@@ -21,6 +21,7 @@ from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.errors import RunError
 from grpo_ray.preflight import Prepared
+from grpo_ray.telemetry.run_files import RunDirectory
 
 
 class ResourceError(RunError):
@@ -113,8 +114,8 @@ def _compare(config: Config, available: Mapping[str, float], place: str) -> None
 def start_actors(config: Config, prepared: Prepared, run_dir: Path) -> Actors:
     """Create every actor of a run. They come up at the same time; each has a `ready` method to await."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    logs = run_dir / "logs"
-    rollouts = run_dir / "rollouts" if config.run.save_rollouts else None
+    run = RunDirectory(run_dir)
+    logs, rollouts = run.logs, run.rollouts if config.run.save_rollouts else None
     algorithm, sync = config.algorithm, config.weight_sync
 
     def generator(index: int) -> tuple[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.types import ScoredGroup
 
 
@@ -83,7 +84,7 @@ def _standard_error(groups: Sequence[ScoredGroup]) -> float:
 def write_evaluation(folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
     """Write `step-000040.parquet`, and the summary as a line of `summary.jsonl`."""
     folder = Path(folder)
-    write_rollouts(folder / f"step-{summary.step:06d}.parquet", summary.step, groups)
+    write_rollouts(folder / f"{step_name(summary.step)}.parquet", summary.step, groups)
     with (folder / "summary.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(summary)) + "\n")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.types import BatchFacts, PromptItem, ScoredGroup, TrainBatch
 
 
@@ -48,7 +49,7 @@ class TrajectoryBuffer:
                 return TrainBatch(()), BatchFacts((), rejected, {})
             groups = tuple(self._groups.pop(g) for g in group_ids)
         if self._rollouts_folder is not None:
-            path = self._rollouts_folder / f"step-{step + 1:06d}.parquet"
+            path = self._rollouts_folder / f"{step_name(step + 1)}.parquet"
             await asyncio.to_thread(write_rollouts, path, step + 1, groups)
         metrics = {**rollout_metrics(groups), "buffer/groups": float(len(self._groups))}
         return TrainBatch(groups), BatchFacts(tuple(group_ids), (), metrics)

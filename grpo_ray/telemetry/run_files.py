@@ -9,6 +9,11 @@ from typing import Any
 from grpo_ray.config import Config, dump_config
 
 
+def step_name(step: int) -> str:
+    """How everything that belongs to a step is called; names sort as the steps do."""
+    return f"step-{step:06d}"
+
+
 class RunDirectory:
     """The folder of one run; the attributes are where things lie in it."""
 
@@ -16,8 +21,6 @@ class RunDirectory:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
-        self.timeline_path = self.path / "timeline.json"
-        self.report_path = self.path / "report.html"
         self.rollouts = self.path / "rollouts"
         self.evaluations = self.path / "evaluations"
         self.evaluations_summary_path = self.evaluations / "summary.jsonl"
@@ -43,10 +46,10 @@ class RunDirectory:
         dump_config(config, self.config_path)
 
     def rollouts_path(self, step: int) -> Path:
-        return self.rollouts / f"step-{step:06d}.parquet"
+        return self.rollouts / f"{step_name(step)}.parquet"
 
     def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:06d}"
+        return self.checkpoints / step_name(step)
 
 
 class MetricsLog:
