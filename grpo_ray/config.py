@@ -31,6 +31,10 @@ class RunConfig(Section):
     """Seeds the task, the prompt order, the engines and the tiny model."""
     save_rollouts: bool = True
     """Write every trained rollout to `rollouts/step-*.parquet`."""
+    if_exists: Literal["refuse", "resume"] = "refuse"
+    """What `train` does when the run directory exists: `resume` lets a resubmitted job go on."""
+    on_preemption_s: PositiveFloat = 30.0
+    """Seconds from SIGTERM to a checkpoint and the end; what takes longer is abandoned."""
 
 
 class WarmupConfig(Section):
@@ -122,6 +126,12 @@ class FileTaskConfig(Section):
     answer_field: str = "answer"
     answer_marker: str | None = None
     """Keep only what follows the marker's last occurrence as ground truth: GSM8K's is `####`."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """A question that occurs again with the same answer; with another answer it is refused unless kept."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt, template included; default: what the model's positions leave beside the response."""
+    long_prompts: Literal["refuse", "skip", "truncate"] = "refuse"
+    """What happens to longer ones: an error, left out and counted, or cut on the left and counted."""
     prompt: str = "r1_zero"
     """Template: `r1_zero`, `short`, or a file with `{question}`."""
     reward: Literal["exact_match", "r1_zero"] = "r1_zero"
@@ -260,7 +270,9 @@ class WeightSyncConfig(Section):
     transport: Literal["object_store"] = "object_store"
     """How weights reach the Generators: Ray's object store, then shared memory into the engine."""
     phase_timeout_s: PositiveFloat = 300.0
-    """Seconds each phase of a sync may take; the error then names the Generator and the phase."""
+    """Seconds each phase of a sync may take; a Generator that takes longer is named and replaced."""
+    checksum: bool = False
+    """Compare a CRC-32 of the weights before they are loaded: about a second for each GB."""
 
 
 class EvaluationConfig(Section):
@@ -268,6 +280,39 @@ class EvaluationConfig(Section):
     """Validate at step 0, every so many steps, and at the end."""
     samples_per_prompt: PositiveInt = 1
     """Responses a validation prompt, at the training temperature."""
+
+
+class BufferConfig(Section):
+    max_gib: PositiveFloat = 4.0
+    """Scored groups kept in memory, in GiB; past it only the groups that the Learner waits for are taken in."""
+
+
+class CheckpointConfig(Section):
+    every_num_steps: PositiveInt = 20
+    """A checkpoint every so many steps, at the end, and when the run is interrupted."""
+    keep: PositiveInt = 2
+    """The newest so many are kept."""
+    keep_best: bool = True
+    """And the one with the best validation reward."""
+
+
+class RecoveryConfig(Section):
+    """What happens when something breaks."""
+
+    max_restarts: NonNegativeInt = 20
+    """Generators and Scorers restarted in a run, all together; past it the run ends with a checkpoint."""
+    restart_backoff_s: NonNegativeFloat = 1.0
+    """Seconds before an actor is restarted; doubles with every restart that follows within ten minutes."""
+    max_restores: NonNegativeInt = 3
+    """Times a run goes back to its last checkpoint by itself (a Learner or buffer that died)."""
+    group_timeout_s: PositiveFloat = 1800.0
+    """Seconds one group may be sampled; then it is aborted and its prompt tried again."""
+    max_group_retries: NonNegativeInt = 3
+    """Tries again of one prompt; then it is set aside and reported at the end."""
+    stall_timeout_s: PositiveFloat = 1800.0
+    """Seconds without any progress before the run says who waits for what, and replaces who is stuck."""
+    max_skipped_updates: PositiveInt = 3
+    """So many non-finite updates in a row end the run with a checkpoint of the last good weights."""
 
 
 class Config(Section):
@@ -280,9 +325,12 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     generator: GeneratorConfig = GeneratorConfig()
     scorer: ScorerConfig = ScorerConfig()
+    buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
 
     @property
     def rollouts_per_step(self) -> int:
