@@ -1,4 +1,4 @@
-"""The command line: `grpo-ray train CONFIG [section.key=value ...]`."""
+"""The command line: `grpo-ray train CONFIG [section.key=value ...]`, `resume RUN`, `check CONFIG`."""
 
 import argparse
 import os
@@ -16,8 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.command(options))
-    except KeyboardInterrupt:
-        print("\ninterrupted; all actors have been ended", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        hint = f"; {interrupt}" if str(interrupt) else ""
+        print(f"\ninterrupted; all actors have been ended{hint}", file=sys.stderr)
         return INTERRUPTED
     except (RunError, ConfigError) as error:
         print(f"grpo-ray: {error}", file=sys.stderr)
@@ -30,6 +31,14 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="run a training job", description="Run a training job.")
     _add_config_arguments(train)
     train.set_defaults(command=_train)
+    resume = commands.add_parser(
+        "resume",
+        help="go on with a run from its last checkpoint",
+        description="Go on with a run from its last checkpoint.",
+    )
+    resume.add_argument("run", metavar="RUN", help="the run's folder, such as runs/quickstart-20260101-120000")
+    _add_overrides(resume)
+    resume.set_defaults(command=_resume)
     check = commands.add_parser(
         "check",
         help="check a configuration and its files",
@@ -42,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="changes, such as learner.learning_rate=1e-4"
     )
@@ -55,6 +68,13 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
+def _resume(options: argparse.Namespace) -> int:
+    from grpo_ray.training import resume
+
+    resume(options.run, options.overrides)
+    return 0
+
+
 def _check(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     from grpo_ray.preflight import check_files
@@ -62,6 +82,8 @@ def _check(options: argparse.Namespace) -> int:
     with shown_plainly():
         task = check_files(config)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
+    for notice in task.notices:
+        print(f"  {notice}")
     return 0
 
 

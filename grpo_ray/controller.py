@@ -1,71 +1,125 @@
-"""The controller: one run from the first evaluation to the last. It reads top to bottom.
+"""The controller: one run from its first step, or its last checkpoint, to the end. It reads top to bottom.
 
-    _produce:  admission -> Generator -> Scorer -> TrajectoryBuffer      (all groups at once)
-    _train:    TrajectoryBuffer -> Learner -> snapshot                   (one batch after another)
-    _publish:  snapshot -> WeightSync -> Generators, then admission opens (overlaps the next _train)
+    _produce:  admission -> Rollouts (Generator -> Scorer) -> TrajectoryBuffer     (all groups at once)
+    _train:    TrajectoryBuffer -> Learner -> snapshot, a checkpoint when due      (one batch after another)
+    _publish:  snapshot -> WeightSync -> Generators, then admission opens          (overlaps the next _train)
 
 It holds references and small facts, never tokens; evaluations, which are shown and filed, come here whole.
+What dies in Rollouts is replaced there. A Learner, buffer or WeightSync that dies ends `run` with ActorDied,
+and the caller begins again from the last checkpoint.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
 
 from grpo_ray.actors.staleness import admission_limit, oldest_allowed
-from grpo_ray.cluster import Actors
+from grpo_ray.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.checkpointing import Checkpointing
 from grpo_ray.config import Config
-from grpo_ray.evaluation import EvaluationSummary, summarise, write_evaluation
-from grpo_ray.preflight import Prepared, sampling_settings
-from grpo_ray.telemetry.run_files import MetricsLog, RunDirectory
-from grpo_ray.types import BatchFacts, GeneratorStats, PromptItem, ScoredGroup, StepReport, SyncReport
+from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled
+from grpo_ray.preflight import Prepared
+from grpo_ray.restarts import RestartBudget
+from grpo_ray.rollouts import Rollouts
+from grpo_ray.run_log import Metrics, RunLog
+from grpo_ray.stalls import keep_watch
+from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.run_files import last_logged_step, step_name
+from grpo_ray.types import BatchFacts, GeneratorStats, PromptItem, StepReport, SyncReport
+from grpo_ray.validation import Validation
+from grpo_ray.watch import Watch
 
-Metrics = dict[str, float]
-
-
-class Display(Protocol):
-    """What the controller tells a person while the run goes on."""
-
-    def status(self, text: str) -> None: ...
-    def step(self, step: int, metrics: Metrics) -> None: ...
-    def evaluation(self, summary: EvaluationSummary) -> None: ...
+T = TypeVar("T")
+RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can go on from its last checkpoint
 
 
 class Controller:
     def __init__(
-        self, config: Config, prepared: Prepared, actors: Actors, run: RunDirectory, display: Display
+        self,
+        config: Config,
+        prepared: Prepared,
+        actors: Any,
+        log: RunLog,
+        store: CheckpointStore,
+        budget: RestartBudget,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        self._config, self._prepared, self._actors, self._display = config, prepared, actors, display
+        self._config, self._actors, self._log, self._budget = config, actors, log, budget
         self._ledger = prepared.ledger
-        self._run = run
-        self._metrics = MetricsLog(run.metrics_path)
-        self._num_running = dict.fromkeys(actors.generators, 0)
-        self._num_finished = 0  # groups that reached the buffer
+        self._checkpoint = checkpoint
+        self._version = self._first_step = checkpoint.state.step if checkpoint else 0
+        self.has_begun = False  # every actor has been up
+        self._watch = Watch()
+        self._rollouts = Rollouts(config, prepared.end_token_ids, actors, self._watch, budget, log)
+        self._validation = Validation(config, prepared, self._rollouts, actors, log)
+        self._checkpointing = Checkpointing(config.checkpoint, store, actors, self._ledger, self._version)
         self._group_finished = asyncio.Condition()
+        self._scored: set[int] = set()  # on their way into the buffer, which may keep them waiting
+        self._producing: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        self._unlogged: dict[int, Metrics] = {}  # trained steps whose line is not written yet
+        self._in_training: tuple[tuple[int, ...], Metrics] | None = None  # the Learner's batch
         self._last_line_at = 0.0
         self._trained_s = 0.0  # the Learner's seconds since the last step's line
-        self.evaluations: dict[int, list[ScoredGroup]] = {}
+
+    @property
+    def was_stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """End after the present step, with a checkpoint."""
+        self._stop.set()
 
     async def run(self) -> None:
-        """Train `num_steps` steps; raises the first actor's error."""
-        self._display.status("starting the actors")
-        await self._until_ready()
-        self._display.status("evaluating the initial policy")
-        await self._evaluate(step=0)
+        """Train until `num_steps`, or until `stop`; either way the last step has a checkpoint then.
+
+        Raises:
+            ActorDied, DataLost, Stalled: the run can go on from its last checkpoint.
+            RunError, or an actor's own error: it cannot; the last good weights have a checkpoint.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                producer = tasks.create_task(self._produce(tasks))
-                await self._train(tasks)
-                producer.cancel()
-            checkpoint = self._run.checkpoint_path(self._config.algorithm.num_steps)
-            await self._actors.learner.save.remote(checkpoint.resolve())
+                self._rollouts.start(tasks)
+                limit_s = self._config.recovery.stall_timeout_s
+                watching = tasks.create_task(
+                    keep_watch(self._watch, self._rollouts, self._actors, self._log, limit_s)
+                )
+                try:
+                    await self._unless_stopped(self._take_up())
+                    self._producing.add(tasks.create_task(self._produce(tasks)))
+                    await self._train(tasks)
+                except _Stopped:
+                    pass
+                for task in (watching, *self._producing, *self._rollouts.replacing):
+                    task.cancel()
+            await self._save()
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            error = _first(errors)
+            if not isinstance(error, RECOVERABLE):
+                await self._save_what_there_is()
+            raise error from None
+
+    async def _take_up(self) -> None:
+        """Begin where the checkpoint ends: its ledger, its groups, and what its last step still lacks."""
+        self._log.display.status("starting the actors")
+        await self._until_ready()
+        if self._checkpoint is not None:
+            state = self._checkpoint.state
+            self._ledger.load_state_dict(state.ledger, await self._actors.buffer.group_ids())
+            for group_id in self._ledger.set_aside:
+                await self._actors.buffer.set_aside(group_id)
+            if last_logged_step(self._log.run.metrics_path) < self._version:
+                self._unlogged[self._version] = dict(state.metrics)
+        self._log.display.status("evaluating the policy")
+        await self._finish_step(self._version)
+        await self._take_stats()  # the evaluation's
+        self._last_line_at = time.perf_counter()
+        self.has_begun = True
 
     async def _until_ready(self, notice_s: float = 60.0) -> None:
         """Wait for every actor; say which are not up when it takes long, as on a busy cluster."""
-        waits = {asyncio.ensure_future(a.ready.remote()): name for name, a in self._actors.by_name().items()}
+        waits = {asyncio.ensure_future(a.ready()): name for name, a in self._actors.by_name().items()}
         pending = set(waits)
         while pending:
             done, pending = await asyncio.wait(pending, timeout=notice_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -73,7 +127,10 @@ class Controller:
                 ready.result()
             if pending:
                 names = ", ".join(sorted(waits[ready] for ready in pending))
-                self._display.status(f"still waiting for {names} (is the cluster busy? see {self._run.logs})")
+                self._log.display.status(
+                    f"still waiting for {names} (is the cluster busy? see {self._log.run.logs})"
+                )
+            self._watch.progress()
 
     # Producing groups
 
@@ -81,130 +138,242 @@ class Controller:
         """Dispatch prompts as admission allows; the last steps' batches need no successors."""
         algorithm = self._config.algorithm
         total = algorithm.num_steps * algorithm.prompts_per_step
+        self._dispatch(self._ledger.take_waiting(), tasks)
         while self._ledger.next_group_id < total:
             above = self._ledger.next_group_id
-            limit = await self._actors.weight_sync.admission_limit.remote(above)
-            for item in self._ledger.take(min(limit, total) - above):
-                tasks.create_task(self._rollout(item))
+            limit = await self._actors.weight_sync.admission_limit(above)
+            self._dispatch(self._ledger.take_new(min(limit, total) - above), tasks)
+
+    def _dispatch(self, items: Iterable[PromptItem], tasks: asyncio.TaskGroup) -> None:
+        for item in items:
+            task = tasks.create_task(self._rollout(item))
+            self._producing.add(task)
+            task.add_done_callback(self._producing.discard)
 
     async def _rollout(self, item: PromptItem) -> None:
         """One group: sampled, scored, put into the buffer; only references pass through here."""
-        with self._sampling(item, self._config.algorithm.samples_per_prompt) as group:
-            scored = self._actors.scorer.score.remote(group)
-            await self._actors.buffer.put.remote(scored)
-        async with self._group_finished:
-            self._num_finished += 1
-            self._group_finished.notify_all()
+        scored = await self._rollouts.sample(item, self._config.algorithm.samples_per_prompt, "train")
+        if scored is None:
+            self._ledger.mark_set_aside(item.group_id)
+            await self._actors.buffer.set_aside(item.group_id)
+            text = f"group {item.group_id} is set aside; its batch is trained without it"
+            self._log.event("set_aside", None, text, group_id=item.group_id)
+        else:
+            self._scored.add(item.group_id)
+            await self._notify_finished()
+            with self._watch.call("buffer", f"takes in group {item.group_id}", is_waiting=True):
+                await self._actors.buffer.put(scored)
+            self._scored.remove(item.group_id)
+            self._ledger.mark_buffered(item.group_id)
+        await self._notify_finished()
 
-    @contextlib.contextmanager
-    def _sampling(self, item: PromptItem, num_samples: int) -> Iterator[Any]:
-        """A reference to the group that the least busy Generator samples, which counts as busy meanwhile."""
-        name = min(self._num_running, key=lambda name: self._num_running[name])
-        self._num_running[name] += 1
-        try:
-            settings = sampling_settings(self._config, self._prepared.end_token_ids, num_samples)
-            yield self._actors.generators[name].generate.remote(item, settings)
-        finally:
-            self._num_running[name] -= 1
+    async def _notify_finished(self) -> None:
+        async with self._group_finished:
+            self._group_finished.notify_all()
 
     # Training
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         published: asyncio.Task[None] | None = None
-        await self._take_stats()  # the evaluation's
-        self._last_line_at = time.perf_counter()
-        for step in range(self._config.algorithm.num_steps):
-            batch, metrics = await self._next_batch(step)
-            report: StepReport = await self._actors.learner.train_step.remote(batch)
-            self._trained_s += report.metrics["timing/train_s"]
-            # The Learner's calls run in order: the next step starts once the snapshot has been copied.
-            snapshot = self._actors.learner.snapshot.remote()
+        try:
+            for step in range(self._version, self._config.algorithm.num_steps):
+                batch, facts, metrics = await self._unless_stopped(self._next_batch(step))
+                report = await self._learn(batch, facts, metrics)
+                # The Learner's calls run in order: the next step starts once the snapshot has been copied.
+                snapshot = self._actors.learner.snapshot.reference()
+                if published is not None:
+                    await published  # its evaluation, too, must be done: those weights are gone after this
+                if self._checkpointing.is_due(report.version):
+                    metrics |= await self._checkpointing.begin(metrics)
+                published = tasks.create_task(self._publish(report.version, snapshot))
+                self._check_skipped(report)
             if published is not None:
-                await published
-            metrics |= report.metrics
-            published = tasks.create_task(self._publish(report.version, snapshot, metrics))
-        if published is not None:
-            await published
+                await self._unless_stopped(published)
+        except _Stopped:
+            if published is not None:
+                published.cancel()  # the checkpoint holds what is known of its step
 
-    async def _next_batch(self, step: int) -> tuple[Any, Metrics]:
+    async def _next_batch(self, step: int) -> tuple[Any, BatchFacts, Metrics]:
         """A reference to the batch of `step`, and its facts; too old groups are sampled again."""
         started, rejected = time.perf_counter(), 0
         oldest = oldest_allowed(step, self._config.weight_sync.max_lag)
         while True:
-            batch, facts_ref = self._actors.buffer.take.options(num_returns=2).remote(step, oldest)
-            facts: BatchFacts = await facts_ref
+            with self._watch.call("buffer", f"waits for the groups of step {step + 1}", is_waiting=True):
+                batch, coming = self._actors.buffer.take.split(step, oldest)
+                facts: BatchFacts = await coming
+            self._log.trouble("rollouts", facts.write_error)
             if not facts.rejected_items:
                 break
             rejected += len(facts.rejected_items)
-            self._num_finished -= len(facts.rejected_items)
             self._ledger.give_back([item.group_id for item in facts.rejected_items])
-            retried = self._ledger.take(len(facts.rejected_items))
-            await asyncio.gather(*(self._rollout(item) for item in retried))
-        self._ledger.mark_trained(facts.group_ids)
+            await asyncio.gather(*(self._rollout(item) for item in self._ledger.take_waiting()))
+        if not facts.group_ids:
+            raise RunError(f"every group of step {step + 1} was set aside; see {self._log.run.events_path}")
         waited = time.perf_counter() - started
-        return batch, {**facts.metrics, "lag/rejected": rejected, "timing/wait_for_batch_s": waited}
+        return batch, facts, {**facts.metrics, "lag/rejected": rejected, "timing/wait_for_batch_s": waited}
+
+    async def _learn(self, batch: Any, facts: BatchFacts, metrics: Metrics) -> StepReport:
+        self._in_training = facts.group_ids, metrics
+        with self._watch.call("learner", f"trains version {self._version + 1}"):
+            report: StepReport = await self._actors.learner.train_step(batch)
+        self._trained_s += report.metrics["timing/train_s"]
+        self._settle_step(report)
+        return report
+
+    def _settle_step(self, report: StepReport) -> None:
+        """The step is done: its prompts are trained, and its line can be written."""
+        assert self._in_training is not None
+        group_ids, metrics = self._in_training
+        self._ledger.mark_trained(group_ids)
+        metrics |= {**report.metrics, **self._recovery_metrics()}
+        self._unlogged[report.version] = metrics
+        self._version = self._log.step = report.version
+        self._in_training = None
+
+    def _check_skipped(self, report: StepReport) -> None:
+        """A non-finite update was skipped: say so, and end the run when it is one of several in a row."""
+        in_a_row, folder = int(report.metrics["optim/skipped_in_a_row"]), self._log.run.skipped
+        if in_a_row:
+            batch = folder / f"{step_name(report.version)}.parquet"
+            text = f"the update of step {report.version} is not finite and is skipped; {batch} holds its batch"
+            self._log.event("update_skipped", "learner", text)
+        if in_a_row >= self._config.recovery.max_skipped_updates:
+            raise RunError(
+                f"recovery.max_skipped_updates: {in_a_row} updates in a row were not finite. The last good "
+                f"weights are in the newest checkpoint, the batches in {folder}; "
+                "try a lower learner.learning_rate"
+            )
 
     # Publishing
 
-    async def _publish(self, version: int, snapshot: Any, metrics: Metrics) -> None:
+    async def _publish(self, version: int, snapshot: Any) -> None:
         """Bring the version to the Generators, write the step's line, and evaluate if it is time.
 
         The next version is published after this returns, so an evaluation sees one version only.
         """
         started = time.perf_counter()
+        metrics = self._unlogged[version]
         if not self._config.weight_sync.in_flight:
             await self._until_all_admitted_finished(version - 1)
         metrics |= {"timing/weight_sync/join_s": time.perf_counter() - started}
-        report: SyncReport = await self._actors.weight_sync.publish.remote(version, [snapshot])
-        metrics = {**metrics, **report.metrics, **await self._rates(metrics)}
-        self._display.step(version, metrics)
-        last = self._config.algorithm.num_steps
-        if version % self._config.evaluation.every_num_steps == 0 or version == last:
-            metrics |= await self._evaluate(version)
-        self._metrics.append(version, metrics)
+        with self._watch.call("weight_sync", f"publishes version {version}"):
+            report: SyncReport = await self._actors.weight_sync.publish(version, [snapshot])
+        for name, error in report.failed.items():
+            self._rollouts.report(name, error)
+        metrics |= {**report.metrics, **await self._rates(metrics), **self._checkpointing.take_metrics()}
+        self._log.display.step(version, metrics)
+        await self._finish_step(version)
 
     async def _until_all_admitted_finished(self, published_version: int) -> None:
-        """Wait until every group that `published_version` let in is in the buffer."""
+        """Wait until every group that `published_version` let in is scored, or set aside."""
         algorithm = self._config.algorithm
         limit = admission_limit(published_version, self._config.weight_sync.max_lag, algorithm.prompts_per_step)
         num_admitted = min(limit, algorithm.num_steps * algorithm.prompts_per_step)
         async with self._group_finished:
-            await self._group_finished.wait_for(lambda: self._num_finished >= num_admitted)
+            await self._group_finished.wait_for(
+                lambda: self._ledger.unfinished_below(num_admitted) <= self._scored
+            )
+
+    async def _finish_step(self, step: int) -> None:
+        """Evaluate if it is time, and write the step's line unless it is there."""
+        metrics = self._unlogged.get(step, {})
+        if self._validation.is_due(step):
+            metrics |= await self._validation.evaluate(step)
+        if step in self._unlogged:
+            self._log.line(step, metrics)
+            del self._unlogged[step]
+        self._validation.write()
+        self._log.trouble("checkpoint", self._checkpointing.problem)
+        self._log.show_troubles()
 
     async def _rates(self, metrics: Metrics) -> Metrics:
-        """Seconds, tokens per second and utilization since the last step's line."""
+        """Seconds, tokens per second, utilization and memory since the last step's line."""
         now = time.perf_counter()
         seconds, self._last_line_at = now - self._last_line_at, now
         trained_s, self._trained_s = self._trained_s, 0.0
+        score_s, self._rollouts.score_s = self._rollouts.score_s, 0.0
         stats = await self._take_stats()
-        busy = [s.busy_s for s in stats]
+        busy = [s.busy_s for s in stats.values()] or [0.0]
         return {
             "timing/step_s": seconds,
+            "timing/score_s": score_s,
             "timing/generate_s": max(busy),
             "utilization/learner": trained_s / seconds,
-            "utilization/generators": sum(busy) / len(busy) / seconds,
-            "throughput/sampled_tokens_per_s": sum(s.sampled_tokens for s in stats) / seconds,
+            "utilization/generators": sum(busy) / self._config.generator.num_generators / seconds,
+            "throughput/sampled_tokens_per_s": sum(s.sampled_tokens for s in stats.values()) / seconds,
             "throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / seconds,
+            "memory/driver_bytes": resident_bytes(with_children=False),
+            "memory/scorer_bytes": self._rollouts.scorer_bytes,
+            **{f"memory/{name}_bytes": s.resident_bytes for name, s in stats.items()},
         }
 
-    async def _take_stats(self) -> list[GeneratorStats]:
-        return await asyncio.gather(*(g.take_stats.remote() for g in self._actors.generators.values()))
+    async def _take_stats(self, timeout_s: float = 10.0) -> dict[str, GeneratorStats]:
+        """Of each Generator that answers; one that does not is dealt with where it is asked to work."""
+        generators = self._rollouts.serving
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(_coroutine(g.take_stats()), timeout_s) for g in generators.values()),
+            return_exceptions=True,
+        )
+        answered = zip(generators, answers, strict=True)
+        return {name: answer for name, answer in answered if isinstance(answer, GeneratorStats)}
 
-    async def _evaluate(self, step: int) -> Metrics:
-        started = time.perf_counter()
-        groups = await asyncio.gather(*(self._evaluate_item(item) for item in self._prepared.validation))
-        summary = summarise(step, groups)
-        write_evaluation(self._run.evaluations, summary, groups)
-        self._display.evaluation(summary)
-        self.evaluations[step] = groups
-        return {**summary.metrics, "timing/evaluate_s": time.perf_counter() - started}
+    def _recovery_metrics(self) -> Metrics:
+        retried, self._rollouts.num_retried = self._rollouts.num_retried, 0
+        return {
+            "rollout/retried_groups": retried,
+            "rollout/set_aside_groups": len(self._ledger.set_aside),
+            "recovery/restarts": self._log.num_events("generator_failed", "scorer_failed"),
+            "recovery/restores": self._log.num_events("restored"),
+        }
 
-    async def _evaluate_item(self, item: PromptItem) -> ScoredGroup:
-        with self._sampling(item, self._config.evaluation.samples_per_prompt) as group:
-            return await self._actors.scorer.score.remote(group)
+    # Ending
+
+    async def _unless_stopped(self, awaitable: Awaitable[T]) -> T:
+        """What is awaited; raises _Stopped when the run is to stop first. A task is left running."""
+        work = asyncio.ensure_future(awaitable)
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise _Stopped
+        finally:
+            stop.cancel()
+            if work is not awaitable:
+                work.cancel()
+
+    async def _save(self) -> None:
+        """A checkpoint of the newest step, written to its end."""
+        if self._version == self._first_step:
+            return
+        await self._checkpointing.begin(self._unlogged.get(self._version, {}))
+        await self._checkpointing.settle()
+        if self._checkpointing.problem is not None:
+            raise RunError(f"{self._checkpointing.problem}; older checkpoints are as they were")
+
+    async def _save_what_there_is(self) -> None:
+        """A checkpoint of the last good weights, before the run ends with an error of its own."""
+        if not self.has_begun:
+            return
+        try:
+            async with asyncio.timeout(self._config.weight_sync.phase_timeout_s):
+                report = await self._actors.learner.capture()
+                if report is not None and report.version > self._version and self._in_training is not None:
+                    self._settle_step(report)  # it was in the middle of a step, and has finished it
+                await self._save()
+        except Exception as error:  # the run's own error is the one to be raised
+            self._log.event("not_saved", None, f"no last checkpoint could be written: {error}")
+
+
+class _Stopped(Exception):
+    """The run is to stop."""
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:
     """The first error of the group: the others are its consequences."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _coroutine(awaitable: Awaitable[T]) -> T:
+    return await awaitable

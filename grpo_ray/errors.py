@@ -9,6 +9,22 @@ class RunError(RuntimeError):
     """A run cannot start or go on. Shown without a traceback."""
 
 
+class ActorDied(RuntimeError):
+    """An actor's process is gone, or its node is."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} died: {reason}")
+        self.name = name
+
+
+class DataLost(RuntimeError):
+    """What a call was to work on is gone: the node that held it was lost."""
+
+
+class Stalled(RuntimeError):
+    """Nothing moved for `recovery.stall_timeout_s`, and no Generator or Scorer is to blame."""
+
+
 @contextlib.contextmanager
 def shown_plainly() -> Iterator[None]:
     """ValueErrors raised inside are about what the user gave us: show their message alone."""

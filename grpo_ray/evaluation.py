@@ -1,6 +1,5 @@
 """Validation: what the scored groups of one evaluation add up to, and the files they leave."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_ray.telemetry.json_lines import JsonLines
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.types import ScoredGroup
@@ -82,11 +82,16 @@ def _standard_error(groups: Sequence[ScoredGroup]) -> float:
 
 
 def write_evaluation(folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
-    """Write `step-000040.parquet`, and the summary as a line of `summary.jsonl`."""
+    """Write `step-000040.parquet`, and the summary as a line of `summary.jsonl`.
+
+    Raises:
+        OSError: as on a full disk; there is no line then, and it can be called again.
+    """
     folder = Path(folder)
     write_rollouts(folder / f"{step_name(summary.step)}.parquet", summary.step, groups)
-    with (folder / "summary.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(summary)) + "\n")
+    error = JsonLines(folder / "summary.jsonl").append(asdict(summary))
+    if error is not None:
+        raise OSError(error)
 
 
 def sample_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[ReadableRollout]:

@@ -1,61 +1,118 @@
-"""One training run, from the configuration to the curve."""
+"""A training run: begun, gone on with, and brought to its end or to a checkpoint, whatever happens."""
 
 import asyncio
 import contextlib
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import ray
+from typing import Any
 
 from grpo_ray import cluster
-from grpo_ray.config import Config
+from grpo_ray.config import Config, dump_config
+from grpo_ray.config_loading import load_config
 from grpo_ray.controller import Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
-from grpo_ray.evaluation import sample_rollouts
-from grpo_ray.preflight import Prepared, TaskData, check_files, prepare
-from grpo_ray.report.plots import plot_reward_curve
-from grpo_ray.report.terminal_curve import terminal_curve
+from grpo_ray.hosting import running
+from grpo_ray.preflight import TaskData, check_files, prepare
+from grpo_ray.report.ending import print_ending
+from grpo_ray.restores import how_to_go_on, train_through_restores
 from grpo_ray.telemetry.console import RunConsole, plan
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_files import RunDirectory
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM; every actor and process has been ended. The message says how to go on."""
 
 
 def train(config: Config, config_path: str) -> RunDirectory:
-    """Run the whole job; returns the run's directory.
+    """Run a whole job; returns the run's directory.
 
     Raises:
         RunError: the files, the model, the cluster or an actor; the message says what to do.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; every actor and process has been ended.
+        Interrupted: Ctrl-C or SIGTERM.
     """
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory(Path(config.run.output_dir) / name)
-    task: TaskData
-    task, *_ = all_of(lambda: check_files(config), lambda: cluster.check_machine(config), run.check_free)
-    with RunConsole(config.algorithm.num_steps) as console:
-        console.status("starting Ray")
-        with _ray(), _sigterm_interrupts():
-            cluster.check_resources(config)
-            with shown_plainly():
-                console.status("preparing the model")
-                prepared = prepare(config, task, console.warmup)
-                run.create(config)
-            console.print(plan(config, prepared.longest_prompt, str(run.path)))
-            with _actors(config, prepared, run) as actors:
-                controller = Controller(config, prepared, actors, run, console)
-                _run_until_signal(controller, run)
-    _print_ending(console, controller, run, config_path)
+    if config.run.if_exists == "resume" and run.config_path.exists():
+        return _resume(run, config)
+    _, task, _ = all_of(run.check_free, lambda: check_files(config), lambda: cluster.check_machine(config))
+    _Job(config, run, task).run(is_new=True)
     return run
 
 
-@contextlib.contextmanager
-def _ray() -> Iterator[None]:
-    cluster.connect()
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
+    """Go on with the run in folder `path` from its last checkpoint; overrides may change what is not fixed.
+
+    Raises:
+        As `train`; and RunError when the folder is no run, or an override would change its prompts.
+    """
+    run = RunDirectory(path)
+    if not run.config_path.exists():
+        raise RunError(f"{path}: no run to go on with (it has no config.yaml); give a folder that `train` made")
+    return _resume(run, load_config(run.config_path, overrides))
+
+
+def _resume(run: RunDirectory, config: Config) -> RunDirectory:
+    _check_same_prompts(load_config(run.config_path), config)
+    task, _ = all_of(lambda: check_files(config), lambda: cluster.check_machine(config))
+    _Job(config, run, task).run(is_new=False)
+    return run
+
+
+FIXED = ("model.", "task.", "run.seed", "algorithm.prompts_per_step", "algorithm.samples_per_prompt")
+
+
+def _check_same_prompts(before: Config, now: Config) -> None:
+    """A run keeps its model and its prompts' order; everything else may change when it is resumed."""
+    old, new = _leaves(before.model_dump()), _leaves(now.model_dump())
+    for path in sorted(old.keys() | new.keys()):
+        if path.startswith(FIXED) and old.get(path) != new.get(path):
+            raise RunError(
+                f"{path}: this run has {old.get(path)!r} and cannot go on with {new.get(path)!r}; "
+                "leave it, or train a new run"
+            )
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The tree's values by dotted path."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return leaves
+
+
+@dataclass
+class _Job:
+    """One process's part of a run: from a start or a checkpoint, through restores, to an end."""
+
+    config: Config
+    run_dir: RunDirectory
+    task: TaskData
+
+    def run(self, is_new: bool) -> None:
+        config, run = self.config, self.run_dir
+        with RunConsole(config.algorithm.num_steps) as console:
+            console.status("starting Ray")
+            with cluster.connected(), _sigterm_interrupts():
+                cluster.check_resources(config)
+                with shown_plainly():
+                    if is_new:
+                        run.create(config)
+                with run.lock():
+                    with shown_plainly():
+                        console.status("preparing the model")
+                        prepared = prepare(config, self.task, console.warmup)
+                    dump_config(config, run.config_path)  # a resumed run's, with its overrides
+                    console.print(plan(config, prepared.longest_prompt, str(run.path)))
+                    for notice in prepared.notices:
+                        console.trouble(notice)
+                    train_through_restores(config, prepared, run, console, running, self._drive)
+                    print_ending(console.print, run)
+
+    def _drive(self, controller: Controller) -> None:
+        _run_until_signal(controller, self.config.run.on_preemption_s, self.run_dir)
 
 
 @contextlib.contextmanager
@@ -72,65 +129,35 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-@contextlib.contextmanager
-def _actors(config: Config, prepared: Prepared, run: RunDirectory) -> Iterator[cluster.Actors]:
-    actors = cluster.start_actors(config, prepared, run.path.resolve())
-    try:
-        yield actors
-    finally:
-        cluster.stop_actors(actors)
-
-
-def _run_until_signal(controller: Controller, run: RunDirectory) -> None:
-    """Run the controller; a first SIGINT or SIGTERM cancels it, a second ends the process at once."""
+def _run_until_signal(controller: Controller, on_preemption_s: float, run: RunDirectory) -> None:
+    """Run the controller. A first SIGINT or SIGTERM stops it after the present step, with a checkpoint; a
+    second ends the process at once. SIGTERM's deadline abandons the step.
+    """
 
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            for other in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(other)
+                signal.signal(other, signal.SIG_DFL)
+            controller.stop()
+            if number == signal.SIGTERM:
+                loop.call_later(on_preemption_s, task.cancel)
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, _cancel_once, task)
-        try:
-            await controller.run()
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+            loop.add_signal_handler(number, stop, number)
+        await controller.run()
 
     before = signal.getsignal(signal.SIGTERM)
     try:
         asyncio.run(main())
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None) or error
-        raise RunError(f"an actor failed: {cause}\nThe actors' output is in {run.logs}/") from error
+    except asyncio.CancelledError:
+        text = f"no checkpoint could be written in {on_preemption_s:g} s (run.on_preemption_s)"
+        raise Interrupted(f"{text}; {how_to_go_on(run)}") from None
     finally:
         signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which would skip the clean-up
-
-
-def _cancel_once(task: "asyncio.Task[None]") -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
-    task.cancel()
-
-
-def _print_ending(console: RunConsole, controller: Controller, run: RunDirectory, config_path: str) -> None:
-    """The curve, a few rollouts of the first and the last evaluation, and where to look next."""
-    curve = run.path / "reward_curve.png"
-    plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
-    rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
-    console.print(f"\n{terminal_curve(rewards, title='validation reward')}")
-    for step in (min(controller.evaluations), max(controller.evaluations)):
-        console.print(f"\nSamples at step {step}:")
-        for sample in sample_rollouts(controller.evaluations[step], 3):
-            console.print(f"  reward {sample.reward:g}  {sample.prompt!r} -> {sample.response!r}")
-    console.print(f"\nReward curve   {curve}")
-    console.print(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")
-    command = f"{_command()} train {config_path}"
-    console.print("Next:")
-    console.print(f"  {command} weight_sync.max_lag=0         # synchronous")
-    console.print(f"  {command} generator.num_generators=2    # two Generators")
-    console.print(f"  {command} run.seed=1 learner.learning_rate=1e-4")
-
-
-def _command() -> str:
-    """How this program was called, so that the next commands can be copied."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"
+    if controller.was_stopped:
+        raise Interrupted(how_to_go_on(run))

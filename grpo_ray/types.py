@@ -79,6 +79,15 @@ class ScoredGroup:
         """False when every advantage is zero: the group cannot move the policy."""
         return bool(np.any(self.advantages != 0.0))
 
+    @property
+    def num_bytes(self) -> int:
+        """Roughly the memory it takes: its arrays and texts."""
+        item, completions = self.rollout.item, self.rollout.completions
+        arrays = [self.rewards, self.format_rewards, self.answer_rewards, self.advantages]
+        arrays += [array for c in completions for array in (c.token_ids, c.logprobs, c.versions)]
+        texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
+        return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + 8 * len(item.prompt_token_ids)
+
 
 @dataclass(frozen=True)
 class TrainBatch:
@@ -94,6 +103,7 @@ class BatchFacts:
     group_ids: tuple[int, ...]
     rejected_items: tuple[PromptItem, ...]  # groups that were too old; their prompts go back to the ledger
     metrics: dict[str, float]
+    write_error: str | None = None  # why rollouts of an earlier batch are not on disk yet
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,7 @@ class WeightSnapshot:
     version: int
     specs: tuple[TensorSpec, ...]
     data: np.ndarray  # uint8 [total_bytes]
+    checksum: int | None = None  # CRC-32 of `data`, where it was asked for
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,7 @@ class SyncReport:
 
     version: int
     metrics: dict[str, float]
+    failed: dict[str, str]  # Generators that did not come along, and why: they are out until admitted again
 
 
 @dataclass(frozen=True)
@@ -152,3 +164,12 @@ class GeneratorStats:
 
     busy_s: float  # seconds with at least one group in flight
     sampled_tokens: int
+    resident_bytes: int  # of its process and the engine's
+
+
+@dataclass(frozen=True)
+class ScoreFacts:
+    """What scoring one group took."""
+
+    score_s: float
+    resident_bytes: int  # of the Scorer and its worker

@@ -1,6 +1,8 @@
 """Messages built by hand, and the slow reference that logprobs are compared with."""
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +43,21 @@ def make_group(
     r = np.array([0.0] * len(completions) if rewards is None else rewards, dtype=np.float32)
     a = r if advantages is None else np.array(advantages, dtype=np.float32)
     return ScoredGroup(RolloutGroup(item, tuple(completions), "generator-0"), r, 0 * r, r, a)
+
+
+def same_groups(actual: Sequence[ScoredGroup], expected: Sequence[ScoredGroup]) -> bool:
+    """Equal in every field, and in every bit of every array, -0.0 and nan included."""
+    return [_plain(group) for group in actual] == [_plain(group) for group in expected]
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    return type(value), value
 
 
 def make_settings(**changes: object) -> SamplingSettings:

@@ -5,7 +5,6 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,149 +15,21 @@ from hypothesis import strategies as st
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.staleness import admission_limit, oldest_allowed
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, rollout_metrics
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError
 from grpo_ray.config import AlgorithmConfig, ScorerConfig
-from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.types import (
-    BatchFacts,
     Completion,
     PromptItem,
     RolloutGroup,
     SamplingSettings,
     ScoredGroup,
-    TrainBatch,
     WeightSnapshot,
 )
 
 
 def simple_group(group_id: int, versions: int | list[int] = 0) -> ScoredGroup:
     return make_group(make_item(group_id), [make_completion([5, 6, 7], versions=versions)] * 2, [1, 0], [1, -1])
-
-
-# ---- TrajectoryBuffer ----
-
-
-@pytest.mark.parametrize("arrival", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
-def test_batches_are_in_group_order_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
-    async def run() -> list[tuple[TrainBatch, BatchFacts]]:
-        buffer = TrajectoryBuffer(prompts_per_step=2)
-        for group_id in arrival:
-            await buffer.put(simple_group(group_id))
-        return [await buffer.take(step, oldest_version=0) for step in (0, 1)]
-
-    batches = asyncio.run(run())
-    assert [[group.group_id for group in batch.groups] for batch, _ in batches] == [[0, 1], [2, 3]]
-    assert [facts.group_ids for _, facts in batches] == [(0, 1), (2, 3)]
-    assert [facts.metrics["buffer/groups"] for _, facts in batches] == [2.0, 0.0]
-    assert all(facts.rejected_items == () for _, facts in batches)
-
-
-def test_take_waits_for_the_slowest_group() -> None:
-    async def run() -> None:
-        buffer = TrajectoryBuffer(prompts_per_step=2)
-        taken = asyncio.create_task(buffer.take(0, oldest_version=0))
-        for group_id in (1, 2, 3):  # the batch after is whole already; it does not overtake
-            await buffer.put(simple_group(group_id))
-            await asyncio.sleep(0.01)
-            assert not taken.done()
-        await buffer.put(simple_group(0))
-        batch, facts = await asyncio.wait_for(taken, 5)
-        assert [group.group_id for group in batch.groups] == [0, 1]
-        assert facts.metrics["buffer/groups"] == 2.0
-
-    asyncio.run(run())
-
-
-def test_group_that_comes_twice_is_refused() -> None:
-    async def run() -> None:
-        buffer = TrajectoryBuffer(prompts_per_step=1)
-        await buffer.put(simple_group(4))
-        with pytest.raises(ValueError, match="group 4 came twice"):
-            await buffer.put(simple_group(4))
-
-    asyncio.run(run())
-
-
-def test_stale_groups_are_rejected_and_the_rest_stay() -> None:
-    async def run() -> None:
-        buffer = TrajectoryBuffer(prompts_per_step=3)
-        await buffer.put(simple_group(3, versions=4))
-        await buffer.put(simple_group(4, versions=[4, 3, 5]))  # one token too old
-        await buffer.put(simple_group(5, versions=5))
-        batch, facts = await buffer.take(1, oldest_version=4)
-        assert batch.groups == ()
-        assert facts.group_ids == ()
-        assert [item.group_id for item in facts.rejected_items] == [4]
-
-        again = asyncio.create_task(buffer.take(1, oldest_version=4))
-        await asyncio.sleep(0.01)
-        assert not again.done()
-        await buffer.put(simple_group(4, versions=5))
-        batch, facts = await asyncio.wait_for(again, 5)
-        assert [group.group_id for group in batch.groups] == [3, 4, 5]
-        assert batch.groups[1].rollout.oldest_version == 5
-        assert facts.rejected_items == ()
-
-    asyncio.run(run())
-
-
-def test_oldest_version_is_over_all_completions() -> None:
-    completions = [make_completion([1, 2], versions=[3, 4]), make_completion([1], versions=2)]
-    assert make_group(make_item(), completions).rollout.oldest_version == 2
-
-
-def test_rollout_metrics_by_hand() -> None:
-    first = ScoredGroup(
-        RolloutGroup(
-            make_item(0),
-            (make_completion([1] * 4), make_completion([1] * 10, finish_reason="length")),
-            "generator-0",
-        ),
-        rewards=np.array([1, 0], np.float32),
-        format_rewards=np.array([1, 1], np.float32),
-        answer_rewards=np.array([1, 0], np.float32),
-        advantages=np.array([0.7, -0.7], np.float32),
-    )
-    second = ScoredGroup(
-        RolloutGroup(make_item(1), (make_completion([1] * 3), make_completion([1] * 3)), "generator-1"),
-        rewards=np.array([0, 0], np.float32),
-        format_rewards=np.array([1, 0], np.float32),
-        answer_rewards=np.array([0, 0], np.float32),
-        advantages=np.zeros(2, np.float32),
-    )
-    metrics = rollout_metrics([first, second])
-    assert metrics == {
-        "reward/mean": 1 / 4,
-        "reward/format": 3 / 4,
-        "reward/answer": 1 / 4,
-        "reward/errors": 0.0,
-        "rollout/response_tokens/mean": (4 + 10 + 3 + 3) / 4,
-        "rollout/response_tokens/max": 10.0,
-        "rollout/truncated_frac": 1 / 4,
-        "rollout/zero_variance_groups": 1.0,
-    }
-    assert check_names(metrics) == []
-
-
-def test_taken_batches_are_written(tmp_path: Path) -> None:
-    async def run() -> None:
-        buffer = TrajectoryBuffer(prompts_per_step=2, rollouts_folder=tmp_path)
-        for group_id in (3, 2, 1, 0):
-            await buffer.put(simple_group(group_id, versions=group_id // 2))
-        await buffer.take(0, oldest_version=0)
-        await buffer.take(1, oldest_version=0)
-
-    asyncio.run(run())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
-    rows = read_rollouts(tmp_path / "step-000002.parquet")
-    assert [(row["step"], row["group_id"], row["sample"], row["min_version"]) for row in rows] == [
-        (2, 2, 0, 1),
-        (2, 2, 1, 1),
-        (2, 3, 0, 1),
-        (2, 3, 1, 1),
-    ]
 
 
 # ---- WeightSync ----

@@ -1,8 +1,10 @@
 """The launch script, against a real cluster on this machine, with token authentication."""
 
 import contextlib
+import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.telemetry.run_files import read_metrics
 
 SCRIPT = "launch/ray_job.sh"
-RAY = str(Path(sys.executable).with_name("ray"))
+SECRET = {"EXAMPLE_API_KEY": "for the shell that starts the head alone"}
 
 
 def free_port() -> int:
@@ -31,25 +33,29 @@ def cluster_environment(tmp_path):
     """A head node of its own, and the environment that reaches it; ended by its process group."""
     environment = {
         **os.environ,
-        "RAY_AUTH_MODE": "token",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "GRPO_RAY_PYTHON": sys.executable,
         "GRPO_RAY_CACHE": str(tmp_path / "models"),
     }
     dashboard = free_port()
-    command = [RAY, "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats"]
+    command = ["bash", "launch/start_head.sh", "--block", "--num-cpus=2"]
     # Every port its own, so that another cluster on this machine is in nobody's way.
     ports = ["port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"]
     command += [f"--dashboard-port={dashboard}", *(f"--{port}={free_port()}" for port in ports)]
     # A short path: Ray's sockets live under it, and their names may have 107 characters.
     command += [f"--temp-dir=/tmp/gr{os.getpid()}"]
-    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    head = subprocess.Popen(
+        command, env={**environment, **SECRET}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
     environment["RAY_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
     try:
         wait_for_dashboard(environment)
+        assert_nobody_has_the_secret(psutil.Process(head.pid))
         yield environment
     finally:
         end_with_children(head)
+        shutil.rmtree(f"/tmp/gr{os.getpid()}", ignore_errors=True)
 
 
 def end_with_children(process: subprocess.Popen[bytes]) -> None:
@@ -60,6 +66,14 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
     _, alive = psutil.wait_procs(family, timeout=15)
     for member in alive:
         member.kill()
+
+
+def assert_nobody_has_the_secret(head: psutil.Process) -> None:
+    family = [head, *head.children(recursive=True)]
+    assert len(family) > 3  # the head's GCS, dashboard, raylet
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert not SECRET.keys() & process.environ().keys(), process
 
 
 def wait_for_dashboard(environment: dict[str, str]) -> None:
@@ -110,7 +124,107 @@ def test_a_mistake_is_refused_before_anything_is_submitted():
         ([], "launch/ray_job.sh CONFIG"),
         (["configs/none.yaml"], "no file configs/none.yaml"),
         ([QUICKSTART, "learner.lerning_rate=1"], "did you mean learning_rate?"),
+        ([QUICKSTART, 'sampling.stop=["</answer>"]'], "would not leave this as it is"),
+        ([QUICKSTART, "run.name=$(id)"], "would not leave this as it is"),
+        (["resume"], "resume takes a run's folder"),
+        (["resume", "runs/none"], "no run in runs/none"),
     ]:
         result = submit(environment, *arguments)
         assert result.returncode == 2, result.stdout + result.stderr
         assert message in result.stdout + result.stderr
+
+
+FAKE_RAY = r"""#!/bin/bash
+printf "%s\n" "$@"
+echo "mode ${RAY_AUTH_MODE:-unset}"
+case $1 in
+  get-auth-token) mkdir -p ~/.ray; echo generated >~/.ray/auth_token ;;
+  start) env >&2 ;;
+esac
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """The scripts in a folder without an environment, and programs that print how they are called."""
+    shutil.copytree("launch", tmp_path / "launch")
+    shutil.copytree("configs", tmp_path / "configs")
+    (tmp_path / "runs" / "a-run").mkdir(parents=True)
+    (tmp_path / "runs" / "a-run" / "config.yaml").touch()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {"ray": FAKE_RAY, "grpo-ray": "#!/bin/bash\n"}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", str(tmp_path / "launch" / script), *arguments],
+            env={"PATH": path, "HOME": str(tmp_path), **environment},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def test_what_is_submitted(elsewhere, tmp_path):
+    result = elsewhere("ray_job.sh", "resume", "runs/a-run", "algorithm.num_steps=3", EXAMPLE_TOKEN="mine")
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.splitlines()
+    command = words[words.index("--") + 1 : -1]
+    run = str(tmp_path / "runs" / "a-run")
+    assert command == ["python", "-m", "grpo_ray.cli", "resume", run, "algorithm.num_steps=3"]
+    assert words[words.index("--address") + 1] == "http://127.0.0.1:8265"
+    runtime_env = json.loads(words[words.index("--runtime-env-json") + 1])
+    assert runtime_env.keys() == {"excludes"}  # no variable of this shell
+    assert "mine" not in result.stdout
+
+    result = elsewhere("ray_job.sh", QUICKSTART, "run.name=a", "run.if_exists=resume")
+    words = result.stdout.splitlines()
+    here = f"run.output_dir={tmp_path}/runs"
+    assert words[words.index("train") :][:5] == [
+        "train",
+        QUICKSTART,
+        here,
+        "run.name=a",
+        "run.if_exists=resume",
+    ]
+
+
+def test_without_a_token_nothing_goes_to_another_machine(elsewhere, tmp_path):
+    remote = {"RAY_ADDRESS": "http://head.example:8265", "RAY_API_SERVER_ADDRESS": "http://other.example:1"}
+    for mode in ({}, {"RAY_AUTH_MODE": "token"}):
+        refused = elsewhere("ray_job.sh", QUICKSTART, **remote, **mode)
+        assert refused.returncode == 2
+        assert "no token for http://head.example:8265" in refused.stderr
+
+    (tmp_path / "token").write_text("x")
+    for allowed, mode in [
+        ({"RAY_AUTH_TOKEN": "x"}, "token"),
+        ({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}, "token"),
+        ({"RAY_AUTH_MODE": "disabled"}, "disabled"),
+    ]:
+        result = elsewhere("ray_job.sh", QUICKSTART, **remote, **allowed)
+        assert result.returncode == 0, result.stderr
+        words = result.stdout.splitlines()
+        assert words[words.index("--address") + 1] == remote["RAY_ADDRESS"]
+        assert words[-1] == f"mode {mode}"
+
+
+def test_a_head_has_a_token_that_only_its_owner_can_read(elsewhere, tmp_path):
+    assert elsewhere("start_head.sh", RAY_AUTH_MODE="disabled").returncode == 2
+    result = elsewhere("start_head.sh", "--num-cpus=2", "--dashboard-port=1234", EXAMPLE_TOKEN="mine")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+    assert "generated" not in result.stdout + result.stderr
+    assert "mine" not in result.stderr  # what Ray was started with
+    assert "RAY_ADDRESS=http://127.0.0.1:1234 launch/ray_job.sh CONFIG" in result.stdout
+
+    blocking = elsewhere("start_head.sh", "--dashboard-host", "10.0.0.1", "--block").stdout.splitlines()
+    assert blocking[-1] == "mode token"
+    assert {"--dashboard-host=10.0.0.1", "--dashboard-port=8265", "--block"} <= set(blocking)
+
+    not_there = elsewhere("start_head.sh", RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"))
+    assert not_there.returncode == 2
+    assert "where no token is" in not_there.stderr

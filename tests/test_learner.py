@@ -1,6 +1,11 @@
 """The Learner without Ray: its gradient against the published formulas in plain loops, and its guards."""
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_completion, make_group, make_item, plain_logprobs
-from transformers import AutoModelForCausalLM
+from builders import make_completion, make_group, make_item, plain_logprobs, same_groups
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.staleness import StaleBatchError
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import as_tensor, unpack_weights
-from grpo_ray.types import ScoredGroup, TrainBatch, WeightSnapshot
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.rollout_log import read_groups
+from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
 ENDS = (0, 17)
 LOSSES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")
@@ -407,27 +415,263 @@ def test_next_step_does_not_change_a_snapshot(make_learner: Callable[..., Learne
     assert not np.array_equal(learner.snapshot().data, before)
 
 
+# ---- capture, write, go on ----
+
+
+@pytest.fixture
+def go_on(tiny_config: Config) -> Callable[[Learner, Path], Learner]:
+    """A Learner that goes on from a folder, with the other one's configuration."""
+
+    def make(learner: Learner, folder: Path) -> Learner:
+        torch.manual_seed(12345)  # whatever random numbers its process drew before
+        return Learner(str(folder), learner._config, ENDS, folder / "training")
+
+    return make
+
+
+def train(learner: Learner, steps: Sequence[int]) -> list[dict[str, float]]:
+    """A batch of its own each step; the metrics but for what a clock or the system counts."""
+    metrics = []
+    for seed in steps:
+        batch = TrainBatch(tuple(make_batch(learner, seed=seed, versions=learner.version)))
+        report = learner.train_step(batch)
+        kept = {n: v for n, v in report.metrics.items() if not n.startswith(("timing/", "memory/"))}
+        metrics.append({**kept, "version": report.version})
+    return metrics
+
+
+def optimizer_state(learner: Learner) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{moment}": tensor.clone()
+        for name, parameter in learner.model.named_parameters()
+        for moment, tensor in learner._optimizer.state[parameter].items()
+    }
+
+
+def written(learner: Learner, folder: Path) -> Path:
+    folder.mkdir()
+    learner.capture()
+    learner.write_captured(folder)
+    return folder
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_save_can_be_loaded(make_learner: Callable[..., Learner], tmp_path: Path, tied: bool) -> None:
+def test_training_that_goes_on_from_a_checkpoint_is_the_same_bit_for_bit(
+    make_learner: Callable[..., Learner], go_on: Callable[..., Learner], tmp_path: Path, tied: bool
+) -> None:
+    options = {"learning_rate": 1e-2, "warmup_steps": 5, "weight_decay": 0.1}
+    straight, first = make_learner(tied, learner=options), make_learner(tied, learner=options)
+    expected = train(straight, range(6))
+    assert train(first, range(3)) == expected[:3]
+    second = go_on(first, written(first, tmp_path / "step"))
+    assert second.version == 3
+    assert torch.equal(torch.get_rng_state(), saved_random_state(tmp_path / "step"))
+    assert train(second, range(3, 6)) == expected[3:]
+    assert torch.equal(weights(second), weights(straight))
+    ours, theirs = optimizer_state(second), optimizer_state(straight)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 3 * len(list(straight.model.parameters()))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert second.capture() == StepReport(6, second._last_report.metrics)  # type: ignore[union-attr]
+
+
+def saved_random_state(folder: Path) -> torch.Tensor:
+    return load_file(folder / "training" / "optimizer.safetensors")["random/cpu"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_steps_after_the_capture_do_not_change_what_is_written(
+    make_learner: Callable[..., Learner], tmp_path: Path, tied: bool
+) -> None:
     learner = make_learner(tied, learner={"learning_rate": 1e-2})
-    learner.train_step(TrainBatch(tuple(make_batch(learner))))
-    folder = learner.save(tmp_path / "step-000001")
-    assert folder == tmp_path / "step-000001"
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    train(learner, [1])
+    expected, moments = weights(learner), optimizer_state(learner)
     ids = torch.tensor([[5, 6, 7, 8]])
-    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        assert torch.equal(loaded(ids, use_cache=False).logits, learner.model(ids, use_cache=False).logits)
-    assert (folder / "tokenizer.json").exists()
+        logits = learner.model(ids, use_cache=False).logits
+    report = learner.capture()
+    assert report is not None
+    assert report.version == 1
+    train(learner, [2])
+    with ThreadPoolExecutor(1) as pool:  # as Ray calls it: beside a step
+        writing = pool.submit(learner.write_captured, tmp_path)
+        train(learner, [3])
+        assert writing.result(60) > 0
+    assert not torch.equal(weights(learner), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(torch.cat([p.flatten() for p in loaded.parameters()]), expected)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, use_cache=False).logits, logits)
+    saved = load_file(tmp_path / "training" / "optimizer.safetensors")
+    assert all(torch.equal(saved[f"adam/{name}"], moment) for name, moment in moments.items())
+    assert learner._captured is None
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights(make_learner: Callable[..., Learner]) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_folder_is_a_model_of_float32(make_learner: Callable[..., Learner], tmp_path: Path, tied: bool) -> None:
+    learner = make_learner(tied, model={"dtype": "bfloat16"})
+    train(learner, [1])
+    folder = written(learner, tmp_path / "step")
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(
+        os.listdir(folder)
+    )
+    assert os.listdir(folder / "training") == ["optimizer.safetensors"]
+    tensors = load_file(folder / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == (not tied)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    assert AutoTokenizer.from_pretrained(folder).encode("sort 31245") == learner._tokenizer.encode("sort 31245")
+
+
+def test_nothing_trained_yet(
+    make_learner: Callable[..., Learner], go_on: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make_learner()
+    assert learner.capture() is None
+    learner.write_captured(tmp_path)
+    second = go_on(learner, tmp_path)
+    assert second.version == 0
+    assert torch.equal(weights(second), weights(learner))
+    assert train(second, range(2)) == train(learner, range(2))
+
+
+def test_tied_weights_are_copied_once(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(tied=True)
+    learner.capture()
+    assert learner._captured is not None
+    copies = learner._captured.weights
+    assert copies["lm_head.weight"] is copies["model.embed_tokens.weight"]
+    assert copies["lm_head.weight"].data_ptr() != learner.model.lm_head.weight.data_ptr()
+
+
+def test_checkpoint_of_another_model_is_refused(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    learner = make_learner(tied=False)
+    train(learner, [1])
+    written(learner, tmp_path / "step")
+    with pytest.raises(ValueError, match=r"has no weight lm_head\.weight"):
+        Learner(str(tiny_model(True)), learner._config, ENDS, tmp_path / "step" / "training")
+
+
+def test_full_disk_is_an_oserror_and_frees_the_copies(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make_learner()
+    learner.capture()
+    with file_size_limit(20_000), pytest.raises(OSError, match="File too large"):
+        learner.write_captured(tmp_path)
+    assert learner._captured is None
+    learner.capture()
+    assert learner.write_captured(tmp_path) > 0
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ---- updates that are not finite ----
+
+
+def poisoned(groups: list[ScoredGroup]) -> TrainBatch:
+    """An advantage that overflows the gradient."""
+    groups[0].advantages[0] = np.inf
+    return TrainBatch(tuple(groups))
+
+
+def test_update_that_is_not_finite_is_skipped(
+    make_learner: Callable[..., Learner], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    learner = make_learner(learner={"learning_rate": 1e-2, "warmup_steps": 4})
+    learner._skipped_folder = tmp_path / "skipped"
+    assert train(learner, [1])[0]["optim/skipped_updates"] == 0.0
+    expected, moments = weights(learner), optimizer_state(learner)
+    for in_a_row in (1, 2):
+        batch = poisoned(make_batch(learner, versions=learner.version))
+        report = learner.train_step(batch)
+        assert report.version == learner.version == 1 + in_a_row  # the batch is used up
+        assert report.metrics["optim/skipped_updates"] == 1.0
+        assert report.metrics["optim/skipped_in_a_row"] == in_a_row
+        assert not np.isfinite(report.metrics["loss/policy"])
+        assert report.metrics["optim/lr"] == pytest.approx(1e-2 * (1 + in_a_row) / 4)
+        assert np.isfinite(report.metrics["lag/max"])
+        assert check_names(report.metrics) == []
+        path = tmp_path / "skipped" / f"step-00000{1 + in_a_row}.parquet"
+        assert same_groups(read_groups(path), batch.groups)
+        assert f"step {1 + in_a_row}: loss or gradient is not finite" in capfd.readouterr().out
+    assert torch.equal(weights(learner), expected)
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in optimizer_state(learner).items())
+    after = train(learner, [4])[0]  # the gradient that is not finite is gone
+    assert (after["optim/skipped_updates"], after["optim/skipped_in_a_row"]) == (0.0, 0.0)
+    assert torch.isfinite(weights(learner)).all()
+    assert not torch.equal(weights(learner), expected)
+
+
+def test_gradient_that_is_not_finite_under_a_finite_loss(
+    make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(learner={"learning_rate": 1e-2})
+    before = weights(learner)
+    learner.model.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
+    (metrics,) = train(learner, [1])
+    assert np.isfinite(metrics["loss/policy"])
+    assert np.isnan(metrics["optim/grad_norm"])
+    assert metrics["optim/skipped_updates"] == 1.0
+    assert torch.equal(weights(learner), before)
+
+
+def test_weights_that_are_not_finite_are_seen_in_every_metric(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner()
     batch = TrainBatch(tuple(make_batch(learner)))
     with torch.no_grad():
         next(learner.model.parameters())[:] = torch.nan
-    other = weights(learner)[-10:].clone()
-    with pytest.raises(FloatingPointError, match="not finite at version 0"):
-        learner.train_step(batch)
+    metrics = learner.train_step(batch).metrics
+    for name in (
+        "loss/policy",
+        "optim/grad_norm",
+        "policy/entropy",
+        "mismatch/kl",
+        "mismatch/logprob_diff/max",
+    ):
+        assert np.isnan(metrics[name]), name
+    assert metrics["optim/skipped_updates"] == 1.0
+
+
+def test_skipped_in_a_row_goes_on_from_a_checkpoint(
+    make_learner: Callable[..., Learner], go_on: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make_learner()
+    learner.train_step(poisoned(make_batch(learner)))
+    second = go_on(learner, written(learner, tmp_path / "step"))
+    report = second.train_step(poisoned(make_batch(second, versions=1)))
+    assert report.metrics["optim/skipped_in_a_row"] == 2.0
+
+
+def test_batch_that_cannot_be_kept_does_not_end_the_training(
+    make_learner: Callable[..., Learner], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    learner = make_learner()
+    (tmp_path / "file").touch()
+    learner._skipped_folder = tmp_path / "file" / "skipped"
+    assert learner.train_step(poisoned(make_batch(learner))).version == 1
+    assert "step 1: its batch could not be kept: " in capfd.readouterr().out
+
+
+def test_batch_without_groups_is_refused(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    with pytest.raises(ValueError, match="the batch of version 0 has no groups"):
+        learner.train_step(TrainBatch(()))
     assert learner.version == 0
-    assert torch.equal(weights(learner)[-10:], other)
+
+
+def test_report_tells_the_process_s_memory(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    metrics = learner.train_step(TrainBatch(tuple(make_batch(learner)))).metrics
+    assert metrics["memory/learner_bytes"] > 50 * 2**20
+    assert check_names(metrics) == []

@@ -151,7 +151,7 @@ def test_wrong_lines_are_named(tmp_path: Path, line: Any, message: str) -> None:
 def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no such file"):
         read_examples(tmp_path / "none.jsonl", "q", "a")
-    with pytest.raises(ValueError, match=r"is a folder"):
+    with pytest.raises(ValueError, match=r"is a folder; give the path of"):
         read_examples(tmp_path, "q", "a")
     (tmp_path / "data.csv").write_text("q,a\n1,2\n")
     with pytest.raises(ValueError, match=r"unknown kind of file '.csv'; convert it"):
@@ -169,10 +169,16 @@ def test_wrong_files(tmp_path: Path) -> None:
 
 
 def test_load_examples(tmp_path: Path) -> None:
-    train, validation = load_examples(SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0)
-    assert (len(train), len(validation)) == (5, 2)
+    sets = load_examples(SortingTaskConfig(num_train_prompts=5, num_validation_prompts=2), seed=0)
+    assert (len(sets.train), len(sets.validation), sets.notices) == (5, 2, ())
     path = str(write_jsonl(tmp_path, *({"question": f"{i}?", "answer": f"#### {i}"} for i in range(9))))
-    task = FileTaskConfig(train_path=path, validation_path=path, num_validation_prompts=3, answer_marker="####")
-    train, validation = load_examples(task, seed=0)
-    assert train == [Example(f"{i}?", str(i)) for i in range(9)]
-    assert validation == train[:3]
+    task = FileTaskConfig(
+        train_path=path, validation_path=path, num_validation_prompts=3, answer_marker="####", duplicates="keep"
+    )
+    sets = load_examples(task, seed=0)
+    assert sets.train == [Example(f"{i}?", str(i)) for i in range(9)]
+    assert sets.validation == sets.train[:3]
+    assert sets.train[4].place == f"{path}, line 5"
+    sets = load_examples(task.model_copy(update={"duplicates": "drop"}), seed=0)
+    assert sets.train == [Example(f"{i}?", str(i)) for i in range(3, 9)]
+    assert sets.notices == (f"{path}: 3 duplicate questions of {path} kept out of training",)

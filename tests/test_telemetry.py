@@ -1,19 +1,40 @@
 """Run folders, the metrics file, the rollout log and the metrics catalogue."""
 
+import errno
 import json
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import same_groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
+from grpo_ray.errors import RunError
+from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.metrics_catalog import METRICS, check_names
-from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
-from grpo_ray.telemetry.run_files import MetricsLog, RunDirectory, read_metrics
+from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts
+from grpo_ray.telemetry.run_files import (
+    JsonLines,
+    MetricsLog,
+    RunDirectory,
+    last_logged_step,
+    read_metrics,
+    step_name,
+)
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)  # a lone surrogate is no text
 
 CONFIG = Config.model_validate({"model": {"path": "m"}, "task": {"kind": "sorting"}})
 
@@ -44,17 +65,99 @@ def test_create_makes_the_folders_and_the_config(tmp_path: Path) -> None:
     assert all(folder.is_dir() for folder in (run.rollouts, run.evaluations, run.checkpoints, run.logs))
     assert load_config(run.config_path) == CONFIG
     assert run.rollouts_path(40) == run.path / "rollouts" / "step-000040.parquet"
+    assert (run.skipped, run.events_path) == (run.path / "skipped", run.path / "events.jsonl")
     assert run.checkpoint_path(40) == run.path / "checkpoints" / "step-000040"
 
 
 def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     RunDirectory(tmp_path / "empty").create(CONFIG)
-    with pytest.raises(ValueError, match=r"empty exists already and is not empty.*give another run.name"):
+    message = (
+        rf"empty exists already and is not empty.*`grpo-ray resume {tmp_path}/empty`, give another run.name"
+    )
+    with pytest.raises(ValueError, match=message):
         RunDirectory(tmp_path / "empty").create(CONFIG)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"is a file"):
         RunDirectory(tmp_path / "file").check_free()
+
+
+def test_rewind_forgets_later_steps_only(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.create(CONFIG)
+    run.skipped.mkdir()
+    early = '{"step": 1,  "x": 0.10}\n{"step": 2}\n'  # its bytes stay as they are
+    run.metrics_path.write_text(early + '{"step": 3}\n{"step": 4, "rew')
+    run.evaluations_summary_path.write_text('{"step": 0}\n{"step": 4}\n')
+    run.events_path.write_text('{"step": 9}\n')
+    for folder in (run.rollouts, run.evaluations, run.skipped):
+        for step in (0, 2, 3, 1_000_000):
+            (folder / f"{step_name(step)}.parquet").touch()
+        (folder / ".step-000002.parquet.partial").touch()
+        (folder / "notes.txt").touch()
+    checkpoint = run.checkpoint_path(3)
+    checkpoint.mkdir()
+    run.rewind(2)
+    assert run.metrics_path.read_text() == early
+    assert run.evaluations_summary_path.read_text() == '{"step": 0}\n'
+    assert run.events_path.read_text() == '{"step": 9}\n'  # what happened has happened
+    for folder in (run.rollouts, run.skipped):
+        assert sorted(os.listdir(folder)) == ["notes.txt", "step-000000.parquet", "step-000002.parquet"]
+    assert len(os.listdir(run.evaluations)) == 4
+    assert checkpoint.is_dir()
+    before = run.metrics_path.stat().st_ino
+    run.rewind(2)
+    assert run.metrics_path.stat().st_ino == before  # nothing to do, nothing written
+
+
+def test_rewind_of_a_run_that_wrote_nothing(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).rewind(0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_rewind_names_the_line_it_cannot_read(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics_path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not valid JSON"):
+        run.rewind(1)
+    assert len(run.metrics_path.read_text().splitlines()) == 3
+
+
+HOLD_LOCK = """
+import os, subprocess, sys, time
+from grpo_ray.telemetry.run_files import RunDirectory
+with RunDirectory(sys.argv[1]).lock():
+    children = [subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False).pid, os.fork()]
+    if not children[1]:
+        time.sleep(60)
+    print(os.getpid(), *children, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_lock_lasts_as_long_as_its_process_and_no_longer(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, run.path], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    pid, *children = map(int, holder.stdout.readline().split())
+    try:
+        message = rf"another process \(pid {pid} on host {socket.gethostname()}\) writes to {run.path}"
+        with pytest.raises(RunError, match=message), run.lock():
+            pass
+        os.kill(pid, signal.SIGKILL)
+        holder.wait(30)
+        for child in children:
+            os.kill(child, 0)  # they live, and hold nothing
+        with run.lock():
+            assert json.loads((run.path / ".lock").read_text())["pid"] == os.getpid()
+            with pytest.raises(RunError, match=rf"pid {os.getpid()} on host"), run.lock():
+                pass
+    finally:
+        holder.stdout.close()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    with run.lock():
+        run.create(CONFIG)  # a folder with nothing but the lock is free
 
 
 # ---- metrics ----
@@ -86,6 +189,63 @@ def test_half_written_line_is_left_out_and_dropped_on_resume(tmp_path: Path) -> 
         read_metrics(path)
 
 
+def test_rows_may_hold_anything_that_json_can(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "events.jsonl")
+    row = {"kind": "tod", "ids": (1, np.int64(2)), "facts": {"x": np.float32(math.inf), "y": True, "z": None}}
+    assert log.append(row) is None
+    assert json.loads((tmp_path / "events.jsonl").read_text()) == {
+        "kind": "tod",
+        "ids": [1, 2],
+        "facts": {"x": None, "y": True, "z": None},
+    }
+
+
+def test_last_logged_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_logged_step(path) == 0
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
+    assert last_logged_step(path) == 2
+
+
+def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:
+    """In a process of its own, whose files may have 100 bytes."""
+    script = """
+import resource, sys
+from grpo_ray.telemetry.run_files import MetricsLog, read_metrics
+path = sys.argv[1]
+log = MetricsLog(path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+assert log.append(1, {"x": 1.0}) is None
+length = len(open(path).read())
+error = log.append(2, {"note": 10**90})  # a part of it fits
+assert "File too large" in error and "1 lines wait in memory" in error, error
+assert len(open(path).read()) == length
+assert "2 lines wait" in log.append(3, {})  # it would fit, but order is kept
+resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
+assert "1 lines wait" in log.append(4, {"note": 10**90}), "what fits is written"
+assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert log.append(5, {}) is None
+assert log.append(6, {}) is None
+"""
+    path = tmp_path / "metrics.jsonl"
+    subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
+def test_full_device_and_the_bound_on_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_ray.telemetry.json_lines.MAX_PENDING", 3)
+    monkeypatch.setattr("os.ftruncate", lambda *_: None)  # a device has no length
+    monkeypatch.setattr("grpo_ray.telemetry.json_lines.drop_half_line", lambda _: None)  # nor an end
+    log = MetricsLog("/dev/full")
+    errors = [log.append(step, {}) for step in range(1, 6)]
+    assert errors[0] is not None
+    assert errors[4] is not None
+    assert "No space left on device; 1 lines wait in memory" in errors[0]
+    assert errors[4].endswith("3 lines wait in memory; 2 older ones are lost")
+
+
 # ---- rollouts ----
 
 
@@ -111,10 +271,12 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
         "answer_reward": 0.0,
         "advantage": -1.0,
         "num_tokens": 3,
+        "num_errors": 0,
         "finish_reason": "stop",
         "min_version": 1,
         "max_version": 2,
         "generator": "generator-0",
+        "prompt_token_ids": [1, 2],
         "token_ids": [100, 101, 102],
         "logprobs": [0.0, -1.0, -2.0],
         "versions": [{"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 2, "end": 3}],
@@ -135,6 +297,70 @@ def test_rollouts_are_quick_to_write(tmp_path: Path) -> None:
     assert min(seconds) < 0.015
 
 
+token_counts = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+floats = st.floats(width=32)  # infinities, nan, -0.0 and all
+
+
+@st.composite
+def scored_groups(draw: st.DrawFn) -> ScoredGroup:
+    def array(strategy: st.SearchStrategy, size: int, dtype: type) -> np.ndarray:
+        return np.array(draw(st.lists(strategy, min_size=size, max_size=size)), dtype=dtype)
+
+    def completion(size: int) -> Completion:
+        return Completion(
+            text=draw(TEXT),
+            token_ids=array(st.integers(0, 2**31 - 1), size, np.int32),
+            logprobs=array(floats, size, np.float32),
+            versions=array(st.integers(0, 3), size, np.int32),
+            finish_reason=draw(st.sampled_from(["stop", "length"])),
+        )
+
+    sizes = draw(token_counts)
+    prompt_ids = tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)))
+    item = PromptItem(draw(st.integers(0, 2**40)), draw(TEXT), prompt_ids, draw(TEXT))
+    rollout = RolloutGroup(item, tuple(completion(size) for size in sizes), draw(TEXT))
+    scores = [array(floats, len(sizes), np.float32) for _ in range(4)]
+    return ScoredGroup(rollout, *scores, num_errors=draw(st.integers(0, 9)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(scored_groups(), max_size=4))
+def test_groups_come_back_bit_for_bit(groups: list[ScoredGroup]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "groups.parquet"
+        write_rollouts(path, None, groups, fsync=True)
+        assert same_groups(read_groups(path), groups)
+        assert os.listdir(folder) == [path.name]
+
+
+def test_groups_read_back_do_not_hold_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "groups.parquet"
+    write_rollouts(path, None, [make_group(3, [[1, 1, 2], [2]])])
+    (group,) = read_groups(path)
+    for array in (group.rewards, group.rollout.completions[0].token_ids, group.rollout.completions[0].versions):
+        assert array.base is None
+        assert array.flags.writeable
+
+
+def test_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+sys.path.insert(0, "tests")
+from test_telemetry import make_group, write_rollouts
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_rollouts(sys.argv[1], 1, [make_group(g, [[1, 2, 3]]) for g in range(50)])
+except OSError as error:
+    print(error.errno)
+"""
+    path = tmp_path / "step-000001.parquet"
+    write_rollouts(path, 1, [make_group(7, [[1]])])  # what was there stays
+    result = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=60)
+    assert result.stdout == f"{errno.EFBIG}\n", result.stderr
+    assert os.listdir(tmp_path) == [path.name]
+    assert [row["group_id"] for row in read_rollouts(path)] == [7]
+
+
 # ---- the catalogue ----
 
 
@@ -143,3 +369,21 @@ def test_catalogue_knows_its_names() -> None:
     assert check_names({"reward/mean": 1.0, "reward/men": 1.0, "x": 0.0}) == ["reward/men", "x"]
     assert all(meaning for _, meaning in METRICS.values())
     json.dumps(METRICS)
+
+
+# ---- memory ----
+
+
+def test_resident_memory_counts_children() -> None:
+    before = resident_bytes()
+    block = bytearray(b"x") * (64 * 2**20)
+    assert resident_bytes() - before > 60 * 2**20
+    del block
+    script = "block = bytearray(b'x') * (64 * 2**20); print(flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert resident_bytes() - resident_bytes(with_children=False) > 60 * 2**20
+    child.communicate("\n")

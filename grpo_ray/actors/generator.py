@@ -4,17 +4,20 @@ import asyncio
 import time
 
 from grpo_ray.engines.base import Engine
+from grpo_ray.engines.snapshot import check_snapshot
+from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.types import GeneratorStats, PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
 
 
 class Generator:
     """Samples whatever it is given, at once; who is given what is decided by admission, not here."""
 
-    def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0) -> None:
+    def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0, version: int = 0) -> None:
+        """`version` is the one of the weights that the engine has loaded."""
         self.name = name
         self._engine = engine
         self._slowdown_s = slowdown_s
-        self._version = 0
+        self._version = version
         self._num_running = 0
         self._busy_since = 0.0
         self._busy_s = 0.0
@@ -24,19 +27,23 @@ class Generator:
         return f"Generator({self.name}, version={self._version}, {self._num_running} groups running)"
 
     async def ready(self) -> bool:
-        """True once the engine serves version 0 (actor calls wait for the constructor)."""
-        await self._engine.start()
+        """True once the engine serves its first version (actor calls wait for the constructor)."""
+        await self._engine.start(self._version)
         return True
 
-    async def generate(self, item: PromptItem, settings: SamplingSettings) -> RolloutGroup:
-        """Sample the item's completions; many calls run at a time."""
+    async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
+        """Sample the item's completions; returns them, and how many tokens they are.
+
+        Many calls run at a time; a cancelled one gives up its requests.
+        """
         self._enter()
         try:
             completions = await self._engine.generate(item.prompt_token_ids, settings)
             if self._slowdown_s:
                 await asyncio.sleep(self._slowdown_s)
-            self._sampled_tokens += sum(len(completion.token_ids) for completion in completions)
-            return RolloutGroup(item, completions, self.name)
+            num_tokens = sum(len(completion.token_ids) for completion in completions)
+            self._sampled_tokens += num_tokens
+            return RolloutGroup(item, completions, self.name), num_tokens
         finally:
             self._leave()
 
@@ -44,7 +51,12 @@ class Generator:
         await self._engine.pause()
 
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
-        """All tensors first, then the version: a partial update is never served under a new version."""
+        """All tensors first, then the version: a partial update is never served under a new version.
+
+        Raises:
+            ValueError: the snapshot did not arrive whole, or does not fit the model.
+        """
+        check_snapshot(snapshot)
         await self._engine.start_weight_update()
         await self._engine.update_weights(snapshot)
         await self._engine.finish_weight_update(snapshot.version)
@@ -60,7 +72,7 @@ class Generator:
         if self._num_running:
             self._busy_s += now - self._busy_since
             self._busy_since = now
-        stats = GeneratorStats(self._busy_s, self._sampled_tokens)
+        stats = GeneratorStats(self._busy_s, self._sampled_tokens, resident_bytes())
         self._busy_s, self._sampled_tokens = 0.0, 0
         return stats
 

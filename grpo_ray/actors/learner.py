@@ -1,6 +1,6 @@
 """Learner: one GRPO update a batch, on the policy's device."""
 
-import os
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,23 +19,38 @@ from grpo_ray.algorithms import (
 )
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.policy.cores import hold_to_cores
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, micro_batches, sequences_of
 from grpo_ray.policy.response_logits import response_logits
+from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
+from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
 
 class Learner:
     """Holds the policy (float32 master weights) and its optimizer; `version` counts completed steps."""
 
-    def __init__(self, model_path: str, config: Config, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        config: Config,
+        end_token_ids: tuple[int, ...],
+        checkpoint: Path | None = None,
+        skipped_folder: Path | None = None,
+    ) -> None:
+        """Go on from `checkpoint`, the `training` folder in `model_path`, if it is given.
+
+        Batches that could not be learned from are kept in `skipped_folder`.
+        """
         self._config = config
         self._end_token_ids = end_token_ids
         self._device = torch.device("cuda" if config.learner.num_gpus else "cpu")
         if self._device.type == "cpu":
             torch.set_num_threads(config.learner.num_threads)
-            if config.learner.cpu_cores is not None:
-                os.sched_setaffinity(0, config.learner.cpu_cores)
+            hold_to_cores(config.learner.cpu_cores)
         self._dtype = getattr(torch, config.model.dtype)
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
         self.model = load_policy(model_path, config.model.trust_remote_code).to(self._device)
@@ -50,6 +65,13 @@ class Learner:
             weight_decay=config.learner.weight_decay,
         )
         self.version = 0
+        self._skipped_in_a_row = 0
+        self._skipped_folder = skipped_folder
+        self._last_report: StepReport | None = None
+        self._captured: TrainingState | None = None
+        if checkpoint is not None:
+            counters = restore_state(checkpoint, self.model, self._optimizer)
+            self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
 
     def __repr__(self) -> str:
         return f"Learner(version={self.version})"
@@ -60,35 +82,57 @@ class Learner:
     def train_step(self, batch: TrainBatch) -> StepReport:
         """One optimizer step on the whole batch.
 
+        If its loss or gradient is not finite, weights and optimizer are left as they were and the batch is
+        kept for inspection; the version counts on, as the batch is used up.
+
         Raises:
             StaleBatchError: a token is older than `max_lag` allows; nothing was changed.
-        FloatingPointError: the gradient is not finite; the weights were not changed.
+            ValueError: the batch has no groups; nothing was changed.
         """
+        if not batch.groups:
+            raise ValueError(f"the batch of version {self.version} has no groups to train on")
         started = time.perf_counter()
         lag = self._check_lag(batch.groups)
         sums = self.accumulate_gradient(batch.groups)
-        learning_rate = self._set_learning_rate()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.learner.max_grad_norm)
-        if not torch.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"the gradient is not finite at version {self.version}; the weights are left as they were"
-            )
-        self._optimizer.step()
+        update = self._update(sums["loss"])
+        if update["optim/skipped_updates"]:
+            self._keep_skipped(batch.groups)
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # or the step would be timed, and reported, before it is done
         self.version += 1
         if self._config.learner.slowdown_s:
             time.sleep(self._config.learner.slowdown_s)
-        return StepReport(
-            self.version,
-            {
-                **_means(sums),
-                **lag,
-                "optim/grad_norm": float(grad_norm),
-                "optim/lr": learning_rate,
-                "timing/train_s": time.perf_counter() - started,
-            },
-        )
+        metrics = {**_means(sums), **lag, **update, "memory/learner_bytes": float(resident_bytes())}
+        metrics["timing/train_s"] = time.perf_counter() - started
+        self._last_report = StepReport(self.version, metrics)
+        return self._last_report
+
+    def _update(self, loss: float) -> dict[str, float]:
+        """Take the optimizer's step, unless loss or gradient is not finite."""
+        learning_rate = self._set_learning_rate()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.learner.max_grad_norm)
+        grad_norm = float(norm)
+        is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if not is_skipped:
+            self._optimizer.step()
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
+        return {
+            "optim/grad_norm": grad_norm,
+            "optim/lr": learning_rate,
+            "optim/skipped_updates": float(is_skipped),
+            "optim/skipped_in_a_row": float(self._skipped_in_a_row),
+        }
+
+    def _keep_skipped(self, groups: Sequence[ScoredGroup]) -> None:
+        step = self.version + 1
+        print(f"step {step}: loss or gradient is not finite, the update is skipped", flush=True)
+        if self._skipped_folder is None:
+            return
+        try:
+            self._skipped_folder.mkdir(parents=True, exist_ok=True)
+            write_rollouts(self._skipped_folder / f"{step_name(step)}.parquet", step, groups)
+        except OSError as error:
+            print(f"step {step}: its batch could not be kept: {error}", flush=True)
 
     def accumulate_gradient(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Leave the batch's gradient in `.grad`, whatever the micro-batch budget; returns summed metrics.
@@ -141,7 +185,8 @@ class Learner:
         sums["entropy"] += entropy[batch.response_mask].sum().item()
         sums["kl"] += mismatch["kl_sum"].item()
         sums["compared"] += mismatch["num_tokens"].item()
-        sums["logprob_diff_max"] = max(sums["logprob_diff_max"], mismatch["abs_diff_max"].item())
+        # Python's max would lose a nan.
+        sums["logprob_diff_max"] = float(np.maximum(sums["logprob_diff_max"], mismatch["abs_diff_max"].item()))
 
     def _has_signal(self, group: ScoredGroup) -> bool:
         weights = group.rewards if self._config.algorithm.loss == "no_baseline" else group.advantages
@@ -176,13 +221,26 @@ class Learner:
         """A copy of the weights in the served dtype: the next step may change them at once."""
         return pack_weights(self.model.named_parameters(), self.version, self._dtype)
 
-    def save(self, folder: Path) -> Path:
-        """Write policy and tokenizer in Hugging Face format, under a temporary name until complete."""
-        unfinished = folder.with_name(f"unfinished-{folder.name}")
-        self.model.save_pretrained(unfinished)
-        self._tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
-        return folder
+    def capture(self) -> StepReport | None:
+        """Copy the whole state to host memory, for `write_captured`; returns the last step's report."""
+        counters = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
+        self._captured = None  # what nobody wrote makes room first
+        self._captured = capture_state(self.model, self._optimizer, counters)
+        return self._last_report
+
+    def write_captured(self, folder: Path) -> float:
+        """Write what was captured to an existing folder, and forget it; returns the seconds it took.
+
+        Another thread may train meanwhile: no live weight is looked at.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        started = time.perf_counter()
+        captured, self._captured = self._captured, None
+        assert captured is not None, "capture first"
+        write_state(captured, self.model, self._tokenizer, folder)
+        return time.perf_counter() - started
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from grpo_ray.actors.staleness import admission_limit
+from grpo_ray.errors import DataLost
 from grpo_ray.types import SyncReport
 
 
@@ -26,7 +27,8 @@ class WeightSyncError(RuntimeError):
 class WeightSync:
     """Knows which version each Generator runs, and lets groups be dispatched accordingly.
 
-    A version is *published* when every Generator runs it. A Generator that failed a sync is stale.
+    A version is *published* when every Generator that serves runs it. One that failed a sync is stale: what
+    it runs is not known, so it is out of everything until a fresh one of its name is admitted.
     """
 
     def __init__(
@@ -35,18 +37,22 @@ class WeightSync:
         max_lag: int,
         prompts_per_step: int,
         phase_timeout_s: float,
+        version: int = 0,
     ) -> None:
-        self._generators = list(generators)
+        """`version` is the one that every Generator starts with."""
+        self._generators = {generator.name: generator for generator in generators}
+        self._versions = dict.fromkeys(self._generators, version)
+        self._stale: set[str] = set()
         self._max_lag = max_lag
         self._prompts_per_step = prompts_per_step
         self._phase_timeout_s = phase_timeout_s
-        self._versions = {generator.name: 0 for generator in generators}
-        self._stale: set[str] = set()
-        self._published_version = 0
+        self._published_version = version
+        self._snapshot: Any = None  # the published weights, once they are not those that Generators start with
+        self._transaction = asyncio.Lock()
         self._published = asyncio.Condition()
 
     def __repr__(self) -> str:
-        return f"WeightSync(published={self._published_version})"
+        return f"WeightSync(published={self._published_version}, stale={sorted(self._stale)})"
 
     async def ready(self) -> bool:
         return True
@@ -62,15 +68,18 @@ class WeightSync:
         return admission_limit(self._published_version, self._max_lag, self._prompts_per_step)
 
     async def versions(self) -> dict[str, int]:
-        """The version each Generator runs."""
+        """The version that each serving Generator runs."""
         return dict(self._versions)
 
     async def stale(self) -> frozenset[str]:
-        """Generators that failed a sync: what they run is not known until they are synced again."""
+        """Generators that failed a sync or died, and have not been admitted again."""
         return frozenset(self._stale)
 
     async def publish(self, version: int, boxed_snapshot: list[Any]) -> SyncReport:
         """The transaction: pause(keep), load, resume, on all Generators at once.
+
+        A Generator that fails or misses a phase's timeout is stale from there on, and the others go on
+        without it; the report names it, with the phase.
 
         Args:
             version: the snapshot's.
@@ -78,43 +87,78 @@ class WeightSync:
                 through this process without its bytes.
 
         Raises:
-            WeightSyncError: names the Generator and the phase that failed or timed out.
+            DataLost: the snapshot is gone with the Learner that made it.
         """
         if version != self._published_version + 1:
             raise ValueError(f"version {version} cannot follow {self._published_version}")
-        snapshot = boxed_snapshot[0]
-        seconds = {
-            "pause": await self._phase("pause", lambda generator: generator.pause()),
-            "transfer": await self._phase("transfer", lambda generator: generator.load_weights(snapshot)),
+        async with self._transaction:
+            seconds, failed = await self._sync(list(self._generators.values()), boxed_snapshot[0])
+            for name in failed:
+                await self.retire(name)
+            self._versions = dict.fromkeys(self._generators, version)
+            self._snapshot = boxed_snapshot[0]
+            async with self._published:
+                self._published_version = version
+                self._published.notify_all()
+        metrics = {f"timing/weight_sync/{phase}_s": s for phase, s in seconds.items()}
+        return SyncReport(version, metrics, {name: str(error) for name, error in failed.items()})
+
+    async def retire(self, name: str) -> None:
+        """A Generator that died, or is not to be trusted, takes part in nothing any more."""
+        self._generators.pop(name, None)
+        self._versions.pop(name, None)
+        self._stale.add(name)
+
+    async def admit(self, generator: GeneratorClient) -> int:
+        """Bring a fresh Generator to the published version; from then on it takes part in every sync.
+
+        Returns the version. Raises:
+            WeightSyncError: names the phase that failed or timed out; the Generator stays stale.
+        """
+        async with self._transaction:
+            if self._snapshot is not None:
+                _, failed = await self._sync([generator], self._snapshot)
+                if failed:
+                    raise failed[generator.name]
+            self._generators[generator.name] = generator
+            self._versions[generator.name] = self._published_version
+            self._stale.discard(generator.name)
+            return self._published_version
+
+    async def _sync(
+        self, generators: list[GeneratorClient], snapshot: Any
+    ) -> tuple[dict[str, float], dict[str, WeightSyncError]]:
+        """Run the phases, each on every Generator that is still there; returns seconds, and who failed."""
+        phases: dict[str, Callable[[GeneratorClient], Awaitable[None]]] = {
+            "pause": lambda generator: generator.pause(),
+            "transfer": lambda generator: generator.load_weights(snapshot),
+            "resume": lambda generator: generator.resume(),
         }
-        self._versions = dict.fromkeys(self._versions, version)
-        seconds["resume"] = await self._phase("resume", lambda generator: generator.resume())
-        async with self._published:
-            self._published_version = version
-            self._stale.clear()
-            self._published.notify_all()
-        return SyncReport(version, {f"timing/weight_sync/{phase}_s": s for phase, s in seconds.items()})
+        seconds: dict[str, float] = {}
+        failed: dict[str, WeightSyncError] = {}
+        for phase, call in phases.items():
+            started = time.perf_counter()
+            present = [g for g in generators if g.name not in failed]
+            errors = await asyncio.gather(*(self._ask(g, phase, call(g)) for g in present))
+            failed |= {g.name: error for g, error in zip(present, errors, strict=True) if error is not None}
+            seconds[phase] = time.perf_counter() - started
+        return seconds, failed
 
-    async def _phase(self, phase: str, call: Any) -> float:
-        """Run one phase on every Generator; returns seconds until the slowest had answered."""
-        started = time.perf_counter()
-        await asyncio.gather(*(self._ask(generator, phase, call(generator)) for generator in self._generators))
-        return time.perf_counter() - started
-
-    async def _ask(self, generator: GeneratorClient, phase: str, answer: Awaitable[None]) -> None:
+    async def _ask(
+        self, generator: GeneratorClient, phase: str, answer: Awaitable[None]
+    ) -> WeightSyncError | None:
         try:
             await asyncio.wait_for(_as_coroutine(answer), self._phase_timeout_s)
-        except TimeoutError as error:
-            self._stale.add(generator.name)
-            raise WeightSyncError(
+        except TimeoutError:
+            return WeightSyncError(
                 f"weight sync: {generator.name} did not finish phase `{phase}` within "
                 f"{self._phase_timeout_s:g} s (weight_sync.phase_timeout_s)"
-            ) from error
-        except Exception as error:
-            self._stale.add(generator.name)
-            raise WeightSyncError(
-                f"weight sync: {generator.name} failed in phase `{phase}`: {error}"
-            ) from error
+            )
+        except DataLost:  # the snapshot is gone, and no Generator is to blame
+            raise
+        except Exception as error:  # whatever it was, the Generator is out, and the error is reported
+            return WeightSyncError(f"weight sync: {generator.name} failed in phase `{phase}`: {error}")
+        return None
 
 
 async def _as_coroutine(answer: Awaitable[None]) -> None:

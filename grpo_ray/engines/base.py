@@ -5,6 +5,10 @@ from typing import Protocol
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 
+class EngineDied(RuntimeError):
+    """The engine cannot serve any more; its Generator has to be replaced."""
+
+
 class Engine(Protocol):
     """Samples groups, and takes new weights in one transaction.
 
@@ -13,13 +17,17 @@ class Engine(Protocol):
     carries the version that sampled it.
     """
 
-    async def start(self) -> None:
-        """Serve the weights that were loaded, as version 0."""
+    async def start(self, version: int) -> None:
+        """Serve the weights that were loaded, as `version`."""
 
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:
-        """Sample `settings.num_samples` completions of one prompt; returns when all are finished."""
+        """Sample `settings.num_samples` completions of one prompt; returns when all are finished.
+
+        Raises:
+            EngineDied: this and every later request fails.
+        """
 
     async def pause(self) -> None:
         """Stop sampling after the current token; returns when nothing runs."""
@@ -28,7 +36,11 @@ class Engine(Protocol):
         """Make ready to receive weights."""
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load the tensors. The version served does not change yet."""
+        """Load the tensors. The version served does not change yet.
+
+        Raises:
+            ValueError: they are not exactly the model's, by name and shape.
+        """
 
     async def finish_weight_update(self, version: int) -> None:
         """Commit: tokens sampled from here on carry `version`."""

@@ -1,5 +1,7 @@
 """Weights as one buffer of bytes: packed by the Learner, read by every engine."""
 
+import math
+import zlib
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -11,7 +13,10 @@ ALIGNMENT_BYTES = 64  # so that any dtype can be viewed in place
 
 
 def pack_weights(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    dtype: torch.dtype,
+    with_checksum: bool = False,
 ) -> WeightSnapshot:
     """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer."""
     tensors = [(n, t.detach(), dtype if t.is_floating_point() else t.dtype) for n, t in named_tensors]
@@ -26,7 +31,22 @@ def pack_weights(
     for spec, (_, tensor, wire_dtype) in zip(specs, tensors, strict=True):
         view = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype)
         view.view(tensor.shape).copy_(tensor)
-    return WeightSnapshot(version, tuple(specs), buffer.numpy())
+    data = buffer.numpy()
+    return WeightSnapshot(version, tuple(specs), data, zlib.crc32(data.data) if with_checksum else None)
+
+
+def check_snapshot(snapshot: WeightSnapshot) -> None:
+    """Refuse a snapshot that did not arrive whole.
+
+    Raises:
+        ValueError: a tensor lies outside of the bytes, has other bytes than its shape, or the checksum differs.
+    """
+    for spec in snapshot.specs:
+        num_bytes = math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
+        if num_bytes != spec.num_bytes or spec.offset_bytes + spec.num_bytes > snapshot.data.nbytes:
+            raise ValueError(f"version {snapshot.version} did not arrive whole: {spec.name} is cut off")
+    if snapshot.checksum is not None and zlib.crc32(snapshot.data.data) != snapshot.checksum:
+        raise ValueError(f"version {snapshot.version} did not arrive whole: its CRC-32 differs")
 
 
 def unpack_weights(specs: Iterable[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

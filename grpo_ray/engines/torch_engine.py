@@ -5,13 +5,14 @@ For tests that should take a second, for comparison with vLLM, and for models vL
 
 import asyncio
 import itertools
-import os
+from collections.abc import Mapping
 
 import torch
 
 from grpo_ray.config import GeneratorConfig
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.engines.snapshot import as_tensor, unpack_weights
+from grpo_ray.policy.cores import hold_to_cores
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
@@ -19,28 +20,33 @@ _Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]
 
 
 class TorchEngine:
-    """Takes whatever waits as one batch, and samples it to its end before the next."""
+    """Takes whatever waits as one batch, and samples it to its end before the next.
+
+    With `joins_requests=False` each request is a batch of its own: slower, but what it samples then depends
+    on the weights, the prompt and the seed alone, to the last bit.
+    """
 
     def __init__(
-        self, model_path: str, config: GeneratorConfig, dtype: str, seed: int, trust_remote_code: bool = False
-    ) -> None:
+        self, model_path: str, config: GeneratorConfig, dtype: str, seed: int, trust_remote_code: bool = False,
+        joins_requests: bool = True,
+    ) -> None:  # fmt: skip
         device = "cuda" if config.num_gpus else "cpu"
         if device == "cpu":
             torch.set_num_threads(config.num_threads)
-            if config.cpu_cores is not None:
-                os.sched_setaffinity(0, config.cpu_cores)
+            hold_to_cores(config.cpu_cores)
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
         self._model = load_policy(model_path, trust_remote_code).to(device, getattr(torch, dtype))
         self._version = 0
         self._seeds = itertools.count(seed << 32)
         self._max_num_seqs = config.max_num_seqs
+        self._joins_requests = joins_requests
         self._waiting: list[_Waiting] = []
         self._batch: SamplingBatch | None = None
         self._server: asyncio.Task[None] | None = None
         self._stepping = asyncio.Lock()  # held for a token, or for a whole weight update
 
-    async def start(self) -> None:
-        pass
+    async def start(self, version: int) -> None:
+        self._version = version
 
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
@@ -69,6 +75,8 @@ class TorchEngine:
     def _take_waiting(self) -> list[_Waiting]:
         """As many requests as fit `max_num_seqs`, and one at least."""
         taken = [self._waiting.pop(0)]
+        if not self._joins_requests:
+            return taken
         while self._waiting and sum(len(s) for s, _ in [*taken, self._waiting[0]]) <= self._max_num_seqs:
             taken.append(self._waiting.pop(0))
         return taken
@@ -88,10 +96,10 @@ class TorchEngine:
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         weights = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
-        missing, unexpected = self._model.load_state_dict(weights, strict=False)
-        tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
-        if unexpected or set(missing) - tied:
-            raise ValueError(f"the snapshot does not fit the model: missing {missing}, unexpected {unexpected}")
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        if shapes != {name: weight.shape for name, weight in self._model.named_parameters()}:
+            raise ValueError(_misfit(shapes, dict(self._model.named_parameters())))
+        self._model.load_state_dict(weights, strict=False)  # strict would ask for the tied copies as well
 
     async def finish_weight_update(self, version: int) -> None:
         self._version = version
@@ -106,3 +114,14 @@ class TorchEngine:
     async def shutdown(self) -> None:
         if self._server is not None:
             self._server.cancel()
+
+
+def _misfit(shapes: Mapping[str, torch.Size], parameters: Mapping[str, torch.Tensor]) -> str:
+    missing, unexpected = sorted(parameters.keys() - shapes.keys()), sorted(shapes.keys() - parameters.keys())
+    reshaped = sorted(
+        name for name, shape in shapes.items() if name in parameters and parameters[name].shape != shape
+    )
+    return (
+        f"the snapshot does not fit the model: missing {missing}, unexpected {unexpected}, "
+        f"of another shape {reshaped}"
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.config import GeneratorConfig
+from grpo_ray.engines.base import EngineDied
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 
@@ -57,15 +58,19 @@ class VllmEngine:
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         prompt = {"prompt_token_ids": list(prompt_token_ids)}
         outputs = self._llm.generate(prompt, _sampling_params(settings), str(next(self._request_ids)))
-        async for output in outputs:  # FINAL_ONLY: one output, when every sample has finished
-            return tuple(_completion(sample) for sample in output.outputs)
+        try:
+            async for output in outputs:  # FINAL_ONLY: one output, when every sample has finished
+                return tuple(_completion(sample) for sample in output.outputs)
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine died: {error}") from error
         raise RuntimeError("vLLM ended a request without an output")
 
-    async def start(self) -> None:
-        """Label the weights that were loaded from disk as version 0."""
-        await self._llm.update_weight_version("0")
+    async def start(self, version: int) -> None:
+        await self._llm.update_weight_version(str(version))
 
     async def pause(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=False)

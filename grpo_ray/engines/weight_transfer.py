@@ -89,7 +89,11 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         with open(update_info.path, "rb") as file:
             pages = mmap.mmap(file.fileno(), update_info.num_bytes, flags=mmap.MAP_PRIVATE)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
-        self.model.load_weights(unpack_weights(specs, buffer))
+        loaded = self.model.load_weights(unpack_weights(specs, buffer))
+        # As vLLM's own loader does at start-up: a layer that got nothing would keep its old weights.
+        missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
+        if loaded is not None and missing:
+            raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

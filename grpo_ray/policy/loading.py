@@ -1,9 +1,12 @@
 """Loading a policy and its tokenizer, and the facts about them that others need."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,8 +25,10 @@ def is_local(path: str) -> bool:
 def check_local_model(path: str) -> None:
     """Refuse a local folder that holds no model, before anything is started.
 
+    Only the headers of the weights are read; their values are checked by `load_policy`.
+
     Raises:
-        ValueError: the folder is missing or has no config.json or no weights.
+        ValueError: the folder is missing, has no config.json or no weights, or a file of weights is damaged.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -32,31 +37,133 @@ def check_local_model(path: str) -> None:
         raise ValueError(f"model.path: {path!r} has no config.json; it is not a model in Hugging Face format")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model.path: {path!r} has no *.safetensors; save it with save_pretrained()")
+    for file in [*sorted(folder.glob("*.safetensors")), *_listed_shards(folder)]:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"model.path: {file} is damaged or missing ({error}); copy or download the model again"
+            ) from None
+
+
+def _listed_shards(folder: Path) -> list[Path]:
+    """The files that a model of several files says it consists of."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return []
+    try:
+        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"model.path: {index} is not an index of safetensors files; copy or download the model again"
+        ) from None
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    """The model's tokenizer.
+
+    Raises:
+        ValueError: its files are damaged or not there.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of every kind, down to a KeyError for a damaged tokenizer.json
+        raise ValueError(
+            f"model.path: the tokenizer of {path!r} cannot be loaded ({type(error).__name__}: {error}); "
+            "save it beside the model with save_pretrained()"
+        ) from error
 
 
 def load_policy(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model with float32 master weights, in evaluation mode (no dropout: the sampler has none)."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
-    )
+    """The model with float32 master weights, in evaluation mode (no dropout: the sampler has none).
+
+    Raises:
+        ValueError: weights are missing, of another shape than config.json says, or not finite.
+    """
+    model, found = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
+        ignore_mismatched_sizes=True, output_loading_info=True,
+    )  # fmt: skip
+    # transformers fills both with random values, and its own report of them is silenced.
+    if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"model.path: {path!r} lacks tensors, or has them in another shape than its config.json says: "
+            f"{', '.join(wrong[:3])}{more}; copy or save the model again"
+        )
+    check_finite(model, path)
     return model.eval()
+
+
+def check_finite(model: torch.nn.Module, path: str) -> None:
+    """Refuse a model with values that are NaN or infinite: nothing could be sampled from it or learned.
+
+    Raises:
+        ValueError: names the first such tensor.
+    """
+    bad = {name: int((~torch.isfinite(p)).sum()) for name, p in model.named_parameters()}
+    bad = {name: number for name, number in bad.items() if number}
+    if bad:
+        name, number = next(iter(bad.items()))
+        size = model.get_parameter(name).numel()
+        more = f", and some in {len(bad) - 1} of its other tensors" if len(bad) > 1 else ""
+        raise ValueError(
+            f"model.path: {number:,} of {size:,} values of {name!r} in {path!r} are NaN or infinite{more}; "
+            "use a checkpoint from before the model broke"
+        )
 
 
 def max_positions(path: str, trust_remote_code: bool = False) -> int | None:
     """Longest sequence the model was made for, in tokens; None where its config does not say."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return getattr(_text_config(path, trust_remote_code), "max_position_embeddings", None)
+
+
+def check_vocabulary(
+    path: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], trust_remote_code: bool = False
+) -> None:
+    """Refuse a tokenizer that can give the model a token it has no embedding for.
+
+    The other way round is common, and harmless: a vocabulary padded to a round number has tokens that
+    the tokenizer does not know, and a sampled one decodes to nothing.
+
+    Raises:
+        ValueError: a token or an end token lies outside the model's vocabulary.
+    """
+    size = getattr(_text_config(path, trust_remote_code), "vocab_size", None)
+    if size is None:
+        return
+    needed = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if needed > size:
+        raise ValueError(
+            f"model.path: the tokenizer of {path!r} has {needed} tokens, but the model's vocab_size is {size}; "
+            f"give the model its own tokenizer, or resize it with model.resize_token_embeddings({needed})"
+        )
+    if outside := [token for token in ends if not 0 <= token < size]:
+        raise ValueError(
+            f"model.path: generation_config.json of {path!r} has the end tokens {outside}, but the model's "
+            f"vocab_size is {size}; correct eos_token_id"
+        )
+
+
+def _text_config(path: str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: config.json of {path!r} cannot be used: {error}") from error
 
 
 def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's, and those of the model's generation config."""
+    """Every token that ends a response: the tokenizer's, and those of the model's generation config.
+
+    Raises:
+        ValueError: generation_config.json is there and cannot be read.
+    """
     try:
         listed = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a model without generation_config.json
+    except OSError as error:  # a model without generation_config.json, or with a damaged one
+        if (Path(path) / "generation_config.json").exists():
+            raise ValueError(f"model.path: {error} Correct it or remove it") from error
         listed = None
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     if tokenizer.eos_token_id is not None:
@@ -64,8 +171,14 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     return tuple(sorted(ids))
 
 
-def check_lengths(longest_prompt: int, max_tokens: int, limit: int | None, what: str) -> None:
+def check_lengths(
+    longest_prompt: int, max_tokens: int, limit: int | None, what: str, place: str = "", remedy: str = ""
+) -> None:
     """Refuse prompts and responses that do not fit `limit` tokens (None: no limit known).
+
+    Args:
+        place: the file and line of the longest prompt, if it has one.
+        remedy: what else would help, beside fewer response tokens.
 
     Raises:
         ValueError: the longest prompt and response together are longer.
@@ -73,8 +186,8 @@ def check_lengths(longest_prompt: int, max_tokens: int, limit: int | None, what:
     if limit is not None and longest_prompt + max_tokens > limit:
         raise ValueError(
             f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt "
-            f"({longest_prompt} tokens) do not fit {what} ({limit}); "
-            f"set it to {max(0, limit - longest_prompt)} or less"
+            f"({longest_prompt} tokens{place and f': {place}'}) do not fit {what} ({limit}); "
+            f"set it to {max(0, limit - longest_prompt)} or less{remedy and f', {remedy}'}"
         )
 
 

@@ -1,6 +1,7 @@
 """What a task is made of."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -9,3 +10,18 @@ class Example:
 
     question: str
     ground_truth: str
+    place: str = field(default="", compare=False)  # its file and line, for messages; empty if generated
+
+
+@dataclass(frozen=True)
+class ExampleSets:
+    """A task's examples, and a line on whatever was left out of them."""
+
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    notices: tuple[str, ...] = ()
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 question`, `1,200 questions`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

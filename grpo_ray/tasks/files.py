@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_ray.tasks.examples import Example
+
+MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and one of gigabytes is no example
 
 
 def read_examples(
@@ -23,14 +25,22 @@ def read_examples(
     """The file's examples in file order; at most `limit`, and rows after those are not read.
 
     With a marker, the ground truth is what follows the marker's last occurrence in the answer.
+
+    Raises:
+        ValueError: the file cannot be read, holds no examples, or one that is not right.
     """
     path = Path(path)
-    rows = islice(_rows(path, question_field, answer_field), limit)
     examples = []
-    for place, row in rows:
-        question = _text(place, row, question_field)
-        answer = _text(place, row, answer_field)
-        examples.append(Example(question, _after_marker(place, answer_field, answer, answer_marker)))
+    try:
+        for place, row in islice(_rows(path, question_field, answer_field), limit):
+            question = _text(place, row, question_field)
+            answer = _text(place, row, answer_field)
+            truth = _after_marker(place, answer_field, answer, answer_marker)
+            examples.append(Example(question, truth, place))
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror or error}); give a file that you may read"
+        ) from None
     if not examples:
         raise ValueError(f"{path}: holds no examples; give a file with at least one")
     return examples
@@ -38,9 +48,11 @@ def read_examples(
 
 def _rows(path: Path, question_field: str, answer_field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(place, row) pairs; the place begins an error message."""
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file; give the path of a .jsonl or .parquet file")
     if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "there is no such file"
-        raise ValueError(f"{path}: {problem}; give the path of a .jsonl or .parquet file")
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ValueError(f"{path}: is {kind}; give the path of a .jsonl or .parquet file")
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
     if path.suffix == ".parquet":
@@ -50,22 +62,35 @@ def _rows(path: Path, question_field: str, answer_field: str) -> Iterator[tuple[
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open("rb") as file:  # bytes, so that a line that is not UTF-8 can be named
-        for number, line in enumerate(file, start=1):
+        for number in count(1):
             place = f"{path}, line {number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                row = json.loads(text) if text else None
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
-            except json.JSONDecodeError as error:
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if len(line) > MAX_LINE_BYTES:
                 raise ValueError(
-                    f"{place}: not valid JSON ({error.msg}, column {error.colno}); fix the line"
-                ) from None
-            if not text:
-                continue
-            if not isinstance(row, dict):
-                raise ValueError(f"{place}: holds a {type(row).__name__}; each line must be a JSON object")
-            yield place, row
+                    f"{place}: longer than {MAX_LINE_BYTES // 2**20} MiB; "
+                    "write one example a line, each a JSON object, and remove this one if it is one"
+                )
+            if not line:
+                return
+            row = _json_row(place, line, "utf-8-sig" if number == 1 else "utf-8")
+            if row is not None:
+                yield place, row
+
+
+def _json_row(place: str, line: bytes, encoding: str) -> Mapping[str, Any] | None:
+    """The line's object; None for a blank line."""
+    try:
+        text = line.decode(encoding).strip()
+        row = json.loads(text) if text else {}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); fix the line") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
+        raise ValueError(f"{place}: not usable as JSON ({error}); fix the line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: holds a {type(row).__name__}; each line must be a JSON object")
+    return row if text else None
 
 
 def _parquet_rows(
@@ -78,11 +103,29 @@ def _parquet_rows(
             columns = wanted if set(wanted) <= set(file.schema_arrow.names) else None
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for row in batch.to_pylist():
+                for row in _batch_rows(path, batch, number):
                     number += 1
                     yield f"{path}, row {number}", row
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, not Arrow's own
+            raise
         raise ValueError(f"{path}: not readable as Parquet ({error}); write the file again") from None
+
+
+def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:  # somewhere in the batch: find it
+        for index in range(batch.num_rows):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column[index].as_py()
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{path}, row {num_before + index + 1}: byte {error.start} of {name!r} is not UTF-8; "
+                        "write the column as UTF-8 text"
+                    ) from None
+        raise
 
 
 def _text(place: str, row: Mapping[str, Any], field: str) -> str:
@@ -92,12 +135,21 @@ def _text(place: str, row: Mapping[str, Any], field: str) -> str:
             "Set task.question_field and task.answer_field to two of them"
         )
     value = row[field]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    is_number = is_integer or (isinstance(value, float) and math.isfinite(value))
     if not isinstance(value, str) and not is_number:
-        raise ValueError(f"{place}: {field!r} is {value!r}; it must be text or a number")
+        raise ValueError(f"{place}: {field!r} is {repr(value)[:80]}; it must be text or a number")
     text = str(value)
     if not text.strip():
         raise ValueError(f"{place}: {field!r} is empty; fill it in or remove the example")
+    if "\0" in text:
+        raise ValueError(f"{place}: {field!r} holds a NUL character; remove it, or see what damaged the file")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can write it as an escape, UTF-8 cannot, and no tokenizer takes it
+        raise ValueError(
+            f"{place}: {field!r} holds half of a surrogate pair, which is no text; write the character whole"
+        ) from None
     return text
 
 

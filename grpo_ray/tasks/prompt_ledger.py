@@ -14,6 +14,8 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
 
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
 
 class PromptLedger:
     """An endless order of prompts: epoch after epoch, each a permutation drawn from the seed.
@@ -21,25 +23,38 @@ class PromptLedger:
     Group g is example `permutation(epoch g // n)[g % n]`, whatever happened before, so a resumed run
     asks the same questions. Each group goes
 
-        new -> in flight -> trained
-                  |  ^
-                  v  |
-                waiting    (given back: refused as too old, or its generator died)
+        new -> in flight -> buffered -> trained
+                |  ^   |       |
+                v  |   |       v
+               waiting |    waiting      (refused as too old, or the buffer died)
+                       v
+                   set aside             (it never finished, however often it was tried)
 
-    and waiting groups are taken again before new ones, so no prompt of an epoch is skipped.
+    Waiting groups are taken again, so no prompt of an epoch is skipped, and a group that is not in flight
+    cannot be buffered, nor one that is not buffered trained, so none is trained twice.
     """
 
-    def __init__(self, examples: Sequence[Example], template: str, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        template: str,
+        tokenizer: Tokenizer,
+        seed: int,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
         if not examples:
             raise ValueError("the task has no training examples; give at least one")
         self._examples = examples
         self._template = template
         self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._permutations: dict[int, list[int]] = {}
         self._next_group_id = 0
         self._in_flight: set[int] = set()
+        self._buffered: set[int] = set()
         self._waiting: set[int] = set()
+        self._set_aside: set[int] = set()
         self._num_trained = 0
 
     @property
@@ -56,28 +71,51 @@ class PromptLedger:
         return frozenset(self._in_flight)
 
     @property
+    def buffered(self) -> frozenset[int]:
+        return frozenset(self._buffered)
+
+    @property
     def waiting(self) -> frozenset[int]:
         return frozenset(self._waiting)
 
-    def take(self, num_prompts: int) -> list[PromptItem]:
-        """The next prompts, now in flight: waiting ones first, lowest group first, then new ones."""
+    @property
+    def set_aside(self) -> frozenset[int]:
+        return frozenset(self._set_aside)
+
+    def unfinished_below(self, limit: int) -> set[int]:
+        """Groups below `limit` that are neither buffered, nor trained, nor set aside."""
+        never_taken = set(range(self._next_group_id, limit))
+        return never_taken | {group_id for group_id in self._in_flight | self._waiting if group_id < limit}
+
+    def take_new(self, num_prompts: int) -> list[PromptItem]:
+        """The next prompts that were never taken, now in flight."""
         assert num_prompts >= 0
-        group_ids = sorted(self._waiting)[:num_prompts]
-        num_new = num_prompts - len(group_ids)
-        group_ids += range(self._next_group_id, self._next_group_id + num_new)
+        group_ids = range(self._next_group_id, self._next_group_id + num_prompts)
         items = [self._item(group_id) for group_id in group_ids]
-        self._next_group_id += num_new
-        self._waiting.difference_update(group_ids)
+        self._next_group_id += num_prompts
         self._in_flight.update(group_ids)
         return items
 
+    def take_waiting(self) -> list[PromptItem]:
+        """All prompts that were given back, lowest group first, now in flight again."""
+        group_ids = sorted(self._waiting)
+        self._waiting.clear()
+        self._in_flight.update(group_ids)
+        return [self._item(group_id) for group_id in group_ids]
+
     def give_back(self, group_ids: Iterable[int]) -> None:
-        """These groups were not trained; they will be taken again."""
-        leaving = self._leave_flight(group_ids)
-        self._waiting |= leaving
+        """These groups were lost or refused; they will be taken again."""
+        self._waiting |= self._leave(self._in_flight | self._buffered, group_ids, "in flight or buffered")
+
+    def mark_buffered(self, group_id: int) -> None:
+        self._buffered |= self._leave(self._in_flight, [group_id], "in flight")
 
     def mark_trained(self, group_ids: Iterable[int]) -> None:
-        self._num_trained += len(self._leave_flight(group_ids))
+        self._num_trained += len(self._leave(self._buffered, group_ids, "buffered"))
+
+    def mark_set_aside(self, group_id: int) -> None:
+        """The group could not be finished: its batch is trained without it."""
+        self._set_aside |= self._leave(self._in_flight, [group_id], "in flight")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, from which the same ledger resumes."""
@@ -86,38 +124,48 @@ class PromptLedger:
             "num_examples": len(self._examples),
             "next_group_id": self._next_group_id,
             "in_flight": sorted(self._in_flight),
+            "buffered": sorted(self._buffered),
             "waiting": sorted(self._waiting),
+            "set_aside": sorted(self._set_aside),
             "num_trained": self._num_trained,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume; what was in flight is lost with its run, and waits to be taken again."""
+    def load_state_dict(self, state: dict[str, Any], buffered: Iterable[int]) -> None:
+        """Resume; whatever was in flight, or buffered but is not in `buffered`, waits to be taken again.
+
+        Raises:
+            ValueError: the state belongs to another task or seed.
+        """
         for key, own in (("seed", self._seed), ("num_examples", len(self._examples))):
             if state[key] != own:
                 raise ValueError(
                     f"the checkpoint's prompt order has {key} {state[key]}, this run has {own}; "
                     "resume with the task and seed that the checkpoint was written with"
                 )
+        unfinished = {*state["waiting"], *state["in_flight"], *state["buffered"]}
         self._next_group_id = state["next_group_id"]
-        self._waiting = {*state["waiting"], *state["in_flight"]}
+        self._buffered = unfinished & set(buffered)
+        self._waiting = unfinished - self._buffered
         self._in_flight = set()
+        self._set_aside = set(state["set_aside"])
         self._num_trained = state["num_trained"]
 
-    def _leave_flight(self, group_ids: Iterable[int]) -> set[int]:
+    def _leave(self, states: set[int], group_ids: Iterable[int], name: str) -> set[int]:
         leaving = list(group_ids)
-        strangers = sorted({g for g in leaving if g not in self._in_flight or leaving.count(g) > 1})
+        strangers = sorted({g for g in leaving if g not in states or leaving.count(g) > 1})
         if strangers:
             raise ValueError(
-                f"groups {strangers} are not in flight (or named twice): "
-                "each taken group is trained or given back exactly once"
+                f"groups {strangers} are not {name} (or named twice): "
+                "each taken group is trained, given back or set aside exactly once"
             )
         self._in_flight.difference_update(leaving)
+        self._buffered.difference_update(leaving)
         return set(leaving)
 
     def _item(self, group_id: int) -> PromptItem:
         epoch, place = divmod(group_id, len(self._examples))
         example = self._examples[self._permutation(epoch)[place]]
-        return _make_item(group_id, example, self._template, self._tokenizer)
+        return _make_item(group_id, example, self._template, self._tokenizer, self._max_prompt_tokens)
 
     def _permutation(self, epoch: int) -> list[int]:
         if epoch not in self._permutations:
@@ -129,12 +177,22 @@ class PromptLedger:
         return self._permutations[epoch]
 
 
-def make_items(examples: Sequence[Example], template: str, tokenizer: Tokenizer) -> list[PromptItem]:
+def make_items(
+    examples: Sequence[Example], template: str, tokenizer: Tokenizer, max_prompt_tokens: int | None = None
+) -> list[PromptItem]:
     """A validation set's prompts, in its own order: `group_id` is the example's index."""
-    return [_make_item(index, example, template, tokenizer) for index, example in enumerate(examples)]
+    return [
+        _make_item(index, example, template, tokenizer, max_prompt_tokens)
+        for index, example in enumerate(examples)
+    ]
 
 
-def _make_item(group_id: int, example: Example, template: str, tokenizer: Tokenizer) -> PromptItem:
+def _make_item(
+    group_id: int, example: Example, template: str, tokenizer: Tokenizer, max_prompt_tokens: int | None
+) -> PromptItem:
     prompt = render(template, example.question)
     token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
+        token_ids = token_ids[-max_prompt_tokens:]  # the template's end is what the model answers to
+        prompt = tokenizer.decode(token_ids)
     return PromptItem(group_id, prompt, tuple(token_ids), example.ground_truth)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -58,6 +59,10 @@ class RunConsole:
             self._progress.update(self._bar, description="step", completed=step, figures=figures)
         else:
             self.print(f"step {step:>4}/{self._num_steps}  {step_figures(metrics)}")
+
+    def trouble(self, text: str) -> None:
+        """Something that a person should know of, and that does not end the run."""
+        self.console.print(f"[yellow]![/yellow] {escape(text)}")
 
     def evaluation(self, summary: EvaluationSummary) -> None:
         self.print(

@@ -1,7 +1,10 @@
-"""Rollouts as Parquet: one row a completion, with every token's id, logprob and version."""
+"""Rollouts as Parquet: one row a completion, with every token's id, logprob and version.
 
-import os
+Nothing of a group is lost on the way: a checkpoint keeps the groups that wait to be trained in such a file.
+"""
+
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +12,80 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_ray.types import Completion, ScoredGroup
+from grpo_ray.durable import replacing
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
 
-def write_rollouts(path: str | Path, step: int, groups: Sequence[ScoredGroup]) -> None:
-    """Write the groups of a step; the file appears whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")  # hidden: no reader's `*.parquet` finds it
-    pq.write_table(_table(step, groups), partial, compression="zstd")
-    os.replace(partial, path)
+def write_rollouts(
+    path: str | Path, step: int | None, groups: Sequence[ScoredGroup], fsync: bool = False
+) -> None:
+    """Write groups, of a step or (None) of none yet; the file appears whole or not at all."""
+    with replacing(Path(path), fsync) as partial:
+        pq.write_table(_table(step, groups), partial, compression="zstd")
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     return pq.ParquetFile(path).read().to_pylist()
 
 
-def _table(step: int, groups: Sequence[ScoredGroup]) -> pa.Table:
+def read_groups(path: str | Path) -> tuple[ScoredGroup, ...]:
+    """The groups that `write_rollouts` wrote, equal in every bit, in the file's order."""
+    table = pq.ParquetFile(path).read()
+    starts = [row for row, sample in enumerate(table["sample"].to_pylist()) if sample == 0]
+    columns = _Columns(table)
+    return tuple(columns.group(a, b) for a, b in pairwise([*starts, table.num_rows]))
+
+
+class _Columns:
+    """A table's columns as Python's strings and numpy's arrays: no object for every token."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        names = ("group_id", "prompt", "response", "ground_truth", "finish_reason", "generator", "num_errors")
+        self._plain = {name: table[name].to_pylist() for name in names}
+        self._prompt_ids = _rows(table["prompt_token_ids"])
+        self._token_ids = _rows(table["token_ids"])
+        self._logprobs = _rows(table["logprobs"])
+        spans = table["versions"].combine_chunks()
+        self._span_offsets = spans.offsets.to_numpy()
+        self._spans = {name: spans.values.field(name).to_numpy() for name in ("version", "start", "end")}
+
+    def group(self, start: int, end: int) -> ScoredGroup:
+        """The group of these rows."""
+        plain = {name: values[start] for name, values in self._plain.items()}
+        prompt_ids = tuple(self._prompt_ids[start].tolist())
+        item = PromptItem(plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"])
+        completions = tuple(self._completion(row) for row in range(start, end))
+        rewards, formats, answers, advantages = (
+            self._table[name][start:end].to_numpy().copy()
+            for name in ("reward", "format_reward", "answer_reward", "advantage")
+        )
+        rollout = RolloutGroup(item, completions, plain["generator"])
+        return ScoredGroup(rollout, rewards, formats, answers, advantages, plain["num_errors"])
+
+    def _completion(self, row: int) -> Completion:
+        return Completion(
+            text=self._plain["response"][row],
+            token_ids=self._token_ids[row].copy(),  # a view would keep the whole file in memory
+            logprobs=self._logprobs[row].copy(),
+            versions=self._versions(row),
+            finish_reason=self._plain["finish_reason"][row],
+        )
+
+    def _versions(self, row: int) -> np.ndarray:
+        spans = slice(self._span_offsets[row], self._span_offsets[row + 1])
+        lengths = self._spans["end"][spans] - self._spans["start"][spans]
+        return np.repeat(self._spans["version"][spans], lengths)
+
+
+def _rows(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """Views of a list column's rows."""
+    lists = column.combine_chunks()
+    values = lists.values.to_numpy()
+    return [values[a:b] for a, b in pairwise(lists.offsets.to_numpy().tolist())]
+
+
+def _table(step: int | None, groups: Sequence[ScoredGroup]) -> pa.Table:
     completions = [completion for group in groups for completion in group.rollout.completions]
     sizes = [len(group.rollout.completions) for group in groups]
 
@@ -34,6 +95,9 @@ def _table(step: int, groups: Sequence[ScoredGroup]) -> pa.Table:
     def joined(name: str) -> pa.Array:
         arrays = [getattr(group, name) for group in groups]
         return pa.array(np.concatenate(arrays).astype(np.float32) if arrays else [], pa.float32())
+
+    def prompt_token_ids(group: ScoredGroup) -> np.ndarray:
+        return np.array(group.rollout.item.prompt_token_ids, dtype=np.int32)
 
     version_ranges = [
         (c.versions.min(), c.versions.max()) if len(c.versions) else (None, None) for c in completions
@@ -50,10 +114,12 @@ def _table(step: int, groups: Sequence[ScoredGroup]) -> pa.Table:
         "answer_reward": joined("answer_rewards"),
         "advantage": joined("advantages"),
         "num_tokens": pa.array([len(completion.token_ids) for completion in completions], pa.int32()),
+        "num_errors": pa.array(per_group(lambda group: group.num_errors), pa.int32()),
         "finish_reason": pa.array([completion.finish_reason for completion in completions], pa.string()),
         "min_version": pa.array([low for low, _ in version_ranges], pa.int32()),
         "max_version": pa.array([high for _, high in version_ranges], pa.int32()),
         "generator": pa.array(per_group(lambda group: group.rollout.generator), pa.string()),
+        "prompt_token_ids": _lists(per_group(prompt_token_ids), np.int32),
         "token_ids": _lists([completion.token_ids for completion in completions], np.int32),
         "logprobs": _lists([completion.logprobs for completion in completions], np.float32),
         "versions": _version_spans(completions),

@@ -1,12 +1,19 @@
-"""A run's folder, and the metrics file in it."""
+"""A run's folder: where things lie in it, who may write to it, and going back to a step."""
 
-import json
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from grpo_ray.config import Config, dump_config
+from grpo_ray.durable import replacing
+from grpo_ray.telemetry.json_lines import JsonLines, lines_and_rows
+from grpo_ray.telemetry.json_lines import read_lines as read_metrics
+from grpo_ray.telemetry.run_lock import locked
+
+__all__ = ["JsonLines", "MetricsLog", "RunDirectory", "last_logged_step", "read_metrics", "step_name"]
+
+LOCK_NAME = ".lock"
 
 
 def step_name(step: int) -> str:
@@ -21,7 +28,9 @@ class RunDirectory:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.events_path = self.path / "events.jsonl"
         self.rollouts = self.path / "rollouts"
+        self.skipped = self.path / "skipped"  # batches whose update was skipped; made with the first
         self.evaluations = self.path / "evaluations"
         self.evaluations_summary_path = self.evaluations / "summary.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -31,7 +40,7 @@ class RunDirectory:
         """Refuse a path that `create` would refuse: for before anything expensive."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
-        if self.path.is_dir() and any(self.path.iterdir()):
+        if self.path.is_dir() and any(entry.name != LOCK_NAME for entry in self.path.iterdir()):
             raise ValueError(_in_use(self.path))
 
     def create(self, config: Config) -> None:
@@ -45,6 +54,28 @@ class RunDirectory:
             folder.mkdir()
         dump_config(config, self.config_path)
 
+    def lock(self) -> AbstractContextManager[None]:
+        """Within it, no other process locks this folder; it is made if it is not there.
+
+        Raises:
+            RunError: another process holds the lock; names it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        return locked(self.path / LOCK_NAME, self.path)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged of later steps: a run that resumes from `step` does them again.
+
+        Raises:
+            ValueError: a line of a log is not valid JSON.
+        """
+        for log in (self.metrics_path, self.evaluations_summary_path):
+            if log.exists():
+                _drop_later_rows(log, step)
+        for folder in (self.rollouts, self.evaluations, self.skipped):
+            for file in _files_after(folder, step):
+                file.unlink(missing_ok=True)
+
     def rollouts_path(self, step: int) -> Path:
         return self.rollouts / f"{step_name(step)}.parquet"
 
@@ -53,56 +84,40 @@ class RunDirectory:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: a line a step, readable while the run goes on."""
+    """`metrics.jsonl`: a line a step."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        _drop_half_line(self._path)
+        self._lines = JsonLines(path)
 
-    def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = json.dumps(
-            {"step": step, **{name: _finite(value) for name, value in metrics.items()}}, allow_nan=False
-        )
-        with self._path.open("a", encoding="utf-8") as file:  # closed, and so flushed, every step
-            file.write(line + "\n")
+    def append(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Write the step's line; returns why it, or an earlier one, is not on the disk yet."""
+        return self._lines.append({"step": step, **metrics})
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines as dicts; a last line that is still being written, or was cut off, is left out."""
-    rows = []
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                break
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: not valid JSON ({error.msg}); remove the line"
-                ) from None
-    return rows
+def last_logged_step(path: str | Path) -> int:
+    """The last step with a line in the metrics file; 0 without any."""
+    rows = read_metrics(path) if Path(path).exists() else []
+    return max((row["step"] for row in rows), default=0)
+
+
+def _drop_later_rows(path: Path, step: int) -> None:
+    kept = b"".join(line for line, row in lines_and_rows(path) if row["step"] <= step)
+    if kept != path.read_bytes():
+        with replacing(path) as partial:
+            partial.write_bytes(kept)
+
+
+def _files_after(folder: Path, step: int) -> Iterable[Path]:
+    """Files of later steps, and of any step those that were never finished."""
+    for file in sorted(folder.glob("*")):
+        match = re.fullmatch(r"step-(\d+)\.parquet", file.name)
+        is_unfinished = re.fullmatch(r"\.step-\d+\.parquet\.partial", file.name)
+        if is_unfinished or (match and int(match[1]) > step):
+            yield file
 
 
 def _in_use(path: Path) -> str:
     return (
         f"{path} exists already and is not empty, and a run never writes into another run's folder; "
-        "give another run.name, or move the folder away"
+        f"go on with `grpo-ray resume {path}`, give another run.name, or move the folder away"
     )
-
-
-def _finite(value: float) -> float | int | None:
-    """JSON has no nan and no infinity; numpy's and torch's numbers become Python's."""
-    if isinstance(value, int):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _drop_half_line(path: Path) -> None:
-    """A killed run may leave half a line, onto which a resumed run would write its first."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(data.rfind(b"\n") + 1)

@@ -1,0 +1,73 @@
+"""When a run writes a checkpoint, and what goes into it."""
+
+import asyncio
+import time
+from typing import Any
+
+from grpo_ray.checkpoint import CheckpointStore, RunState
+from grpo_ray.config import CheckpointConfig
+from grpo_ray.tasks.prompt_ledger import PromptLedger
+
+Metrics = dict[str, float]
+
+
+class Checkpointing:
+    """Captures Learner, buffer and ledger between two steps, and writes them beside the next ones.
+
+    The Learner stands still only while its state is copied; one checkpoint is written at a time. One that
+    fails (a full disk) is tried again after the next step, and `problem` says why meanwhile.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, store: CheckpointStore, actors: Any, ledger: PromptLedger, step: int
+    ) -> None:
+        self._config, self._store, self._actors, self._ledger = config, store, actors, ledger
+        self._writing: asyncio.Task[None] | None = None
+        self._last_saved = step
+        self._write_s: float | None = None
+        self.problem: str | None = None
+
+    def is_due(self, version: int) -> bool:
+        return version % self._config.every_num_steps == 0 or self.problem is not None
+
+    async def begin(self, metrics: Metrics) -> Metrics:
+        """Capture the version that the Learner has, and start writing; returns what it cost so far.
+
+        Args:
+            metrics: of that version's step, as far as they are known.
+        """
+        started = time.perf_counter()
+        await self.settle()
+        report, _ = await asyncio.gather(self._actors.learner.capture(), self._actors.buffer.capture())
+        if report is None or report.version == self._last_saved:
+            return {}
+        state = RunState(report.version, self._ledger.state_dict(), dict(metrics))
+        self._writing = asyncio.create_task(self._write(state))
+        return {"timing/checkpoint/capture_s": time.perf_counter() - started}
+
+    async def settle(self) -> None:
+        """Wait until nothing is being written any more."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    def take_metrics(self) -> Metrics:
+        """The seconds of the write that ended last, once."""
+        seconds, self._write_s = self._write_s, None
+        return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
+
+    async def _write(self, state: RunState) -> None:
+        started = time.perf_counter()
+        try:
+            folder = await asyncio.to_thread(self._store.begin, state.step)
+            await asyncio.gather(
+                self._actors.learner.write_captured(folder),
+                self._actors.buffer.write_captured(folder / "training" / "groups.parquet"),
+            )
+            await self._actors.buffer.flush()
+            await asyncio.to_thread(self._store.commit, state.step, state)
+        except OSError as error:
+            self.problem = f"the checkpoint of step {state.step} could not be written: {error}"
+        else:
+            self.problem, self._last_saved = None, state.step
+            self._write_s = time.perf_counter() - started

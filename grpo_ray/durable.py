@@ -1,0 +1,39 @@
+"""Files that survive a power cut: what was renamed into place is on the disk, whole."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` for everything in a folder, and the folder."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+@contextmanager
+def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
+    """Where to write what takes the place of `path`, all at once; an error leaves `path` as it was."""
+    partial = path.with_name(f".{path.name}.partial")  # hidden: no reader's `*.parquet` finds it
+    try:
+        yield partial
+        if fsync:
+            sync(partial)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to tell
+            partial.unlink(missing_ok=True)
+        raise
+    if fsync:
+        sync(path.parent)

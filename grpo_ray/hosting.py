@@ -1,0 +1,256 @@
+"""The classes in `actors/` as Ray actors: where each runs, where its output goes, and how it is called.
+
+Elsewhere an actor is a `Client`: a call returns something to await, and an actor that is gone raises
+`ActorDied` with its name, whatever Ray calls it.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_ray.actors.generator import Generator
+from grpo_ray.actors.learner import Learner
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
+from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.checkpoint import Checkpoint
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.preflight import Prepared
+from grpo_ray.telemetry.run_files import RunDirectory
+
+
+class Client:
+    """An actor of this run, called by name: `await client.method(...)`.
+
+    Awaiting raises what the method raised, ActorDied when its process is gone, or DataLost when an argument
+    is. Cancelling what awaits a call of an async actor cancels the call.
+    """
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self.handle = handle
+
+    def __getattr__(self, method: str) -> "_Method":
+        if method.startswith("_"):  # pickle asks for such names before `handle` is there
+            raise AttributeError(method)
+        return _Method(self.name, getattr(self.handle, method))
+
+
+class _Method:
+    def __init__(self, name: str, method: Any) -> None:
+        self._name, self._method = name, method
+
+    def __call__(self, *args: Any) -> Awaitable[Any]:
+        return _result(self._name, self._method.remote(*args))
+
+    def split(self, *args: Any) -> tuple[Any, Awaitable[Any]]:
+        """For a method that returns (bulk, facts): a reference to the one, to be passed on, and the other."""
+        bulk, facts = self._method.options(num_returns=2).remote(*args)
+        return bulk, _result(self._name, facts)
+
+    def reference(self, *args: Any) -> Any:
+        """A reference to what the method will return."""
+        return self._method.remote(*args)
+
+
+async def _result(name: str, reference: Any) -> Any:
+    try:
+        return await reference
+    except asyncio.CancelledError:
+        ray.cancel(reference)
+        raise
+    except RayTaskError as error:
+        if isinstance(error.cause, RayError):  # an argument's: this actor is well
+            raise DataLost(f"{name}: {_last_line(error.cause)}") from error
+        raise error.cause from error
+    except RayActorError as error:
+        raise ActorDied(name, _last_line(error)) from error
+    except RayError as error:
+        raise DataLost(f"{name}: {_last_line(error)}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray's messages are long; the actor's own error, or the exit's cause, stands at the end."""
+    text = str(error)
+    cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[-1]
+    return cause.partition("Some common causes")[0].strip()[:500]
+
+
+class ActorGroup:
+    """Every actor of a run, started at the same time; each has a `ready` method to await."""
+
+    def __init__(
+        self, config: Config, prepared: Prepared, run_dir: Path, checkpoint: Checkpoint | None = None
+    ) -> None:
+        self._config, self._prepared, self._checkpoint = config, prepared, checkpoint
+        self._run = RunDirectory(run_dir)
+        self._version = checkpoint.state.step if checkpoint else 0
+        self._model_path = str(checkpoint.model_path) if checkpoint else prepared.model_path
+        names = [f"generator-{index}" for index in range(config.generator.num_generators)]
+        self.generators: dict[str, Client] = {name: self._start_generator(name) for name in names}
+        self.learner = self._start_learner()
+        self.scorer = self._start_scorer()
+        self.buffer = self._start_buffer()
+        self.weight_sync = self._start_weight_sync()
+
+    def by_name(self) -> dict[str, Client]:
+        others = (self.learner, self.scorer, self.buffer, self.weight_sync)
+        return {**self.generators, **{client.name: client for client in others}}
+
+    def restart_generator(self, name: str) -> Client:
+        """A fresh Generator in the place of `name`, with the weights that the run began with."""
+        ray.kill(self.generators[name].handle)
+        self.generators[name] = self._start_generator(name)
+        return self.generators[name]
+
+    def restart_scorer(self) -> Client:
+        ray.kill(self.scorer.handle)
+        self.scorer = self._start_scorer()
+        return self.scorer
+
+    async def fetch(self, reference: Any) -> Any:
+        """What a reference stands for, brought here."""
+        return await _result("driver", reference)
+
+    def dump_stacks(self) -> None:
+        """Make every actor write its threads' Python stacks into its log, however stuck it is."""
+        here = ray.get_runtime_context().get_node_id()
+        for name in self.by_name():
+            path = self._run.logs / f"{name}.pid"
+            if path.exists():
+                node, pid = path.read_text().split()
+                if node == here:
+                    _send_stack_signal(int(pid))
+                else:
+                    affinity = NodeAffinitySchedulingStrategy(node, soft=True)
+                    ray.remote(_send_stack_signal).options(num_cpus=0, scheduling_strategy=affinity).remote(
+                        int(pid)
+                    )
+
+    def stop(self, timeout_s: float = 20.0) -> None:
+        """End the engines' own processes, then the actors; a Generator that is not up yet is just killed.
+
+        Killing an actor ends its child processes too (Ray sees to it); asking first lets vLLM clean up.
+        """
+        handles = [client.handle for client in self.generators.values()]
+        with contextlib.suppress(Exception):  # one that is dead or hung is killed below all the same
+            up, _ = ray.wait([h.take_stats.remote() for h in handles], num_returns=len(handles), timeout=0.5)
+            if len(up) == len(handles):
+                ray.get([h.shutdown.remote() for h in handles], timeout=timeout_s)
+        for client in self.by_name().values():
+            ray.kill(client.handle)
+
+    def _start_generator(self, name: str) -> Client:
+        config, prepared, model_path = self._config, self._prepared, self._model_path
+        index = int(name.rpartition("-")[2])
+        engine = _Deferred(lambda: make_engine(config, model_path, prepared.max_model_len, index))
+        actor = self._host(Generator, name).options(
+            num_gpus=config.generator.num_gpus, num_cpus=config.generator.num_cpus, max_concurrency=10_000
+        )
+        return Client(name, actor.remote(name, engine, config.generator.slowdown_s, self._version))
+
+    def _start_learner(self) -> Client:
+        config = self._config
+        actor = self._host(Learner, "learner", beside=("write_captured",)).options(
+            num_gpus=config.learner.num_gpus, num_cpus=config.learner.num_cpus
+        )
+        training = self._checkpoint.training_path if self._checkpoint else None
+        ends = self._prepared.end_token_ids
+        return Client("learner", actor.remote(self._model_path, config, ends, training, self._run.skipped))
+
+    def _start_scorer(self) -> Client:
+        config = self._config
+        actor = self._host(Scorer, "scorer").options(
+            num_cpus=config.scorer.num_cpus,
+            allow_out_of_order_execution=True,  # a slow group holds no other
+        )
+        return Client("scorer", actor.remote(config.task.reward, config.algorithm, config.scorer))
+
+    def _start_buffer(self) -> Client:
+        """The buffer writes the run's rollouts, so it lives where the run directory is."""
+        config = self._config
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = self._host(TrajectoryBuffer, "buffer").options(
+            num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
+        )
+        rollouts = self._run.rollouts if config.run.save_rollouts else None
+        groups = self._checkpoint.groups_path if self._checkpoint else None
+        max_bytes = int(config.buffer.max_gib * 2**30)
+        return Client("buffer", actor.remote(config.algorithm.prompts_per_step, max_bytes, rollouts, groups))
+
+    def _start_weight_sync(self) -> Client:
+        sync, algorithm = self._config.weight_sync, self._config.algorithm
+        actor = self._host(WeightSync, "weight_sync").options(num_cpus=0, max_concurrency=100)
+        clients = list(self.generators.values())
+        arguments = clients, sync.max_lag, algorithm.prompts_per_step, sync.phase_timeout_s, self._version
+        return Client("weight_sync", actor.remote(*arguments))
+
+    def _host(self, cls: Any, name: str, beside: tuple[str, ...] = ()) -> Any:
+        return _host(cls, name, self._run.logs, beside)
+
+
+@contextlib.contextmanager
+def running(
+    config: Config, prepared: Prepared, run_dir: Path, checkpoint: Checkpoint | None = None
+) -> Iterator[ActorGroup]:
+    """The actors of a run, ended however the block is left."""
+    actors = ActorGroup(config, prepared, run_dir, checkpoint)
+    try:
+        yield actors
+    finally:
+        actors.stop()
+
+
+class _Deferred:
+    """An argument that is built in the actor's process (an engine cannot be sent there)."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self.build = build
+
+
+def _host(cls: Any, name: str, logs: Path, beside: tuple[str, ...] = ()) -> Any:
+    """`cls` as a Ray actor class, its output (and its child processes') in `logs/<name>.log`.
+
+    The methods named in `beside` run in a thread of their own, beside the others.
+    """
+
+    def __init__(self: Any, *args: Any) -> None:
+        _redirect_output(logs / f"{name}.log")
+        with contextlib.suppress(OSError):  # a full disk
+            (logs / f"{name}.pid").write_text(f"{ray.get_runtime_context().get_node_id()} {os.getpid()}")
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        built = [argument.build() if isinstance(argument, _Deferred) else argument for argument in args]
+        cls.__init__(self, *built)
+
+    members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__}
+    for method in beside:
+        members[method] = ray.method(concurrency_group="beside")(getattr(cls, method))
+    hosted = type(cls.__name__, (cls,), members)
+    return ray.remote(concurrency_groups={"beside": 1})(hosted) if beside else ray.remote(hosted)
+
+
+def _redirect_output(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _send_stack_signal(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)

@@ -1,0 +1,142 @@
+"""What a training goes on from, besides the weights: the optimizer's and the random generators' state.
+
+A `TrainingState` is a copy in host memory, which any thread may write while the training goes on. On disk it is
+a model in Hugging Face format and `training/optimizer.safetensors`: tensors `adam/<weight>/<moment>` and
+`random/<device>`, and counters in the file's metadata.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_ray.durable import sync
+
+FILE_NAME = "optimizer.safetensors"
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Copies in host memory; weights that are tied share one."""
+
+    weights: Tensors
+    training: Tensors
+    counters: dict[str, int]
+
+
+def capture_state(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, counters: Mapping[str, int]
+) -> TrainingState:
+    return TrainingState(
+        weights=_copies(model.state_dict()),
+        training=_copies({**_optimizer_tensors(model, optimizer), **_random_tensors()}),
+        counters=dict(counters),
+    )
+
+
+def write_state(
+    state: TrainingState, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write to an existing folder, and wait for the disk. `model` gives its configuration, not its weights.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    training = folder / "training"
+    training.mkdir(exist_ok=True)
+    with _os_errors():
+        model.save_pretrained(folder, state_dict=dict(state.weights))
+        tokenizer.save_pretrained(folder)
+        metadata = {name: str(count) for name, count in state.counters.items()}
+        save_file(state.training, training / FILE_NAME, metadata=metadata)
+    _sync(folder, training)
+
+
+def restore_state(
+    training_folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
+    """Put back what `capture_state` saw, but for the weights; returns the counters.
+
+    Raises:
+        ValueError: the state is of another model.
+    """
+    path = training_folder / FILE_NAME
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        counters = {name: int(count) for name, count in (file.metadata() or {}).items()}
+    state = _optimizer_state(tensors, [name for name, _ in model.named_parameters()])
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(tensors["random/cpu"])
+    if torch.cuda.is_available() and "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"])
+    return counters
+
+
+def _sync(folder: Path, training: Path) -> None:
+    """Only what was written here: others may be writing to `training` too."""
+    for path in (*(path for path in folder.iterdir() if path.is_file()), training / FILE_NAME):
+        sync(path)
+    for path in (training, folder):
+        sync(path)
+
+
+def _optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Named by weight, not by place. A weight that never had a gradient has none."""
+    return {
+        f"adam/{name}/{moment}": tensor
+        for name, parameter in model.named_parameters()
+        for moment, tensor in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _optimizer_state(tensors: Tensors, names: list[str]) -> dict[int, Tensors]:
+    """As an optimizer's `state_dict` has it, by the weights' places in `names`.
+
+    Raises:
+        ValueError: a weight is not in `names`.
+    """
+    places = {name: place for place, name in enumerate(names)}
+    state: dict[int, Tensors] = {}
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind != "adam":
+            continue
+        name, _, moment = rest.rpartition("/")
+        if name not in places:
+            raise ValueError(f"the optimizer's state is of another model: this one has no weight {name}")
+        state.setdefault(places[name], {})[moment] = tensor
+    return state
+
+
+def _random_tensors() -> Tensors:
+    states = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["random/cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Contiguous copies in host memory; tensors that are the same memory get the same copy."""
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in copies or not tensor.numel():
+            copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        result[name] = copies[key]
+    return result
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """A full disk is an OSError, whoever finds it."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error

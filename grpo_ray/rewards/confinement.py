@@ -1,0 +1,87 @@
+"""What a process that reads a policy's answers gives up, for good, before it reads the first.
+
+Linux only, as Ray's GPU nodes are. Landlock is the kernel's sandbox for unprivileged processes (Linux 5.13;
+https://docs.kernel.org/userspace-api/landlock.html); where the kernel has none, the limits hold alone.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446  # the same on every architecture
+LANDLOCK_CREATE_RULESET_VERSION = 1
+
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
+NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by the kernel's Landlock version; 16 from the fifth on
+NETWORK_RIGHTS = 0b11  # TCP: bind, connect; from version 4
+SCOPES = 0b11  # abstract unix sockets, signals to processes outside; from version 6
+
+CAPABILITY_VERSION = 0x20080522
+CAP_DAC_READ_SEARCH = 1 << 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the process `parent`, which started this one, ends: also amid a computation."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the line above
+        sys.exit("the process to grade for is gone")
+
+
+def limit_resources(memory_gib: float) -> None:
+    """No more memory than that, no file with anything in it, no core dump, no further process."""
+    limits = {
+        resource.RLIMIT_AS: int(memory_gib * 2**30),
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: 0,
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+    sys.dont_write_bytecode = True
+
+
+def drop_capabilities() -> None:
+    """Of root's powers keep the one to read any file, in case the libraries are another user's.
+
+    With the others it could read the memory of any process, whatever the sandbox says.
+    """
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    words = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
+    _check(_libc.capget(header, words), "capget")
+    kept = words[1] & CAP_DAC_READ_SEARCH
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)(kept, kept)), "capset")
+
+
+def enter_sandbox() -> bool:
+    """Only read files from now on; whether the kernel has Landlock.
+
+    Nothing can be written, removed, made or executed, and no TCP connection opened. Processes outside can
+    neither be signalled nor be looked into: their /proc/PID/environ, with Ray's token, is closed.
+    """
+    version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
+    if version < 1:
+        return False
+    rights = (1 << NUM_FILE_RIGHTS.get(version, 16)) - 1
+    handled = [rights & ~(READ_FILE | READ_DIR)]  # what is handled is denied: no rule allows it
+    handled += [NETWORK_RIGHTS] * (version >= 4) + [SCOPES] * (version >= 6)
+    attributes = (ctypes.c_uint64 * len(handled))(*handled)
+    ruleset = _libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
+    _check(min(ruleset, 0), "landlock_create_ruleset")
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)  # required of a process without privileges
+    _check(_libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+    return True
+
+
+def _prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(option, value, 0, 0, 0), f"prctl({option})")
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        raise OSError(ctypes.get_errno(), call)

@@ -1,0 +1,58 @@
+"""What a run writes down and says while it goes on: a line a step, events, troubles until they are mended."""
+
+import time
+from collections import Counter
+from typing import Protocol
+
+from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, read_metrics
+
+Metrics = dict[str, float]
+
+
+class Display(Protocol):
+    """What a person sees of the run."""
+
+    def status(self, text: str) -> None: ...
+    def step(self, step: int, metrics: Metrics) -> None: ...
+    def evaluation(self, summary: EvaluationSummary) -> None: ...
+    def trouble(self, text: str) -> None: ...
+
+
+class RunLog:
+    """`metrics.jsonl`, `events.jsonl` and the display.
+
+    A trouble, such as a full disk, is shown after every step until it is mended; training goes on.
+    """
+
+    def __init__(self, run: RunDirectory, display: Display) -> None:
+        self.run, self.display = run, display
+        self._metrics = MetricsLog(run.metrics_path)
+        self._events = JsonLines(run.events_path)
+        events = read_metrics(run.events_path) if run.events_path.exists() else []
+        self._num_events = Counter(event["kind"] for event in events)
+        self._troubles: dict[str, str | None] = {}
+        self.step = 0  # the newest trained step
+
+    def line(self, step: int, metrics: Metrics) -> None:
+        """Write the step's line."""
+        self.trouble("metrics", self._metrics.append(step, metrics))
+
+    def trouble(self, what: str, text: str | None) -> None:
+        """Something that cannot be written (None: it could), to be shown after each step."""
+        self._troubles[what] = text
+
+    def show_troubles(self) -> None:
+        for text in filter(None, self._troubles.values()):
+            self.display.trouble(text)
+
+    def event(self, kind: str, actor: str | None, text: str, **facts: float) -> None:
+        """Something out of the ordinary: into events.jsonl, and to whoever looks on."""
+        self._num_events[kind] += 1
+        row = {"time": time.time(), "kind": kind, "actor": actor, "step": self.step, "text": text, **facts}
+        self.trouble("events", self._events.append(row))
+        self.display.trouble(text if actor is None or text.startswith(actor) else f"{actor}: {text}")
+
+    def num_events(self, *kinds: str) -> int:
+        """Events of these kinds since the run began, in this process and before."""
+        return sum(self._num_events[kind] for kind in kinds)

@@ -1,0 +1,65 @@
+"""Questions that occur more than once in a task's files."""
+
+from collections.abc import Sequence
+
+from grpo_ray.tasks.examples import Example, ExampleSets, counted
+
+
+def drop_duplicates(
+    train: Sequence[Example], validation: Sequence[Example], train_path: str, validation_path: str
+) -> ExampleSets:
+    """Every question once, the first of its file; validation's are kept out of training.
+
+    Two questions are the same if their texts are, apart from white space around them.
+
+    Raises:
+        ValueError: a question has two different answers, or validation takes the whole training set.
+    """
+    _check_answers([*train, *validation])
+    distinct_train, distinct_validation = _first_of_each(train), _first_of_each(validation)
+    # Trained on, they would be remembered, and the validation reward would measure that.
+    evaluated = {_key(example) for example in distinct_validation}
+    kept = [example for example in distinct_train if _key(example) not in evaluated]
+    if not kept:
+        raise ValueError(
+            f"{train_path}: every question stands in {validation_path} too, so none is left to train on; "
+            "give other training or validation questions, or set task.duplicates to keep"
+        )
+    counts = [
+        (train_path, len(train) - len(distinct_train), "dropped"),
+        (train_path, len(distinct_train) - len(kept), f"of {validation_path} kept out of training"),
+        (validation_path, len(validation) - len(distinct_validation), "dropped"),
+    ]
+    notices = [
+        f"{path}: {counted(number, 'duplicate question')} {fate}" for path, number, fate in counts if number
+    ]
+    return ExampleSets(kept, distinct_validation, tuple(notices))
+
+
+def _check_answers(examples: Sequence[Example]) -> None:
+    first: dict[str, Example] = {}
+    conflicts = []
+    for example in examples:
+        earlier = first.setdefault(_key(example), example)
+        if earlier.ground_truth != example.ground_truth:
+            conflicts.append((earlier, example))
+    if not conflicts:
+        return
+    one, other = conflicts[0]
+    more = f" (and {len(conflicts) - 1:,} more like it)" if len(conflicts) > 1 else ""
+    raise ValueError(
+        f"{other.place}: the question {one.question[:80]!r} has the answer {other.ground_truth[:80]!r}, but "
+        f"{one.ground_truth[:80]!r} in {one.place}{more}; correct or remove one of them, "
+        "or set task.duplicates to keep"
+    )
+
+
+def _first_of_each(examples: Sequence[Example]) -> list[Example]:
+    first: dict[str, Example] = {}
+    for example in examples:
+        first.setdefault(_key(example), example)
+    return list(first.values())
+
+
+def _key(example: Example) -> str:
+    return example.question.strip()

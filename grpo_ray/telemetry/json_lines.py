@@ -1,0 +1,102 @@
+"""Files of one JSON object a line: readable while they grow, and never with half a line in the middle."""
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_PENDING = 10_000
+
+
+class JsonLines:
+    """Appends lines. Those that the disk does not take wait in memory, and are written with the next one."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._pending: deque[bytes] = deque()
+        self._num_dropped = 0
+        drop_half_line(self._path)
+
+    def append(self, row: Mapping[str, Any]) -> str | None:
+        """Write the row; returns why it, or an earlier one, is not on the disk yet."""
+        self._pending.append((json.dumps(to_json(row), allow_nan=False) + "\n").encode())
+        if len(self._pending) > MAX_PENDING:
+            self._pending.popleft()
+            self._num_dropped += 1
+        try:
+            if len(self._pending) > 1:  # the last append failed, and perhaps left half a line
+                drop_half_line(self._path)
+            self._write_pending()
+        except OSError as error:
+            dropped = f"; {self._num_dropped} older ones are lost" if self._num_dropped else ""
+            return f"{self._path}: {error}; {len(self._pending)} lines wait in memory{dropped}"
+        return None
+
+    def _write_pending(self) -> None:
+        """Write line after line, without a buffer: an error leaves the file at a line's end."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            while self._pending:
+                _write_whole(descriptor, self._pending[0])
+                self._pending.popleft()
+        finally:
+            os.close(descriptor)
+
+
+def _write_whole(descriptor: int, line: bytes) -> None:
+    length = os.fstat(descriptor).st_size
+    try:
+        written = 0
+        while written < len(line):  # a disk that fills up takes a part
+            written += os.write(descriptor, line[written:])
+    except OSError:
+        os.ftruncate(descriptor, length)
+        raise
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The lines as dicts; a last line that is still being written, or was cut off, is left out.
+
+    Raises:
+        ValueError: another line is not valid JSON.
+    """
+    return [row for _, row in lines_and_rows(path)]
+
+
+def lines_and_rows(path: str | Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """`read_lines`, each with its bytes in the file."""
+    rows = []
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                rows.append((line, json.loads(line)))
+            except ValueError as error:  # not JSON, or not UTF-8
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error}); remove the line") from None
+    return rows
+
+
+def to_json(value: Any) -> Any:
+    """As JSON has it: null for nan and infinity, tuples as lists, numpy's and torch's numbers as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    number = value if isinstance(value, float) else value.item()
+    return number if not isinstance(number, float) or math.isfinite(number) else None
+
+
+def drop_half_line(path: Path) -> None:
+    """A killed run may leave half a line, onto which a resumed run would write its first."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(data.rfind(b"\n") + 1)

@@ -1,0 +1,83 @@
+"""Writes one batch's rollouts after another, beside the training, and keeps what a full disk refused."""
+
+import asyncio
+from collections import deque
+from pathlib import Path
+
+from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import step_name
+from grpo_ray.types import ScoredGroup
+
+Groups = tuple[ScoredGroup, ...]
+
+
+class RolloutWriter:
+    """`add` a step's groups; `error` says why some are not on the disk."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._waiting: deque[tuple[int, Groups]] = deque()
+        self._num_bytes = 0
+        self._num_dropped = 0
+        self._writing: asyncio.Task[None] | None = None
+        self.error: str | None = None
+
+    async def room(self) -> None:
+        """Wait while more than `max_bytes` wait to be written, as on a slow disk."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()  # raises what was no fault of the disk
+        if self._num_bytes > self._max_bytes:
+            await self._finish()
+
+    def add(self, step: int, groups: Groups) -> None:
+        """Begin to write them, after those that still wait."""
+        self._waiting.append((step, groups))
+        self._num_bytes += _num_bytes(groups)
+        self._start()
+
+    async def flush(self) -> str | None:
+        """Wait for what is being written, and try again what failed; returns what `error` is then."""
+        await self._finish()
+        if self._waiting:
+            self._start()
+            await self._finish()
+        return self.error
+
+    def _start(self) -> None:
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def _finish(self) -> None:
+        if self._writing is not None:
+            await asyncio.shield(self._writing)  # who waits may be cancelled, the writing goes on
+
+    async def _write(self) -> None:
+        while self._waiting:
+            step, groups = self._waiting[0]
+            path = self._folder / f"{step_name(step)}.parquet"
+            try:
+                await asyncio.to_thread(write_rollouts, path, step, groups)
+            except OSError as error:
+                self._keep_what_fits()
+                self.error = self._message(path, error)
+                return
+            self._forget_oldest()
+        self.error = None
+
+    def _keep_what_fits(self) -> None:
+        while self._num_bytes > self._max_bytes:
+            self._forget_oldest()
+            self._num_dropped += 1
+
+    def _forget_oldest(self) -> None:
+        _, groups = self._waiting.popleft()
+        self._num_bytes -= _num_bytes(groups)
+
+    def _message(self, path: Path, error: OSError) -> str:
+        dropped = f"; {self._num_dropped} older ones are lost" if self._num_dropped else ""
+        return f"{path}: {error}; {len(self._waiting)} batches wait in memory{dropped}"
+
+
+def _num_bytes(groups: Groups) -> int:
+    return sum(group.num_bytes for group in groups)

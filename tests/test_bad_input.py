@@ -1,0 +1,340 @@
+"""Data files and prompts that are wrong: each has an outcome, and the user is told it."""
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_ray.cli import main
+from grpo_ray.config import Config, FileTaskConfig
+from grpo_ray.preflight import TaskData, check_files, prepare
+from grpo_ray.tasks import files, load_examples
+from grpo_ray.tasks.prompts import load_template
+
+
+def line(question: str, answer: str = "2") -> bytes:
+    return json.dumps({"question": question, "answer": answer}).encode() + b"\n"
+
+
+VALIDATION = line("validate?")
+
+
+def write_task(folder: Path, train: bytes, validation: bytes = VALIDATION, **fields: Any) -> FileTaskConfig:
+    """The files, and a task of them: by default the shortest template, so that lengths are easy to tell."""
+    (folder / "train.jsonl").write_bytes(train)
+    (folder / "validation.jsonl").write_bytes(validation)
+    paths = {"train_path": str(folder / "train.jsonl"), "validation_path": str(folder / "validation.jsonl")}
+    return FileTaskConfig(**{**paths, "prompt": "short", **fields})
+
+
+def questions(examples: Sequence[Any]) -> list[str]:
+    return [example.question for example in examples]
+
+
+def refusal(task: FileTaskConfig) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
+        load_examples(task, seed=0)
+    return str(caught.value)
+
+
+# ---- duplicates ----
+
+
+def test_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
+    train = line("a?") + line("b?") + line(" a? ") + line("a?") + line("c?") + line("v?")
+    task = write_task(tmp_path, train, line("v?") + line("w?") + line("w?"))
+    sets = load_examples(task, seed=0)
+    assert questions(sets.train) == ["a?", "b?", "c?"]
+    assert questions(sets.validation) == ["v?", "w?"]
+    assert sets.notices == (
+        f"{task.train_path}: 2 duplicate questions dropped",
+        f"{task.train_path}: 1 duplicate question of {task.validation_path} kept out of training",
+        f"{task.validation_path}: 1 duplicate question dropped",
+    )
+
+
+def test_duplicates_are_kept_when_asked(tmp_path: Path) -> None:
+    train = line("a?") + line("a?", "3") + line("v?")
+    task = write_task(tmp_path, train, line("v?", "5"), duplicates="keep")
+    sets = load_examples(task, seed=0)
+    assert [(e.question, e.ground_truth) for e in sets.train] == [("a?", "2"), ("a?", "3"), ("v?", "2")]
+    assert (questions(sets.validation), sets.notices) == (["v?"], ())
+
+
+def test_a_question_with_two_answers_is_refused_with_both_places(tmp_path: Path) -> None:
+    task = write_task(tmp_path, line("a?") + b"\n" + line("b?") + line("a?", "3") + line("b?", "4"))
+    message = refusal(task)
+    assert f"{task.train_path}, line 4: the question 'a?' has the answer '3', but '2' in " in message
+    assert f"'2' in {task.train_path}, line 1 (and 1 more like it); correct or remove one" in message
+    assert "or set task.duplicates to keep" in message
+    across = write_task(tmp_path, line("a?"), line("v?") + line("a?", "3"))
+    assert f"{across.validation_path}, line 2: the question 'a?'" in refusal(across)
+    assert f"'2' in {across.train_path}, line 1; correct" in refusal(across)
+
+
+def test_a_training_file_that_is_all_validation_is_refused(tmp_path: Path) -> None:
+    task = write_task(tmp_path, VALIDATION)
+    message = f"{task.train_path}: every question stands in {task.validation_path} too, so none is left"
+    assert message in refusal(task)
+    assert "set task.duplicates to keep" in refusal(task)
+
+
+# ---- lines and rows ----
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b'{"question": "caf\xe9", "answer": "1"}', "byte 17 is not UTF-8; save the file as UTF-8"),
+        ('{"question": "x"}'.encode("utf-16"), "byte 0 is not UTF-8"),
+        (b'{"question": "x\0", "answer": "1"}', "not valid JSON (Invalid control character at, column 16)"),
+        (b"\0\0\0\0", "not valid JSON"),
+        (line("a\0b"), "'question' holds a NUL character; remove it"),
+        (line("\ud83d"), "'question' holds half of a surrogate pair"),
+        (line("x", "\udc00"), "'answer' holds half of a surrogate pair"),
+        (b'{"question": "x", "answer": ' + b"9" * 5000 + b"}", "not usable as JSON (Exceeds the limit"),
+        (b"[" * 200_000, "not usable as JSON (maximum recursion depth"),
+        (b'{"question": "x", "answer": 1e999}', "'answer' is inf; it must be text or a number"),
+        (b'{"question": "x", "answer": {"a": 1}}', "'answer' is {'a': 1}; it must be text or a number"),
+        (b'{"question": "x", "answer": false}', "'answer' is False; it must be text or a number"),
+        (b"null", "holds a NoneType; each line must be a JSON object"),
+        (line("x", ""), "'answer' is empty; fill it in or remove the example"),
+        (line("x", " \n"), "'answer' is empty"),
+        (line(""), "'question' is empty"),
+        (b'{"question": "x"}', "no field 'answer'; the fields are question."),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, bad: bytes, message: str) -> None:
+    task = write_task(tmp_path, line("fine?") + bad)
+    assert f"{task.train_path}, line 2: {message}" in refusal(task)
+
+
+def test_a_value_is_shown_in_part(tmp_path: Path) -> None:
+    bad = json.dumps({"question": ["x"] * 100_000, "answer": "1"}).encode()
+    assert len(refusal(write_task(tmp_path, bad))) < 300 + len(str(tmp_path))
+
+
+def test_good_files_of_every_kind(tmp_path: Path) -> None:
+    number = b'{"question": 5, "answer": ' + b"9" * 400 + b"}"  # larger than any float
+    windows = b"\xef\xbb\xbf" + line("a?").replace(b"\n", b"\r\n") + b"\r\n" + line("b?") + number
+    sets = load_examples(write_task(tmp_path, windows), seed=0)
+    assert questions(sets.train) == ["a?", "b?", "5"]
+    assert sets.train[2].ground_truth == "9" * 400
+
+
+def test_a_line_of_gigabytes_is_refused_without_reading_it(tmp_path: Path) -> None:
+    task = write_task(tmp_path, line("fine?"))
+    with open(task.train_path, "r+b") as file:
+        file.seek(0, 2)
+        file.truncate(2**30)  # a hole: a GiB without a line end, none of it on the disk
+    tracemalloc.start()
+    try:
+        message = refusal(task)
+        assert tracemalloc.get_traced_memory()[1] < 4 * files.MAX_LINE_BYTES
+    finally:
+        tracemalloc.stop()
+    assert f"{task.train_path}, line 2: longer than 16 MiB; write one example a line" in message
+
+
+def test_the_longest_line_allowed(tmp_path: Path) -> None:
+    padding = files.MAX_LINE_BYTES - len(line("x"))
+    task = write_task(tmp_path, line("x" + " " * padding) + line("y"))
+    assert questions(load_examples(task, seed=0).train)[1] == "y"
+    task = write_task(tmp_path, line("x" + " " * (padding + 1)))
+    assert "line 1: longer than 16 MiB" in refusal(task)
+
+
+def parquet(folder: Path, **columns: Any) -> FileTaskConfig:
+    task = write_task(folder, b"", train_path=str(folder / "train.parquet"))
+    pq.write_table(pa.table(columns), task.train_path)
+    return task
+
+
+def test_bad_parquet_is_named(tmp_path: Path) -> None:
+    latin = pa.array([b"ok"] * 1500 + [b"caf\xe9"])
+    column = pa.StringArray.from_buffers(len(latin), latin.buffers()[1], latin.buffers()[2])
+    task = parquet(tmp_path, question=column, answer=["1"] * 1501, duplicates=[None] * 1501)
+    assert f"{task.train_path}, row 1501: byte 3 of 'question' is not UTF-8" in refusal(task)
+    for bad in (b"binary", [1, 2], None, {"a": 1}):
+        task = parquet(tmp_path, question=["a", "b"], answer=pa.array([bad, bad]))
+        assert f"{task.train_path}, row 1: 'answer' is {bad!r}; it must be text or a number" in refusal(task)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 2000, -1])
+def test_a_truncated_parquet_file_is_refused(tmp_path: Path, keep: int) -> None:
+    task = parquet(tmp_path, question=[f"{i}?" for i in range(5000)], answer=list(range(5000)))
+    whole = Path(task.train_path).read_bytes()
+    Path(task.train_path).write_bytes(whole[:keep])
+    assert f"{task.train_path}: not readable as Parquet" in refusal(task)
+    assert "write the file again" in refusal(task)
+
+
+def test_damaged_parquet_pages_are_refused(tmp_path: Path) -> None:
+    task = parquet(tmp_path, question=[f"{i} " * 20 for i in range(3000)], answer=list(range(3000)))
+    damaged = bytearray(Path(task.train_path).read_bytes())
+    damaged[200:900] = bytes(700)
+    Path(task.train_path).write_bytes(damaged)
+    assert f"{task.train_path}: not readable as Parquet" in refusal(task)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = write_task(tmp_path, line("a?"))
+    for name in ("data.jsonl", "data.parquet"):
+        (tmp_path / name).mkdir()
+        changed = task.model_copy(update={"validation_path": str(tmp_path / name)})
+        assert f"{changed.validation_path}: is a folder; give the path of a .jsonl" in refusal(changed)
+    missing = task.model_copy(update={"train_path": str(tmp_path / "none.parquet")})
+    assert f"{missing.train_path}: there is no such file" in refusal(missing)
+    device = task.model_copy(update={"train_path": "/dev/null"})
+    assert "/dev/null: is no regular file" in refusal(device)
+
+    def denied(*_: object, **__: object) -> None:  # root may read everything, so no mode bits would do
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", denied)
+        assert f"{task.train_path}: cannot be read (Permission denied); give a file that you" in refusal(task)
+    table = parquet(tmp_path, question=["a"], answer=["b"])
+    monkeypatch.setattr(files.pq, "ParquetFile", denied)
+    assert f"{table.train_path}: cannot be read (Permission denied)" in refusal(table)
+
+
+# ---- long prompts ----
+
+
+@pytest.fixture
+def local(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Config]:
+    """`local(task, sampling={...})`: a configuration of the task with a model of 512 positions."""
+
+    def config(task: FileTaskConfig, **sections: dict[str, Any]) -> Config:
+        data = tiny_config.model_dump() | {"model": {"path": str(tiny_model()), "dtype": "float32"}}
+        for name, fields in sections.items():
+            data[name] |= fields
+        return Config.model_validate(data | {"task": task.model_dump()})
+
+    return config
+
+
+def failure(config: Config) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
+        check_files(config)
+    return str(caught.value)
+
+
+LONG = "9" * 600  # more digits than tokens there is room for, whatever merges the tokenizer has
+CHOICES = "or set task.long_prompts to skip (left out) or truncate (cut on the left)"
+
+
+def test_a_long_prompt_is_refused_with_its_line(tmp_path: Path, local: Callable[..., Config]) -> None:
+    task = write_task(tmp_path, line("a?") + line(LONG * 3))
+    message = failure(local(task))
+    assert "sampling.max_tokens: 16 response tokens after the longest prompt (" in message
+    assert f" tokens: {task.train_path}, line 2) do not fit the model's positions (512)" in message
+    assert CHOICES in message
+    task = write_task(tmp_path, line("a?") + line("b" * 30), max_prompt_tokens=30)
+    message = failure(local(task))
+    assert f"{task.train_path}, line 2: the prompt has " in message
+    assert f"more than task.max_prompt_tokens (30); raise it, {CHOICES}" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "sections", "limit"),
+    [
+        ({}, {}, 512 - 16),
+        ({}, {"generator": {"max_model_len": 100}}, 100 - 16),
+        ({"max_prompt_tokens": 60}, {"generator": {"max_model_len": 100}}, 60),
+        ({"max_prompt_tokens": 600}, {"sampling": {"max_tokens": 112}}, 400),  # more than there is room for
+    ],
+)
+def test_long_prompts_are_skipped_or_cut(
+    tmp_path: Path, local: Callable[..., Config], fields: dict, sections: dict, limit: int
+) -> None:
+    train = line("a?") + line(LONG * 3) + line("b?") + line(LONG * 4)
+    validation = line("v?") + line("w" + LONG * 3)
+
+    def checked(long_prompts: str) -> tuple[Config, TaskData]:
+        config = local(write_task(tmp_path, train, validation, long_prompts=long_prompts, **fields), **sections)
+        return config, check_files(config)
+
+    config, task = checked("skip")
+    assert (questions(task.train), questions(task.validation)) == (["a?", "b?"], ["v?"])
+    assert task.notices == (
+        f"{config.task.train_path}: 2 prompts longer than {limit} tokens skipped",
+        f"{config.task.validation_path}: 1 prompt longer than {limit} tokens skipped",
+    )
+    prepared = prepare(config, task)
+    assert prepared.notices == task.notices
+    items = [*prepared.ledger.take_new(2), *prepared.validation]
+    assert max(len(item.prompt_token_ids) for item in items) == task.longest_prompt < 40
+
+    config, task = checked("truncate")
+    assert (len(task.train), len(task.validation), task.longest_prompt) == (4, 2, limit)
+    assert task.notices == (
+        f"{config.task.train_path}: 2 prompts longer than {limit} tokens cut on the left",
+        f"{config.task.validation_path}: 1 prompt longer than {limit} tokens cut on the left",
+    )
+    prepared = prepare(config, task)
+    items = [*prepared.ledger.take_new(4), *prepared.validation]
+    cut = [item for item in items if len(item.prompt_token_ids) == limit]
+    assert [len(item.prompt_token_ids) <= limit for item in items] == [True] * 6
+    assert len(cut) == 3
+    end = load_template("short").rpartition("{question}")[2]
+    assert all(item.prompt.startswith("9") and item.prompt.endswith("9" + end) for item in cut)
+    assert all(item.prompt.startswith("User: ") for item in items if item not in cut)
+    assert prepared.max_model_len == (config.generator.max_model_len or limit + config.sampling.max_tokens)
+
+
+def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[..., Config]) -> None:
+    task = write_task(tmp_path, line("a?"), max_prompt_tokens=3, long_prompts="skip")
+    message = failure(local(task))
+    assert f"{task.train_path}: every prompt is longer than 3 tokens (the shortest has " in message
+    assert "task.long_prompts = skip leaves none; raise task.max_prompt_tokens" in message
+    task = write_task(tmp_path, line("a?"), max_prompt_tokens=3, long_prompts="truncate")
+    message = failure(local(task))
+    assert "task.long_prompts: a prompt cut to 3 tokens keeps nothing of its question" in message
+    task = write_task(tmp_path, line("a?"), long_prompts="truncate")
+    assert "a prompt cut to 0 tokens" in failure(local(task, sampling={"max_tokens": 600}))
+
+
+# ---- the command that shows it ----
+
+
+def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
+    data = {"task": task.model_dump(), "model": {"path": str(model)}, "sampling": {"max_tokens": 16}}
+    (folder / "run.yaml").write_text(json.dumps(data))
+    return str(folder / "run.yaml")
+
+
+def test_check_shows_a_refusal_plainly(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    task = write_task(tmp_path, line("a?") + line("a?", "3"))
+    command = [sys.executable, "-m", "grpo_ray.cli", "check", write_config(tmp_path, task, tiny_model())]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert f"grpo-ray: {task.train_path}, line 2: the question 'a?' has the answer '3'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "message"),
+    [
+        ({}, 2, f"do not fit the model's positions (512); set it to 0 or less, {CHOICES}"),
+        ({"long_prompts": "skip"}, 0, "good; 1 training and 1 validation prompts"),
+        ({"train_path": "none.jsonl"}, 2, "grpo-ray: none.jsonl: there is no such file"),
+        ({"prompt": "r2_zero"}, 2, "grpo-ray: task.prompt: cannot read 'r2_zero'"),
+    ],
+)
+def test_check_by_its_exit_status(
+    tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str],
+    fields: dict[str, Any], code: int, message: str,
+) -> None:  # fmt: skip
+    task = write_task(tmp_path, line("a?") + line(LONG * 3), **fields)
+    assert main(["check", write_config(tmp_path, task, tiny_model())]) == code
+    output = capsys.readouterr()
+    assert message in output.out + output.err

@@ -1,0 +1,228 @@
+"""Models and tokenizers that cannot be trained: each is refused before training starts, or is shown to do."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import make_settings, perturb
+from safetensors.torch import load_file, save_file
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config, TinyModelConfig
+from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.policy.loading import check_finite, load_policy, load_tokenizer
+from grpo_ray.policy.tiny import build_model
+from grpo_ray.preflight import check_files, prepare
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A good model of one's own, to break."""
+    return Path(shutil.copytree(tiny_model(tied=False), tmp_path / "model"))
+
+
+@pytest.fixture
+def of_folder(tiny_config: Config, folder: Path) -> Callable[..., Config]:
+    def config(**sections: dict[str, Any]) -> Config:
+        data = tiny_config.model_dump() | {"model": {"path": str(folder), "dtype": "float32"}}
+        for name, fields in sections.items():
+            data[name] |= fields
+        return Config.model_validate(data)
+
+    return config
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refusal(function: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
+        function(*arguments)
+    return str(caught.value)
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: b"x" * 1000])
+def test_damaged_weights_are_named(folder: Path, of_folder: Callable[..., Config], damage: Any) -> None:
+    (folder / WEIGHTS).write_bytes(damage((folder / WEIGHTS).read_bytes()))
+    message = refusal(check_files, of_folder())
+    assert f"model.path: {folder / WEIGHTS} is damaged or missing (" in message
+    assert "copy or download the model again" in message
+
+
+def test_missing_shards_are_named(folder: Path, of_folder: Callable[..., Config]) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": WEIGHTS, "x": "model-2.safetensors"}}))
+    assert f"{folder / 'model-2.safetensors'} is damaged or missing" in refusal(check_files, of_folder())
+    for text in ("[]", "{broken", '{"weight_map": 5}', '{"weight_map": {"x": 5}}'):
+        index.write_text(text)
+        assert f"model.path: {index} is not an index" in refusal(check_files, of_folder())
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{broken", "config.json of {folder!r} cannot be used: "),
+        ("config.json", "{}", "config.json of {folder!r} cannot be used: Unrecognized model"),
+        ("config.json", '{"model_type": "nonsense"}', "config.json of {folder!r} cannot be used: "),
+        ("tokenizer.json", "{broken", "the tokenizer of {folder!r} cannot be loaded (JSONDecodeError: "),
+        ("tokenizer.json", "{}", "the tokenizer of {folder!r} cannot be loaded (KeyError: 'added_tokens')"),
+        ("tokenizer_config.json", "{broken", "the tokenizer of {folder!r} cannot be loaded (JSONDecode"),
+        ("tokenizer.json", None, "its tokenizer makes no token of the prompt of the question 'Sort "),
+        ("generation_config.json", "{broken", "generation_config.json' is not a valid JSON file. Correct it"),
+    ],
+)
+def test_damaged_json_is_named(
+    folder: Path, of_folder: Callable[..., Config], file: str, text: str | None, message: str
+) -> None:
+    (folder / file).unlink() if text is None else (folder / file).write_text(text)
+    problem = refusal(check_files, of_folder())
+    assert problem.startswith("model.path: ")
+    assert message.replace("{folder!r}", repr(str(folder))) in problem
+
+
+# ---- weights ----
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(
+    folder: Path, of_folder: Callable[..., Config], value: float
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, :3] = value
+        tensors["model.norm.weight"][1] = value
+
+    change_weights(folder, spoil)
+    config = of_folder()
+    starts = [
+        lambda: Learner(str(folder), config, (0,)),
+        lambda: TorchEngine(str(folder), config.generator, "float32", seed=0),
+    ]
+    for start in starts:
+        message = refusal(start)
+        assert f"model.path: 3 of 2,048 values of {name!r} in {str(folder)!r} are NaN or infinite" in message
+        assert ", and some in 1 of its other tensors; use a checkpoint from before the model broke" in message
+
+
+def test_finite_weights_pass() -> None:
+    model = torch.nn.Linear(2, 2)
+    check_finite(model, "m")
+    with torch.no_grad():
+        model.bias[1] = float("nan")
+    with pytest.raises(ValueError, match=r"1 of 2 values of 'bias' in 'm' are NaN or infinite; use"):
+        check_finite(model, "m")
+
+
+def test_missing_weights_are_refused_rather_than_made_up(folder: Path) -> None:
+    change_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    message = refusal(load_policy, str(folder))
+    assert f"model.path: {str(folder)!r} lacks tensors, or has them in another shape" in message
+    assert "says: model.layers.1.mlp.up_proj.weight; copy or save the model again" in message
+
+
+def test_weights_of_another_shape_are_refused(folder: Path) -> None:
+    name = "model.embed_tokens.weight"
+    change_weights(folder, lambda tensors: tensors.update({name: tensors[name][:200].clone()}))
+    assert f"in another shape than its config.json says: {name}; copy" in refusal(load_policy, str(folder))
+
+
+# ---- end tokens ----
+
+
+@pytest.fixture
+def without_end(folder: Path) -> Path:
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    edit(folder / "generation_config.json", eos_token_id=None)
+    return folder
+
+
+def test_without_end_token_or_stop_string_a_response_would_never_end(
+    without_end: Path, of_folder: Callable[..., Config]
+) -> None:
+    assert load_tokenizer(str(without_end)).eos_token_id is None
+    message = refusal(check_files, of_folder(sampling={"stop": ()}))
+    assert f"sampling.stop: neither the tokenizer of {str(without_end)!r} nor its generation_config" in message
+    assert "give sampling.stop, or set eos_token in tokenizer_config.json" in message
+
+
+def test_a_stop_string_is_end_enough(without_end: Path, of_folder: Callable[..., Config]) -> None:
+    config = of_folder(sampling={"stop": ("5",)})
+    prepared = prepare(config, check_files(config))
+    assert prepared.end_token_ids == ()
+    engine = TorchEngine(str(without_end), config.generator, "float32", seed=0)
+    settings = make_settings(num_samples=64, min_tokens=1, max_tokens=40, stop=("5",))
+    completions = asyncio.run(engine.generate((40, 41), settings))
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert stopped
+    assert all(completion.text.endswith("5") for completion in stopped)
+
+
+def test_an_end_token_in_either_place_is_enough(folder: Path, of_folder: Callable[..., Config]) -> None:
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    edit(folder / "generation_config.json", eos_token_id=7)
+    config = of_folder(sampling={"stop": ()})
+    assert prepare(config, check_files(config)).end_token_ids == (7,)
+
+
+# ---- vocabulary ----
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    folder: Path, of_folder: Callable[..., Config]
+) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(301 - len(tokenizer))])
+    tokenizer.save_pretrained(folder)
+    message = refusal(check_files, of_folder())
+    assert f"the tokenizer of {str(folder)!r} has 301 tokens, but the model's vocab_size is 300" in message
+    assert "resize it with model.resize_token_embeddings(301)" in message
+
+
+def test_an_end_token_outside_the_vocabulary_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[0, 300])
+    message = refusal(check_files, of_folder())
+    assert "has the end tokens [300], but the model's vocab_size is 300; correct eos_token_id" in message
+
+
+def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(
+    folder: Path, of_folder: Callable[..., Config]
+) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    shape = TinyModelConfig(
+        hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=1000
+    )
+    model = build_model(shape, tokenizer, seed=0)
+    perturb(model, seed=0, scale=0.05)
+    model.save_pretrained(folder)
+    config = of_folder()
+    prepared = prepare(config, check_files(config))
+
+    engine = TorchEngine(str(folder), config.generator, "float32", seed=0)
+    settings = make_settings(num_samples=20, max_tokens=16, end_token_ids=prepared.end_token_ids)
+    completions = asyncio.run(engine.generate((40, 41), settings))
+    sampled = np.concatenate([completion.token_ids for completion in completions])
+    assert (sampled >= len(tokenizer)).mean() > 0.5  # the tokenizer knows a third of the vocabulary
+    for completion in completions:
+        known = [int(token) for token in completion.token_ids if token < len(tokenizer)]
+        assert completion.text == tokenizer.decode(known, skip_special_tokens=True)
+        assert len(completion.token_ids) == len(completion.logprobs)
+        assert np.isfinite(completion.logprobs).all()

@@ -1,0 +1,344 @@
+"""Checkpoints on disk: whole or not there, whatever happens while they are written."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_ray.checkpoint import Checkpoint, CheckpointStore, RunState, read_checkpoint
+
+
+def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", keep, keep_best, folder / "summary.jsonl")
+
+
+def make_state(step: int, mark: float = 0.0) -> RunState:
+    return RunState(step, {"next_group_id": 3 * step, "waiting": [1, 2]}, {"reward/mean": 0.5, "mark": mark})
+
+
+def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
+    """A checkpoint with small files in the places of the real ones."""
+    folder = store.begin(step)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights" * 10)
+    (folder / "training" / "optimizer.safetensors").write_bytes(b"moments" * 20)
+    (folder / "training" / "groups.parquet").write_bytes(b"groups")
+    return store.commit(step, make_state(step, mark))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder / "checkpoints"))
+
+
+def evaluated(folder: Path, rewards: dict[int, float]) -> None:
+    rows = [json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in rewards.items()]
+    (folder / "summary.jsonl").write_text("".join(rows))
+
+
+# ---- writing and reading ----
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.discard_unfinished()
+    assert store.latest() is None
+    assert store.damaged == []
+
+
+def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    folder = store.begin(40)
+    assert folder == tmp_path / "checkpoints" / "unfinished-step-000040"
+    assert (folder / "training").is_dir()
+    assert store.latest() is None
+    written = write(store, 40)
+    found = make_store(tmp_path).latest()
+    assert found == written
+    assert found.path == found.model_path == tmp_path / "checkpoints" / "step-000040"
+    assert found.training_path == found.path / "training"
+    assert found.groups_path.read_bytes() == b"groups"
+    assert found.state == make_state(40)
+    assert names(tmp_path) == ["step-000040"]
+    assert json.loads((found.training_path / "state.json").read_text())["files"] == {
+        "config.json": 2,
+        "model.safetensors": 70,
+        "training/groups.parquet": 6,
+        "training/optimizer.safetensors": 140,
+    }
+
+
+def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.begin(1)
+    metrics = {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": np.float32(0.25)}
+    store.commit(1, RunState(1, {}, metrics))
+    text = (tmp_path / "checkpoints" / "step-000001" / "training" / "state.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    found = store.latest()
+    assert found is not None
+    assert math.isnan(found.state.metrics["loss/policy"])
+    assert math.isnan(found.state.metrics["optim/grad_norm"])
+    assert found.state.metrics["reward/mean"] == 0.25
+
+
+def test_leftovers_are_removed(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    (store.begin(20) / "model.safetensors").write_bytes(b"half")
+    assert names(tmp_path) == ["unfinished-step-000020"]
+    folder = store.begin(20)
+    assert os.listdir(folder) == ["training"]
+    store.begin(40)  # what a failed one left makes room
+    assert names(tmp_path) == ["unfinished-step-000040"]
+    store.discard_unfinished()
+    assert names(tmp_path) == []
+
+
+# ---- damage ----
+
+
+def test_damaged_ones_are_passed_over_and_named(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=9)
+    for step in range(1, 8):
+        write(store, step)
+    folders = {step: tmp_path / "checkpoints" / f"step-{step:06d}" for step in range(1, 8)}
+    (folders[7] / "training" / "state.json").unlink()
+    (folders[6] / "training" / "state.json").write_text('{"step": 6, "led')
+    (folders[5] / "model.safetensors").write_bytes(b"weights" * 9)
+    (folders[4] / "training" / "groups.parquet").unlink()
+    state = folders[3] / "training" / "state.json"
+    state.write_text(state.read_text().replace('"ledger"', '"leger"'))
+    folders[2].rename(folders[2].with_name("step-000012"))
+    found = store.latest()
+    assert found is not None
+    assert found.state.step == 1
+    reasons = [line.partition(": ")[2] for line in store.damaged]
+    assert [Path(line.partition(": ")[0]).name for line in store.damaged] == [
+        "step-000012", "step-000007", "step-000006", "step-000005", "step-000004", "step-000003",
+    ]  # fmt: skip
+    assert reasons[0] == "training/state.json is of step 2"
+    assert "training/state.json is not readable (FileNotFoundError" in reasons[1]
+    assert "training/state.json is not readable (JSONDecodeError" in reasons[2]
+    assert reasons[3] == "model.safetensors has 63 bytes instead of 70"
+    assert reasons[4] == "training/groups.parquet is missing"
+    assert "KeyError('ledger')" in reasons[5]
+    store.latest()
+    assert len(store.damaged) == 6  # not added up
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"step": 1}', '{"step": 1, "metrics": null}', "\0\0\0"])
+def test_any_state_that_is_no_state_is_a_valueerror(tmp_path: Path, text: str) -> None:
+    folder = write(make_store(tmp_path), 1).path
+    (folder / "training" / "state.json").write_text(text)
+    with pytest.raises(ValueError, match=r"state\.json is not readable"):
+        read_checkpoint(folder)
+
+
+def test_state_of_wrong_kinds(tmp_path: Path) -> None:
+    folder = write(make_store(tmp_path), 1).path
+    path = folder / "training" / "state.json"
+    state = json.loads(path.read_text())
+    for name in ("metrics", "files"):
+        path.write_text(json.dumps({**state, name: None}))
+        with pytest.raises(ValueError, match=r"state\.json is not readable"):
+            read_checkpoint(folder)
+
+
+# ---- what is kept ----
+
+
+def test_newest_and_best_are_kept(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=2)
+    evaluated(tmp_path, {0: 9.0, 10: 0.3, 20: 0.8, 25: 2.0, 30: 0.5})  # there are none of steps 0 and 25
+    kept = {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50]}
+    for step, expected in kept.items():
+        write(store, step)
+        assert names(tmp_path) == [f"step-{s:06d}" for s in expected]
+    evaluated(tmp_path, {20: 0.8, 40: 0.8, 50: 0.1})
+    write(store, 60)  # of equals, the newest
+    assert names(tmp_path) == ["step-000040", "step-000050", "step-000060"]
+
+
+def test_best_is_not_kept_unless_asked_for(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=1, keep_best=False)
+    evaluated(tmp_path, {10: 0.9})
+    for step in (10, 20):
+        write(store, step)
+    assert names(tmp_path) == ["step-000020"]
+
+
+def test_evaluations_that_cannot_be_read_delete_nothing(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=1)
+    (tmp_path / "summary.jsonl").write_text('{"step": 10, "rew\n')
+    for step in (10, 20):
+        write(store, step)
+    assert names(tmp_path) == ["step-000010", "step-000020"]
+    (tmp_path / "summary.jsonl").write_text('{"step": 10}\n{"step": 20, "reward": null}\n')
+    write(store, 30)  # no reward: no best one
+    assert names(tmp_path) == ["step-000030"]
+
+
+def test_the_one_that_a_resume_is_from_stays(tmp_path: Path) -> None:
+    """Its folder is where engines that are restarted load from."""
+    store = make_store(tmp_path, keep=9)
+    for step in (10, 20, 30):
+        write(store, step)
+    (tmp_path / "checkpoints" / "step-000030" / "config.json").unlink()
+    resumed = make_store(tmp_path, keep=1)
+    found = resumed.latest()
+    assert found is not None
+    assert found.state.step == 20
+    write(resumed, 25)
+    # 30 is damaged, and not counted as the newest; it stays until the run gets there again
+    assert names(tmp_path) == ["step-000020", "step-000025", "step-000030"]
+    write(resumed, 30)
+    assert names(tmp_path) == ["step-000020", "step-000030"]
+    write(resumed, 35)
+    assert names(tmp_path) == ["step-000020", "step-000035"]
+    assert make_store(tmp_path).latest() == read_checkpoint(tmp_path / "checkpoints" / "step-000035")
+
+
+def test_older_damaged_ones_go(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=2)
+    for step in (10, 20):
+        write(store, step)
+    (tmp_path / "checkpoints" / "step-000020" / "config.json").unlink()
+    write(store, 30)
+    assert names(tmp_path) == ["step-000010", "step-000030"]
+
+
+def test_other_folders_are_left_alone(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=1)
+    write(store, 10)
+    for name in ("step-000010-mine", "best", "unfinished-thoughts"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    (tmp_path / "checkpoints" / "step-000005").write_text("a file")
+    write(store, 20)
+    assert names(tmp_path) == ["best", "step-000005", "step-000010-mine", "step-000020", "unfinished-thoughts"]
+
+
+def test_written_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write(store, 40, mark=1)
+    write(store, 40, mark=2)
+    found = store.latest()
+    assert found is not None
+    assert found.state.metrics["mark"] == 2
+    assert names(tmp_path) == ["step-000040"]
+
+
+# ---- faults ----
+
+
+def test_training_goes_on_when_a_deletion_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path, keep=1)
+    write(store, 10)
+    rename = Path.rename
+
+    def stubborn(path: Path, target: Path) -> Path:
+        if target.name.startswith("discarded-"):
+            raise OSError("device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stubborn)
+    write(store, 20)
+    assert names(tmp_path) == ["step-000010", "step-000020"]
+    monkeypatch.undo()
+    monkeypatch.setattr("os.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError("busy")))
+    write(store, 30)  # renamed, but not deleted: no half checkpoint is taken for a whole one
+    assert names(tmp_path) == ["discarded-step-000010", "discarded-step-000020", "step-000030"]
+    monkeypatch.undo()
+    write(store, 40)
+    assert names(tmp_path) == ["step-000040"]
+
+
+def test_full_disk_leaves_the_older_one_and_room_for_the_next(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_checkpoint import make_store, make_state, names, write
+folder = Path(sys.argv[1])
+store = make_store(folder)
+write(store, 20)
+store.begin(40)
+resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
+try:
+    store.commit(40, make_state(40))
+except OSError as error:
+    print(error.strerror)
+assert store.latest().state.step == 20 and not store.damaged
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+write(store, 60)
+assert names(folder) == ["step-000020", "step-000060"]
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "File too large\n"), result.stderr
+
+
+KILL_EVERYWHERE = """
+import os, shutil, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_checkpoint import make_store, names, write
+
+root, first, second = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
+
+def killed_at(number, folder):
+    count = 0
+    def hook(event, args):
+        nonlocal count
+        if event in EVENTS and str(folder) in str(args[0]) or event == "os.rmdir" or event == "os.remove":
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+
+for number in range(1, 1000):
+    folder = root / str(number)
+    write(make_store(folder, keep=1), first, mark=1)
+    child = os.fork()
+    if child == 0:
+        killed_at(number, folder)
+        write(make_store(folder, keep=1), second, mark=2)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    store = make_store(folder, keep=1)
+    found = store.latest()
+    left = names(folder)
+    print(found.state.step, int(found.state.metrics["mark"]), len(store.damaged), os.WIFSIGNALED(status))
+    assert (found.path / "model.safetensors").read_bytes() == b"weights" * 10
+    write(make_store(folder, keep=1), 99)
+    assert names(folder) == ["step-000099"], (left, names(folder))
+    shutil.rmtree(folder)
+    if not os.WIFSIGNALED(status):
+        break
+"""
+
+
+@pytest.mark.parametrize("second", [40, 20], ids=["another", "the same step again"])
+def test_killed_before_any_file_operation(tmp_path: Path, second: int) -> None:
+    """kill -9 before each of the operations that write checkpoint 40 and delete 20, or replace 20."""
+    result = subprocess.run(
+        [sys.executable, "-c", KILL_EVERYWHERE, str(tmp_path), "20", str(second)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert len(rows) > 25
+    old, new = ["20", "1", "0"], [str(second), "2", "0"]
+    outcomes = [row[:3] for row in rows]
+    num_old = outcomes.count(old)
+    assert outcomes == [old] * num_old + [new] * (len(rows) - num_old)  # nothing in between
+    assert num_old > 15
+    assert len(rows) - num_old > 5
+    assert [row[3] for row in rows] == ["True"] * (len(rows) - 1) + ["False"]

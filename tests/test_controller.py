@@ -1,0 +1,464 @@
+"""Whole runs in this process: real engine, Learner, Scorer and buffer, deaths put where they hurt."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_actors import LocalActors
+from safetensors.torch import load_file
+from small_run import QUICKSTART, SMALL
+
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.controller import Controller
+from grpo_ray.errors import RunError
+from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.preflight import check_files, prepare
+from grpo_ray.restores import make_store, train_through_restores
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that meddles with a run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that a random model earns sometimes, so that every step has a gradient."""
+    original = Scorer.__init__
+
+    def init(self: Scorer, *args: Any) -> None:
+        original(self, *args)
+        self._reward_fn = _even_reward
+
+    monkeypatch.setattr(Scorer, "__init__", init)
+
+
+def _even_reward(response: str, ground_truth: str) -> dict[str, float]:
+    value = float(sum(response.encode()) % 2)
+    return {"reward": value, "format_reward": 1.0, "answer_reward": value}
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+        self.steps: list[int] = []
+
+    def status(self, text: str) -> None: ...
+    def evaluation(self, summary: EvaluationSummary) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+
+    def trouble(self, text: str) -> None:
+        self.troubles.append(text)
+
+
+def make_config(*overrides: str) -> Config:
+    fast = ["recovery.restart_backoff_s=0.01", "checkpoint.every_num_steps=2", "learner.learning_rate=1e-2"]
+    return load_config(QUICKSTART, [*SMALL, *fast, *overrides])
+
+
+def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Recorder:
+    """Begin the run in `folder`, or go on with it."""
+    prepared, run, recorder = prepare(config, check_files(config)), RunDirectory(folder), Recorder()
+    if not run.config_path.exists():
+        run.create(config)
+    actors: list[LocalActors] = []
+
+    @contextlib.contextmanager
+    def host(*args: Any) -> Iterator[LocalActors]:
+        actors.append(LocalActors(*args))
+        yield actors[-1]
+
+    def drive(controller: Controller) -> None:
+        async def main() -> None:
+            running = asyncio.ensure_future(controller.run())
+            if meddle is not None:
+                meddling = asyncio.ensure_future(meddle(actors[-1], controller))
+                await asyncio.wait({running, meddling}, return_when=asyncio.FIRST_COMPLETED)
+                if meddling.done():
+                    meddling.result()
+                meddling.cancel()
+            await asyncio.wait_for(running, 60)
+
+        asyncio.run(main())
+
+    train_through_restores(config, prepared, run, recorder, host, drive)
+    return recorder
+
+
+class Killed(BaseException):
+    """The driver's process is gone: nothing of it runs any more, not even its clean-up."""
+
+
+def kill_after(seconds: float) -> Watcher:
+    async def kill(actors: LocalActors, controller: Controller) -> None:
+        await asyncio.sleep(seconds)
+        raise Killed
+
+    return kill
+
+
+def audit(run: RunDirectory, config: Config, set_aside: tuple[int, ...] = ()) -> None:
+    """From the run's own files: every prompt trained exactly once, no token too old, one line a step."""
+    algorithm, num_examples = config.algorithm, config.task.num_train_prompts  # type: ignore[union-attr]
+    steps = range(1, algorithm.num_steps + 1)
+    assert [row["step"] for row in read_metrics(run.metrics_path)] == list(steps)
+    trained: list[int] = []
+    prompts: dict[int, str] = {}
+    for step in steps:
+        rows = read_rollouts(run.rollouts_path(step))
+        groups = {row["group_id"] for row in rows}
+        assert len(rows) == len(groups) * algorithm.samples_per_prompt
+        assert all(row["min_version"] >= step - 1 - config.weight_sync.max_lag for row in rows)
+        trained += sorted(groups)
+        prompts |= {row["group_id"]: row["prompt"] for row in rows}
+    total = algorithm.num_steps * algorithm.prompts_per_step
+    assert trained == [group for group in range(total) if group not in set_aside]
+    for epoch in range(total // num_examples):
+        asked = [prompts[g] for g in range(epoch * num_examples, (epoch + 1) * num_examples) if g in prompts]
+        assert (
+            len(set(asked)) == len(asked) == num_examples - sum(g // num_examples == epoch for g in set_aside)
+        )
+    summaries = [row["step"] for row in read_metrics(run.evaluations_summary_path)]
+    assert summaries == [step for step in range(algorithm.num_steps + 1) if step % 4 == 0]
+
+
+TIMED = ("timing/", "throughput/", "utilization/", "memory/")
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(TIMED)}
+
+
+def assert_same_run(one: RunDirectory, other: RunDirectory) -> None:
+    """Whatever does not measure the machine is the same: lines, evaluations, rollouts, weights, optimizer."""
+    for row, other_row in zip(read_metrics(one.metrics_path), read_metrics(other.metrics_path), strict=True):
+        assert untimed(row) == untimed(other_row)
+    assert read_metrics(one.evaluations_summary_path) == read_metrics(other.evaluations_summary_path)
+    for path in sorted(one.rollouts.glob("*.parquet")):
+        rollouts = [
+            [{**row, "generator": None} for row in read_rollouts(folder / path.name)]
+            for folder in (one.rollouts, other.rollouts)
+        ]
+        assert rollouts[0] == rollouts[1]
+    newest = max(one.checkpoints.glob("step-*")).name
+    for file in ("model.safetensors", "training/optimizer.safetensors"):
+        tensors, other_tensors = (load_file(run.checkpoints / newest / file) for run in (one, other))
+        assert tensors.keys() == other_tensors.keys()
+        assert all(torch.equal(tensors[name], other_tensors[name]) for name in tensors), file
+
+
+@pytest.mark.parametrize("interruption", ["stop", "kill"])
+@pytest.mark.parametrize("num_generators", [1, 2])
+def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
+    tmp_path: Path, interruption: str, num_generators: int
+) -> None:
+    config = make_config("weight_sync.max_lag=0", f"generator.num_generators={num_generators}")
+    train(config, tmp_path / "whole")
+    whole = RunDirectory(tmp_path / "whole")
+    audit(whole, config)
+    assert any(row["optim/grad_norm"] > 0 for row in read_metrics(whole.metrics_path))
+
+    for after in (3, 4, 5):  # between checkpoints, at one, and at one with a validation
+        run = RunDirectory(tmp_path / f"{after}")
+
+        async def meddle(actors: LocalActors, controller: Controller, after: int = after) -> None:
+            await until(lambda: controller._version >= after)
+            if interruption == "stop":
+                controller.stop()
+            else:
+                actors.learner.die()
+
+        if interruption == "stop":
+            train(config, run.path, meddle)
+            assert read_metrics(run.metrics_path)[-1]["step"] < config.algorithm.num_steps
+            train(config, run.path)
+        else:
+            recorder = train(make_config("weight_sync.max_lag=0"), run.path, once(meddle))
+            assert any("the run goes on from step" in text for text in recorder.troubles)
+            with_restores_forgotten(run)
+        assert_same_run(whole, run)
+        audit(run, config)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def once(meddle: Watcher) -> Watcher:
+    calls: list[int] = []
+
+    async def first_time_only(actors: LocalActors, controller: Controller) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            await meddle(actors, controller)
+
+    return first_time_only
+
+
+def with_restores_forgotten(run: RunDirectory) -> None:
+    """A restored run differs in one figure: it counts its restores."""
+    text = run.metrics_path.read_text()
+    run.metrics_path.write_text(text.replace('"recovery/restores": 1', '"recovery/restores": 0'))
+
+
+@pytest.mark.parametrize("max_lag", [1, 3])
+def test_no_prompt_is_skipped_or_trained_twice_over_ten_kills(tmp_path: Path, max_lag: int) -> None:
+    config = make_config(
+        f"weight_sync.max_lag={max_lag}", "generator.num_generators=2", "algorithm.num_steps=16",
+        "checkpoint.every_num_steps=3",
+    )  # fmt: skip
+    run, random_moment, num_kills = RunDirectory(tmp_path / "run"), random.Random(max_lag), 0
+    for _ in range(10):
+        try:
+            train(config, run.path, kill_after(random_moment.uniform(0.02, 0.45)))
+        except Killed:
+            num_kills += 1
+    assert num_kills > 5
+    train(config, run.path)
+    audit(run, config)
+
+
+def events(run: RunDirectory, *kinds: str) -> list[dict[str, Any]]:
+    return [event for event in read_metrics(run.events_path) if event["kind"] in kinds]
+
+
+def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path: Path) -> None:
+    config = make_config("generator.num_generators=2", "algorithm.num_steps=12")
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        for version in (3, 6):
+            await until(lambda version=version: controller._version >= version)
+            actors.generators["generator-1"].die()
+            await until(lambda: len(controller._rollouts.serving) == 1)
+            await until(lambda: len(controller._rollouts.serving) == 2)
+            versions = await actors.weight_sync.versions()
+            assert versions["generator-1"] == versions["generator-0"] >= version - 1
+            assert actors.generators["generator-1"].actor._version >= versions["generator-1"]
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, meddle)
+    audit(run, config)
+    failed = events(run, "generator_failed")
+    assert [event["actor"] for event in failed] == ["generator-1", "generator-1"]
+    assert read_metrics(run.metrics_path)[-1]["recovery/restarts"] == 2
+    rollouts = [row for path in run.rollouts.glob("*.parquet") for row in read_rollouts(path)]
+    assert {row["generator"] for row in rollouts} == {"generator-0", "generator-1"}
+
+
+def test_a_scorer_that_dies_is_replaced_and_scores_again(tmp_path: Path) -> None:
+    config = make_config()
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 2)
+        actors.scorer.die()
+        await until(lambda: controller._version >= 4)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, meddle)
+    audit(run, config)
+    assert len(events(run, "scorer_failed")) == len(events(run, "scorer_back")) == 1
+
+
+@pytest.mark.parametrize("victim", ["learner", "buffer", "weight_sync"])
+@pytest.mark.parametrize("version", [0, 5])
+def test_a_run_restores_itself_when_it_loses_what_it_cannot_do_without(
+    tmp_path: Path, victim: str, version: int
+) -> None:
+    config = make_config()
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller.has_begun and controller._version >= version)
+        getattr(actors, victim).die()
+        await asyncio.sleep(60)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, once(meddle))
+    audit(run, config)
+    assert [event["text"] for event in events(run, "restored")] == [
+        f"the run goes on from step {4 if version else 0}"
+    ]
+
+
+def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> None:
+    victims = iter(["buffer", "learner", "learner"])
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller.has_begun)
+        getattr(actors, next(victims)).die()
+        await asyncio.sleep(60)
+
+    with pytest.raises(RunError, match=r"max_restores: .* 2 times. The first error was: buffer died"):
+        train(make_config("recovery.max_restores=2"), tmp_path / "run", meddle)
+
+
+def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    config = make_config("recovery.max_restarts=2", "algorithm.num_steps=500", "checkpoint.every_num_steps=400")
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 3)
+        while True:
+            actors.generators["generator-0"].die()
+            await until(lambda: not controller._rollouts.serving)
+            await until(lambda: bool(controller._rollouts.serving))
+
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(
+        RunError, match=r"recovery.max_restarts: 2 restarts are used up. The first error was: .*generator-0"
+    ):
+        train(config, run.path, meddle)
+    assert make_store(config, run).latest() is not None
+
+
+def test_a_group_that_never_finishes_is_tried_again_and_then_set_aside(tmp_path: Path) -> None:
+    config = make_config("recovery.group_timeout_s=0.2", "recovery.max_group_retries=2")
+    stuck = []
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: actors.generators["generator-0"]._actor is not None)
+        generator = actors.generators["generator-0"].actor
+        original = generator.generate
+
+        async def generate(item: Any, settings: Any) -> Any:
+            if item.group_id == 9 and settings.num_samples == 2:
+                stuck.append(item.group_id)
+                await asyncio.sleep(60)
+            return await original(item, settings)
+
+        generator.generate = generate
+        await asyncio.sleep(60)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, meddle)
+    assert stuck == [9, 9, 9]
+    audit(run, config, set_aside=(9,))
+    assert [event["group_id"] for event in events(run, "set_aside")] == [9]
+    assert read_metrics(run.metrics_path)[-1]["rollout/set_aside_groups"] == 1
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_go_on(
+    tmp_path: Path, in_flight: bool
+) -> None:
+    config = make_config(
+        "generator.num_generators=2", "weight_sync.phase_timeout_s=0.3", f"weight_sync.in_flight={in_flight}"
+    )
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 2)
+
+        async def never() -> None:
+            await asyncio.sleep(60)
+
+        actors.generators["generator-1"].actor.pause = never
+        await asyncio.sleep(60)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, meddle)
+    audit(run, config)
+    (failed,) = events(run, "generator_failed")
+    assert "generator-1 did not finish phase `pause` within 0.3 s" in failed["text"]
+
+
+@pytest.mark.parametrize("victim", ["generator-0", "scorer", "learner"])
+def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
+    config = make_config("recovery.stall_timeout_s=0.5")
+    method = {"generator-0": "generate", "scorer": "score", "learner": "train_step"}[victim]
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 3)
+
+        async def never(*_: Any) -> None:
+            await asyncio.sleep(60)
+
+        setattr(actors.by_name()[victim].actor, method, never)
+        await until(lambda: actors.num_stack_dumps > 0)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, once(meddle))
+    audit(run, config)
+    assert any(f"{victim}: " in event["text"] for event in events(run, "waits"))
+    assert len(events(run, "restored")) == (victim == "learner")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_shown_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_ray.actors.learner import Learner
+
+    config = make_config("algorithm.num_steps=12", "checkpoint.every_num_steps=4")
+    original = Learner.write_captured
+
+    def full_from_8_to_10(self: Learner, folder: Path) -> float:
+        if self._captured is not None and 8 <= self._captured.counters["version"] < 11:
+            raise OSError(28, "No space left on device")
+        return original(self, folder)
+
+    monkeypatch.setattr(Learner, "write_captured", full_from_8_to_10)
+    run = RunDirectory(tmp_path / "run")
+    recorder = train(config, run.path)
+    audit(run, config)
+    told = [text for text in recorder.troubles if "could not be written" in text]
+    assert len(told) >= 3
+    assert all("No space left on device" in text for text in told)
+    assert [path.name for path in sorted(run.checkpoints.iterdir())] == [
+        "step-000004",
+        "step-000011",
+        "step-000012",
+    ][-len(list(run.checkpoints.iterdir())) :]
+
+
+def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_ray.actors.learner import Learner
+
+    original = Learner.accumulate_gradient
+    poisoned: set[int] = {2, 5}
+
+    def accumulate(self: Learner, groups: Any) -> dict[str, float]:
+        sums = original(self, groups)
+        if self.version in poisoned:
+            next(self.model.parameters()).grad[0] = float("nan")  # type: ignore[index]
+        return sums
+
+    monkeypatch.setattr(Learner, "accumulate_gradient", accumulate)
+    run = RunDirectory(tmp_path / "run")
+    train(make_config(), run.path)
+    skipped = [row["step"] for row in read_metrics(run.metrics_path) if row["optim/skipped_updates"]]
+    assert skipped == [3, 6]
+    assert sorted(path.name for path in run.skipped.iterdir()) == ["step-000003.parquet", "step-000006.parquet"]
+
+    poisoned |= {3, 4}
+    other = RunDirectory(tmp_path / "other")
+    config = make_config("recovery.max_skipped_updates=3")
+    with pytest.raises(RunError, match="3 updates in a row were not finite"):
+        train(config, other.path)
+    checkpoint = make_store(config, other).latest()
+    assert checkpoint is not None
+    assert checkpoint.state.step == 5
+    weights = load_file(checkpoint.path / "model.safetensors")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+
+
+def test_a_run_may_change_what_is_not_fixed_when_it_goes_on(tmp_path: Path) -> None:
+    train(make_config(), tmp_path / "run")
+    longer = make_config("algorithm.num_steps=12", "weight_sync.max_lag=0", "generator.num_generators=2")
+    train(longer, tmp_path / "run")
+    audit(RunDirectory(tmp_path / "run"), longer.model_copy(update={"weight_sync": make_config().weight_sync}))

@@ -1,0 +1,45 @@
+"""Files that are replaced all at once."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.durable import replacing, sync_tree
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_what_was_there_stays_until_the_new_is_whole(tmp_path: Path, fsync: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    with replacing(path, fsync) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    with pytest.raises(OSError, match="No space left"), replacing(path) as partial:
+        _write_to_a_full_disk(partial)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == [path.name]
+    with pytest.raises(FileNotFoundError), replacing(path):
+        pass  # nothing was written
+    assert path.read_text() == "old"
+
+
+def test_a_tree_can_be_synced(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").touch()
+    sync_tree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_tree(tmp_path / "missing")
+
+
+def _write_to_a_full_disk(path: Path) -> None:
+    path.write_text("ne")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,236 @@
+"""What the source must not contain, what the environment hides, and who a run's own Ray lets in."""
+
+import ast
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_ray import environment
+from grpo_ray.config import ModelConfig
+from grpo_ray.errors import RunError
+
+SOURCES = sorted(Path("grpo_ray").rglob("*.py"))
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call with the dotted name of what is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def problems_in(source: str) -> list[str]:
+    """What runs code that somebody else may have written: by the syntax tree, so comments do not count."""
+    tree = ast.parse(source)
+    found = []
+    for node in ast.walk(tree):
+        modules = {
+            ast.Import: lambda n: [alias.name for alias in n.names],
+            ast.ImportFrom: lambda n: [n.module or ""],
+        }.get(type(node), lambda n: [])(node)
+        roots = {module.split(".")[0] for module in modules}
+        found += sorted(roots & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
+    safe_loaders = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "yaml.SafeLoader" in map(ast.unparse, node.bases)
+    } | {"yaml.SafeLoader", "yaml.CSafeLoader"}
+    for name, call in calls(tree):
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"):
+            found.append(name)
+        if name in ("yaml.unsafe_load", "yaml.full_load", "yaml.load_all"):
+            found.append(name)
+        if name == "yaml.load" and options.get("Loader") not in safe_loaders:
+            found.append(name)
+        if options.get("shell", "False") != "False":
+            found.append(f"{name}(shell=...)")
+        if options.get("allow_pickle", "False") != "False":
+            found.append(f"{name}(allow_pickle=...)")
+        if options.get("trust_remote_code") == "True":
+            found.append(f"{name}(trust_remote_code=True)")
+        takes_it = (name.startswith("Auto") and name.endswith(".from_pretrained")) or name == "AsyncEngineArgs"
+        if takes_it and "trust_remote_code" not in options:
+            found.append(f"{name} without trust_remote_code")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_no_source_runs_what_others_wrote(path):
+    assert problems_in(path.read_text()) == []
+
+
+def test_the_search_finds_what_it_is_for():
+    for source in [
+        "import pickle",
+        "from cloudpickle import loads",
+        "torch.load(path)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "yaml.load(text)",
+        "eval(text)",
+        "exec(text)",
+        "subprocess.run(text, shell=True)",
+        "np.load(path, allow_pickle=True)",
+        "AutoTokenizer.from_pretrained(path)",
+        "AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)",
+    ]:
+        assert len(problems_in(source)) == 1, source
+    harmless = "model.eval()  # eval(x)\nclass L(yaml.SafeLoader): pass\nyaml.load(text, Loader=L)"
+    assert problems_in(harmless) == []
+
+
+def test_a_models_own_code_is_not_run_unless_asked_for():
+    assert ModelConfig.model_fields["trust_remote_code"].default is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_TOKEN", "x"),
+        ("github_token", "x"),
+        ("WANDB_API_KEY", "x"),
+        ("VLLM_API_KEY", "x"),
+        ("DB_PASSWORD", "x"),
+        ("MYSQL_PASSWD", "x"),
+        ("CLIENT_SECRET", "x"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "x"),
+        ("AWS_PROFILE", "x"),
+        ("SOME_ACCESS_KEY", "x"),
+        ("PIP_INDEX_URL", "https://me:word@index.example/simple"),
+        ("REMOTE", "https://word@git.example"),
+    ],
+)
+def test_what_looks_like_a_credential_is_hidden_and_put_back(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with environment.without_secrets():
+        assert name not in os.environ
+        child = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+        assert f"{name}=" not in child
+    assert os.environ[name] == value
+    with environment.without_secrets(keep=(name,)):
+        assert os.environ[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RAY_AUTH_TOKEN", "x"),
+        ("RAY_AUTH_TOKEN_PATH", "x"),
+        ("HF_TOKEN_PATH", "/a/file"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", "5"),
+        ("HTTPS_PROXY", "http://proxy.example:3128"),
+        ("PATH", "/bin"),
+        ("MAIL", "me@mail.example"),
+    ],
+)
+def test_settings_stay(name, value):
+    assert not environment.is_secret(name, value)
+
+
+def test_secrets_come_back_after_a_failure(monkeypatch):
+    monkeypatch.setenv("EXAMPLE_TOKEN", "x")
+    with pytest.raises(RuntimeError), environment.without_secrets():
+        raise RuntimeError
+    assert os.environ["EXAMPLE_TOKEN"] == "x"
+
+
+def test_a_ray_folder_that_others_can_enter_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(environment.private_ray_folder()).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert environment.private_ray_folder() == str(folder / "ray")
+    folder.chmod(0o755)
+    with pytest.raises(RunError, match="only you can enter"):
+        environment.private_ray_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(RunError, match="only you can enter"):
+        environment.private_ray_folder()
+
+
+START = """
+import json, os, psutil
+import ray
+from grpo_ray.environment import enable_token_auth, private_ray_folder, without_secrets
+
+def start():
+    enable_token_auth()
+    with without_secrets():
+        ray.init(address="local", log_to_driver=False, logging_level="ERROR", include_dashboard=False,
+                 num_cpus=1, _temp_dir=private_ray_folder())
+
+start()
+ray.shutdown()
+start()  # a second one in the same process
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def names(self):
+        return sorted(os.environ)
+
+names = ray.get(Actor.remote().names.remote())
+family = psutil.Process().children(recursive=True)
+print(json.dumps({
+    "address": ray.get_runtime_context().gcs_address,
+    "token": os.environ["RAY_AUTH_TOKEN"],
+    "driver": "EXAMPLE_SECRET" in os.environ,
+    "actor": "EXAMPLE_SECRET" in names,
+    "processes": [process.name() for process in family],
+    "inherited": [process.name() for process in family if "EXAMPLE_SECRET" in process.environ()],
+    "command_lines": [" ".join(process.cmdline()) for process in family],
+    "folder": os.stat(os.path.dirname(private_ray_folder())).st_mode & 0o777,
+}), flush=True)
+input()
+"""
+
+JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
+
+
+@pytest.mark.ray
+def test_a_local_ray_has_no_secret_and_lets_nobody_in_without_its_token(tmp_path):
+    without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    # The token that Ray would take, and has cached when it is imported.
+    other = tmp_path / ".ray" / "auth_token"
+    other.parent.mkdir()
+    other.write_text("0" * 64)
+    home = {**without, "HOME": str(tmp_path), "RAY_NUM_REDIS_GET_RETRIES": "2"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", START],
+        env={**home, "EXAMPLE_SECRET": "the driver's alone"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert driver.stdout is not None
+    try:
+        facts = json.loads(driver.stdout.readline())
+        assert facts["driver"]
+        assert not facts["actor"]
+        assert {"gcs_server", "raylet"} <= set(facts["processes"])
+        assert facts["inherited"] == []
+        assert not any(facts["token"] in line for line in facts["command_lines"])
+        assert facts["folder"] == 0o700
+        assert facts["token"] != other.read_text() == "0" * 64
+
+        def join(**credentials: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-c", JOIN, facts["address"]], env={**home, **credentials},
+                capture_output=True, text=True, timeout=120, check=False,
+            )  # fmt: skip
+
+        assert join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=facts["token"]).returncode == 0
+        for refused in (
+            join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=other.read_text()),
+            join(RAY_AUTH_MODE="disabled"),
+        ):
+            assert refused.returncode != 0
+            assert "CPU" not in refused.stdout
+    finally:
+        driver.communicate("\n", timeout=60)
+    assert driver.returncode == 0
