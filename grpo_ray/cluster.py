@@ -2,15 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-import psutil
 import ray
 import torch
 
 from grpo_ray.config import Config
 from grpo_ray.environment import HUB_ACCESS, enable_token_auth, private_ray_folder, without_secrets
-from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.errors import RunError
 from grpo_ray.reaper import start_reaper
 
 
@@ -19,8 +18,10 @@ class ResourceError(RunError):
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[None]:
+def connected(needs_hub: bool = False) -> Iterator[None]:
     """Within it, this process is a driver: of the cluster at RAY_ADDRESS, or of one on this machine alone.
+
+    With `needs_hub` the actors of the latter inherit what fetching a model takes, such as HF_TOKEN.
 
     Raises:
         RunError: RAY_ADDRESS is a dashboard's address, or nothing answers there.
@@ -33,7 +34,7 @@ def connected() -> Iterator[None]:
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that were given up with their actor
-    with _own_cluster() if address == "local" else _cluster_at(address):
+    with _own_cluster(HUB_ACCESS if needs_hub else ()) if address == "local" else _cluster_at(address):
         try:
             yield
         finally:
@@ -54,14 +55,13 @@ def _cluster_at(address: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_cluster() -> Iterator[None]:
+def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
     """A Ray of this user's and this run's alone, which ends with this process however that ends."""
     enable_token_auth()
-    with shown_plainly():
-        folder = private_ray_folder()
-    with without_secrets(keep=HUB_ACCESS):
+    folder = private_ray_folder()
+    with without_secrets(keep=secrets_kept):
         ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
-    reaper = start_reaper(next(c.pid for c in psutil.Process().children() if c.name() == "raylet"))
+    reaper = start_reaper()
     try:
         yield
     finally:

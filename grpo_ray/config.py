@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from grpo_ray.durable import replacing
+
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -342,4 +344,5 @@ def dump_config(config: Config, path: Path) -> None:
     import yaml
 
     data: dict[str, Any] = config.model_dump(mode="json")
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    with replacing(path) as partial:
+        partial.write_text(yaml.safe_dump(data, sort_keys=False))

@@ -121,6 +121,7 @@ class Controller:
         """Wait for every actor; say which are not up when it takes long, as on a busy cluster."""
         waits = {asyncio.ensure_future(a.ready()): name for name, a in self._actors.by_name().items()}
         pending = set(waits)
+        notice_s = min(notice_s, self._config.recovery.stall_timeout_s / 2)  # starting is no stall
         while pending:
             done, pending = await asyncio.wait(pending, timeout=notice_s, return_when=asyncio.FIRST_EXCEPTION)
             for ready in done:
@@ -293,6 +294,8 @@ class Controller:
         trained_s, self._trained_s = self._trained_s, 0.0
         score_s, self._rollouts.score_s = self._rollouts.score_s, 0.0
         stats = await self._take_stats()
+        spilled_bytes = await asyncio.to_thread(self._actors.spilled_bytes)
+        self._log.trouble("spilling", _spilling(spilled_bytes))
         busy = [s.busy_s for s in stats.values()] or [0.0]
         return {
             "timing/step_s": seconds,
@@ -303,6 +306,7 @@ class Controller:
             "throughput/sampled_tokens_per_s": sum(s.sampled_tokens for s in stats.values()) / seconds,
             "throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / seconds,
             "memory/driver_bytes": resident_bytes(with_children=False),
+            "memory/object_store_spilled_bytes": spilled_bytes,
             "memory/scorer_bytes": self._rollouts.scorer_bytes,
             **{f"memory/{name}_bytes": s.resident_bytes for name, s in stats.items()},
         }
@@ -363,6 +367,16 @@ class Controller:
                 await self._save()
         except Exception as error:  # the run's own error is the one to be raised
             self._log.event("not_saved", None, f"no last checkpoint could be written: {error}")
+
+
+def _spilling(num_bytes: int) -> str | None:
+    """Nothing is lost by it, but every step waits for the disk."""
+    if not num_bytes:
+        return None
+    return (
+        f"Ray's object store is full and has written {num_bytes / 2**30:.2f} GiB to disk; "
+        "give it more memory (ray start --object-store-memory), or lower buffer.max_gib"
+    )
 
 
 class _Stopped(Exception):

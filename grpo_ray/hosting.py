@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
+from ray._private.internal_api import node_stats
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -123,6 +125,16 @@ class ActorGroup:
     async def fetch(self, reference: Any) -> Any:
         """What a reference stands for, brought here."""
         return await _result("driver", reference)
+
+    def spilled_bytes(self) -> int:
+        """What the cluster's object stores have written to disk so far because their memory was full."""
+        total = 0
+        for node in ray.nodes():
+            if node["Alive"]:
+                with contextlib.suppress(grpc.RpcError):  # it is being lost
+                    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+                    total += node_stats(*address, include_memory_info=False).store_stats.spilled_bytes_total
+        return total
 
     def dump_stacks(self) -> None:
         """Make every actor write its threads' Python stacks into its log, however stuck it is."""

@@ -1,45 +1,72 @@
 """Ends what a killed driver leaves of the Ray that it started on this machine.
 
-Most of it ends by itself; Ray's agents wait a minute for a server that is gone, and an engine's process could
-outlive its actor. A process of its own holds a pipe from the driver: it closes however the driver dies.
+Most of it ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's process
+could outlive its actor. A process of its own holds a pipe from the driver, which closes however the driver
+dies, and knows every process that descended from it.
 """
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+LOOK_S = 1.0
 GRACE_S = 5.0
 
-
-def start_reaper(raylet_pid: int) -> subprocess.Popen[bytes]:
-    """Watch this process; closing the returned process's stdin says that nothing is left."""
-    command = [sys.executable, "-S", __file__, str(raylet_pid)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+Process = tuple[int, str]  # pid and start time: a pid alone may be another's by now
 
 
-def members(raylet_pid: int) -> list[int]:
-    """Every process that this raylet started, or that one of those did: they inherit its pid by name."""
-    mark = f"RAY_RAYLET_PID={raylet_pid}".encode()
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
+def start_reaper() -> subprocess.Popen[bytes]:
+    """Watch this process; closing the returned process's stdin says that it may look for the last time."""
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={})
+
+
+def _main(driver: int) -> None:
+    ours: set[Process] = set()
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        ours = _alive(ours) | _descendants(driver)
+    deadline = time.monotonic() + GRACE_S
+    while (ours := _alive(ours)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid, _ in ours:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(ancestor: int) -> set[Process]:
+    """All processes below it, but for this one."""
+    children: dict[int, list[Process]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if stat := _stat(entry.name):
+            parent, process = stat
+            children.setdefault(parent, []).append(process)
+    found: set[Process] = set()
+    waiting = [ancestor]
+    while waiting:
+        for process in children.get(waiting.pop(), []):
+            if process[0] != os.getpid():
+                found.add(process)
+                waiting.append(process[0])
     return found
 
 
-def _main(raylet_pid: int) -> None:
-    sys.stdin.buffer.read()  # until the driver is gone
-    deadline = time.monotonic() + GRACE_S
-    while members(raylet_pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    for pid in members(raylet_pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _alive(processes: set[Process]) -> set[Process]:
+    return {process for process in processes if (stat := _stat(str(process[0]))) and stat[1] == process}
+
+
+def _stat(pid: str) -> tuple[int, Process] | None:
+    """The process's parent, and itself; None when it has ended."""
+    try:
+        text = Path("/proc", pid, "stat").read_text()
+    except OSError:
+        return None
+    state, parent, *rest = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+    return None if state == "Z" else (int(parent), (int(pid), rest[17]))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from grpo_ray.config_loading import load_config
 from grpo_ray.controller import Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.hosting import running
-from grpo_ray.preflight import TaskData, check_files, prepare
+from grpo_ray.policy.loading import is_local
+from grpo_ray.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.report.ending import print_ending
-from grpo_ray.restores import how_to_go_on, train_through_restores
+from grpo_ray.restores import how_to_go_on, make_store, train_through_restores
 from grpo_ray.telemetry.console import RunConsole, plan
 from grpo_ray.telemetry.run_files import RunDirectory
 
@@ -38,7 +38,12 @@ def train(config: Config, config_path: str) -> RunDirectory:
     if config.run.if_exists == "resume" and run.config_path.exists():
         return _resume(run, config)
     _, task, _ = all_of(run.check_free, lambda: check_files(config), lambda: cluster.check_machine(config))
-    _Job(config, run, task).run(is_new=True)
+    with _ray_for(config) as console:
+        prepared = _prepare(config, task, console)
+        with shown_plainly():
+            run.create(config)
+        with run.lock():
+            _run_to_the_end(config, prepared, run, console)
     return run
 
 
@@ -57,7 +62,14 @@ def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
 def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     _check_same_prompts(load_config(run.config_path), config)
     task, _ = all_of(lambda: check_files(config), lambda: cluster.check_machine(config))
-    _Job(config, run, task).run(is_new=False)
+    with run.lock():
+        newest = make_store(config, run).latest()
+        if newest is not None and newest.state.step >= config.algorithm.num_steps:
+            print(f"{run.path}: all {newest.state.step} steps are done; train on with algorithm.num_steps=...")
+            return run
+        dump_config(config, run.config_path)
+        with _ray_for(config) as console:
+            _run_to_the_end(config, _prepare(config, task, console), run, console)
     return run
 
 
@@ -83,36 +95,33 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-@dataclass
-class _Job:
-    """One process's part of a run: from a start or a checkpoint, through restores, to an end."""
+@contextlib.contextmanager
+def _ray_for(config: Config) -> Iterator[RunConsole]:
+    """The console, and a Ray that has what the run wants."""
+    needs_hub = config.model.path is not None and not is_local(config.model.path)
+    with RunConsole(config.algorithm.num_steps) as console:
+        console.status("starting Ray")
+        with cluster.connected(needs_hub), _sigterm_interrupts():
+            cluster.check_resources(config)
+            yield console
 
-    config: Config
-    run_dir: RunDirectory
-    task: TaskData
 
-    def run(self, is_new: bool) -> None:
-        config, run = self.config, self.run_dir
-        with RunConsole(config.algorithm.num_steps) as console:
-            console.status("starting Ray")
-            with cluster.connected(), _sigterm_interrupts():
-                cluster.check_resources(config)
-                with shown_plainly():
-                    if is_new:
-                        run.create(config)
-                with run.lock():
-                    with shown_plainly():
-                        console.status("preparing the model")
-                        prepared = prepare(config, self.task, console.warmup)
-                    dump_config(config, run.config_path)  # a resumed run's, with its overrides
-                    console.print(plan(config, prepared.longest_prompt, str(run.path)))
-                    for notice in prepared.notices:
-                        console.trouble(notice)
-                    train_through_restores(config, prepared, run, console, running, self._drive)
-                    print_ending(console.print, run)
+def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
+    console.status("preparing the model")
+    with shown_plainly():
+        return prepare(config, task, console.warmup)
 
-    def _drive(self, controller: Controller) -> None:
-        _run_until_signal(controller, self.config.run.on_preemption_s, self.run_dir)
+
+def _run_to_the_end(config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole) -> None:
+    console.print(plan(config, prepared.longest_prompt, str(run.path)))
+    for notice in prepared.notices:
+        console.trouble(notice)
+
+    def drive(controller: Controller) -> None:
+        _run_until_signal(controller, config.run.on_preemption_s, run)
+
+    train_through_restores(config, prepared, run, console, running, drive)
+    print_ending(console.print, run)
 
 
 @contextlib.contextmanager

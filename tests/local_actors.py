@@ -158,5 +158,8 @@ class LocalActors:
     async def fetch(self, reference: Any) -> Any:
         return await reference
 
+    def spilled_bytes(self) -> int:
+        return 0
+
     def dump_stacks(self) -> None:
         self.num_stack_dumps += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_reward_cli import parity_reward
 from local_actors import LocalActors
 from safetensors.torch import load_file
 from small_run import QUICKSTART, SMALL
@@ -42,14 +43,9 @@ def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(self: Scorer, *args: Any) -> None:
         original(self, *args)
-        self._reward_fn = _even_reward
+        self._reward_fn = parity_reward
 
     monkeypatch.setattr(Scorer, "__init__", init)
-
-
-def _even_reward(response: str, ground_truth: str) -> dict[str, float]:
-    value = float(sum(response.encode()) % 2)
-    return {"reward": value, "format_reward": 1.0, "answer_reward": value}
 
 
 class Recorder:

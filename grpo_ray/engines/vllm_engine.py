@@ -36,6 +36,7 @@ class VllmEngine:
             AsyncEngineArgs(
                 model=model_path,
                 trust_remote_code=trust_remote_code,
+                load_format="safetensors",  # never a pickle
                 dtype=dtype,
                 seed=seed,
                 max_model_len=max_model_len,

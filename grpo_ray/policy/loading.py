@@ -83,7 +83,7 @@ def load_policy(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """
     model, found = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
-        ignore_mismatched_sizes=True, output_loading_info=True,
+        ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
     )  # fmt: skip
     # transformers fills both with random values, and its own report of them is silenced.
     if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):

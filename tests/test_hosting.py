@@ -1,0 +1,118 @@
+"""Actors as Ray actors: how a call fails, what is killed, and what a stuck process can still tell."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from builders import make_item, make_settings
+from small_run import QUICKSTART, SMALL
+
+from grpo_ray import cluster
+from grpo_ray.config_loading import load_config
+from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.hosting import ActorGroup, running
+from grpo_ray.preflight import check_files, prepare
+from grpo_ray.types import TrainBatch
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def actors(folder: Path) -> Iterator[ActorGroup]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("GRPO_RAY_CACHE", str(folder / "models"))
+    config = load_config(QUICKSTART, [*SMALL, "generator.num_generators=2", "generator.slowdown_s=60"])
+    prepared = prepare(config, check_files(config))
+    with cluster.connected(), running(config, prepared, folder) as group:
+        asyncio.run(everyone_ready(group))
+        yield group
+    patch.undo()
+
+
+async def everyone_ready(group: ActorGroup) -> None:
+    await asyncio.gather(*(client.ready() for client in group.by_name().values()))
+
+
+def pid_of(folder: Path, name: str) -> int:
+    return int((folder / "logs" / f"{name}.pid").read_text().split()[1])
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
+    async def run() -> None:
+        await actors.learner.train_step(TrainBatch(()))
+
+    with pytest.raises(ValueError, match="has no groups to train on"):
+        asyncio.run(run())
+
+
+def test_a_given_up_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
+    async def run() -> str:
+        generator = actors.generators["generator-0"]
+        _, sampled = generator.generate.split(make_item(0), make_settings())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
+        return str(await generator.handle.__ray_call__.remote(repr))
+
+    assert "0 groups running" in asyncio.run(run())
+
+
+def test_lost_data_is_told_from_a_dead_actor(actors: ActorGroup, folder: Path) -> None:
+    """The group's Generator dies before it is sampled: the Scorer that gets the reference is not to blame."""
+
+    async def run() -> None:
+        group, sampled = actors.generators["generator-1"].generate.split(make_item(0), make_settings())
+        os.kill(pid_of(folder, "generator-1"), signal.SIGKILL)
+        with pytest.raises(ActorDied, match="generator-1 died: ") as died:
+            await sampled
+        assert died.value.name == "generator-1"
+        _, graded = actors.scorer.score.split(group)
+        with pytest.raises(DataLost, match="scorer: "):
+            await graded
+        assert await actors.scorer.ready()
+
+        fresh = actors.restart_generator("generator-1")
+        assert await fresh.ready()
+        assert actors.generators["generator-1"] is fresh
+
+    asyncio.run(run())
+
+
+def test_a_stopped_process_is_killed_all_the_same(actors: ActorGroup, folder: Path) -> None:
+    pid = pid_of(folder, "scorer")
+    os.kill(pid, signal.SIGSTOP)
+    actors.restart_scorer()
+    wait_for(
+        lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    )
+
+    async def run() -> bool:
+        return bool(await actors.scorer.ready())
+
+    assert asyncio.run(run())
+
+
+def test_stuck_processes_write_their_stacks(actors: ActorGroup, folder: Path) -> None:
+    actors.dump_stacks()
+    for name in actors.by_name():
+        log = folder / "logs" / f"{name}.log"
+        wait_for(lambda log=log: "most recent call first" in log.read_text())  # type: ignore[misc]
+
+
+def test_spilling_is_seen(actors: ActorGroup) -> None:
+    assert actors.spilled_bytes() == 0

@@ -1,0 +1,177 @@
+"""The command line, interrupted, killed, and gone on with: real processes, real Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import QUICKSTART, SMALL
+
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
+    yield
+    patch.undo()
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, PROGRAM, "train", QUICKSTART, *SMALL, "checkpoint.every_num_steps=3"]
+    command += [f"run.output_dir={folder.parent}", f"run.name={folder.name}", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def resume(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PROGRAM, "resume", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not get so far"
+        time.sleep(0.02)
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    timed = ("timing/", "throughput/", "utilization/", "memory/")
+    return {name: value for name, value in row.items() if not name.startswith(timed)}
+
+
+@pytest.mark.ray
+def test_a_synchronous_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+    """Weights, optimizer and every figure, to the last bit; Ctrl-C leaves no process and no shared memory."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    exact = ["weight_sync.max_lag=0", "algorithm.num_steps=8"]
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = start(other, *exact, "learner.slowdown_s=0.3")
+    wait_for_step(process, other, 3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 5  # raylet, and an actor each
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 130, output
+    assert f"go on with: grpo-ray resume {other}" in output
+    assert wait_until_gone(children, 10) == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert 3 <= len(read_metrics(other / "metrics.jsonl")) < 8
+
+    undisturbed = start(whole, *exact)  # at the same time: only the schedule's result counts here
+    resumed = resume(other, "learner.slowdown_s=0")
+    output, _ = undisturbed.communicate(timeout=120)
+    assert undisturbed.returncode == 0, output
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    rows = [[untimed(row) for row in read_metrics(run / "metrics.jsonl")] for run in (whole, other)]
+    assert any(row["optim/grad_norm"] > 0 for row in rows[0])
+    assert rows[0] == rows[1]
+    summaries = [read_metrics(run / "evaluations" / "summary.jsonl") for run in (whole, other)]
+    assert summaries[0] == summaries[1]
+    for file in ("model.safetensors", "training/optimizer.safetensors"):
+        tensors, resumed_tensors = (load_file(run / "checkpoints/step-000008" / file) for run in (whole, other))
+        assert tensors.keys() == resumed_tensors.keys()
+        assert all(torch.equal(tensors[name], resumed_tensors[name]) for name in tensors), file
+
+    done = resume(other)
+    assert done.returncode == 0
+    assert "all 8 steps are done" in done.stdout
+
+
+@pytest.mark.ray
+def test_after_kill_9_of_the_driver_nothing_is_left_and_the_run_goes_on(tmp_path: Path) -> None:
+    folder, shared_memory = tmp_path / "run", set(os.listdir("/dev/shm"))
+    process = start(folder, "algorithm.num_steps=100000", "learner.slowdown_s=0.1")
+    wait_for_step(process, folder, 4)
+    taken = resume(folder)
+    assert taken.returncode == 2
+    assert f"another process (pid {process.pid} on host" in taken.stderr
+    for is_first in (True, False):
+        if not is_first:
+            num_steps = len(read_metrics(folder / "metrics.jsonl"))
+            process = subprocess.Popen([sys.executable, PROGRAM, "resume", str(folder)])
+            wait_for_step(process, folder, num_steps + 4)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        assert wait_until_gone(children, 55) == []
+        assert set(os.listdir("/dev/shm")) <= shared_memory
+    run, num_steps = RunDirectory(folder), len(read_metrics(folder / "metrics.jsonl")) + 4
+    resumed = resume(folder, "learner.slowdown_s=0", f"algorithm.num_steps={num_steps}")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    steps = range(1, num_steps + 1)
+    assert [row["step"] for row in read_metrics(run.metrics_path)] == list(steps)
+    trained = [row["group_id"] for step in steps for row in read_rollouts(run.rollouts_path(step))]
+    assert trained == [group for group in range(4 * num_steps) for _ in range(2)]
+    state = json.loads((run.checkpoint_path(num_steps) / "training" / "state.json").read_text())
+    assert (state["ledger"]["num_trained"], state["ledger"]["waiting"]) == (4 * num_steps, [])
+
+
+@pytest.mark.ray
+def test_sigterm_has_a_deadline_and_a_second_signal_none(tmp_path: Path) -> None:
+    """A step that outlasts the warning is abandoned; a second signal does not even wait for that."""
+    slow = ["learner.slowdown_s=30", "algorithm.num_steps=5"]
+    for name, signals, limit_s in (("deadline", [signal.SIGTERM], 15.0), ("twice", [signal.SIGINT] * 2, 3.0)):
+        process = start(tmp_path / name, *slow, "run.on_preemption_s=1")
+        rollouts = tmp_path / name / "rollouts" / "step-000001.parquet"
+        while not rollouts.exists():  # the first batch is with the Learner now
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        started = time.monotonic()
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.5)
+        output, _ = process.communicate(timeout=40)
+        assert time.monotonic() - started < limit_s + 3
+        assert process.returncode != 0
+        assert wait_until_gone(children, 30) == []
+        if name == "deadline":
+            assert process.returncode == 130, output
+            assert "no checkpoint could be written in 1 s" in output
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_memory_does_not_grow_and_no_secret_leaves_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three hundred steps: past the first hundred, no process grows by more than 2%."""
+    monkeypatch.setenv("WANDB_API_KEY", "not-for-actors")
+    folder = tmp_path / "run"
+    process = start(
+        folder, "algorithm.num_steps=300", "evaluation.every_num_steps=100", "run.save_rollouts=false"
+    )
+    wait_for_step(process, folder, 1)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        assert "WANDB_API_KEY" not in child.environ(), child.name()
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    rows = read_metrics(folder / "metrics.jsonl")
+    names = [name for name in rows[-1] if name.startswith("memory/") and "spilled" not in name]
+    assert len(names) == 5
+    for name in names:
+        before, after = ([row[name] for row in rows[part]] for part in (slice(100, 150), slice(250, 300)))
+        assert sum(after) < 1.02 * sum(before), name
+    assert rows[-1]["memory/object_store_spilled_bytes"] == 0
+    for file in folder.rglob("*"):
+        assert file.is_dir() or b"not-for-actors" not in file.read_bytes()
