@@ -7,6 +7,7 @@ from typing import Any
 from grpo_ray.checkpoint import CheckpointStore, RunState
 from grpo_ray.config import CheckpointConfig
 from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.watch import Watch
 
 Metrics = dict[str, float]
 
@@ -19,9 +20,16 @@ class Checkpointing:
     """
 
     def __init__(
-        self, config: CheckpointConfig, store: CheckpointStore, actors: Any, ledger: PromptLedger, step: int
+        self,
+        config: CheckpointConfig,
+        store: CheckpointStore,
+        actors: Any,
+        ledger: PromptLedger,
+        watch: Watch,
+        step: int,
     ) -> None:
         self._config, self._store, self._actors, self._ledger = config, store, actors, ledger
+        self._watch = watch
         self._writing: asyncio.Task[None] | None = None
         self._last_saved = step
         self._write_s: float | None = None
@@ -38,7 +46,8 @@ class Checkpointing:
         """
         started = time.perf_counter()
         await self.settle()
-        report, _ = await asyncio.gather(self._actors.learner.capture(), self._actors.buffer.capture())
+        with self._watch.call("learner", "copies its state for a checkpoint"):
+            report, _ = await asyncio.gather(self._actors.learner.capture(), self._actors.buffer.capture())
         if report is None or report.version == self._last_saved:
             return {}
         state = RunState(report.version, self._ledger.state_dict(), dict(metrics))
@@ -60,10 +69,11 @@ class Checkpointing:
         started = time.perf_counter()
         try:
             folder = await asyncio.to_thread(self._store.begin, state.step)
-            await asyncio.gather(
-                self._actors.learner.write_captured(folder),
-                self._actors.buffer.write_captured(folder / "training" / "groups.parquet"),
-            )
+            with self._watch.call("learner", f"writes the checkpoint of step {state.step}"):
+                await asyncio.gather(
+                    self._actors.learner.write_captured(folder),
+                    self._actors.buffer.write_captured(folder / "training" / "groups.parquet"),
+                )
             await self._actors.buffer.flush()
             await asyncio.to_thread(self._store.commit, state.step, state)
         except OSError as error:

@@ -39,6 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run", metavar="RUN", help="the run's folder, such as runs/quickstart-20260101-120000")
     _add_overrides(resume)
     resume.set_defaults(command=_resume)
+    audit = commands.add_parser(
+        "audit",
+        help="check a run's own records",
+        description="Check a run's own records: every prompt trained once, no token too old, true rewards.",
+    )
+    audit.add_argument("run", metavar="RUN", help="the run's folder")
+    audit.set_defaults(command=_audit)
     check = commands.add_parser(
         "check",
         help="check a configuration and its files",
@@ -73,6 +80,19 @@ def _resume(options: argparse.Namespace) -> int:
 
     resume(options.run, options.overrides)
     return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from grpo_ray.audit import audit
+    from grpo_ray.telemetry.run_files import RunDirectory
+
+    run = RunDirectory(options.run)
+    if not run.config_path.exists():
+        raise RunError(f"{options.run}: no run to audit (it has no config.yaml)")
+    with shown_plainly():
+        report = audit(run)
+    print(report)
+    return 0 if report.is_clean else 1
 
 
 def _check(options: argparse.Namespace) -> int:

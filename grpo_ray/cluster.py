@@ -10,7 +10,7 @@ import torch
 from grpo_ray.config import Config
 from grpo_ray.environment import HUB_ACCESS, enable_token_auth, private_ray_folder, without_secrets
 from grpo_ray.errors import RunError
-from grpo_ray.reaper import start_reaper
+from grpo_ray.reaper import dismiss, start_reaper
 
 
 class ResourceError(RunError):
@@ -65,9 +65,7 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        assert reaper.stdin is not None
-        reaper.stdin.close()
-        reaper.wait()
+        dismiss(reaper)
 
 
 def check_machine(config: Config) -> None:

@@ -10,6 +10,7 @@ and the caller begins again from the last checkpoint.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
@@ -53,7 +54,10 @@ class Controller:
         self._watch = Watch()
         self._rollouts = Rollouts(config, prepared.end_token_ids, actors, self._watch, budget, log)
         self._validation = Validation(config, prepared, self._rollouts, actors, log)
-        self._checkpointing = Checkpointing(config.checkpoint, store, actors, self._ledger, self._version)
+        self._checkpointing = Checkpointing(
+            config.checkpoint, store, actors, self._ledger, self._watch, self._version
+        )
+        log.step = self._version
         self._group_finished = asyncio.Condition()
         self._scored: set[int] = set()  # on their way into the buffer, which may keep them waiting
         self._producing: set[asyncio.Task[None]] = set()
@@ -81,19 +85,18 @@ class Controller:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._rollouts.start(tasks)
-                limit_s = self._config.recovery.stall_timeout_s
-                watching = tasks.create_task(
-                    keep_watch(self._watch, self._rollouts, self._actors, self._log, limit_s)
-                )
-                try:
+                watching: asyncio.Task[None] | None = None
+                with contextlib.suppress(_Stopped):
+                    await self._unless_stopped(self._until_ready())
+                    watching = tasks.create_task(self._keep_watch())
                     await self._unless_stopped(self._take_up())
                     self._producing.add(tasks.create_task(self._produce(tasks)))
                     await self._train(tasks)
-                except _Stopped:
-                    pass
-                for task in (watching, *self._producing, *self._rollouts.replacing):
+                for task in (*self._producing, *self._rollouts.replacing):
                     task.cancel()
-            await self._save()
+                await self._save()
+                if watching is not None:
+                    watching.cancel()
         except BaseExceptionGroup as errors:
             error = _first(errors)
             if not isinstance(error, RECOVERABLE):
@@ -102,8 +105,6 @@ class Controller:
 
     async def _take_up(self) -> None:
         """Begin where the checkpoint ends: its ledger, its groups, and what its last step still lacks."""
-        self._log.display.status("starting the actors")
-        await self._until_ready()
         if self._checkpoint is not None:
             state = self._checkpoint.state
             self._ledger.load_state_dict(state.ledger, await self._actors.buffer.group_ids())
@@ -119,6 +120,7 @@ class Controller:
 
     async def _until_ready(self, notice_s: float = 60.0) -> None:
         """Wait for every actor; say which are not up when it takes long, as on a busy cluster."""
+        self._log.display.status("starting the actors")
         waits = {asyncio.ensure_future(a.ready()): name for name, a in self._actors.by_name().items()}
         pending = set(waits)
         notice_s = min(notice_s, self._config.recovery.stall_timeout_s / 2)  # starting is no stall
@@ -131,7 +133,11 @@ class Controller:
                 self._log.display.status(
                     f"still waiting for {names} (is the cluster busy? see {self._log.run.logs})"
                 )
-            self._watch.progress()
+        self._watch.progress()
+
+    async def _keep_watch(self) -> None:
+        limit_s = self._config.recovery.stall_timeout_s
+        await keep_watch(self._watch, self._rollouts, self._actors, self._log, limit_s)
 
     # Producing groups
 
@@ -181,12 +187,12 @@ class Controller:
                 batch, facts, metrics = await self._unless_stopped(self._next_batch(step))
                 report = await self._learn(batch, facts, metrics)
                 # The Learner's calls run in order: the next step starts once the snapshot has been copied.
-                snapshot = self._actors.learner.snapshot.reference()
+                snapshot, copied = self._actors.learner.snapshot.split()
                 if published is not None:
                     await published  # its evaluation, too, must be done: those weights are gone after this
                 if self._checkpointing.is_due(report.version):
                     metrics |= await self._checkpointing.begin(metrics)
-                published = tasks.create_task(self._publish(report.version, snapshot))
+                published = tasks.create_task(self._publish(report.version, snapshot, copied))
                 self._check_skipped(report)
             if published is not None:
                 await self._unless_stopped(published)
@@ -247,7 +253,7 @@ class Controller:
 
     # Publishing
 
-    async def _publish(self, version: int, snapshot: Any) -> None:
+    async def _publish(self, version: int, snapshot: Any, copied: Awaitable[int]) -> None:
         """Bring the version to the Generators, write the step's line, and evaluate if it is time.
 
         The next version is published after this returns, so an evaluation sees one version only.
@@ -257,10 +263,13 @@ class Controller:
         if not self._config.weight_sync.in_flight:
             await self._until_all_admitted_finished(version - 1)
         metrics |= {"timing/weight_sync/join_s": time.perf_counter() - started}
+        with self._watch.call("learner", f"copies the weights of version {version}"):
+            await copied  # first, or a Learner that is stuck would look like Generators that are
+        seats = self._rollouts.seats
         with self._watch.call("weight_sync", f"publishes version {version}"):
             report: SyncReport = await self._actors.weight_sync.publish(version, [snapshot])
         for name, error in report.failed.items():
-            self._rollouts.report(name, error)
+            self._rollouts.report(name, error, seats.get(name))
         metrics |= {**report.metrics, **await self._rates(metrics), **self._checkpointing.take_metrics()}
         self._log.display.step(version, metrics)
         await self._finish_step(version)

@@ -21,32 +21,40 @@ Process = tuple[int, str]  # pid and start time: a pid alone may be another's by
 
 
 def start_reaper() -> subprocess.Popen[bytes]:
-    """Watch this process; closing the returned process's stdin says that it may look for the last time."""
+    """Watch this process, until `dismiss`."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={})
+
+
+def dismiss(reaper: subprocess.Popen[bytes]) -> None:
+    """The driver has cleaned up itself: nothing is to be killed."""
+    with contextlib.suppress(BrokenPipeError):  # somebody ended it
+        reaper.communicate(b"done")
 
 
 def _main(driver: int) -> None:
     ours: set[Process] = set()
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
-        ours = _alive(ours) | _descendants(driver)
+        ours = _alive(ours) | _descendants([driver])
+    if sys.stdin.buffer.read():  # dismissed; a driver that was killed says nothing
+        return
     deadline = time.monotonic() + GRACE_S
-    while (ours := _alive(ours)) and time.monotonic() < deadline:
+    while (ours := _alive(ours) | _descendants([pid for pid, _ in ours])) and time.monotonic() < deadline:
         time.sleep(0.2)
     for pid, _ in ours:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(ancestor: int) -> set[Process]:
-    """All processes below it, but for this one."""
+def _descendants(ancestors: list[int]) -> set[Process]:
+    """All processes below them, but for this one."""
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if stat := _stat(entry.name):
             parent, process = stat
             children.setdefault(parent, []).append(process)
     found: set[Process] = set()
-    waiting = [ancestor]
+    waiting = list(ancestors)
     while waiting:
         for process in children.get(waiting.pop(), []):
             if process[0] != os.getpid():

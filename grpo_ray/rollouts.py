@@ -61,6 +61,11 @@ class Rollouts:
         return {name: seat.client for name, seat in self._serving.items()}
 
     @property
+    def seats(self) -> dict[str, Seat]:
+        """The Generators that serve now, each with its incarnation, by name."""
+        return dict(self._serving)
+
+    @property
     def scorer(self) -> Any:
         return self._actors.scorer
 

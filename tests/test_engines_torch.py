@@ -1,6 +1,7 @@
 """The reference engine: its draws, its logprobs, and weights replaced while requests run."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,11 @@ from builders import make_settings, perturb, plain_logprobs
 from transformers import PreTrainedModel
 
 from grpo_ray.config import Config
-from grpo_ray.engines import make_engine
+from grpo_ray.engines import make_engine, sampling_batch
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.policy.loading import load_policy, load_tokenizer
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 ENDS = (0, 17)
 PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]
@@ -24,9 +25,10 @@ PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]
 
 @pytest.fixture
 def make_torch_engine(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., TorchEngine]:
-    def make(tied: bool = True, index: int = 0, **generator: object) -> TorchEngine:
+    def make(tied: bool = True, index: int = 0, max_lag: int = 1, **generator: object) -> TorchEngine:
         changed = tiny_config.generator.model_copy(update=generator)
-        config = tiny_config.model_copy(update={"generator": changed})
+        sync = tiny_config.weight_sync.model_copy(update={"max_lag": max_lag})
+        config = tiny_config.model_copy(update={"generator": changed, "weight_sync": sync})
         engine = make_engine(config, str(tiny_model(tied)), max_model_len=128, index=index)
         assert isinstance(engine, TorchEngine)
         return engine
@@ -38,7 +40,7 @@ def generate(
     engine: TorchEngine, settings: SamplingSettings, prompts: Sequence[tuple[int, ...]] = PROMPTS
 ) -> list[tuple[Completion, ...]]:
     async def run() -> list[tuple[Completion, ...]]:
-        await engine.start()
+        await engine.start(0)
         return await asyncio.gather(*(engine.generate(prompt, settings) for prompt in prompts))
 
     return asyncio.run(run())
@@ -115,6 +117,55 @@ def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
     tokens = [[c.token_ids.tolist() for c in group] for group in (alone, together, other)]
     assert tokens[0] == tokens[1] != tokens[2]
     assert len({tuple(row) for row in tokens[0]}) == 3  # samples of a group are not copies
+
+
+Drawn = list[tuple[list[int], list[float]]]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_asked(
+    make_torch_engine: Callable[..., TorchEngine], num_threads: int
+) -> None:
+    engine = make_torch_engine(max_lag=0, num_threads=num_threads)
+    settings = make_settings(num_samples=3, temperature=0.7, min_tokens=2, max_tokens=24, end_token_ids=ENDS)
+
+    async def ask(numbers: Sequence[int]) -> dict[int, Drawn]:
+        """Prompts, each with its seed, all at once in this order."""
+        groups = await asyncio.gather(
+            *(engine.generate(PROMPTS[n], replace(settings, seed=n)) for n in numbers)
+        )
+        return {
+            n: [(c.token_ids.tolist(), c.logprobs.tolist()) for c in group]
+            for n, group in zip(numbers, groups, strict=True)
+        }
+
+    async def run() -> None:
+        alone = {n: (await ask([n]))[n] for n in range(len(PROMPTS))}
+        for numbers in itertools.permutations(range(len(PROMPTS))):
+            assert await ask(numbers) == alone
+        assert await ask([1, 0]) == {n: alone[n] for n in (0, 1)}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("max_lag", "widths"), [(0, [2, 2, 2]), (1, [6]), (3, [6])])
+def test_only_a_synchronous_run_samples_each_request_by_itself(
+    make_torch_engine: Callable[..., TorchEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    max_lag: int,
+    widths: list[int],
+) -> None:
+    engine, seen = make_torch_engine(max_lag=max_lag), []
+    original = engine._sample
+
+    async def sample(sequences: list[sampling_batch.Sequence]) -> None:
+        seen.append(len(sequences))
+        await original(sequences)
+
+    monkeypatch.setattr(engine, "_sample", sample)
+    groups = generate(engine, make_settings(num_samples=2, max_tokens=3))
+    assert [len(group) for group in groups] == [2, 2, 2]
+    assert seen == widths
 
 
 def test_engines_and_requests_draw_from_seeds_of_their_own(
@@ -278,8 +329,39 @@ def test_version_is_served_only_once_finished(
 ) -> None:
     engine = make_torch_engine()
     asyncio.run(sync(engine, load_policy(str(tiny_model())), version=1))
-    settings = make_settings(max_tokens=4)
-    assert generate(engine, settings, PROMPTS[:1])[0][0].versions.tolist() == [1, 1, 1, 1]
+
+    async def run() -> list[int]:
+        (completion,) = await engine.generate(PROMPTS[0], make_settings(max_tokens=4))
+        return completion.versions.tolist()
+
+    assert asyncio.run(run()) == [1, 1, 1, 1]
+
+
+def test_tokens_carry_the_version_the_engine_is_started_with(
+    make_torch_engine: Callable[..., TorchEngine],
+) -> None:
+    engine = make_torch_engine()
+
+    async def run() -> list[int]:
+        await engine.start(7)
+        (completion,) = await engine.generate(PROMPTS[0], make_settings(max_tokens=3))
+        return completion.versions.tolist()
+
+    assert asyncio.run(run()) == [7, 7, 7]
+
+
+def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in engine._model.named_parameters()}
+
+
+def refuses(engine: TorchEngine, snapshot: WeightSnapshot, match: str) -> None:
+    """With an error, and with every weight as it was."""
+    before = weights_of(engine)
+    with pytest.raises(ValueError, match=match):
+        asyncio.run(engine.update_weights(snapshot))
+    after = weights_of(engine)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(
@@ -291,22 +373,44 @@ def test_version_is_served_only_once_finished(
         (False, "lm_head.weight"),
     ],
 )
-def test_snapshot_without_a_tensor_is_refused(
+def test_snapshot_without_a_tensor_is_refused_whole(
     make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, name: str
 ) -> None:
     engine, model = make_torch_engine(tied), load_policy(str(tiny_model(tied)))
+    perturb(model, seed=1, scale=0.1)
     snapshot = pack_weights(model.named_parameters(), 1, torch.float32)
     without = replace(snapshot, specs=tuple(spec for spec in snapshot.specs if spec.name != name))
     assert len(without.specs) == len(snapshot.specs) - 1
-    with pytest.raises(ValueError, match=rf"does not fit the model: missing \['{name}'"):
-        asyncio.run(engine.update_weights(without))
+    refuses(engine, without, rf"does not fit the model: missing \['{name}'\], unexpected \[\]")
 
 
-def test_snapshot_of_another_model_is_refused(
+def test_snapshot_of_another_model_is_refused_whole(
     make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
 ) -> None:
-    snapshot = pack_weights(
-        [("stranger", torch.zeros(1)), *load_policy(str(tiny_model())).named_parameters()], 1, torch.float32
-    )
-    with pytest.raises(ValueError, match=r"unexpected \['stranger'\]"):
-        asyncio.run(make_torch_engine().update_weights(snapshot))
+    model = load_policy(str(tiny_model()))
+    perturb(model, seed=1, scale=0.1)
+    tensors = [*model.named_parameters(), ("stranger", torch.zeros(1))]
+    refuses(make_torch_engine(), pack_weights(tensors, 1, torch.float32), r"unexpected \['stranger'\]")
+
+
+def test_snapshot_with_a_tensor_of_another_shape_is_refused_whole(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
+) -> None:
+    model = load_policy(str(tiny_model()))
+    perturb(model, seed=1, scale=0.1)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = [(n, weight.T if n == name else weight) for n, weight in model.named_parameters()]
+    refuses(
+        make_torch_engine(), pack_weights(tensors, 1, torch.float32),
+        rf"missing \[\], unexpected \[\], of another shape \['{name}'\]",
+    )  # fmt: skip
+
+
+def test_snapshot_that_fits_changes_every_weight(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
+) -> None:
+    engine, model = make_torch_engine(), load_policy(str(tiny_model()))
+    perturb(model, seed=1, scale=0.1)
+    asyncio.run(engine.update_weights(pack_weights(model.named_parameters(), 1, torch.float32)))
+    new = dict(model.named_parameters())
+    assert all(torch.equal(weight, new[name]) for name, weight in weights_of(engine).items())

@@ -49,6 +49,7 @@ class Record:
     synced: Groups  # after two syncs with nothing in flight
     in_flight: Groups  # begun by version `old`; the next came meanwhile
     old: int
+    refusal: str  # the error at a snapshot without one tensor
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -70,7 +71,7 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> R
 async def _record(config: Config, path: Path, models: list[PreTrainedModel]) -> Record:
     engine = make_engine(config, str(path), max_model_len=384, index=0)
     try:
-        await engine.start()
+        await engine.start(0)
         fresh = await _generate(engine, SETTINGS)
         again = [*await _generate(engine, SEEDED, 1), *await _generate(engine, SEEDED, 1)]
         stopping = await _generate(engine, STOPPING, 1)
@@ -84,7 +85,8 @@ async def _record(config: Config, path: Path, models: list[PreTrainedModel]) -> 
             in_flight = await running
             if all(len(np.unique(c.versions)) == 2 for group in in_flight for c in group):
                 break
-        return Record(models, path, fresh, again, stopping, synced, in_flight, version - 1)
+        refusal = await _refusal(engine, models[0])
+        return Record(models, path, fresh, again, stopping, synced, in_flight, version - 1, refusal)
     finally:
         await engine.shutdown()
 
@@ -100,6 +102,15 @@ async def _sync(engine: Engine, model: PreTrainedModel, version: int) -> None:
     await engine.finish_weight_update(version)
     await engine.reset_prefix_cache()
     await engine.resume()
+
+
+async def _refusal(engine: Engine, model: PreTrainedModel) -> str:
+    tensors = [(name, weight) for name, weight in model.named_parameters() if name != "model.norm.weight"]
+    await engine.pause()
+    await engine.start_weight_update()
+    with pytest.raises(Exception, match="does not fit the model") as caught:
+        await engine.update_weights(pack_weights(tensors, 9, torch.float32))
+    return str(caught.value)
 
 
 def logprob_error(
@@ -174,3 +185,7 @@ def test_request_seed_repeats_the_draws(record: Record) -> None:
     first, second = ([c.token_ids.tolist() for c in group] for group in record.again)
     assert first == second
     assert first[0] != first[1]
+
+
+def test_snapshot_without_a_tensor_is_refused(record: Record) -> None:
+    assert "nothing for ['model.norm.weight']" in record.refusal

@@ -3,9 +3,10 @@
 import json
 import os
 import resource
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.staleness import StaleBatchError
 from grpo_ray.config import Config
-from grpo_ray.engines.snapshot import as_tensor, unpack_weights
+from grpo_ray.engines.snapshot import as_tensor, check_snapshot, unpack_weights
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
@@ -385,7 +386,7 @@ def unpacked(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_snapshot_holds_every_weight_exactly(make_learner: Callable[..., Learner], tied: bool) -> None:
     learner = at_version(make_learner(tied), 3)
-    snapshot = learner.snapshot()
+    snapshot = learner.snapshot()[0]
     tensors = unpacked(snapshot)
     assert snapshot.version == 3
     assert ("lm_head.weight" in tensors) == (not tied)
@@ -399,20 +400,31 @@ def test_snapshot_holds_every_weight_exactly(make_learner: Callable[..., Learner
 
 def test_bfloat16_snapshot_is_the_cast(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(model={"dtype": "bfloat16"})
-    snapshot = learner.snapshot()
+    snapshot = learner.snapshot()[0]
     assert {spec.dtype for spec in snapshot.specs} == {"bfloat16"}
     for name, tensor in unpacked(snapshot).items():
         assert torch.equal(tensor, learner.model.get_parameter(name).to(torch.bfloat16))
         assert learner.model.get_parameter(name).dtype is torch.float32  # master weights stay
 
 
+@pytest.mark.parametrize("checksum", [True, False])
+def test_snapshot_has_a_checksum_where_it_is_asked_for(
+    make_learner: Callable[..., Learner], checksum: bool
+) -> None:
+    snapshot = make_learner(weight_sync={"checksum": checksum}).snapshot()[0]
+    check_snapshot(snapshot)
+    assert snapshot.checksum == (zlib.crc32(snapshot.data.tobytes()) if checksum else None)
+    with pytest.raises(ValueError, match="CRC-32 differs") if checksum else nullcontext():
+        check_snapshot(replace(snapshot, data=snapshot.data + np.uint8(1)))
+
+
 def test_next_step_does_not_change_a_snapshot(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2})
-    snapshot = learner.snapshot()
+    snapshot = learner.snapshot()[0]
     before = snapshot.data.copy()
     learner.train_step(TrainBatch(tuple(make_batch(learner))))
     assert np.array_equal(snapshot.data, before)
-    assert not np.array_equal(learner.snapshot().data, before)
+    assert not np.array_equal(learner.snapshot()[0].data, before)
 
 
 # ---- capture, write, go on ----

@@ -29,69 +29,141 @@ def ids(items: Sequence[Any]) -> list[int]:
 
 
 def test_order_is_a_permutation_an_epoch() -> None:
-    items = make_ledger().take(15)
+    items = make_ledger().take_new(15)
     assert ids(items) == list(range(15))
     epochs = [[item.prompt for item in items[start : start + 5]] for start in (0, 5, 10)]
     assert all(sorted(epoch) == [f"Q {i}:" for i in range(5)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert [item.prompt for item in make_ledger(seed=1).take(15)] != [item.prompt for item in items]
-    assert items == [*make_ledger().take(4), *_after(make_ledger(), 4).take(11)]
+    assert [item.prompt for item in make_ledger(seed=1).take_new(15)] != [item.prompt for item in items]
+    assert items == [*make_ledger().take_new(4), *_after(make_ledger(), 4).take_new(11)]
 
 
 def _after(ledger: PromptLedger, num_taken: int) -> PromptLedger:
-    ledger.take(num_taken)
+    ledger.take_new(num_taken)
     return ledger
 
 
 def test_order_is_the_same_in_every_process() -> None:
-    assert [item.prompt for item in make_ledger().take(5)] == ["Q 0:", "Q 1:", "Q 4:", "Q 3:", "Q 2:"]
+    assert [item.prompt for item in make_ledger().take_new(5)] == ["Q 0:", "Q 1:", "Q 4:", "Q 3:", "Q 2:"]
 
 
 def test_item_holds_prompt_tokens_and_truth() -> None:
-    item = make_ledger(num_examples=1).take(1)[0]
+    item = make_ledger(num_examples=1).take_new(1)[0]
     assert (item.group_id, item.prompt, item.ground_truth) == (0, "Q 0:", "truth 0")
     assert item.prompt_token_ids == tuple(b"Q 0:")
 
 
-def test_given_back_prompts_come_first() -> None:
-    ledger = make_ledger()
-    first = ledger.take(4)
-    ledger.give_back([3, 1])
-    assert (ledger.in_flight, ledger.waiting) == ({0, 2}, {1, 3})
-    assert ledger.take(1) == [first[1]]
-    assert ids(ledger.take(2)) == [3, 4]
-    assert ledger.next_group_id == 5
-    ledger.mark_trained([0, 1, 2])
-    assert (ledger.num_trained, ledger.in_flight, ledger.waiting) == (3, {3, 4}, frozenset())
+def states(ledger: PromptLedger) -> tuple[set[int], set[int], set[int], set[int], int]:
+    """In flight, buffered, waiting, set aside; and how many are trained."""
+    sets = (ledger.in_flight, ledger.buffered, ledger.waiting, ledger.set_aside)
+    return *map(set, sets), ledger.num_trained  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("group_ids", [[0], [7], [1, 1], [2]])
-def test_only_groups_in_flight_can_leave(group_ids: list[int]) -> None:
+def busy_ledger() -> PromptLedger:
+    """0 trained, 1 buffered, 2 and 3 waiting, 4 set aside, 5 and 6 in flight."""
     ledger = make_ledger()
-    ledger.take(3)
+    ledger.take_new(7)
+    for group_id in (0, 1, 3):
+        ledger.mark_buffered(group_id)
     ledger.mark_trained([0])
+    ledger.give_back([3, 2])
+    ledger.mark_set_aside(4)
+    return ledger
+
+
+def test_each_group_goes_its_way() -> None:
+    ledger = make_ledger()
+    assert states(ledger) == (set(), set(), set(), set(), 0)
+    ledger.take_new(5)
+    assert states(ledger) == ({0, 1, 2, 3, 4}, set(), set(), set(), 0)
+    ledger.mark_buffered(1)
+    ledger.mark_buffered(3)
+    assert states(ledger) == ({0, 2, 4}, {1, 3}, set(), set(), 0)
+    ledger.mark_trained([3])
+    assert states(ledger) == ({0, 2, 4}, {1}, set(), set(), 1)
+    ledger.give_back([1, 2])  # refused by the buffer, and lost
+    assert states(ledger) == ({0, 4}, set(), {1, 2}, set(), 1)
+    ledger.mark_set_aside(4)
+    assert states(ledger) == ({0}, set(), {1, 2}, {4}, 1)
+    assert ids(ledger.take_waiting()) == [1, 2]
+    assert states(ledger) == ({0, 1, 2}, set(), set(), {4}, 1)
+    assert states(busy_ledger()) == ({5, 6}, {1}, {2, 3}, {4}, 1)
+
+
+def test_given_back_prompts_are_the_same_again_lowest_first_and_new_ones_go_on() -> None:
+    ledger = make_ledger()
+    first = ledger.take_new(4)
+    ledger.give_back([3, 1])
+    assert ledger.take_waiting() == [first[1], first[3]]
+    assert ledger.take_waiting() == []
     ledger.give_back([2])
+    assert ids(ledger.take_new(2)) == [4, 5]  # whatever waits
+    assert ledger.next_group_id == 6
+    assert ledger.take_waiting() == [first[2]]
+
+
+def test_unfinished_groups() -> None:
+    ledger = busy_ledger()
+    unfinished = [set(), set(), set(), {2}, {2, 3}, {2, 3}, {2, 3, 5}, {2, 3, 5, 6}, {2, 3, 5, 6, 7}]
+    assert [ledger.unfinished_below(limit) for limit in range(9)] == unfinished
+
+
+STRANGERS = {
+    "mark_buffered": {0: "trained", 1: "buffered", 2: "waiting", 4: "set aside", 7: "new"},
+    "mark_set_aside": {0: "trained", 1: "buffered", 2: "waiting", 4: "set aside", 7: "new"},
+    "mark_trained": {0: "trained", 2: "waiting", 4: "set aside", 5: "in flight", 7: "new"},
+    "give_back": {0: "trained", 2: "waiting", 4: "set aside", 7: "new"},
+}
+
+
+@pytest.mark.parametrize(
+    ("leave", "group_id"), [(leave, group_id) for leave, groups in STRANGERS.items() for group_id in groups]
+)
+def test_no_group_leaves_a_state_that_it_is_not_in(leave: str, group_id: int) -> None:
+    """A group that is (see STRANGERS) is refused, with those named beside it, and nothing is changed."""
+    ledger = busy_ledger()
     before = ledger.state_dict()
-    for leave in (ledger.mark_trained, ledger.give_back):
-        with pytest.raises(ValueError, match="not in flight"):
-            leave([*group_ids, 1] if group_ids != [1, 1] else group_ids)
+    takes_many = leave in ("mark_trained", "give_back")
+    with pytest.raises(ValueError, match=rf"groups \[{group_id}\] are not (in flight|buffered)"):
+        getattr(ledger, leave)([1, group_id] if takes_many else group_id)
     assert ledger.state_dict() == before
 
 
-def test_resume_takes_lost_prompts_again() -> None:
-    ledger = make_ledger()
-    ledger.take(8)
-    ledger.mark_trained([0, 2, 7])
-    ledger.give_back([4])
-    state = json.loads(json.dumps(ledger.state_dict()))
+@pytest.mark.parametrize("leave", ["mark_trained", "give_back"])
+def test_group_named_twice_is_refused(leave: str) -> None:
+    ledger = busy_ledger()
+    before = ledger.state_dict()
+    with pytest.raises(ValueError, match=r"groups \[1\] .*named twice"):
+        getattr(ledger, leave)([1, 1])
+    assert ledger.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("held", "buffered"),
+    [
+        ([1], {1}),
+        ([], set()),  # the buffer was lost
+        ([1, 6, 3], {1, 3, 6}),  # captured a moment later than the ledger
+        ([0, 1, 4, 7], {1}),  # trained, set aside, and one that this ledger never gave out
+    ],
+)
+def test_resume_takes_again_what_the_buffer_does_not_hold(held: list[int], buffered: set[int]) -> None:
+    state = json.loads(json.dumps(busy_ledger().state_dict()))
     resumed = make_ledger()
-    resumed.load_state_dict(state)
-    assert (resumed.waiting, resumed.in_flight, resumed.num_trained) == ({1, 3, 4, 5, 6}, frozenset(), 3)
-    assert ids(resumed.take(6)) == [1, 3, 4, 5, 6, 8]
+    resumed.load_state_dict(state, held)
+    waiting = {1, 2, 3, 5, 6} - buffered
+    assert states(resumed) == (set(), buffered, waiting, {4}, 1)
+    assert resumed.next_group_id == 7
+    assert resumed.take_waiting() == [item for item in make_ledger().take_new(7) if item.group_id in waiting]
+    assert ids(resumed.take_new(2)) == [7, 8]
+
+
+def test_state_of_another_run_is_refused() -> None:
+    state = busy_ledger().state_dict()
     with pytest.raises(ValueError, match="has seed 0, this run has 1"):
-        make_ledger(seed=1).load_state_dict(state)
+        make_ledger(seed=1).load_state_dict(state, [])
     with pytest.raises(ValueError, match="has num_examples 5, this run has 6"):
-        make_ledger(num_examples=6).load_state_dict(state)
+        make_ledger(num_examples=6).load_state_dict(state, [])
 
 
 def test_no_examples_is_refused() -> None:
@@ -107,36 +179,78 @@ def test_make_items_keeps_the_order() -> None:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+ACTIONS = ["take_new", "take_waiting", "give_back", "mark_buffered", "mark_trained", "mark_set_aside", "resume"]
+
+
+class Run:
+    """A run beside its ledger, knowing the prompt of every group, wherever the group is."""
+
+    def __init__(self, num_examples: int) -> None:
+        self.num_examples = num_examples
+        self.ledger = make_ledger(num_examples)
+        self.in_flight: dict[int, str] = {}
+        self.buffered: dict[int, str] = {}
+        self.set_aside: dict[int, str] = {}
+        self.trained: list[tuple[int, str]] = []
+
+    def take(self, items: Sequence[Any]) -> None:
+        taken = {item.group_id: item.prompt for item in items}
+        assert len(taken) == len(items)
+        assert not taken.keys() & {*self.in_flight, *self.buffered, *self.set_aside, *dict(self.trained)}
+        self.in_flight |= taken
+
+    def act(self, action: str, data: st.DataObject) -> None:
+        def some(groups: dict[int, str]) -> list[int]:
+            return sorted(data.draw(st.sets(st.sampled_from(sorted(groups))))) if groups else []
+
+        if action == "take_new":
+            self.take(self.ledger.take_new(data.draw(st.integers(0, 5))))
+        elif action == "take_waiting":
+            self.take(self.ledger.take_waiting())
+        elif action == "give_back":
+            lost = some(self.in_flight | self.buffered)
+            self.ledger.give_back(lost)
+            for group_id in lost:
+                (self.in_flight if group_id in self.in_flight else self.buffered).pop(group_id)
+        elif action == "mark_trained":
+            batch = some(self.buffered)
+            self.ledger.mark_trained(batch)
+            self.trained += [(group_id, self.buffered.pop(group_id)) for group_id in batch]
+        elif action == "resume":
+            kept = some(self.in_flight | self.buffered)
+            state = json.loads(json.dumps(self.ledger.state_dict()))
+            self.ledger = make_ledger(self.num_examples)
+            self.ledger.load_state_dict(state, kept)
+            self.buffered = {g: p for g, p in (self.in_flight | self.buffered).items() if g in kept}
+            self.in_flight = {}
+        else:
+            goal = self.buffered if action == "mark_buffered" else self.set_aside
+            for group_id in some(self.in_flight):
+                getattr(self.ledger, action)(group_id)
+                goal[group_id] = self.in_flight.pop(group_id)
+
+    def check(self) -> None:
+        parts = states(self.ledger)
+        assert (parts[0], parts[1]) == (self.in_flight.keys(), self.buffered.keys())
+        assert (parts[3], parts[4]) == (self.set_aside.keys(), len(self.trained))
+        known = [*parts[0], *parts[1], *parts[2], *parts[3], *dict(self.trained)]
+        assert sorted(known) == list(range(self.ledger.next_group_id))  # each in one state
+
+
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), num_examples=st.integers(1, 7))
 def test_no_prompt_is_skipped_or_trained_twice(data: st.DataObject, num_examples: int) -> None:
-    ledger = make_ledger(num_examples)
-    trained: list[tuple[int, str]] = []
-    in_flight: dict[int, str] = {}
-    for action in data.draw(
-        st.lists(st.sampled_from(["take", "give_back", "mark_trained", "resume"]), max_size=40)
-    ):
-        some = sorted(data.draw(st.sets(st.sampled_from(sorted(in_flight))))) if in_flight else []
-        if action == "take":
-            items = ledger.take(data.draw(st.integers(0, 5)))
-            assert not {item.group_id for item in items} & set(in_flight)
-            in_flight |= {item.group_id: item.prompt for item in items}
-        elif action == "give_back":
-            ledger.give_back(some)
-            in_flight = {g: prompt for g, prompt in in_flight.items() if g not in some}
-        elif action == "mark_trained":
-            ledger.mark_trained(some)
-            trained += [(group_id, in_flight.pop(group_id)) for group_id in some]
-        else:
-            state = ledger.state_dict()
-            ledger = make_ledger(num_examples)
-            ledger.load_state_dict(state)
-            in_flight = {}
-        assert ledger.in_flight == set(in_flight)
-        assert ledger.num_trained == len(trained)
-    left = ledger.take(len(ledger.waiting))  # only the waiting ones
-    everything = [*trained, *in_flight.items(), *((item.group_id, item.prompt) for item in left)]
-    assert sorted(group_id for group_id, _ in everything) == list(range(ledger.next_group_id))
-    for epoch in range(ledger.next_group_id // num_examples):
+    run = Run(num_examples)
+    for action in data.draw(st.lists(st.sampled_from(ACTIONS), max_size=40)):
+        run.act(action, data)
+        run.check()
+    run.take(run.ledger.take_waiting())
+    for group_id in list(run.in_flight):
+        run.ledger.mark_buffered(group_id)
+    run.ledger.mark_trained(run.in_flight | run.buffered)
+    everything = [*run.trained, *run.in_flight.items(), *run.buffered.items(), *run.set_aside.items()]
+    assert run.ledger.num_trained == len(everything) - len(run.set_aside)
+    assert sorted(group_id for group_id, _ in everything) == list(range(run.ledger.next_group_id))
+    for epoch in range(run.ledger.next_group_id // num_examples):
         prompts = [prompt for group_id, prompt in everything if group_id // num_examples == epoch]
         assert len(set(prompts)) == len(prompts) == num_examples

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_completion, make_group, make_item
 from matplotlib.image import imread
 
+from grpo_ray.report.ending import print_ending
 from grpo_ray.report.plots import plot_reward_curve
 from grpo_ray.report.terminal_curve import terminal_curve
+from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, step_name
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -86,3 +90,51 @@ def test_terminal_curve_averages_and_interpolates() -> None:
 )
 def test_terminal_curve_of_odd_points(points: list[tuple[int, float]], part: str) -> None:
     assert part in terminal_curve(points, width=12)
+
+
+# ---- the ending ----
+
+
+def finished_run(folder: Path, events: list[dict[str, Any]] | None) -> RunDirectory:
+    """Five steps with two evaluations; without an events file if `events` is None."""
+    run = RunDirectory(folder)
+    run.evaluations.mkdir()
+    write_lines(run.metrics_path, METRICS)
+    write_lines(run.evaluations_summary_path, EVALUATIONS)
+    for step in (0, 5):
+        groups = [make_group(make_item(0), [make_completion([5], text=f"response at {step}")], [1.0])]
+        write_rollouts(run.evaluations / f"{step_name(step)}.parquet", step, groups)
+    if events is not None:
+        write_lines(run.events_path, events)
+    return run
+
+
+def ending(run: RunDirectory) -> list[str]:
+    lines: list[str] = []
+    print_ending(lines.append, run)
+    return lines
+
+
+def test_ending_shows_the_first_and_last_samples_and_how_to_go_on(tmp_path: Path) -> None:
+    text = "\n".join(ending(finished_run(tmp_path, None)))
+    assert "Samples at step 0:\n  reward 1  'prompt 0' -> 'response at 0'" in text
+    assert "Samples at step 5:\n  reward 1  'prompt 0' -> 'response at 5'" in text
+    assert f"resume {tmp_path} algorithm.num_steps=10" in text
+    assert (tmp_path / "reward_curve.png").exists()
+
+
+def test_ending_lists_the_groups_that_were_set_aside_each_once(tmp_path: Path) -> None:
+    events = [
+        {"kind": kind, "actor": None, "step": 1, "text": "?", "group_id": group_id}
+        for kind, group_id in (("set_aside", 19), ("group_failed", 7), ("set_aside", 4), ("set_aside", 19))
+    ]
+    run = finished_run(tmp_path, [*events, {"kind": "restored", "actor": None, "step": 0, "text": "?"}])
+    told = [line for line in ending(run) if "Set aside" in line]
+    assert told == [f"\nSet aside, never finished: groups 4, 19 (see {run.events_path})"]
+
+
+@pytest.mark.parametrize("events", [None, [], [{"kind": "restored", "step": 0, "text": "?"}]])
+def test_ending_of_a_run_that_set_nothing_aside_does_not_speak_of_it(
+    tmp_path: Path, events: list[dict[str, Any]] | None
+) -> None:
+    assert not any("Set aside" in line for line in ending(finished_run(tmp_path, events)))

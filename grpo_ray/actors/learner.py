@@ -217,9 +217,10 @@ class Learner:
             group["lr"] = rate
         return rate
 
-    def snapshot(self) -> WeightSnapshot:
-        """A copy of the weights in the served dtype: the next step may change them at once."""
-        return pack_weights(self.model.named_parameters(), self.version, self._dtype)
+    def snapshot(self) -> tuple[WeightSnapshot, int]:
+        """A copy of the weights in the served dtype, which outlives the next step, and its version."""
+        parameters, checksum = self.model.named_parameters(), self._config.weight_sync.checksum
+        return pack_weights(parameters, self.version, self._dtype, checksum), self.version
 
     def capture(self) -> StepReport | None:
         """Copy the whole state to host memory, for `write_captured`; returns the last step's report."""

@@ -36,11 +36,7 @@ class Engine(Protocol):
         """Make ready to receive weights."""
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load the tensors. The version served does not change yet.
-
-        Raises:
-            ValueError: they are not exactly the model's, by name and shape.
-        """
+        """Load the tensors; an error if they are not exactly the model's. The version does not change yet."""
 
     async def finish_weight_update(self, version: int) -> None:
         """Commit: tokens sampled from here on carry `version`."""

@@ -1,6 +1,8 @@
 """What a run prints: a plan, a progress bar or a line a step, evaluations, and the end."""
 
+import contextlib
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,11 +15,19 @@ from grpo_ray.evaluation import EvaluationSummary
 Metrics = dict[str, float]
 
 
+class _PatientConsole(Console):
+    """A log on a full disk, or a pager that was closed, does not end a run: the line is not shown."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+
 class RunConsole:
     """On a terminal a live bar; elsewhere (a file, a job's log) one line a step."""
 
     def __init__(self, num_steps: int) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = _PatientConsole(highlight=False, soft_wrap=True)
         self._num_steps = num_steps
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),

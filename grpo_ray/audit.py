@@ -1,0 +1,234 @@
+"""What a run's own files say of it: was every prompt trained once, on tokens young enough, for its true reward?
+
+Nothing here trusts the program that wrote the files: ages, rewards, advantages and counts are worked out
+again from tokens and texts. Every problem is one line of text.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_ray.audit_checkpoint import CheckpointFacts, audit_checkpoint
+from grpo_ray.audit_rollouts import RolloutFacts, RolloutRows, audit_evaluation, audit_step
+from grpo_ray.config import Config, FileTaskConfig
+from grpo_ray.config_loading import load_config
+from grpo_ray.rewards import make_reward_fn
+from grpo_ray.rewards.base import RewardFn
+from grpo_ray.tasks import load_examples
+from grpo_ray.tasks.prompts import load_template, render
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
+
+Row = dict[str, Any]
+
+
+@dataclass
+class AuditReport:
+    """What was looked at, and what is wrong with it."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be looked at, and why
+    num_steps: int = 0
+    num_groups: int = 0
+    num_completions: int = 0
+    num_evaluations: int = 0
+    num_errors: int = 0  # responses that could not be graded
+    num_skipped_updates: int = 0
+    set_aside: tuple[int, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_steps} steps, {self.num_groups} groups, {self.num_completions} completions, "
+            f"{self.num_evaluations} evaluations; {self.num_errors} responses not graded, "
+            f"{self.num_skipped_updates} updates skipped, {len(self.set_aside)} groups set aside"
+        ]
+        lines += [f"problem: {text}" for text in self.problems] or ["no problem"]
+        return "\n".join(lines + [f"note: {text}" for text in self.notes])
+
+
+def audit(run: RunDirectory) -> AuditReport:
+    """Look through the files of a run that is not being trained now.
+
+    Raises:
+        OSError, ValueError: the configuration or a log cannot be read at all.
+    """
+    config = load_config(run.config_path)
+    metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
+    report = AuditReport(num_steps=len(metrics))
+    last = max((row["step"] for row in metrics), default=0)
+    is_finished = last >= config.algorithm.num_steps
+    if not is_finished:
+        report.notes.append(f"the run stands at step {last} of {config.algorithm.num_steps}")
+    report.problems += _audit_lines(metrics)
+    checkpoint = audit_checkpoint(run, config.algorithm.prompts_per_step, last, is_finished)
+    report.problems += checkpoint.problems
+    report.set_aside = tuple(sorted(checkpoint.set_aside))
+    reward_fn = make_reward_fn(config.task.reward, config.scorer.timeout_s, config.scorer.memory_gib)
+    try:
+        if config.run.save_rollouts:
+            _audit_training(run, config, metrics, checkpoint, reward_fn, report)
+        else:
+            report.notes.append("run.save_rollouts is false: what was trained cannot be audited")
+        _audit_evaluations(run, config, last, is_finished, reward_fn, report)
+    finally:
+        getattr(reward_fn, "close", lambda: None)()
+    report.problems += _audit_skipped(run, metrics, report)
+    if is_finished:
+        report.problems += _leftovers(run)
+    return report
+
+
+def _audit_lines(metrics: Sequence[Row]) -> list[str]:
+    """Every step has one line, in order."""
+    steps = [row["step"] for row in metrics]
+    expected = list(range(1, max(steps, default=0) + 1))
+    if steps == expected:
+        return []
+    counts = Counter(steps)
+    problems = [f"metrics.jsonl: step {step} has no line" for step in expected if step not in counts]
+    problems += [f"metrics.jsonl: step {step} has {n} lines" for step, n in counts.items() if n > 1]
+    return problems or ["metrics.jsonl: its lines are not in the order of the steps"]
+
+
+def _audit_training(
+    run: RunDirectory,
+    config: Config,
+    metrics: Sequence[Row],
+    checkpoint: CheckpointFacts,
+    reward_fn: RewardFn,
+    report: AuditReport,
+) -> None:
+    """Each step's file: its own groups, whole, young enough, and rewarded as they deserve."""
+    prompts: dict[int, tuple[str, str]] = {}
+    trained: Counter[int] = Counter()
+    for row in {row["step"]: row for row in metrics}.values():
+        step, path = row["step"], run.rollouts_path(row["step"])
+        if not path.exists():
+            if step <= checkpoint.step:  # later ones may still have been on their way when the run ended
+                report.problems.append(f"{path.name}: step {step} was trained and has no rollouts")
+            continue
+        rows = RolloutRows(path.name, read_rollouts(path))
+        facts = audit_step(rows, row, config, checkpoint.set_aside, reward_fn)
+        _add(report, facts)
+        report.num_groups += len(facts.prompts)
+        report.num_completions += facts.num_completions
+        trained.update(facts.prompts.keys())
+        prompts |= facts.prompts
+    report.problems += [f"group {group} was trained {n} times" for group, n in trained.items() if n > 1]
+    last = max((row["step"] for row in metrics), default=0)
+    for file in sorted(run.rollouts.glob("step-*.parquet")):
+        if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
+            report.problems.append(f"{file.name}: rollouts of a step that has no line in metrics.jsonl")
+    num_due = (
+        last if last >= config.algorithm.num_steps else checkpoint.step
+    ) * config.algorithm.prompts_per_step
+    report.problems += _audit_epochs(config, prompts, num_due, checkpoint, report)
+
+
+def _add(report: AuditReport, facts: RolloutFacts) -> None:
+    report.problems += facts.problems
+    report.num_errors += facts.num_errors
+
+
+def _audit_epochs(
+    config: Config,
+    prompts: dict[int, tuple[str, str]],
+    num_due: int,
+    checkpoint: CheckpointFacts,
+    report: AuditReport,
+) -> Iterator[str]:
+    """Each epoch asks every training prompt once, but for groups that were set aside.
+
+    Args:
+        prompts: each trained group's, with its ground truth.
+        num_due: groups below this have been trained.
+    """
+    training = _training_prompts(config, report)
+    size = checkpoint.num_examples or (len(training) if training is not None else 0)
+    if not size or not prompts:
+        return
+    if training is not None and len(training) != size:
+        yield f"the prompt order has {size} examples, the task {len(training)}"
+        return
+    expected = Counter(training) if training is not None else None
+    for epoch in range(max(prompts) // size + 1):
+        groups = range(epoch * size, (epoch + 1) * size)
+        asked = Counter(prompts[group] for group in groups if group in prompts)
+        is_whole = groups.stop <= num_due
+        if expected is None and is_whole and not checkpoint.set_aside & set(groups):
+            expected = asked  # an epoch stands for the others where the task is not at hand
+        if expected is None:
+            continue
+        for (prompt, _), n in (asked - expected).items():
+            yield f"epoch {epoch}: asks {prompt!r} {n} times too often, or with another ground truth"
+        num_missing = (expected - asked).total() - len(checkpoint.set_aside & set(groups))
+        if is_whole and num_missing > 0:
+            yield f"epoch {epoch}: {num_missing} training prompts were not asked"
+
+
+def _training_prompts(config: Config, report: AuditReport) -> list[tuple[str, str]] | None:
+    """(prompt, ground truth) of every training example, if they are at hand and asked as they are."""
+    if isinstance(config.task, FileTaskConfig) and config.task.long_prompts != "refuse":
+        report.notes.append("task.long_prompts: prompts may be cut or left out; epochs are compared alone")
+        return None
+    try:
+        examples = load_examples(config.task, config.run.seed).train
+        template = load_template(config.task.prompt)
+    except (OSError, ValueError) as error:
+        report.notes.append(f"the task is not at hand, so epochs are compared with each other alone: {error}")
+        return None
+    return [(render(template, example.question), example.ground_truth) for example in examples]
+
+
+def _audit_evaluations(
+    run: RunDirectory, config: Config, last: int, is_finished: bool, reward_fn: RewardFn, report: AuditReport
+) -> None:
+    """Each step that is due has one, its rewards are true, and its summary says what its responses say."""
+    path = run.evaluations_summary_path
+    summaries = read_metrics(path) if path.exists() else []
+    steps = Counter(row["step"] for row in summaries)
+    due = set(range(0, last + 1, config.evaluation.every_num_steps)) | ({last} if is_finished else set())
+    report.num_evaluations = len(summaries)
+    report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]
+    report.problems += [f"{n} evaluations at step {step}" for step, n in steps.items() if n > 1]
+    for summary in summaries:
+        file = run.evaluations / f"{step_name(summary['step'])}.parquet"
+        if not file.exists():
+            report.problems.append(f"evaluations/{file.name} is missing")
+            continue
+        rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))
+        _add(report, audit_evaluation(rows, summary, config, reward_fn))
+
+
+def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:
+    """An update that was not finite is counted, and only such a one has its batch kept."""
+    skipped = {step_name(row["step"]) for row in metrics if row["optim/skipped_updates"]}
+    report.num_skipped_updates = len(skipped)
+    kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
+    infinite = [row["step"] for row in metrics if not _is_finite(row["optim/grad_norm"])]
+    problems = [
+        f"skipped/{name}.parquet: no update of that step was skipped" for name in sorted(kept - skipped)
+    ]
+    problems += [
+        f"step {s}: its gradient is not finite and was used" for s in infinite if step_name(s) not in skipped
+    ]
+    return problems
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)  # JSON has null for nan
+
+
+def _leftovers(run: RunDirectory) -> list[str]:
+    """Files that a clean end would not have left."""
+    files = [path for path in run.checkpoints.iterdir() if not re.fullmatch(r"step-\d{6,}", path.name)]
+    for folder in (run.rollouts, run.evaluations, run.skipped, run.path):
+        files += list(folder.glob(".*.partial"))
+    return [f"{path.relative_to(run.path)} is left over" for path in sorted(files)]

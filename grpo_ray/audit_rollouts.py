@@ -1,0 +1,165 @@
+"""One file of rollouts, worked out again: its groups, the age of its tokens, rewards and advantages."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from grpo_ray.algorithms import group_advantages
+from grpo_ray.config import Config
+from grpo_ray.rewards.base import RewardFn, verdict
+from grpo_ray.rewards.isolated import ScoringError
+
+Row = dict[str, Any]
+REWARDS = ("reward", "format_reward", "answer_reward")
+
+
+class RolloutRows:
+    """A rollout file's rows, by group in the file's order; `name` is for messages."""
+
+    def __init__(self, name: str, rows: list[Row]) -> None:
+        self.name, self.rows = name, rows
+        self.groups: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            self.groups[row["group_id"]].append(row)
+
+    @property
+    def num_errors(self) -> int:
+        return sum(rows[0]["num_errors"] for rows in self.groups.values())
+
+    def mean(self, column: str) -> float:
+        return sum(row[column] for row in self.rows) / max(1, len(self.rows))
+
+
+@dataclass
+class RolloutFacts:
+    problems: list[str] = field(default_factory=list)
+    prompts: dict[int, tuple[str, str]] = field(default_factory=dict)  # each group's, with its ground truth
+    num_completions: int = 0
+    num_errors: int = 0
+
+
+def audit_step(
+    rows: RolloutRows, metrics: Row, config: Config, set_aside: frozenset[int], reward_fn: RewardFn
+) -> RolloutFacts:
+    """The batch of one step.
+
+    Args:
+        metrics: the step's line in metrics.jsonl.
+        set_aside: groups that the run gave up.
+    """
+    step, size = metrics["step"], config.algorithm.prompts_per_step
+    expected = [group for group in range((step - 1) * size, step * size) if group not in set_aside]
+    problems = [f"group {group} is missing" for group in expected if group not in rows.groups]
+    problems += [f"group {group} is not of this step" for group in rows.groups if group not in expected]
+    problems += [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
+    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt, reward_fn)
+    problems += _audit_lag(rows, metrics, config.weight_sync.max_lag)
+    problems += _compare(metrics, "reward/mean", rows.mean("reward"))
+    problems += _compare(metrics, "reward/errors", rows.num_errors)
+    return _facts(rows, problems)
+
+
+def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, reward_fn: RewardFn) -> RolloutFacts:
+    """One validation: all its tokens are of its step's version.
+
+    Args:
+        summary: its line in summary.jsonl.
+    """
+    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt, reward_fn))
+    versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
+    if versions - {None} != {summary["step"]}:
+        problems.append(f"sampled by versions {sorted(versions - {None})}, not {summary['step']} alone")
+    problems += _compare(summary, "reward", rows.mean("reward"))
+    problems += _compare(summary, "num_examples", len(rows.groups))
+    return _facts(rows, problems)
+
+
+def _facts(rows: RolloutRows, problems: list[str]) -> RolloutFacts:
+    prompts = {group: (r[0]["prompt"], r[0]["ground_truth"]) for group, r in rows.groups.items()}
+    named = [f"{rows.name}: {problem}" for problem in problems]
+    return RolloutFacts(named, prompts, len(rows.rows), rows.num_errors)
+
+
+def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[str]:
+    if recorded[name] is None or not math.isclose(recorded[name], value, abs_tol=1e-5):
+        yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
+
+
+def _audit_lag(rows: RolloutRows, metrics: Row, max_lag: int) -> Iterator[str]:
+    """Ages worked out from every token's version, against the bound and the metrics."""
+    learner_version = metrics["step"] - 1
+    versions = [span["version"] for row in rows.rows for span in row["versions"]]
+    if not versions:
+        return
+    lag = learner_version - min(versions)
+    if lag > max_lag:
+        yield f"a token is {lag} versions old; weight_sync.max_lag is {max_lag}"
+    if max(versions) > learner_version:
+        yield f"a token is of version {max(versions)}, which was not there yet"
+    yield from _compare(metrics, "lag/max", lag)
+
+
+def _audit_groups(rows: RolloutRows, config: Config, num_samples: int, reward_fn: RewardFn) -> Iterator[str]:
+    for group, members in rows.groups.items():
+        problems = [*_audit_members(members, num_samples), *_audit_rewards(members, reward_fn)]
+        problems += _audit_advantages(members, config)
+        yield from (f"group {group}: {problem}" for problem in problems)
+
+
+def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
+    """One prompt, each completion once and whole."""
+    if [row["sample"] for row in members] != list(range(num_samples)):
+        yield f"has completions {[row['sample'] for row in members]} instead of {num_samples}"
+    for name in ("prompt", "ground_truth", "prompt_token_ids", "generator", "num_errors"):
+        if any(row[name] != members[0][name] for row in members):
+            yield f"has more than one {name}"
+    for row in members:
+        if not row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]):
+            yield f"completion {row['sample']}: numbers of tokens and logprobs differ"
+        yield from (f"completion {row['sample']}: {problem}" for problem in _audit_versions(row))
+
+
+def _audit_versions(row: Row) -> Iterator[str]:
+    """The spans follow each other over all tokens, with versions that only rise."""
+    spans = row["versions"]
+    ends = [0, *(span["end"] for span in spans)]
+    if [span["start"] for span in spans] != ends[:-1] or ends[-1] != row["num_tokens"]:
+        yield "its version spans do not cover its tokens"
+    versions = [span["version"] for span in spans]
+    if versions != sorted(set(versions)):
+        yield f"its versions are {versions}"
+    if versions and (row["min_version"], row["max_version"]) != (min(versions), max(versions)):
+        yield "min_version and max_version are not those of its spans"
+
+
+def _audit_rewards(members: list[Row], reward_fn: RewardFn) -> Iterator[str]:
+    """Rewards are what the response earns, or 0 for one of the group's that could not be graded."""
+    wrong, num_ungraded = [], 0
+    for row in members:
+        recorded = {name: row[name] for name in REWARDS}
+        try:
+            earned = reward_fn(row["response"], row["ground_truth"])
+        except ScoringError:  # nor can it be graded now
+            earned = None
+        if recorded == earned:
+            continue
+        if recorded == verdict(has_format=False, is_right=False):
+            num_ungraded += 1
+        else:
+            wrong.append(f"completion {row['sample']}: reward {recorded['reward']:g}, it earns {earned}")
+    yield from wrong
+    if num_ungraded > members[0]["num_errors"]:
+        yield f"{num_ungraded} rewards are 0 without cause; {members[0]['num_errors']} were counted as errors"
+
+
+def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    rewards = torch.tensor([[row["reward"] for row in members]])
+    worth = group_advantages(rewards, algorithm.advantage_eps, algorithm.normalize_by_std)[0]
+    recorded = torch.tensor([row["advantage"] for row in members])
+    if not torch.allclose(recorded, worth, rtol=1e-5, atol=1e-5):
+        yield f"advantages {recorded.tolist()} are recorded, its rewards give {worth.tolist()}"

@@ -1,0 +1,60 @@
+"""`grpo-ray`, with two faults that only the inside can make; profiling/chaos.py starts it in the CLI's place.
+
+    python profiling/chaos_driver.py train CONFIG [section.key=value ...]    or    resume RUN
+
+A file in the folder that GRPO_RAY_CHAOS_TRIGGERS names asks for one fault, and is removed as it happens:
+`poison_reward` (the grading of one response fails) or `nan_gradient` (one update's gradient is not a number).
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_ray import hosting
+from grpo_ray.actors.learner import Learner
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.cli import main
+from grpo_ray.rewards.isolated import ScoringError
+from grpo_ray.types import ScoredGroup
+
+TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
+
+
+def is_asked_for(fault: str) -> bool:
+    """Once for each file."""
+    try:
+        (Path(os.environ[TRIGGERS]) / fault).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class ChaosScorer(Scorer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        graded = self._reward_fn
+
+        def grade(response: str, ground_truth: str) -> dict[str, float]:
+            if is_asked_for("poison_reward"):
+                raise ScoringError("chaos: the grading of this response fails")
+            return graded(response, ground_truth)
+
+        self._reward_fn = grade
+
+
+class ChaosLearner(Learner):
+    def accumulate_gradient(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        sums = super().accumulate_gradient(groups)
+        if is_asked_for("nan_gradient"):
+            weights = next(self.model.parameters())
+            weights.grad = torch.full_like(weights, float("nan"))
+        return sums
+
+
+if __name__ == "__main__":  # classes of __main__ travel to the actors by value
+    hosting.Scorer, hosting.Learner = ChaosScorer, ChaosLearner  # type: ignore[misc,assignment]
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""profiling/chaos.py in short: real actors, a few faults of a fixed seed, and a clean audit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import QUICKSTART, SMALL
+
+
+def chaos(folder: Path, kinds: str, num_faults: int, *overrides: str) -> list[dict[str, Any]]:
+    """Run the tool on one seed; returns what came of each fault."""
+    command = [sys.executable, "profiling/chaos.py", QUICKSTART, "--folder", str(folder), "--seed", "1"]
+    command += ["--kinds", kinds, "--faults", str(num_faults), *overrides]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr  # 1 for whatever is not as it must be
+    audit = json.loads((folder / "seed-1" / "audit.json").read_text())
+    assert audit["problems"] == []
+    assert audit["num_steps"] > num_faults
+    return [json.loads(line) for line in (folder / "seed-1" / "faults.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_RAY_CACHE", str(tmp_path / "models"))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_of_real_actors_survives_six_faults_with_a_clean_audit(tmp_path: Path) -> None:
+    kinds = {"kill_generator", "kill_scorer", "kill_learner", "fill_disk", "nan_gradient", "poison_reward"}
+    slow = ["learner.slowdown_s=0.05", "generator.num_generators=2"]
+    records = chaos(tmp_path / "chaos", ",".join(sorted(kinds)), 6, *SMALL, *slow)
+    assert {fault for record in records for fault in record["faults"]} == kinds
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllms_engine_is_replaced_when_it_or_its_generator_is_killed(tmp_path: Path) -> None:
+    records = chaos(
+        tmp_path / "chaos", "kill_generator,kill_worker", 2, "model.tiny.warmup=null",
+        "task.num_validation_prompts=16", "recovery.stall_timeout_s=120", "checkpoint.every_num_steps=100",
+    )  # fmt: skip
+    assert [record["outcome"] for record in records] == ["replaced"] * len(records)
+    assert {fault for record in records for fault in record["faults"]} == {"kill_generator", "kill_worker"}

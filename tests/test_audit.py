@@ -1,0 +1,330 @@
+"""The audit finds nothing in a clean run, and each way to break its files by name."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from local_actors import LocalActors
+from safetensors.torch import load_file, save_file
+from small_run import QUICKSTART, SMALL
+
+from grpo_ray.audit import audit
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.preflight import check_files, prepare
+from grpo_ray.restores import train_through_restores
+from grpo_ray.rewards import REWARDS
+from grpo_ray.rewards.base import verdict
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+Rows = list[dict[str, Any]]
+
+
+class Silent:
+    def status(self, text: str) -> None: ...
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, summary: EvaluationSummary) -> None: ...
+    def trouble(self, text: str) -> None: ...
+
+
+def train(config: Config, run: RunDirectory) -> None:
+    run.create(config)
+
+    @contextlib.contextmanager
+    def host(*args: Any) -> Iterator[LocalActors]:
+        yield LocalActors(*args)
+
+    prepared = prepare(config, check_files(config))
+    train_through_restores(
+        config, prepared, run, Silent(), host, lambda controller: asyncio.run(controller.run())
+    )
+
+
+def even_reward(response: str, ground_truth: str) -> dict[str, float]:
+    """What a random model earns half of the time."""
+    return verdict(has_format=True, is_right=sum(response.encode()) % 2 == 1)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDirectory]:
+    """A finished run."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
+    patch.setitem(REWARDS, "exact_match", even_reward)  # for the run, and for the audit
+    run = RunDirectory(tmp_path_factory.mktemp("runs") / "clean")
+    train(load_config(QUICKSTART, [*SMALL, "checkpoint.every_num_steps=3"]), run)
+    yield run
+    patch.undo()
+
+
+@pytest.fixture
+def run(clean: RunDirectory, tmp_path: Path) -> RunDirectory:
+    shutil.copytree(clean.path, tmp_path / "run")
+    return RunDirectory(tmp_path / "run")
+
+
+def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
+    report = audit(clean)
+    assert report.problems == []
+    assert report.notes == []
+    assert (report.num_steps, report.num_groups, report.num_completions) == (8, 32, 64)
+    assert report.num_evaluations == 3
+    rewards = [row["reward"] for step in range(1, 9) for row in read_rollouts(clean.rollouts_path(step))]
+    assert {0.0, 1.0} == set(rewards)  # or a wrong reward could not be told from a right one
+
+
+def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:
+    table = pq.ParquetFile(path).read()
+    rows = table.to_pylist()
+    pq.write_table(pa.Table.from_pylist(change(rows) or rows, schema=table.schema), path)
+
+
+def rewrite_lines(path: Path, change: Callable[[Rows], Rows | None]) -> None:
+    rows = read_metrics(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in change(rows) or rows))
+
+
+def rewrite_state(run: RunDirectory, change: Callable[[dict[str, Any]], None]) -> None:
+    path = run.checkpoint_path(8) / "training" / "state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+
+
+def set_first(**values: Any) -> Callable[[Rows], None]:
+    return lambda rows: rows[0].update(values)
+
+
+def first_right(name: str, value: Any) -> Callable[[Rows], None]:
+    """Change a column of the first right response."""
+    return lambda rows: next(row for row in rows if row["reward"]).update({name: value})
+
+
+def step_with_signal(run: RunDirectory) -> Path:
+    """A step's file in which some response is right."""
+    steps = (run.rollouts_path(step) for step in range(1, 9))
+    return next(path for path in steps if any(row["reward"] for row in read_rollouts(path)))
+
+
+ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
+    "a group is dropped": (lambda rows: rows[2:], "group 4 is missing"),
+    "a completion is dropped": (lambda rows: rows[1:], "has completions [1] instead of 2"),
+    "a group is trained twice": (
+        lambda rows: [{**row, "group_id": 0} if row["group_id"] == 4 else row for row in rows],
+        "group 0 is not of this step",
+    ),
+    "another prompt": (
+        lambda rows: [{**r, "prompt": "?"} if r["group_id"] == 4 else r for r in rows], "epoch 0: asks '?'",
+    ),
+    "another ground truth": (
+        lambda rows: [{**r, "ground_truth": "?"} if r["group_id"] == 4 else r for r in rows],
+        "with another ground truth",
+    ),
+    "a token from the past": (
+        lambda rows: rows[0]["versions"][0].update(version=-1) or rows[0].update(min_version=-1),
+        "a token is 2 versions old; weight_sync.max_lag is 1",
+    ),
+    "a token from the future": (
+        lambda rows: rows[0]["versions"][-1].update(version=7) or rows[0].update(max_version=7),
+        "a token is of version 7, which was not there yet",
+    ),
+    "a version span too short": (
+        lambda rows: rows[0]["versions"][-1].update(end=0), "its version spans do not cover its tokens",
+    ),
+    "a logprob is lost": (
+        lambda rows: rows[0]["logprobs"].pop() and None, "numbers of tokens and logprobs differ",
+    ),
+    "an advantage": (set_first(advantage=0.25), "advantages"),
+    "a reward for nothing": (
+        lambda rows: next(r for r in rows if not r["reward"]).update(reward=1.0), "it earns",
+    ),
+    "another step's row": (set_first(step=7), "a row is of step 7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_rollouts_that_were_changed_are_found(run: RunDirectory, name: str) -> None:
+    change, message = ROLLOUTS[name]
+    rewrite(run.rollouts_path(2), change)
+    problems = audit(run).problems
+    assert any(message in problem and "step-000002" in problem for problem in problems) or any(
+        message in problem and problem.startswith("epoch") for problem in problems
+    ), problems
+
+
+def test_a_silent_zero_is_found_and_a_counted_one_is_none(run: RunDirectory) -> None:
+    path = step_with_signal(run)
+    step = read_rollouts(path)[0]["step"]
+
+    def zero(rows: Rows) -> None:
+        row = next(row for row in rows if row["reward"])
+        row.update(reward=0.0, answer_reward=0.0, format_reward=0.0)
+        group = [other for other in rows if other["group_id"] == row["group_id"]]
+        for member in group:
+            rewards = torch.tensor([float(other["reward"]) for other in group])
+            spread = rewards.std() + 1e-6
+            member["advantage"] = float((member["reward"] - rewards.mean()) / spread)
+
+    rewrite(path, zero)
+    mean = sum(row["reward"] for row in read_rollouts(path)) / 8
+    rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"reward/mean": mean}))
+    problems = audit(run).problems
+    assert len(problems) == 1
+    assert "1 rewards are 0 without cause; 0 were counted as errors" in problems[0]
+
+    def count(rows: Rows) -> None:
+        group_id = next(g["group_id"] for g in rows if f"group {g['group_id']}:" in problems[0])
+        for row in rows:
+            row["num_errors"] = int(row["group_id"] == group_id)
+
+    rewrite(path, count)
+    assert "reward/errors is recorded as 0.0, its responses give 1" in audit(run).problems[0]
+    rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"reward/errors": 1.0}))
+    report = audit(run)
+    assert report.problems == []
+    assert report.num_errors == 1
+
+
+def test_a_step_trained_twice_by_another_name_is_found(run: RunDirectory) -> None:
+    shutil.copy(run.rollouts_path(1), run.rollouts_path(2))
+    problems = audit(run).problems
+    assert "group 0 was trained 2 times" in problems
+    assert any("group 4 is missing" in problem for problem in problems)
+
+
+METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
+    "a line is lost": (lambda rows: rows[:3] + rows[4:], "metrics.jsonl: step 4 has no line"),
+    "a line twice": (lambda rows: rows[:4] + rows[3:], "metrics.jsonl: step 4 has 2 lines"),
+    "lines out of order": (lambda rows: [rows[1], rows[0], *rows[2:]], "not in the order of the steps"),
+    "another lag": (lambda rows: rows[3].update({"lag/max": 0.0}), "lag/max is recorded as 0.0"),
+    "another reward": (lambda rows: rows[3].update({"reward/mean": 0.77}), "reward/mean is recorded as 0.77"),
+    "an infinite gradient used": (
+        lambda rows: rows[3].update({"optim/grad_norm": None}), "its gradient is not finite and was used",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_lines_that_were_changed_are_found(run: RunDirectory, name: str) -> None:
+    change, message = METRICS[name]
+    rewrite_lines(run.metrics_path, change)
+    assert any(message in problem for problem in audit(run).problems)
+
+
+def test_rollouts_that_are_gone_are_found(run: RunDirectory) -> None:
+    run.rollouts_path(5).unlink()
+    problems = audit(run).problems
+    assert "step-000005.parquet: step 5 was trained and has no rollouts" in problems
+    assert any("epoch 0: 4 training prompts were not asked" in problem for problem in problems)
+
+
+def test_a_prompt_asked_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
+    first = read_rollouts(run.rollouts_path(1))[0]
+
+    def ask_again(rows: Rows) -> None:
+        for row in rows:
+            if row["group_id"] == 4:
+                row.update({name: first[name] for name in ("prompt", "prompt_token_ids", "ground_truth")})
+
+    rewrite(run.rollouts_path(2), ask_again)
+    problems = audit(run).problems
+    assert any(f"epoch 0: asks {first['prompt']!r} 1 times too often" in problem for problem in problems)
+    assert "epoch 0: 1 training prompts were not asked" in problems
+
+
+def test_a_group_set_aside_may_be_missing(run: RunDirectory) -> None:
+    def without(rows: Rows) -> Rows:
+        return [row for row in rows if row["group_id"] != 31]
+
+    rewrite(run.rollouts_path(8), without)
+    rewards = [row["reward"] for row in read_rollouts(run.rollouts_path(8))]
+    assert any("group 31 is missing" in problem for problem in audit(run).problems)
+    rewrite_state(run, lambda state: state["ledger"].update(set_aside=[31], num_trained=31))
+    rewrite_lines(run.metrics_path, lambda rows: rows[7].update({"reward/mean": sum(rewards) / len(rewards)}))
+    problems = audit(run).problems
+    assert [problem for problem in problems if "lag/max" not in problem] == []
+
+
+LEDGER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a group in no place": (lambda ledger: ledger.update(next_group_id=33), "no place for groups [32]"),
+    "a group in two places": (lambda ledger: ledger.update(waiting=[3]), "for [3]"),
+    "another count": (lambda ledger: ledger.update(num_trained=31), "counts 31 trained groups instead of 32"),
+}
+
+
+@pytest.mark.parametrize("name", LEDGER)
+def test_a_ledger_that_does_not_add_up_is_found(run: RunDirectory, name: str) -> None:
+    change, message = LEDGER[name]
+    rewrite_state(run, lambda state: change(state["ledger"]))
+    assert any(message in problem for problem in audit(run).problems)
+
+
+def break_checkpoint(run: RunDirectory, how: str) -> None:
+    folder = run.checkpoint_path(8)
+    weights = folder / "model.safetensors"
+    if how == "nan":
+        tensors = load_file(weights)
+        next(iter(tensors.values())).view(-1)[0] = float("nan")
+        save_file(tensors, weights, {"format": "pt"})
+    elif how == "torn":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif how == "garbled":
+        weights.write_bytes(b"\xff" * weights.stat().st_size)
+    elif how == "older":
+        shutil.rmtree(folder)
+    else:
+        shutil.rmtree(run.checkpoints)
+        run.checkpoints.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("nan", "is not finite"),
+        ("torn", "bytes instead of"),
+        ("garbled", "model.safetensors does not load"),
+        ("older", "it is not of the last step, 8"),
+        ("none", "there is no checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_found(run: RunDirectory, how: str, message: str) -> None:
+    break_checkpoint(run, how)
+    assert any(message in problem for problem in audit(run).problems)
+
+
+def test_evaluations_that_are_gone_or_changed_are_found(run: RunDirectory) -> None:
+    rewrite(run.evaluations / "step-000004.parquet", set_first(max_version=3, min_version=3))
+    rewrite_lines(run.evaluations_summary_path, lambda rows: rows[:2])
+    (run.evaluations / "step-000000.parquet").unlink()
+    problems = audit(run).problems
+    assert "no evaluation at step 8" in problems
+    assert "evaluations/step-000000.parquet is missing" in problems
+    assert any("sampled by versions [3, 4], not 4 alone" in problem for problem in problems)
+
+
+def test_leftovers_are_found(run: RunDirectory) -> None:
+    (run.checkpoints / "unfinished-step-000009").mkdir()
+    (run.rollouts / ".step-000009.parquet.partial").touch()
+    problems = audit(run).problems
+    assert "checkpoints/unfinished-step-000009 is left over" in problems
+    assert "rollouts/.step-000009.parquet.partial is left over" in problems
+
+
+def test_a_run_that_goes_on_is_judged_by_what_it_must_have_by_now(run: RunDirectory) -> None:
+    text = run.config_path.read_text()
+    run.config_path.write_text(text.replace("num_steps: 8\n", "num_steps: 12\n"))
+    run.rollouts_path(8).unlink()
+    shutil.rmtree(run.checkpoint_path(8))
+    report = audit(run)
+    assert report.problems == []
+    assert report.notes == ["the run stands at step 8 of 12"]

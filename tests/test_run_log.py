@@ -1,0 +1,122 @@
+"""RunLog: troubles until they are mended, and events counted across the run's processes."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.run_log import RunLog
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+
+class Display:
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+
+    def status(self, text: str) -> None: ...
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, summary: EvaluationSummary) -> None: ...
+
+    def trouble(self, text: str) -> None:
+        self.troubles.append(text)
+
+    def take(self) -> list[str]:
+        taken, self.troubles = self.troubles, []
+        return taken
+
+
+@pytest.fixture
+def display() -> Display:
+    return Display()
+
+
+@pytest.fixture
+def log(tmp_path: Path, display: Display) -> RunLog:
+    return RunLog(RunDirectory(tmp_path), display)
+
+
+def test_trouble_is_shown_after_every_step_until_it_is_mended(log: RunLog, display: Display) -> None:
+    log.trouble("checkpoint", "no space for step 2")
+    log.trouble("rollouts", "no space for rollouts")
+    assert display.take() == []  # after the step, not at once
+    for _ in range(2):
+        log.show_troubles()
+        assert display.take() == ["no space for step 2", "no space for rollouts"]
+    log.trouble("checkpoint", "no space for step 3")  # instead of the one before
+    log.trouble("rollouts", None)
+    log.show_troubles()
+    assert display.take() == ["no space for step 3"]
+    log.trouble("checkpoint", None)
+    log.show_troubles()
+    assert display.take() == []
+
+
+def test_line_that_cannot_be_written_is_a_trouble_until_it_is(log: RunLog, display: Display) -> None:
+    path = log.run.metrics_path
+    path.mkdir()  # nothing can be appended to it
+    log.line(1, {"reward/mean": 0.5})
+    log.show_troubles()
+    (shown,) = display.take()
+    assert str(path) in shown
+    assert "1 lines wait in memory" in shown
+    path.rmdir()
+    log.line(2, {"reward/mean": 0.75})
+    log.show_troubles()
+    assert display.take() == []
+    assert read_metrics(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
+
+
+def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Display) -> None:
+    log.step = 7
+    before = time.time()
+    log.event("set_aside", None, "group 9 is set aside", group_id=9)
+    log.event("scorer_back", "scorer", "scores again", seconds=1.5)
+    log.event("generator_failed", "generator-1", "generator-1 died: killed")
+    first, second, third = read_metrics(log.run.events_path)
+    assert before <= first.pop("time") <= second.pop("time") <= third.pop("time") <= time.time()
+    assert first == {
+        "kind": "set_aside", "actor": None, "step": 7, "text": "group 9 is set aside", "group_id": 9
+    }  # fmt: skip
+    assert second == {
+        "kind": "scorer_back", "actor": "scorer", "step": 7, "text": "scores again", "seconds": 1.5
+    }  # fmt: skip
+    assert display.take() == ["group 9 is set aside", "scorer: scores again", "generator-1 died: killed"]
+
+
+def test_event_that_cannot_be_written_counts_and_is_shown_and_waits(log: RunLog, display: Display) -> None:
+    log.run.events_path.mkdir()
+    log.event("stalled", None, "nothing moves")
+    assert display.take() == ["nothing moves"]
+    assert log.num_events("stalled") == 1
+    log.show_troubles()
+    assert len(display.take()) == 1
+    log.run.events_path.rmdir()
+    log.event("waits", None, "the scorer works")
+    assert [row["kind"] for row in read_metrics(log.run.events_path)] == ["stalled", "waits"]
+    display.take()
+    log.show_troubles()
+    assert display.take() == []
+
+
+def test_events_of_earlier_processes_count(log: RunLog, display: Display) -> None:
+    for kind in ("generator_failed", "set_aside", "generator_failed", "scorer_failed"):
+        log.event(kind, None, "?")
+    later = RunLog(log.run, display)
+    assert later.num_events("generator_failed", "scorer_failed") == 3
+    later.event("generator_failed", None, "?")
+    assert later.num_events("generator_failed") == 3
+    assert later.num_events("set_aside") == 1
+    assert later.num_events("restored") == later.num_events() == 0
+
+
+def test_half_an_event_that_a_kill_left_neither_counts_nor_spoils_the_next(
+    log: RunLog, display: Display
+) -> None:
+    log.event("restored", None, "?")
+    with log.run.events_path.open("a") as file:
+        file.write('{"kind": "resto')
+    later = RunLog(log.run, display)
+    assert later.num_events("restored") == 1
+    later.event("restored", None, "?")
+    assert RunLog(log.run, display).num_events("restored") == 2

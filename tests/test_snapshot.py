@@ -1,0 +1,90 @@
+"""Weights as one buffer of bytes, and what did not arrive whole."""
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_ray.engines.snapshot import as_tensor, check_snapshot, pack_weights, unpack_weights
+from grpo_ray.types import TensorSpec, WeightSnapshot
+
+TENSORS = [
+    ("first", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
+    ("steps", torch.tensor([7, 8], dtype=torch.int64)),
+    ("empty", torch.zeros(0, 4)),
+    ("last", torch.tensor(2.5)),
+]
+
+
+def packed(dtype: torch.dtype = torch.float32, with_checksum: bool = False) -> WeightSnapshot:
+    return pack_weights(TENSORS, 3, dtype, with_checksum)
+
+
+def test_layout_by_hand() -> None:
+    """Each begins at a multiple of 64; floating-point tensors alone are cast."""
+    snapshot = packed(torch.bfloat16)
+    assert snapshot.specs == (
+        TensorSpec("first", "bfloat16", (2, 3), 0, 12),
+        TensorSpec("steps", "int64", (2,), 64, 16),
+        TensorSpec("empty", "bfloat16", (0, 4), 128, 0),
+        TensorSpec("last", "bfloat16", (), 128, 2),
+    )
+    assert (snapshot.version, snapshot.data.nbytes, snapshot.checksum) == (3, 192, None)
+
+
+@pytest.mark.parametrize("with_checksum", [True, False])
+def test_what_is_packed_is_unpacked(with_checksum: bool) -> None:
+    snapshot = packed(with_checksum=with_checksum)
+    check_snapshot(snapshot)
+    unpacked = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+    assert list(unpacked) == [name for name, _ in TENSORS]
+    for name, tensor in TENSORS:
+        assert torch.equal(unpacked[name], tensor)
+        assert unpacked[name].dtype == tensor.dtype
+
+
+def test_checksum_is_the_crc_32_of_all_bytes() -> None:
+    snapshot = packed(with_checksum=True)
+    assert snapshot.checksum == zlib.crc32(snapshot.data.tobytes())
+    known = WeightSnapshot(1, (), np.frombuffer(b"123456789", np.uint8), 0xCBF43926)  # the CRC's check value
+    check_snapshot(known)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 11, 64, 79, 129])
+def test_data_that_is_cut_off_is_refused(num_bytes: int) -> None:
+    snapshot = packed()
+    with pytest.raises(ValueError, match=r"version 3 did not arrive whole: (first|steps|last) is cut off"):
+        check_snapshot(replace(snapshot, data=snapshot.data[:num_bytes]))
+
+
+def test_padding_after_the_last_tensor_is_not_missed() -> None:
+    snapshot = packed()
+    check_snapshot(replace(snapshot, data=snapshot.data[: 128 + 4]))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 20, 23, 25, 28])
+def test_tensor_with_other_bytes_than_its_shape_is_refused(num_bytes: int) -> None:
+    snapshot = packed()
+    specs = (replace(snapshot.specs[0], num_bytes=num_bytes), *snapshot.specs[1:])
+    with pytest.raises(ValueError, match="version 3 did not arrive whole: first is cut off"):
+        check_snapshot(replace(snapshot, specs=specs))
+
+
+@pytest.mark.parametrize("place", [0, 23, 130, 191])
+def test_flipped_bit_is_refused_by_the_checksum_alone(place: int) -> None:
+    data = packed().data.copy()
+    data[place] ^= 1
+    check_snapshot(replace(packed(), data=data))  # nothing to notice it by
+    with pytest.raises(ValueError, match="version 3 did not arrive whole: its CRC-32 differs"):
+        check_snapshot(replace(packed(with_checksum=True), data=data))
+
+
+def test_data_that_cannot_be_written_is_checked_and_read() -> None:
+    """As it comes out of Ray's object store."""
+    snapshot = packed(with_checksum=True)
+    snapshot.data.flags.writeable = False
+    check_snapshot(snapshot)
+    names = [name for name, _ in unpack_weights(snapshot.specs, as_tensor(snapshot.data))]
+    assert names == ["first", "steps", "empty", "last"]

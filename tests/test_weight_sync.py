@@ -1,0 +1,423 @@
+"""WeightSync as a plain object: the transaction, who is out of it, and who comes back."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError
+from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.types import SyncReport
+
+PHASES = [("pause", "pause"), ("load", "transfer"), ("resume", "resume")]  # the call, and its name in reports
+DONE = ["pause", "pause done", "load", "load done", "resume", "resume done"]
+
+
+class FakeGenerator:
+    """Writes down what it is asked; in the phases it is told to it hangs, fails, or waits at a gate."""
+
+    def __init__(
+        self,
+        name: str,
+        log: list[tuple[str, str]] | None = None,
+        hangs: str = "",
+        fails: str = "",
+        error: Exception | None = None,
+    ) -> None:
+        self.name, self.log, self.hangs, self.fails = name, [] if log is None else log, hangs, fails
+        self.error = error or RuntimeError("out of memory")
+        self.loaded: list[object] = []
+        self.gates: dict[str, asyncio.Event] = {}
+
+    @property
+    def asked(self) -> list[str]:
+        return [event for event, name in self.log if name == self.name]
+
+    async def _phase(self, phase: str) -> None:
+        self.log.append((phase, self.name))
+        if phase == self.fails:
+            raise self.error
+        if phase == self.hangs:
+            await asyncio.Event().wait()
+        if phase in self.gates:
+            await self.gates[phase].wait()
+        await asyncio.sleep(0.001 if self.name == "a" else 0.003)
+        self.log.append((f"{phase} done", self.name))
+
+    def pause(self) -> Awaitable[None]:
+        return self._phase("pause")
+
+    def load_weights(self, snapshot: object) -> Awaitable[None]:
+        self.loaded.append(snapshot)
+        return self._phase("load")
+
+    def resume(self) -> Awaitable[None]:
+        return self._phase("resume")
+
+
+def make_sync(*generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0) -> WeightSync:
+    return WeightSync(generators, max_lag=1, prompts_per_step=4, phase_timeout_s=timeout_s, version=version)
+
+
+async def publish(sync: WeightSync, version: int) -> SyncReport:
+    return await asyncio.wait_for(sync.publish(version, [f"weights {version}"]), 5)
+
+
+async def admit(sync: WeightSync, generator: FakeGenerator) -> int:
+    return await asyncio.wait_for(sync.admit(generator), 5)
+
+
+async def nobody_is_admitted(sync: WeightSync, above: int) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sync.admission_limit(above), 0.02)
+
+
+# ---- the transaction ----
+
+
+def test_every_generator_finishes_a_phase_before_any_begins_the_next() -> None:
+    log: list[tuple[str, str]] = []
+    generators = [FakeGenerator("a", log), FakeGenerator("b", log)]
+    sync = make_sync(*generators)
+    report = asyncio.run(publish(sync, 1))
+    assert generators[0].asked == DONE
+    phases = [event.removesuffix(" done") for event, _ in log]
+    assert [phase for phase, _ in itertools.groupby(phases)] == ["pause", "load", "resume"]
+    assert [generator.loaded for generator in generators] == [["weights 1"]] * 2
+    assert (report.version, report.failed) == (1, {})
+    assert set(report.metrics) == {f"timing/weight_sync/{p}_s" for p in ("pause", "transfer", "resume")}
+    assert all(0.002 <= seconds < 2 for seconds in report.metrics.values())  # the slower one's
+    assert asyncio.run(sync.versions()) == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize(("start", "version"), [(0, 0), (0, 2), (5, 1), (5, 5), (5, 7)])
+def test_versions_are_consecutive(start: int, version: int) -> None:
+    generator = FakeGenerator("a")
+    with pytest.raises(ValueError, match=f"version {version} cannot follow {start}"):
+        asyncio.run(publish(make_sync(generator, version=start), version))
+    assert generator.log == []
+
+
+def test_admission_waits_until_every_generator_runs_the_version() -> None:
+    async def run() -> None:
+        slow = FakeGenerator("slow")
+        slow.gates["resume"] = asyncio.Event()
+        sync = make_sync(FakeGenerator("a"), slow)
+        assert await sync.admission_limit(above=7) == 8
+        waiting = asyncio.create_task(sync.admission_limit(above=8))
+        publishing = asyncio.create_task(publish(sync, 1))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        slow.gates["resume"].set()
+        assert await asyncio.wait_for(waiting, 5) == 12
+        await publishing
+
+    asyncio.run(run())
+
+
+def test_admission_goes_on_from_the_version_the_run_starts_with() -> None:
+    async def run() -> None:
+        sync = make_sync(FakeGenerator("a"), version=5)
+        assert await sync.versions() == {"a": 5}
+        assert await sync.admission_limit(above=0) == 28  # (5 + 1 + a lag of 1) * 4 prompts
+        await nobody_is_admitted(sync, above=28)
+        await publish(sync, 6)
+        assert await sync.admission_limit(above=28) == 32
+
+    asyncio.run(run())
+
+
+# ---- Generators that do not come along ----
+
+
+def reason(name: str, phase: str, hangs: bool) -> str:
+    if hangs:
+        how = f"did not finish phase `{phase}` within 0.05 s (weight_sync.phase_timeout_s)"
+    else:
+        how = f"failed in phase `{phase}`: out of memory"
+    return f"weight sync: {name} {how}"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.parametrize(("call", "phase"), PHASES)
+def test_generator_that_does_not_come_along_is_named_and_out_and_the_others_go_on(
+    call: str, phase: str, hangs: bool
+) -> None:
+    async def run() -> None:
+        good, bad = FakeGenerator("a"), FakeGenerator("b", **{"hangs" if hangs else "fails": call})
+        sync = make_sync(good, bad, timeout_s=0.05)
+        report = await publish(sync, 1)
+        assert (report.version, report.failed) == (1, {"b": reason("b", phase, hangs)})
+        assert await sync.stale() == {"b"}
+        assert await sync.versions() == {"a": 1}
+        assert await sync.admission_limit(above=8) == 12
+        assert good.asked == DONE
+        assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after what it failed in
+
+        bad.hangs = bad.fails = ""
+        before = list(bad.log)
+        assert (await publish(sync, 2)).failed == {}
+        assert bad.log == before  # out until it is admitted
+        assert good.loaded == ["weights 1", "weights 2"]
+        assert await sync.stale() == {"b"}
+
+    asyncio.run(run())
+
+
+def test_each_is_named_with_its_own_phase() -> None:
+    async def run() -> None:
+        sync = make_sync(
+            FakeGenerator("a", fails="resume"), FakeGenerator("b", hangs="load"),
+            FakeGenerator("c", fails="pause", error=ActorDied("c", "killed")), timeout_s=0.05,
+        )  # fmt: skip
+        assert (await publish(sync, 1)).failed == {
+            "a": reason("a", "resume", hangs=False),
+            "b": reason("b", "transfer", hangs=True),
+            "c": "weight sync: c failed in phase `pause`: c died: killed",
+        }
+        assert await sync.stale() == {"a", "b", "c"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("call", ["pause", "load", "resume"])
+def test_version_is_published_though_the_only_generator_failed(call: str) -> None:
+    async def run() -> None:
+        sync = make_sync(FakeGenerator("a", fails=call))
+        assert list((await publish(sync, 1)).failed) == ["a"]
+        assert await sync.versions() == {}
+        assert await sync.stale() == {"a"}
+        assert await sync.admission_limit(above=8) == 12
+        assert (await publish(sync, 2)).failed == {}  # to nobody
+        fresh = FakeGenerator("a")
+        assert await admit(sync, fresh) == 2
+        assert fresh.loaded == ["weights 2"]
+
+    asyncio.run(run())
+
+
+def test_generator_retired_during_a_publish_is_out_of_it() -> None:
+    async def run() -> None:
+        good, dead = FakeGenerator("a"), FakeGenerator("b")
+        dead.gates["load"] = asyncio.Event()
+        sync = make_sync(good, dead)
+        publishing = asyncio.create_task(publish(sync, 1))
+        await until(lambda: dead.asked == DONE[:3])
+        await sync.retire("b")
+        dead.gates["load"].set()
+        assert (await publishing).failed == {}
+        assert await sync.versions() == {"a": 1}
+        assert await sync.stale() == {"b"}
+        before = list(dead.log)
+        await publish(sync, 2)
+        assert dead.log == before
+
+    asyncio.run(run())
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.001)
+
+
+def test_lost_snapshot_is_raised_and_nobody_is_to_blame() -> None:
+    async def run() -> None:
+        generators = [FakeGenerator(name, fails="load", error=DataLost("the node is gone")) for name in "ab"]
+        sync = make_sync(*generators)
+        with pytest.raises(DataLost, match="the node is gone"):
+            await publish(sync, 1)
+        assert await sync.stale() == frozenset()
+        assert await sync.versions() == {"a": 0, "b": 0}
+        await nobody_is_admitted(sync, above=8)
+        assert await admit(sync, FakeGenerator("c")) == 0  # the transaction is over
+
+    asyncio.run(run())
+
+
+# ---- admitting a fresh one ----
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_sync(start: int) -> None:
+    async def run() -> None:
+        good, fresh = FakeGenerator("a"), FakeGenerator("b")
+        sync = make_sync(good, FakeGenerator("b", fails="load"), version=start)
+        await publish(sync, start + 1)
+        await publish(sync, start + 2)
+        before = list(good.log)
+        assert await admit(sync, fresh) == start + 2
+        assert fresh.asked == DONE
+        assert fresh.loaded == [f"weights {start + 2}"]
+        assert good.log == before  # the others sample on
+        assert await sync.stale() == frozenset()
+        assert await sync.versions() == {"a": start + 2, "b": start + 2}
+        await publish(sync, start + 3)
+        assert fresh.loaded == [f"weights {start + 2}", f"weights {start + 3}"]
+        assert await sync.versions() == {"a": start + 3, "b": start + 3}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_generator_admitted_before_anything_was_published_has_the_right_weights_already(start: int) -> None:
+    async def run() -> None:
+        fresh = FakeGenerator("b")
+        sync = make_sync(FakeGenerator("a"), FakeGenerator("b"), version=start)
+        await sync.retire("b")
+        assert await sync.versions() == {"a": start}
+        assert await admit(sync, fresh) == start
+        assert fresh.log == []
+        assert await sync.stale() == frozenset()
+        assert await sync.versions() == {"a": start, "b": start}
+        await publish(sync, start + 1)
+        assert fresh.loaded == [f"weights {start + 1}"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.parametrize(("call", "phase"), PHASES)
+def test_generator_that_cannot_be_admitted_is_named_and_stays_out(call: str, phase: str, hangs: bool) -> None:
+    async def run() -> None:
+        sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="pause"), timeout_s=0.05)
+        await publish(sync, 1)
+        bad, good = FakeGenerator("b", **{"hangs" if hangs else "fails": call}), FakeGenerator("b")
+        with pytest.raises(WeightSyncError) as caught:
+            await admit(sync, bad)
+        assert str(caught.value) == reason("b", phase, hangs)
+        assert await sync.stale() == {"b"}
+        assert await sync.versions() == {"a": 1}
+        before = list(bad.log)
+        assert (await publish(sync, 2)).failed == {}
+        assert bad.log == before
+        assert await admit(sync, good) == 2
+        assert good.loaded == ["weights 2"]
+
+    asyncio.run(run())
+
+
+def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_out() -> None:
+    async def run() -> None:
+        sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="pause"))
+        await publish(sync, 1)
+        with pytest.raises(DataLost):
+            await admit(sync, FakeGenerator("b", fails="load", error=DataLost("gone")))
+        assert await sync.stale() == {"b"}
+        assert await sync.versions() == {"a": 1}
+
+    asyncio.run(run())
+
+
+def test_admission_of_a_generator_waits_for_the_publish_under_way() -> None:
+    async def run() -> None:
+        good, fresh = FakeGenerator("a"), FakeGenerator("b")
+        sync = make_sync(good, FakeGenerator("b", fails="load"))
+        await publish(sync, 1)
+        good.gates["load"] = asyncio.Event()
+        publishing = asyncio.create_task(publish(sync, 2))
+        await until(lambda: good.loaded == ["weights 1", "weights 2"])
+        admitting = asyncio.create_task(admit(sync, fresh))
+        await asyncio.sleep(0.02)
+        assert fresh.log == []
+        good.gates["load"].set()
+        assert await admitting == 2
+        await publishing
+        assert fresh.loaded == ["weights 2"]
+        assert await sync.versions() == {"a": 2, "b": 2}
+
+    asyncio.run(run())
+
+
+def test_publish_waits_for_the_admission_of_a_generator_and_takes_it_along() -> None:
+    async def run() -> None:
+        good, fresh = FakeGenerator("a"), FakeGenerator("b")
+        sync = make_sync(good, FakeGenerator("b", fails="load"))
+        await publish(sync, 1)
+        fresh.gates["load"] = asyncio.Event()
+        admitting = asyncio.create_task(admit(sync, fresh))
+        await until(lambda: fresh.loaded == ["weights 1"])
+        publishing = asyncio.create_task(publish(sync, 2))
+        await asyncio.sleep(0.02)
+        assert good.loaded == ["weights 1"]
+        await nobody_is_admitted(sync, above=12)
+        fresh.gates["load"].set()
+        assert await admitting == 1
+        assert (await publishing).failed == {}
+        assert fresh.loaded == ["weights 1", "weights 2"]
+        assert await sync.versions() == {"a": 2, "b": 2}
+
+    asyncio.run(run())
+
+
+class ServingGenerator:
+    """Knows what it serves; each phase takes as many turns of the event loop as drawn."""
+
+    def __init__(self, name: str, turns: "itertools.cycle[int]") -> None:
+        self.name, self._turns = name, turns
+        self.serves, self._is_paused = "weights 0", False
+
+    async def _take_turns(self) -> None:
+        for _ in range(next(self._turns)):
+            await asyncio.sleep(0)
+
+    async def pause(self) -> None:
+        assert not self._is_paused, "two transactions at a time"
+        self._is_paused = True
+        await self._take_turns()
+
+    async def load_weights(self, snapshot: str) -> None:
+        assert self._is_paused
+        await self._take_turns()
+        self.serves = snapshot
+
+    async def resume(self) -> None:
+        assert self._is_paused
+        await self._take_turns()
+        self._is_paused = False
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    turns=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    pauses=st.lists(st.integers(0, 30), min_size=4, max_size=4),
+)
+def test_whoever_serves_has_the_published_weights_however_deaths_and_publishes_meet(
+    turns: list[int], pauses: list[int]
+) -> None:
+    async def run() -> None:
+        speeds = itertools.cycle(turns)
+        seats = {name: ServingGenerator(name, speeds) for name in "abc"}
+        sync = WeightSync(list(seats.values()), 1, 4, phase_timeout_s=60)
+
+        async def replace(name: str, pause: int) -> None:
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            await sync.retire(name)
+            fresh = ServingGenerator(name, speeds)
+            version = await sync.admit(fresh)
+            seats[name] = fresh
+            assert fresh.serves == f"weights {version}"
+
+        async def look() -> None:
+            """When admission opens, nobody who serves is behind."""
+            for version in range(1, 5):
+                limit = await sync.admission_limit(above=(version + 1) * 4)
+                published = limit // 4 - 2
+                for name, runs in (await sync.versions()).items():
+                    assert runs == published
+                    assert seats[name].serves >= f"weights {published}"
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(look())
+            for name, pause in zip("bcbc", pauses, strict=True):
+                tasks.create_task(replace(name, pause))
+            for version in range(1, 5):
+                assert (await publish(sync, version)).failed == {}
+        assert await sync.versions() == dict.fromkeys("abc", 4)
+        assert {generator.serves for generator in seats.values()} == {"weights 4"}
+
+    asyncio.run(asyncio.wait_for(run(), 20))
