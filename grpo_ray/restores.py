@@ -8,7 +8,7 @@ from typing import Any
 from grpo_ray.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.config import Config
 from grpo_ray.controller import RECOVERABLE, Controller
-from grpo_ray.errors import RunError
+from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.preflight import Prepared
 from grpo_ray.restarts import RestartBudget
 from grpo_ray.run_log import Display, RunLog
@@ -49,7 +49,8 @@ def train_through_restores(
     failures: list[str] = []
     while len(failures) <= recovery.max_restores:
         checkpoint = _go_back(store, run, display)
-        prepared.ledger.load_state_dict(beginning, ())
+        with shown_plainly():
+            prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
         log = RunLog(run, display)
         if failures:
             step = checkpoint.state.step if checkpoint else 0

@@ -164,6 +164,9 @@ def test_state_of_another_run_is_refused() -> None:
         make_ledger(seed=1).load_state_dict(state, [])
     with pytest.raises(ValueError, match="has num_examples 5, this run has 6"):
         make_ledger(num_examples=6).load_state_dict(state, [])
+    examples = [Example(str(i), f"truth {i}") for i in (0, 1, 2, 4, 3)]  # a file that was sorted differently
+    with pytest.raises(ValueError, match="has examples_sha256 "):
+        PromptLedger(examples, TEMPLATE, tokenizer, seed=0).load_state_dict(state, [])
 
 
 def test_no_examples_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The order of a run's prompts, and the account of which are in flight, waiting or trained."""
 
+import hashlib
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ class PromptLedger:
         if not examples:
             raise ValueError("the task has no training examples; give at least one")
         self._examples = examples
+        self._examples_sha256 = _digest(examples)
         self._template = template
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
@@ -122,6 +124,7 @@ class PromptLedger:
         return {
             "seed": self._seed,
             "num_examples": len(self._examples),
+            "examples_sha256": self._examples_sha256,
             "next_group_id": self._next_group_id,
             "in_flight": sorted(self._in_flight),
             "buffered": sorted(self._buffered),
@@ -136,11 +139,12 @@ class PromptLedger:
         Raises:
             ValueError: the state belongs to another task or seed.
         """
-        for key, own in (("seed", self._seed), ("num_examples", len(self._examples))):
-            if state[key] != own:
+        own = self.state_dict()
+        for key in ("seed", "num_examples", "examples_sha256"):
+            if state[key] != own[key]:
                 raise ValueError(
-                    f"the checkpoint's prompt order has {key} {state[key]}, this run has {own}; "
-                    "resume with the task and seed that the checkpoint was written with"
+                    f"the checkpoint's prompt order has {key} {state[key]}, this run has {own[key]}; "
+                    "resume with the task's files and the seed that the checkpoint was written with"
                 )
         unfinished = {*state["waiting"], *state["in_flight"], *state["buffered"]}
         self._next_group_id = state["next_group_id"]
@@ -175,6 +179,14 @@ class PromptLedger:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._permutations[epoch] = order
         return self._permutations[epoch]
+
+
+def _digest(examples: Sequence[Example]) -> str:
+    """Of the examples in their order: a file that was changed would change which prompts are left."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr((example.question, example.ground_truth)).encode())
+    return digest.hexdigest()[:16]
 
 
 def make_items(
