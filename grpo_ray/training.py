@@ -11,7 +11,7 @@ from typing import Any
 from grpo_ray import cluster
 from grpo_ray.config import Config, dump_config
 from grpo_ray.config_loading import load_config
-from grpo_ray.controller import Controller
+from grpo_ray.controller import RECOVERABLE, Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.hosting import running
 from grpo_ray.policy.loading import is_local
@@ -118,7 +118,7 @@ def _run_to_the_end(config: Config, prepared: Prepared, run: RunDirectory, conso
         console.trouble(notice)
 
     def drive(controller: Controller) -> None:
-        _run_until_signal(controller, config.run.on_preemption_s, run)
+        run_until_signal(controller, config.run.on_preemption_s, run)
 
     train_through_restores(config, prepared, run, console, running, drive)
     print_ending(console.print, run)
@@ -138,7 +138,7 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _run_until_signal(controller: Controller, on_preemption_s: float, run: RunDirectory) -> None:
+def run_until_signal(controller: Controller, on_preemption_s: float, run: RunDirectory) -> None:
     """Run the controller. A first SIGINT or SIGTERM stops it after the present step, with a checkpoint; a
     second ends the process at once. SIGTERM's deadline abandons the step.
     """
@@ -166,6 +166,10 @@ def _run_until_signal(controller: Controller, on_preemption_s: float, run: RunDi
     except asyncio.CancelledError:
         text = f"no checkpoint could be written in {on_preemption_s:g} s (run.on_preemption_s)"
         raise Interrupted(f"{text}; {how_to_go_on(run)}") from None
+    except RECOVERABLE as error:
+        if controller.was_stopped:  # it is not gone back to only to be stopped
+            raise Interrupted(f"{error}; {how_to_go_on(run)}") from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which would skip the clean-up
     if controller.was_stopped:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,13 @@ from grpo_ray.actors.scorer import Scorer
 from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
 from grpo_ray.controller import Controller
-from grpo_ray.errors import RunError
+from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.evaluation import EvaluationSummary
 from grpo_ray.preflight import check_files, prepare
 from grpo_ray.restores import make_store, train_through_restores
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.training import Interrupted, run_until_signal
 
 Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that meddles with a run
 
@@ -232,7 +235,8 @@ def test_no_prompt_is_skipped_or_trained_twice_over_ten_kills(tmp_path: Path, ma
 
 
 def events(run: RunDirectory, *kinds: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run.events_path) if event["kind"] in kinds]
+    rows = read_metrics(run.events_path) if run.events_path.exists() else []
+    return [event for event in rows if event["kind"] in kinds]
 
 
 def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path: Path) -> None:
@@ -458,3 +462,33 @@ def test_a_run_may_change_what_is_not_fixed_when_it_goes_on(tmp_path: Path) -> N
     longer = make_config("algorithm.num_steps=12", "weight_sync.max_lag=0", "generator.num_generators=2")
     train(longer, tmp_path / "run")
     audit(RunDirectory(tmp_path / "run"), longer.model_copy(update={"weight_sync": make_config().weight_sync}))
+
+
+def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -> None:
+    config, run = make_config(), RunDirectory(tmp_path / "run")
+    prepared = prepare(config, check_files(config))
+    run.create(config)
+
+    @contextlib.contextmanager
+    def host(*args: Any) -> Iterator[LocalActors]:
+        actors = LocalActors(*args)
+        original = actors.learner.actor.train_step
+
+        async def train_step(batch: Any) -> Any:
+            if actors.learner.actor.version == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.1)
+                raise ActorDied("learner", "the test ended it")
+            return original(batch)
+
+        actors.learner.actor.train_step = train_step
+        yield actors
+
+    def drive(controller: Controller) -> None:
+        run_until_signal(controller, 30.0, run)
+
+    with pytest.raises(Interrupted, match=r"learner died.*go on with: grpo-ray resume"):
+        train_through_restores(config, prepared, run, Recorder(), host, drive)
+    assert events(run, "restored") == []
+    train(config, run.path)
+    audit(run, config)
