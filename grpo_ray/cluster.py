@@ -41,7 +41,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
             ray.shutdown()
 
 
-# Each actor writes to the run's logs/ (see hosting), so Ray need not forward its output.
+# Each actor writes to the run's logs/ (see remote_actor), so Ray need not forward its output.
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 
 

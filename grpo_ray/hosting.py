@@ -1,23 +1,15 @@
-"""The classes in `actors/` as Ray actors: where each runs, where its output goes, and how it is called.
+"""The actors of a run as Ray actors: where each one runs, and what takes its place."""
 
-Elsewhere an actor is a `Client`: a call returns something to await, and an actor that is gone raises
-`ActorDied` with its name, whatever Ray calls it.
-"""
-
-import asyncio
 import contextlib
-import faulthandler
 import os
 import signal
-import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import ray
 from ray._private.internal_api import node_stats
-from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.actors.generator import Generator
@@ -28,66 +20,9 @@ from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.checkpoint import Checkpoint
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
-from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.preflight import Prepared
+from grpo_ray.remote_actor import Client, Deferred, as_actor, result_of
 from grpo_ray.telemetry.run_files import RunDirectory
-
-
-class Client:
-    """An actor of this run, called by name: `await client.method(...)`.
-
-    Awaiting raises what the method raised, ActorDied when its process is gone, or DataLost when an argument
-    is. Cancelling what awaits a call of an async actor cancels the call.
-    """
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self.handle = handle
-
-    def __getattr__(self, method: str) -> "_Method":
-        if method.startswith("_"):  # pickle asks for such names before `handle` is there
-            raise AttributeError(method)
-        return _Method(self.name, getattr(self.handle, method))
-
-
-class _Method:
-    def __init__(self, name: str, method: Any) -> None:
-        self._name, self._method = name, method
-
-    def __call__(self, *args: Any) -> Awaitable[Any]:
-        return _result(self._name, self._method.remote(*args))
-
-    def split(self, *args: Any) -> tuple[Any, Awaitable[Any]]:
-        """For a method that returns (bulk, facts): a reference to the one, to be passed on, and the other."""
-        bulk, facts = self._method.options(num_returns=2).remote(*args)
-        return bulk, _result(self._name, facts)
-
-    def reference(self, *args: Any) -> Any:
-        """A reference to what the method will return."""
-        return self._method.remote(*args)
-
-
-async def _result(name: str, reference: Any) -> Any:
-    try:
-        return await reference
-    except asyncio.CancelledError:
-        ray.cancel(reference)
-        raise
-    except RayTaskError as error:
-        if isinstance(error.cause, RayError):  # an argument's: this actor is well
-            raise DataLost(f"{name}: {_last_line(error.cause)}") from error
-        raise error.cause from error
-    except RayActorError as error:
-        raise ActorDied(name, _last_line(error)) from error
-    except RayError as error:
-        raise DataLost(f"{name}: {_last_line(error)}") from error
-
-
-def _last_line(error: BaseException) -> str:
-    """Ray's messages are long; the actor's own error, or the exit's cause, stands at the end."""
-    text = str(error)
-    cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[-1]
-    return cause.partition("Some common causes")[0].strip()[:500]
 
 
 class ActorGroup:
@@ -124,7 +59,7 @@ class ActorGroup:
 
     async def fetch(self, reference: Any) -> Any:
         """What a reference stands for, brought here."""
-        return await _result("driver", reference)
+        return await result_of("driver", reference)
 
     def spilled_bytes(self) -> int:
         """What the cluster's object stores have written to disk so far because their memory was full."""
@@ -167,7 +102,7 @@ class ActorGroup:
     def _start_generator(self, name: str) -> Client:
         config, prepared, model_path = self._config, self._prepared, self._model_path
         index = int(name.rpartition("-")[2])
-        engine = _Deferred(lambda: make_engine(config, model_path, prepared.max_model_len, index))
+        engine = Deferred(lambda: make_engine(config, model_path, prepared.max_model_len, index))
         actor = self._host(Generator, name).options(
             num_gpus=config.generator.num_gpus, num_cpus=config.generator.num_cpus, max_concurrency=10_000
         )
@@ -210,7 +145,7 @@ class ActorGroup:
         return Client("weight_sync", actor.remote(*arguments))
 
     def _host(self, cls: Any, name: str, beside: tuple[str, ...] = ()) -> Any:
-        return _host(cls, name, self._run.logs, beside)
+        return as_actor(cls, name, self._run.logs, beside)
 
 
 @contextlib.contextmanager
@@ -223,44 +158,6 @@ def running(
         yield actors
     finally:
         actors.stop()
-
-
-class _Deferred:
-    """An argument that is built in the actor's process (an engine cannot be sent there)."""
-
-    def __init__(self, build: Callable[[], Any]) -> None:
-        self.build = build
-
-
-def _host(cls: Any, name: str, logs: Path, beside: tuple[str, ...] = ()) -> Any:
-    """`cls` as a Ray actor class, its output (and its child processes') in `logs/<name>.log`.
-
-    The methods named in `beside` run in a thread of their own, beside the others.
-    """
-
-    def __init__(self: Any, *args: Any) -> None:
-        _redirect_output(logs / f"{name}.log")
-        with contextlib.suppress(OSError):  # a full disk
-            (logs / f"{name}.pid").write_text(f"{ray.get_runtime_context().get_node_id()} {os.getpid()}")
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-        built = [argument.build() if isinstance(argument, _Deferred) else argument for argument in args]
-        cls.__init__(self, *built)
-
-    members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__}
-    for method in beside:
-        members[method] = ray.method(concurrency_group="beside")(getattr(cls, method))
-    hosted = type(cls.__name__, (cls,), members)
-    return ray.remote(concurrency_groups={"beside": 1})(hosted) if beside else ray.remote(hosted)
-
-
-def _redirect_output(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
 
 
 def _send_stack_signal(pid: int) -> None:

@@ -23,7 +23,7 @@ from grpo_ray.telemetry.run_files import RunDirectory
 
 
 class LocalClient:
-    """As `hosting.Client`, over an object in this process."""
+    """As `remote_actor.Client`, over an object in this process."""
 
     def __init__(self, name: str, build: Callable[[], Any]) -> None:
         self.name = name
