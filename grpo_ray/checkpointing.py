@@ -38,14 +38,19 @@ class Checkpointing:
     def is_due(self, version: int) -> bool:
         return version % self._config.every_num_steps == 0 or self.problem is not None
 
-    async def begin(self, metrics: Metrics) -> Metrics:
+    async def begin(self, metrics: Metrics, unwritten: str | None) -> Metrics:
         """Capture the version that the Learner has, and start writing; returns what it cost so far.
 
         Args:
             metrics: of that version's step, as far as they are known.
+            unwritten: why the records of earlier steps are not on the disk. A run that went on from here
+                would never write them, so the checkpoint waits for them.
         """
         started = time.perf_counter()
         await self.settle()
+        if unwritten is not None:
+            self.problem = f"a checkpoint waits for the records before it: {unwritten}"
+            return {}
         with self._watch.call("learner", "copies its state for a checkpoint"):
             report, _ = await asyncio.gather(self._actors.learner.capture(), self._actors.buffer.capture())
         if report is None or report.version == self._last_saved:
@@ -74,7 +79,8 @@ class Checkpointing:
                     self._actors.learner.write_captured(folder),
                     self._actors.buffer.write_captured(folder / "training" / "groups.parquet"),
                 )
-            await self._actors.buffer.flush()
+            if error := await self._actors.buffer.flush():
+                raise OSError(error)
             await asyncio.to_thread(self._store.commit, state.step, state)
         except OSError as error:
             self.problem = f"the checkpoint of step {state.step} could not be written: {error}"

@@ -191,7 +191,7 @@ class Controller:
                 if published is not None:
                     await published  # its evaluation, too, must be done: those weights are gone after this
                 if self._checkpointing.is_due(report.version):
-                    metrics |= await self._checkpointing.begin(metrics)
+                    metrics |= await self._checkpointing.begin(metrics, self._log.unwritten())
                 published = tasks.create_task(self._publish(report.version, snapshot, copied))
                 self._check_skipped(report)
             if published is not None:
@@ -359,7 +359,7 @@ class Controller:
         """A checkpoint of the newest step, written to its end."""
         if self._version == self._first_step:
             return
-        await self._checkpointing.begin(self._unlogged.get(self._version, {}))
+        await self._checkpointing.begin(self._unlogged.get(self._version, {}), self._log.unwritten())
         await self._checkpointing.settle()
         if self._checkpointing.problem is not None:
             raise RunError(f"{self._checkpointing.problem}; older checkpoints are as they were")

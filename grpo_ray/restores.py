@@ -1,5 +1,6 @@
 """Going back to the last checkpoint when something dies that a run cannot do without."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +14,8 @@ from grpo_ray.preflight import Prepared
 from grpo_ray.restarts import RestartBudget
 from grpo_ray.run_log import Display, RunLog
 from grpo_ray.telemetry.run_files import RunDirectory
+
+RETRY_S = 2.0
 
 # (config, prepared, run directory, checkpoint) -> the actors, ended when the block is left.
 Host = Callable[[Config, Prepared, Path, Checkpoint | None], AbstractContextManager[Any]]
@@ -76,7 +79,13 @@ def _go_back(store: CheckpointStore, run: RunDirectory, display: Display) -> Che
     checkpoint = store.latest()
     for line in store.damaged:
         display.trouble(f"passed over, because it is damaged: {line}")
-    run.rewind(checkpoint.state.step if checkpoint else 0)
+    while True:
+        try:
+            run.rewind(checkpoint.state.step if checkpoint else 0)
+            break
+        except OSError as error:
+            display.trouble(f"the run's files cannot be taken back to its last checkpoint yet: {error}")
+            time.sleep(RETRY_S)
     if checkpoint is not None:
         display.status(f"going on from {checkpoint.path}")
     return checkpoint

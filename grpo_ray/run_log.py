@@ -42,7 +42,13 @@ class RunLog:
         """Something that cannot be written (None: it could), to be shown after each step."""
         self._troubles[what] = text
 
+    def unwritten(self) -> str | None:
+        """Why records of the steps so far are not on the disk: a checkpoint must not say they are done."""
+        files = ("metrics", "evaluations", "rollouts")
+        return next(filter(None, (self._troubles.get(what) for what in files)), None)
+
     def show_troubles(self) -> None:
+        self.trouble("events", self._events.flush())  # nothing may happen any more that would write them
         for text in filter(None, self._troubles.values()):
             self.display.trouble(text)
 

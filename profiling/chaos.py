@@ -26,10 +26,10 @@ from chaos_run import ChaosRun, RunEnded
 from grpo_ray.audit import audit
 from grpo_ray.config_loading import load_config
 
+ENDLESS = "algorithm.num_steps=1000000"  # until the last fault
 PAIR_PROBABILITY = 0.2  # two faults at once
 LONGEST_S = 300.0  # for a recovery
 SETTINGS = [
-    "algorithm.num_steps=1000000",  # until the tool says otherwise
     "checkpoint.every_num_steps=3",
     "recovery.max_restarts=10000",
     "recovery.max_restores=10000",
@@ -49,7 +49,7 @@ class Campaign:
         self._kinds = draws(list(kinds), self._draw)
 
     def begin(self, config: str, overrides: Sequence[str]) -> None:
-        self.run.start(config, [*SETTINGS, f"run.seed={self.seed}", *overrides])
+        self.run.start(config, [*SETTINGS, f"run.seed={self.seed}", *overrides, ENDLESS])
         self._wait_for_step(2)
 
     def put_in(self, num_faults: int) -> None:
@@ -69,7 +69,8 @@ class Campaign:
     def end(self, every_num_steps: int) -> None:
         """A few steps more, to the next evaluation, and the run's own end."""
         self.run.interrupt()
-        num_steps = (self.run.last_step() // every_num_steps + 1) * every_num_steps
+        beyond = self.run.last_step() + 2  # the checkpoint may be of a step without a line as yet
+        num_steps = (beyond // every_num_steps + 1) * every_num_steps
         self.run.resume(f"algorithm.num_steps={num_steps}")
         status = self.run.wait_for_end(900)
         if status:

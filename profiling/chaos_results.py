@@ -32,6 +32,10 @@ class Record:
         return f"{' + '.join(self.faults)}: {self.outcome} in {self.seconds:.1f} s ({self.what})"
 
     @property
+    def place(self) -> str:
+        return f"{' + '.join(self.faults)}: {self.outcome} (seed {self.seed}, after step {self.step})"
+
+    @property
     def is_as_it_must_be(self) -> bool:
         """Alone, a fault has one of its outcomes; of two at once the run must only recover."""
         if self.outcome == NOT_RECOVERED or "still there" in self.what or "instead of" in self.what:
@@ -82,7 +86,7 @@ def table(results: Sequence[Result]) -> tuple[str, bool]:
     lines += ["", f"Two at once: {'; '.join(pairs)}."] if pairs else []
     lines += ["", *_run_lines(results)]
     odd = [record for record in records if not record.is_as_it_must_be]
-    lines += ["", *(f"Not as it must be: {record}" for record in odd)] if odd else []
+    lines += ["", "Not as it must be:", "", *(f"- {record.place}" for record in odd)] if odd else []
     audited = all(result.audit is not None and not result.audit["problems"] for result in results)
     compared = all(result.comparison is None or result.comparison["is_within"] for result in results)
     return "\n".join(lines), not odd and audited and compared

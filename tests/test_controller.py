@@ -492,3 +492,61 @@ def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -
     assert events(run, "restored") == []
     train(config, run.path)
     audit(run, config)
+
+
+def test_a_checkpoint_waits_for_the_lines_of_the_steps_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run that goes on from it would never write them."""
+    from grpo_ray.telemetry.run_files import MetricsLog
+
+    config = make_config("algorithm.num_steps=12", "checkpoint.every_num_steps=2")
+    original = MetricsLog.append
+
+    def full_at_3_to_5(self: MetricsLog, step: int, metrics: Any) -> str | None:
+        with monkeypatch.context() as patch:
+            if 3 <= step <= 5:
+                patch.setattr("grpo_ray.telemetry.json_lines._write_whole", disk_is_full)
+            return original(self, step, metrics)
+
+    monkeypatch.setattr(MetricsLog, "append", full_at_3_to_5)
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 5)
+        actors.learner.die()
+        await asyncio.sleep(60)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, once(meddle))
+    audit(run, config)
+    assert [event["text"] for event in events(run, "restored")] == ["the run goes on from step 2"]
+
+
+def disk_is_full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_going_back_to_a_checkpoint_waits_for_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = make_config(), RunDirectory(tmp_path / "run")
+    original, calls = RunDirectory.rewind, []
+
+    def rewind(self: RunDirectory, step: int) -> None:
+        calls.append(step)
+        if len(calls) == 2:
+            disk_is_full()
+        original(self, step)
+
+    monkeypatch.setattr(RunDirectory, "rewind", rewind)
+    monkeypatch.setattr("grpo_ray.restores.RETRY_S", 0.01)
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 5)
+        actors.buffer.die()
+        await asyncio.sleep(60)
+
+    recorder = train(config, run.path, once(meddle))
+    audit(run, config)
+    assert calls == [0, 4, 4]
+    assert any("No space left" in text for text in recorder.troubles)

@@ -120,3 +120,19 @@ def test_half_an_event_that_a_kill_left_neither_counts_nor_spoils_the_next(
     assert later.num_events("restored") == 1
     later.event("restored", None, "?")
     assert RunLog(log.run, display).num_events("restored") == 2
+
+
+def test_an_event_that_the_disk_refused_is_written_after_the_next_step(
+    log: RunLog, display: Display, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grpo_ray.telemetry.json_lines._write_whole", full)
+        log.event("scorer_back", "scorer", "scores again")
+        log.show_troubles()
+        assert any("1 lines wait in memory" in text for text in display.take())
+    log.show_troubles()  # and no other event has happened
+    assert display.take() == []
+    assert [event["kind"] for event in read_metrics(tmp_path / "events.jsonl")] == ["scorer_back"]

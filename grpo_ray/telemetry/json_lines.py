@@ -17,6 +17,7 @@ class JsonLines:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._pending: deque[bytes] = deque()
+        self._has_failed = False
         self._num_dropped = 0
         drop_half_line(self._path)
 
@@ -26,11 +27,19 @@ class JsonLines:
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self._num_dropped += 1
+        return self.flush()
+
+    def flush(self) -> str | None:
+        """Try again what waits; returns why it is not on the disk yet."""
+        if not self._pending:
+            return None
         try:
-            if len(self._pending) > 1:  # the last append failed, and perhaps left half a line
+            if self._has_failed:  # and perhaps left half a line
                 drop_half_line(self._path)
             self._write_pending()
+            self._has_failed = False
         except OSError as error:
+            self._has_failed = True
             dropped = f"; {self._num_dropped} older ones are lost" if self._num_dropped else ""
             return f"{self._path}: {error}; {len(self._pending)} lines wait in memory{dropped}"
         return None
