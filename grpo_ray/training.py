@@ -19,7 +19,7 @@ from grpo_ray.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.report.ending import print_ending
 from grpo_ray.restores import how_to_go_on, make_store, train_through_restores
 from grpo_ray.telemetry.console import RunConsole, plan
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,14 +63,23 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     _check_same_prompts(load_config(run.config_path), config)
     task, _ = all_of(lambda: check_files(config), lambda: cluster.check_machine(config))
     with run.lock():
-        newest = make_store(config, run).latest()
-        if newest is not None and newest.state.step >= config.algorithm.num_steps:
-            print(f"{run.path}: all {newest.state.step} steps are done; train on with algorithm.num_steps=...")
+        if _is_done(run, config):
+            num_steps = config.algorithm.num_steps
+            print(
+                f"{run.path}: all {num_steps} steps are done; train on with algorithm.num_steps={2 * num_steps}"
+            )
             return run
         dump_config(config, run.config_path)
         with _ray_for(config) as console:
             _run_to_the_end(config, _prepare(config, task, console), run, console)
     return run
+
+
+def _is_done(run: RunDirectory, config: Config) -> bool:
+    """Whether the last step has its checkpoint and its line, which is written after its validation."""
+    newest, num_steps = make_store(config, run).latest(), config.algorithm.num_steps
+    is_saved = newest is not None and newest.state.step >= num_steps
+    return is_saved and last_logged_step(run.metrics_path) >= num_steps
 
 
 FIXED = ("model.", "task.", "run.seed", "algorithm.prompts_per_step", "algorithm.samples_per_prompt")

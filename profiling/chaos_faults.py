@@ -55,7 +55,8 @@ def _kill_worker(run: ChaosRun, draw: random.Random) -> str | None:
     for prefix in draw.sample(["generator", "scorer"], 2):
         picked = _pick(run, draw, prefix)
         for child in picked[1].children() if picked else []:
-            if _signal(child, signal.SIGKILL):
+            is_pythons_own = any("resource_tracker" in word for word in child.cmdline())
+            if not is_pythons_own and _signal(child, signal.SIGKILL):
                 time.sleep(2.0)  # until it is noticed
                 return f"SIGKILL to a child of {picked[0]}"  # type: ignore[index]
     return None

@@ -1,5 +1,6 @@
 """Learner: one GRPO update a batch, on the policy's device."""
 
+import logging
 import math
 import time
 from collections import defaultdict
@@ -64,6 +65,7 @@ class Learner:
             eps=config.learner.adam_eps,
             weight_decay=config.learner.weight_decay,
         )
+        torch.manual_seed(config.run.seed)  # a process begins with a state of its own
         self.version = 0
         self._skipped_in_a_row = 0
         self._skipped_folder = skipped_folder
@@ -125,14 +127,13 @@ class Learner:
 
     def _keep_skipped(self, groups: Sequence[ScoredGroup]) -> None:
         step = self.version + 1
-        print(f"step {step}: loss or gradient is not finite, the update is skipped", flush=True)
         if self._skipped_folder is None:
             return
         try:
             self._skipped_folder.mkdir(parents=True, exist_ok=True)
             write_rollouts(self._skipped_folder / f"{step_name(step)}.parquet", step, groups)
         except OSError as error:
-            print(f"step {step}: its batch could not be kept: {error}", flush=True)
+            logging.warning("step %d: its batch could not be kept: %s", step, error)
 
     def accumulate_gradient(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Leave the batch's gradient in `.grad`, whatever the micro-batch budget; returns summed metrics.

@@ -14,7 +14,10 @@ from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
 def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     """From the run's files alone, so that a resumed run shows its whole course."""
     curve = run.path / "reward_curve.png"
-    plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
+    try:
+        plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
+    except OSError as error:  # a full disk: the run itself is saved
+        print_line(f"\n{curve} could not be drawn: {error}")
     rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
     for step in (rewards[0][0], rewards[-1][0]):
