@@ -1,7 +1,7 @@
 """A configuration and a model small enough that every test takes a second or less."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,3 +54,11 @@ def _write_model(folder: Path, tied: bool, hidden_size: int) -> None:
     perturb(model, seed=0, scale=0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Models that a file's tests build are kept for them alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
+        yield

@@ -28,15 +28,9 @@ from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.training import Interrupted, run_until_signal
 
+pytestmark = pytest.mark.usefixtures("model_cache")
+
 Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that meddles with a run
-
-
-@pytest.fixture(autouse=True, scope="module")
-def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
-    yield
-    patch.undo()
 
 
 @pytest.fixture(autouse=True)
@@ -232,6 +226,26 @@ def test_no_prompt_is_skipped_or_trained_twice_over_ten_kills(tmp_path: Path, ma
     assert num_kills > 5
     train(config, run.path)
     audit(run, config)
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "num_generators", "slow", "in_flight"),
+    [(1, 1, "learner", False), (1, 2, "generator", True), (3, 2, "learner", False), (3, 2, "learner", True)],
+)
+def test_lag_is_bounded_whoever_is_slow(
+    tmp_path: Path, max_lag: int, num_generators: int, slow: str, in_flight: bool
+) -> None:
+    config = make_config(
+        f"weight_sync.max_lag={max_lag}", f"weight_sync.in_flight={in_flight}",
+        f"generator.num_generators={num_generators}", f"{slow}.slowdown_s=0.05",
+    )  # fmt: skip
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path)
+    audit(run, config)
+    rows = read_metrics(run.metrics_path)
+    assert all(row["lag/max"] <= max_lag and row["lag/rejected"] == 0 for row in rows)
+    if slow == "learner":  # Generators run ahead as far as they may
+        assert rows[-1]["lag/max"] == max_lag
 
 
 def events(run: RunDirectory, *kinds: str) -> list[dict[str, Any]]:

@@ -27,15 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def actors(folder: Path) -> Iterator[ActorGroup]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GRPO_RAY_CACHE", str(folder / "models"))
+def actors(model_cache: None, folder: Path) -> Iterator[ActorGroup]:
     config = load_config(QUICKSTART, [*SMALL, "generator.num_generators=2", "generator.slowdown_s=60"])
     prepared = prepare(config, check_files(config))
     with cluster.connected(), running(config, prepared, folder) as group:
         asyncio.run(everyone_ready(group))
         yield group
-    patch.undo()
 
 
 async def everyone_ready(group: ActorGroup) -> None:

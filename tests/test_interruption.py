@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,9 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
+pytestmark = pytest.mark.usefixtures("model_cache")
+
 PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
-    yield
-    patch.undo()
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

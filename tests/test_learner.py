@@ -597,9 +597,7 @@ def poisoned(groups: list[ScoredGroup]) -> TrainBatch:
     return TrainBatch(tuple(groups))
 
 
-def test_update_that_is_not_finite_is_skipped(
-    make_learner: Callable[..., Learner], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_update_that_is_not_finite_is_skipped(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2, "warmup_steps": 4})
     learner._skipped_folder = tmp_path / "skipped"
     assert train(learner, [1])[0]["optim/skipped_updates"] == 0.0
@@ -616,7 +614,6 @@ def test_update_that_is_not_finite_is_skipped(
         assert check_names(report.metrics) == []
         path = tmp_path / "skipped" / f"step-00000{1 + in_a_row}.parquet"
         assert same_groups(read_groups(path), batch.groups)
-        assert f"step {1 + in_a_row}: loss or gradient is not finite" in capfd.readouterr().out
     assert torch.equal(weights(learner), expected)
     assert all(torch.equal(tensor, moments[name]) for name, tensor in optimizer_state(learner).items())
     after = train(learner, [4])[0]  # the gradient that is not finite is gone
@@ -666,13 +663,13 @@ def test_skipped_in_a_row_goes_on_from_a_checkpoint(
 
 
 def test_batch_that_cannot_be_kept_does_not_end_the_training(
-    make_learner: Callable[..., Learner], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    make_learner: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner()
     (tmp_path / "file").touch()
     learner._skipped_folder = tmp_path / "file" / "skipped"
     assert learner.train_step(poisoned(make_batch(learner))).version == 1
-    assert "step 1: its batch could not be kept: " in capfd.readouterr().out
+    assert "step 1: its batch could not be kept: " in caplog.text
 
 
 def test_batch_without_groups_is_refused(make_learner: Callable[..., Learner]) -> None:

@@ -41,10 +41,10 @@ def test_a_run_of_real_actors_survives_six_faults_with_a_clean_audit(tmp_path: P
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_vllms_engine_is_replaced_when_it_or_its_generator_is_killed(tmp_path: Path) -> None:
+def test_vllms_engine_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
     records = chaos(
-        tmp_path / "chaos", "kill_generator,kill_worker", 2, "model.tiny.warmup=null",
+        tmp_path / "chaos", "kill_worker", 1, "model.tiny.warmup=null",
         "task.num_validation_prompts=16", "recovery.stall_timeout_s=120", "checkpoint.every_num_steps=100",
     )  # fmt: skip
     assert [record["outcome"] for record in records] == ["replaced"] * len(records)
-    assert {fault for record in records for fault in record["faults"]} == {"kill_generator", "kill_worker"}
+    assert [record["faults"] for record in records] == [["kill_worker"]]
