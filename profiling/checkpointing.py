@@ -4,7 +4,8 @@
 
 Runs the same job without checkpoints and with one after every step, and prints seconds a step, their ratio, and
 what of it the Learner stood still for (capture) and what was written beside the training (write). The model is
-larger than the quickstart's (19M parameters), so that there is something to write.
+larger than the quickstart's (18M parameters), so that there is something to write, and random; half of its
+responses are rewarded, so that it trains and the optimizer has a state.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
@@ -22,14 +24,30 @@ LARGER = [
     "model.tiny.intermediate_size=1408",
     "model.tiny.warmup=null",
     "generator.engine=torch",
-    "algorithm.loss=no_baseline",
     "algorithm.prompts_per_step=16",
     "evaluation.every_num_steps=1000000",
 ]
 
 
+def child(arguments: list[str]) -> int:
+    """The command line with a reward that a random model earns."""
+    from grpo_ray import hosting
+    from grpo_ray.actors.scorer import Scorer
+    from grpo_ray.cli import main as cli
+
+    class ParityScorer(Scorer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._reward_fn = lambda response, _: dict.fromkeys(
+                ("reward", "format_reward", "answer_reward"), float(sum(response.encode()) % 2)
+            )
+
+    hosting.Scorer = ParityScorer  # type: ignore[misc]
+    return cli(arguments)
+
+
 def run(name: str, every_num_steps: int, steps: int, overrides: list[str], folder: Path) -> RunDirectory:
-    command = [sys.executable, "-m", "grpo_ray.cli", "train", "configs/quickstart.yaml", *LARGER]
+    command = [sys.executable, __file__, "--child", "train", "configs/quickstart.yaml", *LARGER]
     command += [f"run.output_dir={folder}", f"run.name={name}", f"algorithm.num_steps={steps}"]
     command += [f"checkpoint.every_num_steps={every_num_steps}", *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -62,4 +80,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        sys.exit(child(sys.argv[2:]))
     main()

@@ -103,7 +103,8 @@ def test_a_synchronous_run_that_is_interrupted_and_resumed_equals_one_that_was_n
 @pytest.mark.ray
 def test_after_kill_9_of_the_driver_nothing_is_left_and_the_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start(folder, "algorithm.num_steps=100000", "learner.slowdown_s=0.1")
+    job = ["algorithm.num_steps=100000", "learner.slowdown_s=0.1", "run.if_exists=resume"]
+    process = start(folder, *job)
     wait_for_step(process, folder, 4)
     taken = resume(folder)
     assert taken.returncode == 2
@@ -111,7 +112,7 @@ def test_after_kill_9_of_the_driver_nothing_is_left_and_the_run_goes_on(tmp_path
     for is_first in (True, False):
         if not is_first:
             num_steps = len(read_metrics(folder / "metrics.jsonl"))
-            process = subprocess.Popen([sys.executable, PROGRAM, "resume", str(folder)])
+            process = start(folder, *job)  # as a scheduler submits it again
             wait_for_step(process, folder, num_steps + 4)
         children = psutil.Process(process.pid).children(recursive=True)
         shared_memory = shared_memory_of([*children, psutil.Process(process.pid)])
