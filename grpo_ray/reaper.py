@@ -3,6 +3,9 @@
 Most of it ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's process
 could outlive its actor. A process of its own holds a pipe from the driver, which closes however the driver
 dies, and knows every process that descended from it.
+
+A process that is killed also leaves its named semaphores in /dev/shm (vLLM's engine has one): Ray kills the
+tracker that Python keeps for them along with it. They are known by who has them mapped.
 """
 
 import contextlib
@@ -16,6 +19,9 @@ from pathlib import Path
 
 LOOK_S = 1.0
 GRACE_S = 5.0
+
+SHARED_MEMORY = Path("/dev/shm")
+SEMAPHORE = "sem.mp-"  # as Python's multiprocessing names them
 
 Process = tuple[int, str]  # pid and start time: a pid alone may be another's by now
 
@@ -34,16 +40,50 @@ def dismiss(reaper: subprocess.Popen[bytes]) -> None:
 
 def _main(driver: int) -> None:
     ours: set[Process] = set()
+    strangers: set[Path] = set()
+    semaphores: set[Path] = set()
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        new = _semaphores() - semaphores - strangers
         ours = _alive(ours) | _descendants([driver])
-    if sys.stdin.buffer.read():  # dismissed; a driver that was killed says nothing
-        return
+        semaphores |= _mapped(new, ours)
+        strangers |= new - semaphores
+    if not sys.stdin.buffer.read():  # a driver that was killed says nothing
+        _end(ours)
+    for path in semaphores - _mapped(semaphores, _alive(ours)):
+        path.unlink(missing_ok=True)
+
+
+def _end(ours: set[Process]) -> None:
     deadline = time.monotonic() + GRACE_S
     while (ours := _alive(ours) | _descendants([pid for pid, _ in ours])) and time.monotonic() < deadline:
         time.sleep(0.2)
     for pid, _ in ours:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    while _alive(ours) and time.monotonic() < deadline + GRACE_S:
+        time.sleep(0.05)
+
+
+def _semaphores() -> set[Path]:
+    return set(SHARED_MEMORY.glob(f"{SEMAPHORE}*"))
+
+
+def _mapped(semaphores: set[Path], processes: set[Process]) -> set[Path]:
+    """Those that a process has in its memory; by inode, as a semaphore is made under another name."""
+    if not semaphores:
+        return set()
+    inodes: set[int] = set()
+    for pid, _ in processes:
+        with contextlib.suppress(OSError):
+            lines = Path("/proc", str(pid), "maps").read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/sem." in line}
+    return {path for path in semaphores if _inode(path) in inodes}
+
+
+def _inode(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return None
 
 
 def _descendants(ancestors: list[int]) -> set[Process]:

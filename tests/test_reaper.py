@@ -157,3 +157,35 @@ def test_process_that_has_ended_is_not_alive() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "pass"]) as child:
         assert within(10, lambda: reaper._stat(str(child.pid)) is None)  # not waited for: a zombie
     assert reaper._stat(str(child.pid)) is None
+
+
+HOLDER = """
+import multiprocessing, time
+from multiprocessing import resource_tracker
+lock = multiprocessing.get_context("spawn").Lock()
+print(resource_tracker._resource_tracker._pid, lock._semlock.name, flush=True)
+time.sleep(120)
+"""
+
+
+def test_semaphore_of_a_killed_process_is_unlinked_and_a_living_ones_is_kept(started: list[int]) -> None:
+    watcher = start_reaper()
+    command = [sys.executable, "-c", HOLDER]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dead,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as living,
+    ):
+        started += [watcher.pid, dead.pid, living.pid]
+        assert dead.stdout is not None
+        assert living.stdout is not None
+        (tracker, left), (_, kept) = dead.stdout.readline().split(), living.stdout.readline().split()
+        time.sleep(2 * LOOK_S)
+        for pid in (int(tracker), dead.pid):  # together, as Ray does
+            os.kill(pid, signal.SIGKILL)
+        dead.wait()
+        paths = [reaper.SHARED_MEMORY / f"sem.{name.removeprefix('/')}" for name in (left, kept)]
+        assert [path.exists() for path in paths] == [True, True]
+        reaper.dismiss(watcher)
+        assert [path.exists() for path in paths] == [False, True]
+        living.terminate()
+    assert within(10, lambda: not paths[1].exists())  # its own tracker's work
