@@ -67,7 +67,7 @@ def audit(run: RunDirectory) -> AuditReport:
     if not is_finished:
         report.notes.append(f"the run stands at step {last} of {config.algorithm.num_steps}")
     report.problems += _audit_lines(metrics)
-    checkpoint = audit_checkpoint(run, config.algorithm.prompts_per_step, last, is_finished)
+    checkpoint = audit_checkpoint(run, last, is_finished)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
     reward_fn = make_reward_fn(config.task.reward, config.scorer.timeout_s, config.scorer.memory_gib)
@@ -108,6 +108,8 @@ def _audit_training(
     """Each step's file: its own groups, whole, young enough, and rewarded as they deserve."""
     prompts: dict[int, tuple[str, str]] = {}
     trained: Counter[int] = Counter()
+    dropped: set[int] = set()
+    due: set[int] = set()  # groups that the checkpoint must know as trained or dropped
     for row in {row["step"]: row for row in metrics}.values():
         step, path = row["step"], run.rollouts_path(row["step"])
         if not path.exists():
@@ -115,21 +117,38 @@ def _audit_training(
                 report.problems.append(f"{path.name}: step {step} was trained and has no rollouts")
             continue
         rows = RolloutRows(path.name, read_rollouts(path))
-        facts = audit_step(rows, row, config, checkpoint.set_aside, reward_fn)
+        facts = audit_step(rows, row, config, reward_fn)
         _add(report, facts)
         report.num_groups += len(facts.prompts)
         report.num_completions += facts.num_completions
-        trained.update(facts.prompts.keys())
+        trained.update(facts.trained)
+        dropped |= set(facts.dropped)
+        if row["step"] <= checkpoint.step:
+            due |= set(facts.prompts)
         prompts |= facts.prompts
     report.problems += [f"group {group} was trained {n} times" for group, n in trained.items() if n > 1]
+    report.problems += [
+        f"group {group} was trained, and left out" for group in sorted(dropped & trained.keys())
+    ]
     last = max((row["step"] for row in metrics), default=0)
     for file in sorted(run.rollouts.glob("step-*.parquet")):
         if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
             report.problems.append(f"{file.name}: rollouts of a step that has no line in metrics.jsonl")
-    num_due = (
-        last if last >= config.algorithm.num_steps else checkpoint.step
-    ) * config.algorithm.prompts_per_step
-    report.problems += _audit_epochs(config, prompts, num_due, checkpoint, report)
+    report.problems += _audit_account(checkpoint, due)
+    report.problems += _audit_epochs(config, prompts, checkpoint, report)
+
+
+def _audit_account(checkpoint: CheckpointFacts, due: set[int]) -> Iterator[str]:
+    """Every group that the checkpoint has taken is done by the rollouts, set aside, or still to be trained."""
+    if checkpoint.next_group_id is None:
+        return
+    done = due | checkpoint.set_aside
+    both = sorted(done & checkpoint.unfinished)
+    missing = sorted(set(range(checkpoint.next_group_id)) - done - checkpoint.unfinished)
+    if both:
+        yield f"groups {both[:10]} are done, and the checkpoint still has them to train"
+    if missing:
+        yield f"groups {missing[:10]} are lost: not trained, and the checkpoint does not have them"
 
 
 def _add(report: AuditReport, facts: RolloutFacts) -> None:
@@ -140,15 +159,13 @@ def _add(report: AuditReport, facts: RolloutFacts) -> None:
 def _audit_epochs(
     config: Config,
     prompts: dict[int, tuple[str, str]],
-    num_due: int,
     checkpoint: CheckpointFacts,
     report: AuditReport,
 ) -> Iterator[str]:
     """Each epoch asks every training prompt once, but for groups that were set aside.
 
     Args:
-        prompts: each trained group's, with its ground truth.
-        num_due: groups below this have been trained.
+        prompts: with its ground truth, of each group that is done.
     """
     training = _training_prompts(config, report)
     size = checkpoint.num_examples or (len(training) if training is not None else 0)
@@ -161,7 +178,8 @@ def _audit_epochs(
     for epoch in range(max(prompts) // size + 1):
         groups = range(epoch * size, (epoch + 1) * size)
         asked = Counter(prompts[group] for group in groups if group in prompts)
-        is_whole = groups.stop <= num_due
+        # Whatever is not done by now stands in the checkpoint, or came after it.
+        is_whole = not (checkpoint.unfinished & set(groups)) and groups.stop <= (checkpoint.next_group_id or 0)
         if expected is None and is_whole and not checkpoint.set_aside & set(groups):
             expected = asked  # an epoch stands for the others where the task is not at hand
         if expected is None:

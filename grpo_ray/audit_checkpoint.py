@@ -1,6 +1,7 @@
 """A run's newest checkpoint: it loads, it is finite, and its account of the prompts adds up."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from grpo_ray.checkpoint import Checkpoint, read_checkpoint
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory
 
+UNFINISHED = ("in_flight", "buffered", "waiting")
+
 
 @dataclass
 class CheckpointFacts:
@@ -21,11 +24,11 @@ class CheckpointFacts:
     step: int = 0
     set_aside: frozenset[int] = frozenset()
     num_examples: int | None = None  # of the prompt order
+    next_group_id: int | None = None  # the first group that was never taken
+    unfinished: frozenset[int] = frozenset()  # taken, and still to be trained
 
 
-def audit_checkpoint(
-    run: RunDirectory, prompts_per_step: int, last_step: int, is_finished: bool
-) -> CheckpointFacts:
+def audit_checkpoint(run: RunDirectory, last_step: int, is_finished: bool) -> CheckpointFacts:
     """The newest; a run that goes on need not have one yet.
 
     Args:
@@ -40,12 +43,19 @@ def audit_checkpoint(
     except ValueError as error:
         return CheckpointFacts([f"checkpoints/{newest.name}: {error}"])
     state = checkpoint.state
-    problems = [*_audit_tensors(newest), *_audit_ledger(checkpoint, prompts_per_step)]
+    problems = [*_audit_tensors(newest), *_audit_ledger(checkpoint)]
     if is_finished and state.step != last_step:
         problems.append(f"it is not of the last step, {last_step}")
     named = [f"checkpoints/{newest.name}: {problem}" for problem in problems]
     ledger = state.ledger
-    return CheckpointFacts(named, state.step, frozenset(ledger["set_aside"]), ledger["num_examples"])
+    return CheckpointFacts(
+        named,
+        state.step,
+        frozenset(ledger["set_aside"]),
+        ledger["num_examples"],
+        ledger["next_group_id"],
+        frozenset(group for name in UNFINISHED for group in ledger[name]),
+    )
 
 
 def _audit_tensors(folder: Path) -> Iterator[str]:
@@ -68,26 +78,21 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def _audit_ledger(checkpoint: Checkpoint, prompts_per_step: int) -> Iterator[str]:
-    """Every group that was taken is trained, set aside, or still to be trained: exactly one of them."""
+def _audit_ledger(checkpoint: Checkpoint) -> Iterator[str]:
+    """Every group that was taken is trained, dropped, set aside, or still to be trained: one of them."""
     ledger: dict[str, Any] = checkpoint.state.ledger
-    set_aside = set(ledger["set_aside"])
-    places = {name: ledger[name] for name in ("in_flight", "buffered", "waiting")}
-    due = set(range(checkpoint.state.step * prompts_per_step))
-    places["trained"] = sorted(due - set_aside)
-    places["set aside"] = sorted(set_aside)
-    everything = sorted(group for groups in places.values() for group in groups)
-    if everything != list(range(ledger["next_group_id"])):
-        yield f"its ledger has {_differences(everything, ledger['next_group_id'])}"
-    if ledger["num_trained"] != len(places["trained"]):
-        yield f"its ledger counts {ledger['num_trained']} trained groups instead of {len(places['trained'])}"
-    unfinished = {*places["in_flight"], *places["buffered"], *places["waiting"]}
+    places = [*UNFINISHED, "set_aside"]
+    counts = Counter(group for name in places for group in ledger[name])
+    strange = sorted(group for group, n in counts.items() if n > 1 or not 0 <= group < ledger["next_group_id"])
+    if strange:
+        yield f"its ledger has more than one place, or a wrong one, for groups {strange[:10]}"
+    num_done = ledger["next_group_id"] - len(counts)
+    if ledger["num_trained"] + ledger["num_dropped"] != num_done:
+        yield (
+            f"its ledger counts {ledger['num_trained']} trained groups and {ledger['num_dropped']} dropped, "
+            f"together not {num_done}"
+        )
+    unfinished = {group for name in UNFINISHED for group in ledger[name]}
     strangers = [g.group_id for g in read_groups(checkpoint.groups_path) if g.group_id not in unfinished]
     if strangers:
         yield f"training/groups.parquet holds groups {strangers}, which are not to be trained"
-
-
-def _differences(groups: list[int], limit: int) -> str:
-    missing = sorted(set(range(limit)) - set(groups))
-    strange = sorted({group for group in groups if group >= limit or groups.count(group) > 1})
-    return f"no place for groups {missing[:10]}, and more than one, or a wrong one, for {strange[:10]}"

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 
-from grpo_ray.algorithms import group_advantages
+from grpo_ray.actors.scorer import advantages_of
 from grpo_ray.config import Config
 from grpo_ray.rewards.base import RewardFn, verdict
 from grpo_ray.rewards.isolated import ScoringError
+from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
 
 Row = dict[str, Any]
 REWARDS = ("reward", "format_reward", "answer_reward")
@@ -37,30 +38,55 @@ class RolloutRows:
 @dataclass
 class RolloutFacts:
     problems: list[str] = field(default_factory=list)
-    prompts: dict[int, tuple[str, str]] = field(default_factory=dict)  # each group's, with its ground truth
+    prompts: dict[int, tuple[str, str]] = field(default_factory=dict)  # each own group's, with its truth
+    trained: list[int] = field(default_factory=list)  # own groups that were trained
+    dropped: list[int] = field(default_factory=list)  # and those that were left out for lack of signal
     num_completions: int = 0
     num_errors: int = 0
 
 
-def audit_step(
-    rows: RolloutRows, metrics: Row, config: Config, set_aside: frozenset[int], reward_fn: RewardFn
-) -> RolloutFacts:
-    """The batch of one step.
+def audit_step(rows: RolloutRows, metrics: Row, config: Config, reward_fn: RewardFn) -> RolloutFacts:
+    """The batch of one step: its own groups (fresh or dropped), and those that are replayed.
 
     Args:
         metrics: the step's line in metrics.jsonl.
-        set_aside: groups that the run gave up.
     """
-    step, size = metrics["step"], config.algorithm.prompts_per_step
-    expected = [group for group in range((step - 1) * size, step * size) if group not in set_aside]
-    problems = [f"group {group} is missing" for group in expected if group not in rows.groups]
-    problems += [f"group {group} is not of this step" for group in rows.groups if group not in expected]
-    problems += [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
+    step = metrics["step"]
+    own = RolloutRows(rows.name, [row for row in rows.rows if row["use"] in (DROPPED, FRESH)])
+    replayed = RolloutRows(rows.name, [row for row in rows.rows if row["use"] > FRESH])
+    fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
+    problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
+    problems += _audit_size(fresh, own, replayed, config)
     problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt, reward_fn)
-    problems += _audit_lag(rows, metrics, config.weight_sync.max_lag)
-    problems += _compare(metrics, "reward/mean", rows.mean("reward"))
-    problems += _compare(metrics, "reward/errors", rows.num_errors)
-    return _facts(rows, problems)
+    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
+    if replayed.rows:
+        problems += _audit_lag(replayed, metrics, config.buffer.replay.max_age, "buffer.replay.max_age")
+        uses = {group: members[0]["use"] for group, members in replayed.groups.items()}
+        allowed = config.buffer.replay.max_uses
+        problems += [
+            f"group {g} is used {n} times, {allowed} are allowed" for g, n in uses.items() if n > allowed
+        ]
+    problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
+    problems += _compare(metrics, "reward/mean", own.mean("reward"))
+    problems += _compare(metrics, "reward/errors", own.num_errors)
+    facts = _facts(own, problems)
+    facts.trained = list(fresh.groups)
+    facts.dropped = [group for group in own.groups if group not in fresh.groups]
+    return facts
+
+
+def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, config: Config) -> Iterator[str]:
+    if len(fresh.groups) != config.fresh_per_step:
+        yield f"has {len(fresh.groups)} groups of its own instead of {config.fresh_per_step}"
+    if len(replayed.groups) > config.replayed_per_step:
+        yield f"replays {len(replayed.groups)} groups, more than {config.replayed_per_step}"
+    allowed = config.algorithm.dynamic_sampling_tries * config.fresh_per_step
+    dropped = {group: members for group, members in own.groups.items() if group not in fresh.groups}
+    if len(dropped) > allowed:
+        yield f"left out {len(dropped)} groups, more than {allowed}"
+    for group, members in dropped.items():
+        if any(row["advantage"] for row in members):
+            yield f"group {group} was left out, and has a signal"
 
 
 def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, reward_fn: RewardFn) -> RolloutFacts:
@@ -81,7 +107,7 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, reward_fn:
 def _facts(rows: RolloutRows, problems: list[str]) -> RolloutFacts:
     prompts = {group: (r[0]["prompt"], r[0]["ground_truth"]) for group, r in rows.groups.items()}
     named = [f"{rows.name}: {problem}" for problem in problems]
-    return RolloutFacts(named, prompts, len(rows.rows), rows.num_errors)
+    return RolloutFacts(named, prompts, num_completions=len(rows.rows), num_errors=rows.num_errors)
 
 
 def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[str]:
@@ -89,18 +115,22 @@ def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[s
         yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
 
 
-def _audit_lag(rows: RolloutRows, metrics: Row, max_lag: int) -> Iterator[str]:
-    """Ages worked out from every token's version, against the bound and the metrics."""
-    learner_version = metrics["step"] - 1
-    versions = [span["version"] for row in rows.rows for span in row["versions"]]
-    if not versions:
-        return
-    lag = learner_version - min(versions)
-    if lag > max_lag:
-        yield f"a token is {lag} versions old; weight_sync.max_lag is {max_lag}"
-    if max(versions) > learner_version:
-        yield f"a token is of version {max(versions)}, which was not there yet"
-    yield from _compare(metrics, "lag/max", lag)
+def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterator[str]:
+    """Ages worked out from every token's version, against the bound."""
+    lag, newest = _lag(rows, metrics["step"]), max(_versions(rows), default=0)
+    if lag > bound:
+        yield f"a token is {lag} versions old; {name} is {bound}"
+    if newest > metrics["step"] - 1:
+        yield f"a token is of version {newest}, which was not there yet"
+
+
+def _lag(rows: RolloutRows, step: int) -> int:
+    """The age of the oldest token when the Learner trained on it."""
+    return step - 1 - min(_versions(rows), default=step - 1)
+
+
+def _versions(rows: RolloutRows) -> list[int]:
+    return [span["version"] for row in rows.rows for span in row["versions"]]
 
 
 def _audit_groups(rows: RolloutRows, config: Config, num_samples: int, reward_fn: RewardFn) -> Iterator[str]:
@@ -157,9 +187,9 @@ def _audit_rewards(members: list[Row], reward_fn: RewardFn) -> Iterator[str]:
 
 
 def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    rewards = torch.tensor([[row["reward"] for row in members]])
-    worth = group_advantages(rewards, algorithm.advantage_eps, algorithm.normalize_by_std)[0]
-    recorded = torch.tensor([row["advantage"] for row in members])
-    if not torch.allclose(recorded, worth, rtol=1e-5, atol=1e-5):
+    rewards = np.array([row["reward"] for row in members], np.float32)
+    lengths = np.array([row["num_tokens"] for row in members])
+    worth = advantages_of(rewards, lengths, config.algorithm, config.sampling.max_tokens)
+    recorded = np.array([row["advantage"] for row in members])
+    if not np.allclose(recorded, worth, rtol=1e-5, atol=1e-5):
         yield f"advantages {recorded.tolist()} are recorded, its rewards give {worth.tolist()}"

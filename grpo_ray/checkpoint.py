@@ -4,6 +4,7 @@
         training/                      apart, because vLLM loads every *.safetensors beside the model's
             optimizer.safetensors      optimizer, random generators, version
             groups.parquet             scored groups that waited to be trained
+            replay.parquet             those that were trained, and may be again
             state.json                 the RunState, and the size of every other file; written last
 
 Folders of other names: `unfinished-*` is being written, `replaced-*` and `discarded-*` are on their way out.

@@ -77,7 +77,7 @@ class Checkpointing:
             with self._watch.call("learner", f"writes the checkpoint of step {state.step}"):
                 await asyncio.gather(
                     self._actors.learner.write_captured(folder),
-                    self._actors.buffer.write_captured(folder / "training" / "groups.parquet"),
+                    self._actors.buffer.write_captured(folder / "training"),
                 )
             if error := await self._actors.buffer.flush():
                 raise OSError(error)

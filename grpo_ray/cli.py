@@ -1,19 +1,26 @@
-"""The command line: `grpo-ray train CONFIG [section.key=value ...]`, `resume RUN`, `check CONFIG`."""
+"""The command line: `grpo-ray train CONFIG [section.key=value ...]`, `resume RUN`, `experiment NAME`, ..."""
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from grpo_ray.config_loading import ConfigError, load_config
 from grpo_ray.errors import RunError, shown_plainly
+
+if TYPE_CHECKING:
+    from grpo_ray.experiments.experiment import Experiment
 
 INTERRUPTED = 130  # the shell's exit status for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _set_library_defaults()
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parse(arguments)
+    options.typed = shlex.join(["grpo-ray", *arguments])
     try:
         return int(options.command(options))
     except KeyboardInterrupt as interrupt:
@@ -23,6 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, ConfigError) as error:
         print(f"grpo-ray: {error}", file=sys.stderr)
         return 2
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """With overrides before and after options, which argparse itself takes in one place only."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +71,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_config_arguments(check)
     check.set_defaults(command=_check)
+    _add_experiment(commands.add_parser(
+        "experiment",
+        help="compare variants of a job over seeds",
+        description="Run a comparison that comes with grpo_ray; a second start goes on with it.",
+    ))  # fmt: skip
+    _add_sweep(commands.add_parser(
+        "sweep",
+        help="compare every combination of some values",
+        description="Run every combination of the values, such as learner.learning_rate=1e-4,2e-4.",
+    ))  # fmt: skip
     return parser
+
+
+def _add_experiment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="one of those that --list prints")
+    parser.add_argument("--list", action="store_true", help="print the experiments and end")
+    parser.add_argument("--config", default="configs/quickstart.yaml", help="the job (default: %(default)s)")
+    _add_comparison_arguments(parser, num_seeds=3)
+    _add_overrides(parser)
+    parser.set_defaults(command=_experiment)
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    _add_config_arguments(parser)
+    parser.add_argument("--name", help="the folder's name (default: from the keys)")
+    _add_comparison_arguments(parser, num_seeds=1)
+    parser.set_defaults(command=_sweep)
+
+
+def _add_comparison_arguments(parser: argparse.ArgumentParser, num_seeds: int) -> None:
+    parser.add_argument("--seeds", type=int, default=num_seeds, help="runs a variant (default: %(default)s)")
+    parser.add_argument("--output", default="experiments", help="folder for results (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: as the machine has room for)")
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +155,33 @@ def _check(options: argparse.Namespace) -> int:
     for notice in task.notices:
         print(f"  {notice}")
     return 0
+
+
+def _experiment(options: argparse.Namespace) -> int:
+    from grpo_ray.experiments.definitions import EXPERIMENTS
+    from grpo_ray.experiments.experiment import find
+
+    if options.list:
+        width = max(map(len, EXPERIMENTS))
+        for experiment in EXPERIMENTS.values():
+            print(f"{experiment.name:<{width}}  {experiment.title} ({', '.join(experiment.variants)})")
+        return 0
+    return _compare(options, find(options.name or "", EXPERIMENTS), options.overrides)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from grpo_ray.experiments.sweep import make_sweep
+
+    return _compare(options, make_sweep(options.config, options.overrides, options.name), [])
+
+
+def _compare(options: argparse.Namespace, experiment: "Experiment", overrides: Sequence[str]) -> int:
+    from grpo_ray.experiments.command import run_experiment
+
+    is_good = run_experiment(
+        experiment, options.config, overrides, options.seeds, options.output, options.jobs, options.typed
+    )
+    return 0 if is_good else 1
 
 
 def _set_library_defaults() -> None:

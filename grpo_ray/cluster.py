@@ -97,7 +97,7 @@ def _compare(config: Config, available: Mapping[str, float], place: str) -> None
     generator, learner = config.generator, config.learner
     shortfalls = []
     for resource, per_generator, per_learner, others in (
-        ("GPU", generator.num_gpus, learner.num_gpus, 0),
+        ("GPU", config.gpus_per_generator, config.gpus_of_learner, 0),
         ("CPU", generator.num_cpus, learner.num_cpus, config.scorer.num_cpus),
     ):
         wanted = generator.num_generators * per_generator + per_learner + others

@@ -6,22 +6,11 @@ The defaults are the course handout's, for real models; `configs/` holds one YAM
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from grpo_ray.config_algorithm import AlgorithmConfig
+from grpo_ray.config_section import Decay, Fraction, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.durable import replacing
-
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """One level of the tree: immutable, and unknown keys are refused."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
-    )
 
 
 class RunConfig(Section):
@@ -111,8 +100,8 @@ class SortingTaskConfig(Section):
     num_train_prompts: PositiveInt = 2000
     num_validation_prompts: PositiveInt = 64
     prompt: str = "short"
-    """Template: `r1_zero`, `short`, or a file with `{question}`."""
-    reward: Literal["exact_match", "r1_zero"] = "exact_match"
+    """Template: `question_only`, `r1_zero`, `short`, or a file with `{question}`."""
+    reward: Literal["exact_match", "question_only", "r1_zero"] = "exact_match"
 
 
 class FileTaskConfig(Section):
@@ -135,8 +124,8 @@ class FileTaskConfig(Section):
     long_prompts: Literal["refuse", "skip", "truncate"] = "refuse"
     """What happens to longer ones: an error, left out and counted, or cut on the left and counted."""
     prompt: str = "r1_zero"
-    """Template: `r1_zero`, `short`, or a file with `{question}`."""
-    reward: Literal["exact_match", "r1_zero"] = "r1_zero"
+    """Template: `question_only`, `r1_zero`, `short`, or a file with `{question}`."""
+    reward: Literal["exact_match", "question_only", "r1_zero"] = "r1_zero"
 
 
 class SamplingConfig(Section):
@@ -192,6 +181,8 @@ class GeneratorConfig(Section):
     """CPU threads of each engine (CPU only)."""
     cpu_cores: tuple[NonNegativeInt, ...] | None = None
     """Cores to hold the Generators' processes to (CPU only); default: the system's choice."""
+    colocated: bool = False
+    """Generators and Learner share the devices and take turns (synchronous only)."""
     slowdown_s: NonNegativeFloat = 0.0
     """Seconds every group is held back, for trying schedules."""
 
@@ -235,33 +226,6 @@ class LearnerConfig(Section):
     _check_cores = field_validator("cpu_cores")(_some_cores)
 
 
-class AlgorithmConfig(Section):
-    num_steps: PositiveInt = 200
-    """Optimizer steps, one a batch (the handout's n_grpo_steps)."""
-    prompts_per_step: PositiveInt = 32
-    """Groups a step; times `samples_per_prompt` is the handout's rollout_batch_size."""
-    samples_per_prompt: PositiveInt = 8
-    """Completions a prompt, G (the handout's group_size)."""
-    loss: Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"] = "grpo_clip"
-    cliprange: PositiveFloat = 0.2
-    """Epsilon of GRPO-Clip."""
-    aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
-    """Mean over each response then over responses; over all tokens; or sum over `sampling.max_tokens`."""
-    advantage_eps: PositiveFloat = 1e-6
-    """Added to the group's standard deviation."""
-    normalize_by_std: bool = True
-    """Divide the centred rewards by the group's sample standard deviation."""
-
-    @model_validator(mode="after")
-    def _group_has_baseline(self) -> "AlgorithmConfig":
-        if self.samples_per_prompt < 2 and self.loss != "no_baseline":
-            raise ValueError(
-                f"samples_per_prompt is {self.samples_per_prompt}: a group needs at least 2 completions, "
-                f"or its only advantage is 0 and `{self.loss}` learns nothing"
-            )
-        return self
-
-
 class WeightSyncConfig(Section):
     max_lag: NonNegativeInt = 1
     """Largest age, in versions, of a token that is trained on: 0 synchronous, 1 one version behind."""
@@ -284,9 +248,30 @@ class EvaluationConfig(Section):
     """Responses a validation prompt, at the training temperature."""
 
 
+class ReplayConfig(Section):
+    """Scored groups that are trained on again."""
+
+    frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a batch that is drawn from earlier batches; 0 is plain FIFO."""
+    sampling: Literal["uniform", "recent", "advantage"] = "uniform"
+    """Draw evenly, the newest, or in proportion to the mean |advantage|."""
+    max_age: PositiveInt = 4
+    """No token older than so many versions is trained on again."""
+    max_uses: Annotated[int, Field(ge=2)] = 4
+    """Times a group is trained on, the first included."""
+    max_groups: PositiveInt = 1024
+    """Groups kept; the oldest make room."""
+    max_gib: PositiveFloat = 1.0
+    """Their size, in GiB."""
+
+
 class BufferConfig(Section):
     max_gib: PositiveFloat = 4.0
     """Scored groups kept in memory, in GiB; past it only the groups that the Learner waits for are taken in."""
+    lookahead: PositiveInt = 1
+    """A batch is the first finished groups of so many more than it needs, less one: stragglers hold it up
+    less, and come a step later, which `weight_sync.max_lag` must allow. 1 is strict order."""
+    replay: ReplayConfig = ReplayConfig()
 
 
 class CheckpointConfig(Section):
@@ -337,6 +322,84 @@ class Config(Section):
     @property
     def rollouts_per_step(self) -> int:
         return self.algorithm.prompts_per_step * self.algorithm.samples_per_prompt
+
+    @property
+    def replayed_per_step(self) -> int:
+        """Groups of a batch that come from earlier ones, once there are any."""
+        return round(self.algorithm.prompts_per_step * self.buffer.replay.frac)
+
+    @property
+    def fresh_per_step(self) -> int:
+        """Groups of a batch that are sampled for it."""
+        return self.algorithm.prompts_per_step - self.replayed_per_step
+
+    @property
+    def steps_overtaken(self) -> int:
+        """Steps that the look-ahead can make a group wait beyond its turn."""
+        return -(-(self.buffer.lookahead - 1) // self.fresh_per_step)
+
+    @property
+    def max_token_age(self) -> int:
+        """The oldest token that a step may train on, in versions."""
+        return self.buffer.replay.max_age if self.replayed_per_step else self.weight_sync.max_lag
+
+    @property
+    def gpus_per_generator(self) -> float:
+        """What Ray reserves: those who are colocated share one GPU."""
+        return self.generator.num_gpus / 2 if self.generator.colocated else self.generator.num_gpus
+
+    @property
+    def gpus_of_learner(self) -> float:
+        return self.learner.num_gpus / 2 if self.generator.colocated else self.learner.num_gpus
+
+    @model_validator(mode="after")
+    def _colocated_is_possible(self) -> "Config":
+        generator, learner, max_lag = self.generator, self.learner, self.weight_sync.max_lag
+        if not generator.colocated:
+            return self
+        if max_lag:
+            raise ValueError(
+                "generator.colocated: who takes turns is synchronous; "
+                f"set weight_sync.max_lag to 0 (it is {max_lag})"
+            )
+        shares = generator.num_gpus, learner.num_gpus
+        if any(shares) and (shares != (1, 1) or generator.num_generators > 1):
+            raise ValueError(
+                "generator.colocated: one Generator and the Learner share one GPU; set "
+                "generator.num_generators, generator.num_gpus and learner.num_gpus to 1 (they are "
+                f"{generator.num_generators}, {shares[0]} and {shares[1]}), or both num_gpus to 0 for the CPU"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_is_possible(self) -> "Config":
+        max_lag, replay = self.weight_sync.max_lag, self.buffer.replay
+        if replay.frac and not 0 < self.replayed_per_step < self.algorithm.prompts_per_step:
+            raise ValueError(
+                f"buffer.replay.frac is {replay.frac:g}: of algorithm.prompts_per_step "
+                f"({self.algorithm.prompts_per_step}) at least one group must be replayed and one fresh"
+            )
+        if replay.frac and replay.max_age <= max_lag:
+            raise ValueError(
+                f"buffer.replay.max_age ({replay.max_age}) must exceed weight_sync.max_lag ({max_lag}): "
+                "a group is a version older when it can be replayed"
+            )
+        if self.steps_overtaken > max_lag:
+            raise ValueError(
+                f"buffer.lookahead is {self.buffer.lookahead}: a group can come {self.steps_overtaken} steps "
+                f"late; weight_sync.max_lag ({max_lag}) must be at least that"
+            )
+        if self.buffer.lookahead > 1 and self.algorithm.oversample_frac:
+            raise ValueError(
+                "buffer.lookahead keeps stragglers for the next step, algorithm.oversample_frac cuts them off; "
+                "choose one"
+            )
+        if self.algorithm.overlong_buffer_tokens >= self.sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) must be below "
+                f"sampling.max_tokens ({self.sampling.max_tokens})"
+            )
+        return self
 
 
 def dump_config(config: Config, path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from grpo_ray.config import Config, Section
+from grpo_ray.config import Config
+from grpo_ray.config_section import Section
 
 BOUND_SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 TYPE_NAMES = {float: "number", int: "integer", bool: "true or false", str: "text", NoneType: "null"}

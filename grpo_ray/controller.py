@@ -12,10 +12,10 @@ and the caller begins again from the last checkpoint.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeVar
 
-from grpo_ray.actors.staleness import admission_limit, oldest_allowed
+from grpo_ray.actors.staleness import admission_limit, oldest_allowed, places_beyond
 from grpo_ray.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.checkpointing import Checkpointing
 from grpo_ray.config import Config
@@ -27,11 +27,14 @@ from grpo_ray.run_log import Metrics, RunLog
 from grpo_ray.stalls import keep_watch
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.run_files import last_logged_step, step_name
-from grpo_ray.types import BatchFacts, GeneratorStats, PromptItem, StepReport, SyncReport
+from grpo_ray.types import BatchFacts, GeneratorStats, PromptItem, PutReceipt, StepReport, SyncReport
 from grpo_ray.validation import Validation
 from grpo_ray.watch import Watch
 
 T = TypeVar("T")
+Running = tuple[
+    "asyncio.Task[None]", int
+]  # a group's rollout, and the version that was published when it began
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can go on from its last checkpoint
 
 
@@ -59,11 +62,17 @@ class Controller:
         )
         log.step = self._version
         self._group_finished = asyncio.Condition()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: dict[int, Running] = {}  # by group
+        self._oldest_useful = 0  # what is sampled by older versions is cut off
         self._scored: set[int] = set()  # on their way into the buffer, which may keep them waiting
+        self._admitted_version = self._version
+        self._extra_places = 0  # see actors/staleness.py
+        self._num_set_aside = self._num_cut = 0  # since the last batch
         self._producing: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._unlogged: dict[int, Metrics] = {}  # trained steps whose line is not written yet
-        self._in_training: tuple[tuple[int, ...], Metrics] | None = None  # the Learner's batch
+        self._in_training: tuple[BatchFacts, Metrics] | None = None  # the Learner's batch
         self._last_line_at = 0.0
         self._trained_s = 0.0  # the Learner's seconds since the last step's line
 
@@ -84,14 +93,15 @@ class Controller:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 self._rollouts.start(tasks)
                 watching: asyncio.Task[None] | None = None
                 with contextlib.suppress(_Stopped):
                     await self._unless_stopped(self._until_ready())
                     watching = tasks.create_task(self._keep_watch())
                     await self._unless_stopped(self._take_up())
-                    self._producing.add(tasks.create_task(self._produce(tasks)))
-                    await self._train(tasks)
+                    self._producing.add(tasks.create_task(self._produce()))
+                    await self._train()
                 for task in (*self._producing, *self._rollouts.replacing):
                     task.cancel()
                 await self._save()
@@ -108,10 +118,16 @@ class Controller:
         if self._checkpoint is not None:
             state = self._checkpoint.state
             self._ledger.load_state_dict(state.ledger, await self._actors.buffer.group_ids())
-            for group_id in self._ledger.set_aside:
-                await self._actors.buffer.set_aside(group_id)
             if last_logged_step(self._log.run.metrics_path) < self._version:
                 self._unlogged[self._version] = dict(state.metrics)
+        ledger, oversampled = self._ledger, self._config.algorithm.num_oversampled
+        self._extra_places = places_beyond(
+            self._version, ledger.num_trained, ledger.num_left, oversampled, self._config.fresh_per_step
+        )
+        if self._checkpoint is not None:
+            await self._give_places(
+                await self._actors.buffer.begin(sorted(ledger.unfinished), ledger.next_group_id)
+            )
         self._log.display.status("evaluating the policy")
         await self._finish_step(self._version)
         await self._take_stats()  # the evaluation's
@@ -141,38 +157,83 @@ class Controller:
 
     # Producing groups
 
-    async def _produce(self, tasks: asyncio.TaskGroup) -> None:
-        """Dispatch prompts as admission allows; the last steps' batches need no successors."""
-        algorithm = self._config.algorithm
-        total = algorithm.num_steps * algorithm.prompts_per_step
-        self._dispatch(self._ledger.take_waiting(), tasks)
-        while self._ledger.next_group_id < total:
-            above = self._ledger.next_group_id
-            limit = await self._actors.weight_sync.admission_limit(above)
-            self._dispatch(self._ledger.take_new(min(limit, total) - above), tasks)
+    async def _produce(self) -> None:
+        """Dispatch prompts as admission allows, without end; the last steps' batches need no successors."""
+        version, limit = -1, 0
+        while True:
+            version, limit = await self._actors.weight_sync.admission(version, limit)
+            self._admitted_version = version
+            self._dispatch(self._ledger.take_waiting())
+            num_new = min(limit, self._num_groups) - self._ledger.next_group_id
+            self._dispatch(self._ledger.take_new(max(0, num_new)))
 
-    def _dispatch(self, items: Iterable[PromptItem], tasks: asyncio.TaskGroup) -> None:
+    @property
+    def _num_groups(self) -> int:
+        """As many as the run dispatches in all, unless more leave the line without being trained."""
+        return self._config.algorithm.num_steps * self._config.fresh_per_step + self._extra_places
+
+    def _dispatch(self, items: Iterable[PromptItem]) -> None:
+        assert self._tasks is not None
         for item in items:
-            task = tasks.create_task(self._rollout(item))
+            task = self._tasks.create_task(self._rollout(item))
+            self._running[item.group_id] = task, self._admitted_version
             self._producing.add(task)
             task.add_done_callback(self._producing.discard)
 
     async def _rollout(self, item: PromptItem) -> None:
         """One group: sampled, scored, put into the buffer; only references pass through here."""
+        group_id = item.group_id
         scored = await self._rollouts.sample(item, self._config.algorithm.samples_per_prompt, "train")
         if scored is None:
-            self._ledger.mark_set_aside(item.group_id)
-            await self._actors.buffer.set_aside(item.group_id)
-            text = f"group {item.group_id} is set aside; its batch is trained without it"
-            self._log.event("set_aside", None, text, group_id=item.group_id)
+            await self._set_aside(group_id)
         else:
-            self._scored.add(item.group_id)
+            self._scored.add(group_id)
             await self._notify_finished()
-            with self._watch.call("buffer", f"takes in group {item.group_id}", is_waiting=True):
-                await self._actors.buffer.put(scored)
-            self._scored.remove(item.group_id)
-            self._ledger.mark_buffered(item.group_id)
+            with self._watch.call("buffer", f"takes in group {group_id}", is_waiting=True):
+                receipt: PutReceipt = await self._actors.buffer.put(scored)
+            self._scored.remove(group_id)
+            if receipt.is_kept:
+                self._ledger.mark_buffered(group_id)
+            else:
+                self._cut([group_id])
+                if self._admitted_version >= self._oldest_useful:  # or it is dispatched when that is published
+                    self._dispatch(self._ledger.take_waiting())
+            await self._give_places(receipt.num_places)
+        if group_id not in self._ledger.in_flight:  # it may have been dispatched again
+            self._running.pop(group_id, None)
         await self._notify_finished()
+
+    async def _set_aside(self, group_id: int) -> None:
+        """It never finished, however often it was tried: its place goes to another prompt."""
+        self._ledger.mark_set_aside(group_id)
+        self._num_set_aside += 1
+        text = f"group {group_id} is set aside; another takes its place"
+        self._log.event("set_aside", None, text, group_id=group_id)
+        if self._num_set_aside >= self._config.algorithm.prompts_per_step:
+            raise RunError(
+                f"{self._num_set_aside} groups were set aside while one batch was waited for, as many as it "
+                f"has; see {self._log.run.events_path}"
+            )
+        await self._give_places(1 + await self._actors.buffer.set_aside(group_id))
+
+    async def _give_places(self, num_places: int) -> None:
+        """So many groups will not be trained: as many more are admitted."""
+        if num_places:
+            self._extra_places += num_places
+            await self._actors.weight_sync.widen(num_places)
+
+    def _cut(self, group_ids: Collection[int]) -> None:
+        """These came too late to be trained; they are asked again when the next version is published."""
+        self._ledger.cut(group_ids)
+        self._num_cut += len(group_ids)
+
+    def _cut_off_running(self, step: int) -> None:
+        """After the batch of `step` was taken: whoever runs and would be too old for the next one."""
+        self._oldest_useful = oldest = oldest_allowed(step + 1, self._config.weight_sync.max_lag)
+        late = [g for g, (_, version) in self._running.items() if version < oldest and g not in self._scored]
+        for group_id in late:
+            self._running.pop(group_id)[0].cancel()
+        self._cut(late)
 
     async def _notify_finished(self) -> None:
         async with self._group_finished:
@@ -180,11 +241,15 @@ class Controller:
 
     # Training
 
-    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+    async def _train(self) -> None:
         published: asyncio.Task[None] | None = None
         try:
             for step in range(self._version, self._config.algorithm.num_steps):
                 batch, facts, metrics = await self._unless_stopped(self._next_batch(step))
+                if self._config.generator.colocated:
+                    if published is not None:
+                        await published
+                    await self._give_learner_its_turn()
                 report = await self._learn(batch, facts, metrics)
                 # The Learner's calls run in order: the next step starts once the snapshot has been copied.
                 snapshot, copied = self._actors.learner.snapshot.split()
@@ -192,13 +257,28 @@ class Controller:
                     await published  # its evaluation, too, must be done: those weights are gone after this
                 if self._checkpointing.is_due(report.version):
                     metrics |= await self._checkpointing.begin(metrics, self._log.unwritten())
-                published = tasks.create_task(self._publish(report.version, snapshot, copied))
+                if self._config.generator.colocated:
+                    await self._give_generators_their_turn()
+                assert self._tasks is not None
+                published = self._tasks.create_task(self._publish(report.version, snapshot, copied))
                 self._check_skipped(report)
             if published is not None:
                 await self._unless_stopped(published)
         except _Stopped:
             if published is not None:
                 published.cancel()  # the checkpoint holds what is known of its step
+
+    async def _give_learner_its_turn(self) -> None:
+        """Colocated: nothing is being sampled, as this batch is whole and none of the next is admitted."""
+        await self._rollouts.ask_all("sleep")
+        with self._watch.call("learner", "takes its room on the device"):
+            await self._actors.learner.take_room()
+
+    async def _give_generators_their_turn(self) -> None:
+        """The Learner's calls run in order: it leaves after the snapshot has been copied."""
+        with self._watch.call("learner", "leaves its room on the device"):
+            await self._actors.learner.make_room()
+        await self._rollouts.ask_all("wake")
 
     async def _next_batch(self, step: int) -> tuple[Any, BatchFacts, Metrics]:
         """A reference to the batch of `step`, and its facts; too old groups are sampled again."""
@@ -209,18 +289,31 @@ class Controller:
                 batch, coming = self._actors.buffer.take.split(step, oldest)
                 facts: BatchFacts = await coming
             self._log.trouble("rollouts", facts.write_error)
-            if not facts.rejected_items:
+            # The buffer has answered for these; the answers to their puts may still be on their way here.
+            await self._until_answered(
+                {*facts.group_ids, *facts.rejected_ids, *facts.dropped_ids, *facts.cut_ids}
+            )
+            if not facts.rejected_ids:
                 break
-            rejected += len(facts.rejected_items)
-            self._ledger.give_back([item.group_id for item in facts.rejected_items])
-            await asyncio.gather(*(self._rollout(item) for item in self._ledger.take_waiting()))
-        if not facts.group_ids:
-            raise RunError(f"every group of step {step + 1} was set aside; see {self._log.run.events_path}")
-        waited = time.perf_counter() - started
-        return batch, facts, {**facts.metrics, "lag/rejected": rejected, "timing/wait_for_batch_s": waited}
+            rejected += len(facts.rejected_ids)
+            self._ledger.give_back(facts.rejected_ids)
+            self._dispatch(self._ledger.take_waiting())
+        metrics = {
+            **facts.metrics,
+            "lag/rejected": rejected,
+            "timing/wait_for_batch_s": time.perf_counter() - started,
+        }
+        await self._give_places(facts.num_places)
+        if self._config.algorithm.num_oversampled:
+            self._cut(facts.cut_ids)
+            self._cut_off_running(step)
+            await self._notify_finished()
+            metrics["rollout/cut_groups"] = self._num_cut
+        self._num_set_aside = self._num_cut = 0
+        return batch, facts, metrics
 
     async def _learn(self, batch: Any, facts: BatchFacts, metrics: Metrics) -> StepReport:
-        self._in_training = facts.group_ids, metrics
+        self._in_training = facts, metrics
         with self._watch.call("learner", f"trains version {self._version + 1}"):
             report: StepReport = await self._actors.learner.train_step(batch)
         self._trained_s += report.metrics["timing/train_s"]
@@ -230,8 +323,9 @@ class Controller:
     def _settle_step(self, report: StepReport) -> None:
         """The step is done: its prompts are trained, and its line can be written."""
         assert self._in_training is not None
-        group_ids, metrics = self._in_training
-        self._ledger.mark_trained(group_ids)
+        facts, metrics = self._in_training
+        self._ledger.mark_trained(facts.group_ids)
+        self._ledger.mark_dropped(facts.dropped_ids)
         metrics |= {**report.metrics, **self._recovery_metrics()}
         self._unlogged[report.version] = metrics
         self._version = self._log.step = report.version
@@ -261,7 +355,7 @@ class Controller:
         started = time.perf_counter()
         metrics = self._unlogged[version]
         if not self._config.weight_sync.in_flight:
-            await self._until_all_admitted_finished(version - 1)
+            await self._until_none_runs(version - 1)
         metrics |= {"timing/weight_sync/join_s": time.perf_counter() - started}
         with self._watch.call("learner", f"copies the weights of version {version}"):
             await copied  # first, or a Learner that is stuck would look like Generators that are
@@ -274,15 +368,24 @@ class Controller:
         self._log.display.step(version, metrics)
         await self._finish_step(version)
 
-    async def _until_all_admitted_finished(self, published_version: int) -> None:
-        """Wait until every group that `published_version` let in is scored, or set aside."""
-        algorithm = self._config.algorithm
-        limit = admission_limit(published_version, self._config.weight_sync.max_lag, algorithm.prompts_per_step)
-        num_admitted = min(limit, algorithm.num_steps * algorithm.prompts_per_step)
+    async def _until_none_runs(self, published_version: int) -> None:
+        """Wait until every group that `published_version` lets in is scored, set aside, or cut off."""
+        max_lag = self._config.weight_sync.max_lag - self._config.steps_overtaken
+
+        def none_runs() -> bool:
+            limit = admission_limit(published_version, max_lag, self._config.fresh_per_step, self._extra_places)
+            is_dispatched = self._ledger.next_group_id >= min(limit, self._num_groups)
+            return is_dispatched and self._ledger.in_flight <= self._scored
+
+        await self._until_finished(none_runs)
+
+    async def _until_answered(self, group_ids: set[int]) -> None:
+        await self._until_finished(lambda: not group_ids & self._scored)
+
+    async def _until_finished(self, condition: Callable[[], bool]) -> None:
+        """Wait for what can become true when a group's rollout has ended."""
         async with self._group_finished:
-            await self._group_finished.wait_for(
-                lambda: self._ledger.unfinished_below(num_admitted) <= self._scored
-            )
+            await self._group_finished.wait_for(condition)
 
     async def _finish_step(self, step: int) -> None:
         """Evaluate if it is time, and write the step's line unless it is there."""

@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
+from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
 from grpo_ray.checkpoint import Checkpoint
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
@@ -104,18 +104,21 @@ class ActorGroup:
         index = int(name.rpartition("-")[2])
         engine = Deferred(lambda: make_engine(config, model_path, prepared.max_model_len, index))
         actor = self._host(Generator, name).options(
-            num_gpus=config.generator.num_gpus, num_cpus=config.generator.num_cpus, max_concurrency=10_000
+            num_gpus=config.gpus_per_generator,
+            num_cpus=config.generator.num_cpus,
+            max_concurrency=10_000,
         )
         return Client(name, actor.remote(name, engine, config.generator.slowdown_s, self._version))
 
     def _start_learner(self) -> Client:
         config = self._config
         actor = self._host(Learner, "learner", beside=("write_captured",)).options(
-            num_gpus=config.learner.num_gpus, num_cpus=config.learner.num_cpus
+            num_gpus=config.gpus_of_learner, num_cpus=config.learner.num_cpus
         )
         training = self._checkpoint.training_path if self._checkpoint else None
         ends = self._prepared.end_token_ids
-        return Client("learner", actor.remote(self._model_path, config, ends, training, self._run.skipped))
+        arguments = self._model_path, config, ends, training, self._run.skipped, self._prepared.model_path
+        return Client("learner", actor.remote(*arguments))
 
     def _start_scorer(self) -> Client:
         config = self._config
@@ -123,26 +126,27 @@ class ActorGroup:
             num_cpus=config.scorer.num_cpus,
             allow_out_of_order_execution=True,  # a slow group holds no other
         )
-        return Client("scorer", actor.remote(config.task.reward, config.algorithm, config.scorer))
+        return Client(
+            "scorer",
+            actor.remote(config.task.reward, config.algorithm, config.scorer, config.sampling.max_tokens),
+        )
 
     def _start_buffer(self) -> Client:
         """The buffer writes the run's rollouts, so it lives where the run directory is."""
-        config = self._config
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = self._host(TrajectoryBuffer, "buffer").options(
             num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
         )
-        rollouts = self._run.rollouts if config.run.save_rollouts else None
-        groups = self._checkpoint.groups_path if self._checkpoint else None
-        max_bytes = int(config.buffer.max_gib * 2**30)
-        return Client("buffer", actor.remote(config.algorithm.prompts_per_step, max_bytes, rollouts, groups))
+        rollouts = self._run.rollouts if self._config.run.save_rollouts else None
+        training = self._checkpoint.training_path if self._checkpoint else None
+        return Client("buffer", actor.remote(*buffer_arguments(self._config, rollouts, training)))
 
     def _start_weight_sync(self) -> Client:
-        sync, algorithm = self._config.weight_sync, self._config.algorithm
         actor = self._host(WeightSync, "weight_sync").options(num_cpus=0, max_concurrency=100)
         clients = list(self.generators.values())
-        arguments = clients, sync.max_lag, algorithm.prompts_per_step, sync.phase_timeout_s, self._version
-        return Client("weight_sync", actor.remote(*arguments))
+        ledger = self._prepared.ledger
+        arguments = weight_sync_arguments(self._config, ledger.num_trained, ledger.num_left, self._version)
+        return Client("weight_sync", actor.remote(clients, *arguments))
 
     def _host(self, cls: Any, name: str, beside: tuple[str, ...] = ()) -> Any:
         return as_actor(cls, name, self._run.logs, beside)

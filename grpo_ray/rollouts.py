@@ -157,6 +157,18 @@ class Rollouts:
             self.scorer_bytes = report.resident_bytes
             return scored
 
+    async def ask_all(self, method: str) -> None:
+        """Every Generator that serves does it; one that cannot is replaced."""
+
+        async def ask(name: str, seat: Seat) -> None:
+            try:
+                with self._watch.call(name, f"is asked to {method}"):
+                    await getattr(seat.client, method)()
+            except (ActorDied, EngineDied) as error:
+                self.report(name, str(error), seat)
+
+        await asyncio.gather(*(ask(name, seat) for name, seat in self.seats.items()))
+
     # Replacing
 
     def report(self, name: str, error: str, seat: Seat | None = None) -> None:

@@ -16,14 +16,15 @@ import numpy as np
 class PromptItem:
     """One prompt to be sampled as a group.
 
-    `group_id` is the prompt's place in the run's whole order (epoch after epoch): group ids
-    `[k * prompts_per_step, (k + 1) * prompts_per_step)` are the batch of step k.
+    `group_id` is the prompt's place in the run's whole order (epoch after epoch); batches are made in that
+    order (actors/batch_line.py).
     """
 
     group_id: int
     prompt: str
     prompt_token_ids: tuple[int, ...]
     ground_truth: str
+    num_cuts: int = 0  # times it was cut off by oversampling before
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,29 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The groups of one Learner step, in group order."""
+    """The groups of one Learner step: fresh ones in group order, then those that are replayed."""
 
     groups: tuple[ScoredGroup, ...]
+
+
+@dataclass(frozen=True)
+class PutReceipt:
+    """What became of a group that was put into the buffer."""
+
+    is_kept: bool  # False: it is too old for every batch to come
+    num_places: int = 0  # groups that left the line for lack of signal: so many more may be admitted
 
 
 @dataclass(frozen=True)
 class BatchFacts:
     """What the controller needs to know of a batch: small numbers, never tokens."""
 
-    group_ids: tuple[int, ...]
-    rejected_items: tuple[PromptItem, ...]  # groups that were too old; their prompts go back to the ledger
+    group_ids: tuple[int, ...]  # fresh groups that are trained
+    rejected_ids: tuple[int, ...]  # groups that were too old: they are sampled again, and there is no batch yet
     metrics: dict[str, float]
+    dropped_ids: tuple[int, ...] = ()  # left out for lack of signal
+    cut_ids: tuple[int, ...] = ()  # came, but too late: the next batch cannot have them either
+    num_places: int = 0  # as in PutReceipt
     write_error: str | None = None  # why rollouts of an earlier batch are not on disk yet
 
 

@@ -18,8 +18,8 @@ from grpo_ray import hosting
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cli import main
+from grpo_ray.policy.microbatch import TrainSequence
 from grpo_ray.rewards.isolated import ScoringError
-from grpo_ray.types import ScoredGroup
 
 TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
 
@@ -47,8 +47,8 @@ class ChaosScorer(Scorer):
 
 
 class ChaosLearner(Learner):
-    def accumulate_gradient(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        sums = super().accumulate_gradient(groups)
+    def accumulate_gradient(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        sums = super().accumulate_gradient(sequences)
         if is_asked_for("nan_gradient"):
             weights = next(self.model.parameters())
             weights.grad = torch.full_like(weights, float("nan"))

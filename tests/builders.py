@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from grpo_ray.actors.batch_line import BatchLine
+from grpo_ray.actors.replay import ReplayMemory
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
+from grpo_ray.config import ReplayConfig
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup
 
 
@@ -29,8 +34,10 @@ def make_completion(
     )
 
 
-def make_item(group_id: int = 0, prompt_token_ids: Sequence[int] = (1, 2), truth: str = "") -> PromptItem:
-    return PromptItem(group_id, f"prompt {group_id}", tuple(prompt_token_ids), truth)
+def make_item(
+    group_id: int = 0, prompt_token_ids: Sequence[int] = (1, 2), truth: str = "", num_cuts: int = 0
+) -> PromptItem:
+    return PromptItem(group_id, f"prompt {group_id}", tuple(prompt_token_ids), truth, num_cuts)
 
 
 def make_group(
@@ -43,6 +50,32 @@ def make_group(
     r = np.array([0.0] * len(completions) if rewards is None else rewards, dtype=np.float32)
     a = r if advantages is None else np.array(advantages, dtype=np.float32)
     return ScoredGroup(RolloutGroup(item, tuple(completions), "generator-0"), r, 0 * r, r, a)
+
+
+def simple_group(group_id: int, versions: int | list[int] = 0, has_signal: bool = True) -> ScoredGroup:
+    """Two responses of three tokens, with rewards 1 and 0; or both 0, and nothing to learn from."""
+    completions = [make_completion([5, 6, 7], versions=versions)] * 2
+    return make_group(make_item(group_id), completions, [has_signal, 0], [has_signal, -float(has_signal)])
+
+
+def make_buffer(
+    size: int,
+    max_bytes: int = 2**30,
+    rollouts: Path | None = None,
+    checkpoint: Path | None = None,
+    *,
+    lookahead: int = 1,
+    first_come: bool = False,
+    max_dropped: int = 0,
+    cut_max_lag: int | None = None,
+    num_replayed: int = 0,
+    replay: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> TrajectoryBuffer:
+    """`size` fresh groups and `num_replayed` old ones a batch."""
+    line = BatchLine(size, lookahead, first_come, max_dropped)
+    memory = ReplayMemory(ReplayConfig(**(replay or {})), num_replayed, seed)
+    return TrajectoryBuffer(line, memory, max_bytes, rollouts, checkpoint, cut_max_lag)
 
 
 def same_groups(actual: Sequence[ScoredGroup], expected: Sequence[ScoredGroup]) -> bool:

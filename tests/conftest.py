@@ -3,10 +3,13 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from any_reward_cli import parity_reward
 from builders import perturb
 
+from grpo_ray.actors.scorer import Scorer
 from grpo_ray.config import Config, SortingTaskConfig, TinyModelConfig
 from grpo_ray.policy.tiny import build_model, train_tokenizer
 from grpo_ray.tasks.sorting import warmup_pairs
@@ -62,3 +65,15 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
         yield
+
+
+@pytest.fixture
+def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that a random model earns sometimes, so that every step has a gradient."""
+    original = Scorer.__init__
+
+    def init(self: Scorer, *args: Any) -> None:
+        original(self, *args)
+        self._reward_fn = parity_reward
+
+    monkeypatch.setattr(Scorer, "__init__", init)

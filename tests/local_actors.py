@@ -12,8 +12,8 @@ from typing import Any
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
+from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
 from grpo_ray.checkpoint import Checkpoint
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
@@ -111,7 +111,7 @@ class LocalActors:
         run = RunDirectory(run_dir)
         model = str(checkpoint.model_path) if checkpoint else prepared.model_path
         version = checkpoint.state.step if checkpoint else 0
-        training, groups = (checkpoint.training_path, checkpoint.groups_path) if checkpoint else (None, None)
+        training = checkpoint.training_path if checkpoint else None
 
         def generator(name: str) -> Generator:
             engine = make_engine(config, model, prepared.max_model_len, int(name.rpartition("-")[2]))
@@ -122,16 +122,15 @@ class LocalActors:
         self.generators = {name: self._new_generator(name) for name in names}
         self.scorer = self._new_scorer()
         self.learner = LocalClient(
-            "learner", lambda: Learner(model, config, prepared.end_token_ids, training, run.skipped)
+            "learner",
+            lambda: Learner(model, config, prepared.end_token_ids, training, run.skipped, prepared.model_path),
         )
-        per_step, sync = config.algorithm.prompts_per_step, config.weight_sync
-        max_bytes = int(config.buffer.max_gib * 2**30)
-        self.buffer = LocalClient("buffer", lambda: TrajectoryBuffer(per_step, max_bytes, run.rollouts, groups))
-        clients = list(self.generators.values())
-        self.weight_sync = LocalClient(
-            "weight_sync",
-            lambda: WeightSync(clients, sync.max_lag, per_step, sync.phase_timeout_s, version),
+        self.buffer = LocalClient(
+            "buffer", lambda: TrajectoryBuffer(*buffer_arguments(config, run.rollouts, training))
         )
+        clients, ledger = list(self.generators.values()), prepared.ledger
+        arguments = weight_sync_arguments(config, ledger.num_trained, ledger.num_left, version)
+        self.weight_sync = LocalClient("weight_sync", lambda: WeightSync(clients, *arguments))
         self.num_stack_dumps = 0
 
     def by_name(self) -> dict[str, LocalClient]:
@@ -143,7 +142,10 @@ class LocalActors:
 
     def _new_scorer(self) -> LocalClient:
         config = self._config
-        return LocalClient("scorer", lambda: Scorer(config.task.reward, config.algorithm, config.scorer))
+        return LocalClient(
+            "scorer",
+            lambda: Scorer(config.task.reward, config.algorithm, config.scorer, config.sampling.max_tokens),
+        )
 
     def restart_generator(self, name: str) -> LocalClient:
         self.generators[name].die()

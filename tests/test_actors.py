@@ -12,7 +12,8 @@ from builders import make_completion, make_item, make_settings
 
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer
-from grpo_ray.config import AlgorithmConfig, ScorerConfig
+from grpo_ray.config import ScorerConfig
+from grpo_ray.config_algorithm import AlgorithmConfig
 from grpo_ray.types import (
     Completion,
     PromptItem,
@@ -27,21 +28,26 @@ from grpo_ray.types import (
 # ---- Scorer ----
 
 
-def score(config: AlgorithmConfig, answers: list[str]) -> ScoredGroup:
+def score(
+    config: AlgorithmConfig, answers: list[str], lengths: list[int] | None = None, max_tokens: int = 16
+) -> ScoredGroup:
     """Each answer in the right format; an empty one is a response without any."""
     texts = [
         f" ascending </think> <answer> {answer} </answer>" if answer else "no format" for answer in answers
     ]
-    completions = tuple(make_completion([5], text=text) for text in texts)
+    sizes = lengths or [1] * len(texts)
+    completions = tuple(
+        make_completion([5] * size, text=text) for text, size in zip(texts, sizes, strict=True)
+    )
     rollout = RolloutGroup(make_item(truth="01258"), completions, "generator-0")
-    scored, _ = Scorer("exact_match", config, ScorerConfig()).score(rollout)
+    scored, _ = Scorer("exact_match", config, ScorerConfig(), max_tokens).score(rollout)
     return scored
 
 
 def test_scoring_tells_what_it_took() -> None:
     rollout = RolloutGroup(make_item(truth="01258"), (make_completion([5], text="?"),), "generator-0")
     started = time.perf_counter()
-    _, facts = Scorer("exact_match", AlgorithmConfig(), ScorerConfig()).score(rollout)
+    _, facts = Scorer("exact_match", AlgorithmConfig(), ScorerConfig(), 16).score(rollout)
     assert isinstance(facts, ScoreFacts)
     assert 0 < facts.score_s <= time.perf_counter() - started
     assert 2**20 < facts.resident_bytes < 2**40
@@ -60,10 +66,41 @@ def test_scores_and_advantages_by_hand() -> None:
     assert scored.group_id == 0
 
 
-def test_advantages_without_the_standard_deviation() -> None:
-    config = AlgorithmConfig(samples_per_prompt=5, normalize_by_std=False)
+@pytest.mark.parametrize(
+    ("changes", "right", "wrong"),
+    [
+        ({"advantage": "mean"}, 0.4, -0.6),  # three of five are right
+        ({"advantage": "leave_one_out"}, 1 - 2 / 4, 0 - 3 / 4),
+        ({"advantage": "max_only"}, 1.0, 0.0),
+        ({"advantage": "raw"}, 1.0, 0.0),
+        ({"std": "population"}, 0.4 / math.sqrt(0.24), -0.6 / math.sqrt(0.24)),
+        ({"advantage_eps": 0.5}, 0.4 / (math.sqrt(0.3) + 0.5), -0.6 / (math.sqrt(0.3) + 0.5)),
+        ({"loss": "no_baseline"}, 1.0, 0.0),  # whatever `advantage` says
+    ],
+)
+def test_other_advantages_by_hand(changes: dict, right: float, wrong: float) -> None:
+    config = AlgorithmConfig(samples_per_prompt=5, **changes)
     advantages = score(config, ["01258", "01258", "", "01258", "85210"]).advantages
-    assert advantages.tolist() == pytest.approx([0.4, 0.4, -0.6, 0.4, -0.6])
+    assert advantages.tolist() == pytest.approx([right, right, wrong, right, wrong], rel=1e-4)
+
+
+def test_raw_rewards_of_a_group_that_is_all_right_are_a_signal() -> None:
+    config = AlgorithmConfig(samples_per_prompt=2, loss="no_baseline")
+    assert score(config, ["01258", "01258"]).has_signal
+    assert not score(config, ["1", "1"]).has_signal
+
+
+def test_long_responses_cost_advantage_and_no_reward() -> None:
+    """16 tokens allowed, the last 4 cost up to 0.5: 12 cost nothing, 14 half of it, 16 and more all."""
+    config = AlgorithmConfig(
+        samples_per_prompt=4, advantage="mean", overlong_buffer_tokens=4, overlong_penalty=0.5
+    )
+    scored = score(config, ["01258"] * 4, lengths=[12, 14, 16, 3])
+    assert scored.rewards.tolist() == [1, 1, 1, 1]
+    worth = np.array([1, 0.75, 0.5, 1])
+    assert scored.advantages.tolist() == pytest.approx((worth - worth.mean()).tolist())
+    assert scored.has_signal
+    assert not score(config, ["01258"] * 4, lengths=[12, 14, 16, 3], max_tokens=100).has_signal
 
 
 @pytest.mark.parametrize("answer", ["01258", "1", ""])
@@ -280,7 +317,7 @@ def test_slowdown_holds_a_group_back() -> None:
 
 
 def test_scorer_counts_what_it_could_not_grade() -> None:
-    scorer = Scorer("r1_zero", AlgorithmConfig(), ScorerConfig(timeout_s=1.5))
+    scorer = Scorer("r1_zero", AlgorithmConfig(), ScorerConfig(timeout_s=1.5), 16)
     texts = [r"\binom{1000000000}{500000000}", "72"]
     completions = tuple(
         Completion(f" </think> <answer> {text} </answer>", *(np.zeros(2, dtype) for dtype in "ifi"), "stop")

@@ -1,13 +1,18 @@
 """Advantages by hand, and what must hold for any rewards."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.algorithms import compute_group_normalized_rewards, group_advantages
+from grpo_ray.algorithms import AdvantageKind, compute_group_normalized_rewards, group_advantages
+from grpo_ray.config_algorithm import AlgorithmConfig
 
 REWARDS = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])  # mean 0.6, sample std sqrt(0.3) = 0.5477
+
+CENTRED: tuple[AdvantageKind, ...] = ("mean_std", "mean", "leave_one_out")
 
 reward_lists = st.lists(st.integers(-8, 8), min_size=2, max_size=6)
 
@@ -18,51 +23,97 @@ def last_char_reward(response: str, ground_truth: str) -> dict[str, float]:
     return {"reward": answer, "format_reward": float(response[-1].isdigit()), "answer_reward": answer}
 
 
-def test_advantages_with_std_by_hand():
-    advantages = group_advantages(REWARDS, 0.0, normalize_by_std=True)
-    expected = torch.tensor([[0.7303, 0.7303, -1.0954, 0.7303, -1.0954]])
-    torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=0)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("mean_std", [0.7303, 0.7303, -1.0954, 0.7303, -1.0954]),
+        ("mean", [0.4, 0.4, -0.6, 0.4, -0.6]),
+        ("leave_one_out", [0.5, 0.5, -0.75, 0.5, -0.75]),  # 1 - 2/4 and 0 - 3/4
+        ("max_only", [1.0, 1.0, 0.0, 1.0, 0.0]),
+        ("raw", [1.0, 1.0, 0.0, 1.0, 0.0]),
+    ],
+)
+def test_advantages_by_hand(kind, expected):
+    advantages = group_advantages(REWARDS, kind, advantage_eps=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([expected]), atol=1e-4, rtol=0)
 
 
-def test_advantages_without_std_by_hand():
-    advantages = group_advantages(REWARDS, 1e-6, normalize_by_std=False)
-    torch.testing.assert_close(advantages, torch.tensor([[0.4, 0.4, -0.6, 0.4, -0.6]]))
+def test_the_default_is_mean_std_of_the_sample():
+    expected = group_advantages(REWARDS, "mean_std", advantage_eps=1e-6, std="sample")
+    assert torch.equal(group_advantages(REWARDS), expected)
+
+
+def test_population_std_by_hand():
+    advantages = group_advantages(REWARDS, advantage_eps=0.0, std="population")
+    expected = torch.tensor([[0.4, 0.4, -0.6, 0.4, -0.6]]) / 0.24**0.5  # (3 * 0.16 + 2 * 0.36) / 5 = 0.24
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_max_only_keeps_each_groups_best_and_leaves_negative_rewards_out():
+    rewards = torch.tensor([[0.5, 0.2, 0.5], [-1.0, -3.0, -2.0], [0.0, -0.5, 1.0]])
+    advantages = group_advantages(rewards, "max_only")
+    assert advantages.tolist() == [[0.5, 0.0, 0.5], [-1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
 
 
 def test_eps_is_added_to_the_std_not_to_the_variance():
-    advantages = group_advantages(torch.tensor([[1.0, -1.0]]), 0.5, normalize_by_std=True)
+    advantages = group_advantages(torch.tensor([[1.0, -1.0]]), advantage_eps=0.5)
     value = 1 / (2**0.5 + 0.5)
     torch.testing.assert_close(advantages, torch.tensor([[value, -value]]))
 
 
 def test_each_group_has_its_own_mean_and_std():
-    advantages = group_advantages(torch.tensor([[0.0, 1.0], [10.0, 30.0]]), 0.0, normalize_by_std=True)
+    advantages = group_advantages(torch.tensor([[0.0, 1.0], [10.0, 30.0]]), advantage_eps=0.0)
     half = 0.5**0.5
     torch.testing.assert_close(advantages, torch.tensor([[-half, half], [-half, half]]))
 
 
-@pytest.mark.parametrize("normalize_by_std", [True, False])
+@pytest.mark.parametrize("std", ["sample", "population"])
+@pytest.mark.parametrize("kind", CENTRED)
 @pytest.mark.parametrize("group_size", [1, 3, 7])
-def test_equal_rewards_give_exactly_zero(group_size, normalize_by_std):
+def test_equal_rewards_give_exactly_zero(group_size, kind, std):
+    if kind == "leave_one_out":
+        group_size += 1
     rewards = torch.full((2, group_size), 0.1)
     rewards[1] = 1 / 3
-    assert torch.equal(group_advantages(rewards, 1e-12, normalize_by_std), torch.zeros(2, group_size))
+    advantages = group_advantages(rewards, kind, advantage_eps=1e-12, std=std)
+    assert torch.equal(advantages, torch.zeros(2, group_size))
 
 
-def test_rewards_must_have_a_group_axis():
+@pytest.mark.parametrize("kind", ["max_only", "raw"])
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_equal_rewards_stay_as_they_are_without_a_baseline(group_size, kind):
+    rewards = torch.full((1, group_size), 0.1)
+    assert torch.equal(group_advantages(rewards, kind), rewards)
+
+
+def test_raw_is_a_copy():
+    rewards = REWARDS.clone()
+    group_advantages(rewards, "raw").zero_()
+    assert torch.equal(rewards, REWARDS)
+
+
+@pytest.mark.parametrize("kind", get_args(AdvantageKind))
+def test_nan_is_not_hidden(kind):
+    assert group_advantages(torch.tensor([[1.0, torch.nan, 0.0]]), kind)[0, 1].isnan()
+
+
+def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"\[groups, G\]"):
-        group_advantages(torch.ones(4), 1e-6, True)
+        group_advantages(torch.ones(4))
+    with pytest.raises(ValueError, match=r"leave_one_out.*at least 2"):
+        group_advantages(torch.ones(4, 1), "leave_one_out")
+    with pytest.raises(ValueError, match=r"'max'.*mean_std, mean, leave_one_out, max_only, raw"):
+        group_advantages(REWARDS, "max")
+    with pytest.raises(ValueError, match=r"'biased'.*sample, population"):
+        group_advantages(REWARDS, std="biased")
 
 
 @settings(max_examples=60, deadline=None)
-@given(rewards=reward_lists, shift=st.integers(-16, 16), normalize_by_std=st.booleans())
-def test_a_constant_added_to_a_group_changes_nothing(rewards, shift, normalize_by_std):
+@given(rewards=reward_lists, shift=st.integers(-16, 16), kind=st.sampled_from(CENTRED))
+def test_a_constant_added_to_a_group_changes_nothing(rewards, shift, kind):
     group = torch.tensor([rewards], dtype=torch.float64)
     torch.testing.assert_close(
-        group_advantages(group + shift, 1e-6, normalize_by_std),
-        group_advantages(group, 1e-6, normalize_by_std),
-        rtol=1e-9,
-        atol=1e-9,
+        group_advantages(group + shift, kind), group_advantages(group, kind), rtol=1e-9, atol=1e-9
     )
 
 
@@ -70,20 +121,39 @@ def test_a_constant_added_to_a_group_changes_nothing(rewards, shift, normalize_b
 @given(rewards=reward_lists, scale=st.integers(2, 9))
 def test_scale_divides_out_with_the_std_only(rewards, scale):
     group = torch.tensor([rewards], dtype=torch.float64)
-    with_std = group_advantages(group, 0.0, normalize_by_std=True)
-    torch.testing.assert_close(group_advantages(scale * group, 0.0, normalize_by_std=True), with_std)
-    without_std = group_advantages(group, 0.0, normalize_by_std=False)
-    torch.testing.assert_close(group_advantages(scale * group, 0.0, False), scale * without_std)
+    with_std = group_advantages(group, advantage_eps=0.0)
+    torch.testing.assert_close(group_advantages(scale * group, advantage_eps=0.0), with_std)
+    for kind in ("mean", "leave_one_out"):
+        without_std = group_advantages(group, kind)
+        torch.testing.assert_close(group_advantages(scale * group, kind), scale * without_std)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rewards=reward_lists, std=st.sampled_from(["sample", "population"]))
+def test_advantages_are_centred_with_unit_std(rewards, std):
+    group = torch.tensor([rewards], dtype=torch.float64)
+    advantages = group_advantages(group, advantage_eps=0.0, std=std)
+    assert advantages.sum().item() == pytest.approx(0.0, abs=1e-9)
+    if len(set(rewards)) > 1:
+        num_squares = len(rewards) - (std == "sample")
+        assert advantages.square().sum().item() == pytest.approx(num_squares)
 
 
 @settings(max_examples=60, deadline=None)
 @given(rewards=reward_lists)
-def test_advantages_are_centred_with_unit_sample_std(rewards):
+def test_leave_one_out_is_the_mean_centred_times_g_over_g_minus_one(rewards):
+    group_size = len(rewards)
     group = torch.tensor([rewards], dtype=torch.float64)
-    advantages = group_advantages(group, 0.0, normalize_by_std=True)
-    assert advantages.sum().item() == pytest.approx(0.0, abs=1e-9)
-    if len(set(rewards)) > 1:
-        assert advantages.square().sum().item() == pytest.approx(len(rewards) - 1)
+    advantages = group_advantages(group, "leave_one_out")
+    torch.testing.assert_close(advantages, group_advantages(group, "mean") * group_size / (group_size - 1))
+    plain = [rewards[i] - sum(rewards[:i] + rewards[i + 1 :]) / (group_size - 1) for i in range(group_size)]
+    torch.testing.assert_close(advantages, torch.tensor([plain], dtype=torch.float64))
+
+
+def test_the_config_allows_the_same_kinds():
+    fields = AlgorithmConfig.model_fields
+    assert get_args(fields["advantage"].annotation) == get_args(AdvantageKind)
+    assert get_args(fields["std"].annotation) == ("sample", "population")
 
 
 def test_scoring_a_batch_by_hand():

@@ -6,13 +6,15 @@ from typing import get_args
 import pytest
 import torch
 
+from grpo_ray import config_algorithm
 from grpo_ray.algorithms import (
+    RATIO_LOSSES,
     LossType,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
 )
-from grpo_ray.config import AlgorithmConfig
+from grpo_ray.config_algorithm import AlgorithmConfig
 
 CLIPRANGE = 0.2
 
@@ -95,21 +97,6 @@ def test_clip_gradient_matches_finite_differences():
     assert torch.autograd.gradcheck(loss, (policy,), eps=1e-6, atol=1e-7)
 
 
-def test_clip_at_ratio_one_has_the_gradient_of_reinforce():
-    generator = torch.Generator().manual_seed(0)
-    policy = -torch.rand(3, 5, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(3, 1, generator=generator, dtype=torch.float64)
-    gradients = []
-    for loss_type in ("grpo_clip", "reinforce_with_baseline"):
-        leaf = policy.clone().requires_grad_()
-        loss, _ = compute_policy_gradient_loss(
-            leaf, loss_type, advantages=advantages, old_log_probs=policy, cliprange=CLIPRANGE
-        )
-        gradients.append(torch.autograd.grad(loss.sum(), leaf)[0])
-    torch.testing.assert_close(gradients[0], gradients[1])
-    torch.testing.assert_close(gradients[0], -advantages.expand(3, 5))
-
-
 def test_naive_loss_by_hand():
     loss = compute_naive_policy_gradient_loss(
         torch.tensor([[2.0], [-0.5]]), torch.tensor([[-1.0, -3.0], [-4.0, -0.5]])
@@ -119,7 +106,14 @@ def test_naive_loss_by_hand():
 
 @pytest.mark.parametrize(
     ("loss_type", "expected"),
-    [("no_baseline", [[3.0]]), ("reinforce_with_baseline", [[0.5]]), ("grpo_clip", [[-0.6]])],
+    [
+        ("no_baseline", 3.0),
+        ("reinforce_with_baseline", 0.5),
+        ("unclipped", -0.5 * math.exp(2)),
+        ("grpo_clip", -0.6),
+        ("gspo", -0.6),
+        ("cispo", 0.6),
+    ],
 )
 def test_each_loss_type_takes_its_own_arguments(loss_type, expected):
     # log pi = -1; reward 3, advantage 0.5, old logprob so low that the ratio is clipped to 1.2
@@ -130,9 +124,33 @@ def test_each_loss_type_takes_its_own_arguments(loss_type, expected):
         advantages=torch.tensor([[0.5]]),
         old_log_probs=torch.tensor([[-3.0]]),
         cliprange=CLIPRANGE,
+        response_mask=torch.ones(1, 1),
     )
-    torch.testing.assert_close(loss, torch.tensor(expected))
-    assert set(metadata) == ({"clipped", "clip_fraction", "ratio"} if loss_type == "grpo_clip" else set())
+    torch.testing.assert_close(loss, torch.tensor([[expected]]))
+    assert set(metadata) == ({"clipped", "clip_fraction", "ratio"} if loss_type in RATIO_LOSSES else set())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo_clip", "gspo", "cispo"])
+def test_the_optional_bounds_reach_the_loss(loss_type):
+    """Two tokens of ratio 3, of advantages 1 and -1."""
+    arguments = {
+        "policy_log_probs": torch.full((2, 1), math.log(3.0)),
+        "loss_type": loss_type,
+        "advantages": torch.tensor([[1.0], [-1.0]]),
+        "old_log_probs": torch.zeros(2, 1),
+        "cliprange": 0.2,
+        "response_mask": torch.ones(2, 1),
+    }
+    scale = math.log(3.0) if loss_type == "cispo" else 1.0
+    negative = 1.2 if loss_type == "cispo" else 3.0
+    loss, _ = compute_policy_gradient_loss(**arguments)
+    torch.testing.assert_close(loss, torch.tensor([[-1.2], [negative]]) * scale)
+    negative = 1.5 if loss_type == "cispo" else 3.0
+    loss, _ = compute_policy_gradient_loss(**arguments, cliprange_high=0.5)
+    torch.testing.assert_close(loss, torch.tensor([[-1.5], [negative]]) * scale)
+    negative = {"grpo_clip": 2.0, "gspo": 3.0, "cispo": 1.2}[loss_type]
+    loss, _ = compute_policy_gradient_loss(**arguments, dual_clip=2.0)
+    torch.testing.assert_close(loss, torch.tensor([[-1.2], [negative]]) * scale)
 
 
 @pytest.mark.parametrize(
@@ -140,20 +158,26 @@ def test_each_loss_type_takes_its_own_arguments(loss_type, expected):
     [
         ("no_baseline", "raw_rewards"),
         ("reinforce_with_baseline", "advantages"),
-        ("grpo_clip", "advantages"),
-        ("grpo_clip", "old_log_probs"),
-        ("grpo_clip", "cliprange"),
+        *((loss_type, name) for loss_type in RATIO_LOSSES for name in ("advantages", "old_log_probs")),
+        *((loss_type, "cliprange") for loss_type in ("grpo_clip", "gspo", "cispo")),
+        ("gspo", "response_mask"),
     ],
 )
 def test_a_missing_argument_is_named(loss_type, missing):
     column = torch.ones(1, 1)
-    arguments = {"raw_rewards": column, "advantages": column, "old_log_probs": column, "cliprange": 0.2}
+    arguments = {
+        "raw_rewards": column,
+        "advantages": column,
+        "old_log_probs": column,
+        "cliprange": 0.2,
+        "response_mask": column,
+    }
     with pytest.raises(ValueError, match=f"'{loss_type}' needs {missing}"):
         compute_policy_gradient_loss(column, loss_type, **(arguments | {missing: None}))
 
 
 def test_an_unknown_loss_type_lists_the_allowed():
-    with pytest.raises(ValueError, match=r"'ppo'.*no_baseline, reinforce_with_baseline, grpo_clip"):
+    with pytest.raises(ValueError, match=rf"'ppo'.*{', '.join(get_args(LossType))}"):
         compute_policy_gradient_loss(torch.ones(1, 1), "ppo")
 
 
@@ -173,3 +197,4 @@ def test_old_log_probs_of_another_shape_are_refused():
 
 def test_the_config_allows_the_same_loss_types():
     assert get_args(AlgorithmConfig.model_fields["loss"].annotation) == get_args(LossType)
+    assert config_algorithm.RATIO_LOSSES == RATIO_LOSSES

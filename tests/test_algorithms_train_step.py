@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_ray.algorithms import grpo_microbatch_train_step, loss_denominator, policy_gradient_step
+from grpo_ray.algorithms import Objective, grpo_microbatch_train_step, loss_denominator, policy_gradient_step
 
 CLIPRANGE = 0.2
 LOSS_TYPES = ["no_baseline", "reinforce_with_baseline", "grpo_clip"]
@@ -79,15 +79,24 @@ def test_microbatch_step_accumulates_and_returns_a_detached_loss():
     assert policy.grad.tolist() == [[-2.0, -2.0]]  # 2 calls of 4 / 2 tokens / 2 steps
 
 
+def test_the_optional_bounds_reach_the_loss():
+    policy = torch.full((2, 1), math.log(3.0), requires_grad=True)
+    arguments = (policy, torch.ones(2, 1), 1, "grpo_clip", None, torch.tensor([[1.0], [-1.0]]))
+    losses = [
+        grpo_microbatch_train_step(*arguments, torch.zeros(2, 1), 0.2, *bounds)[0].item()
+        for bounds in ((), (0.5,), (None, 2.0))
+    ]
+    assert losses == pytest.approx([(-1.2 + 3.0) / 2, (-1.5 + 3.0) / 2, (-1.2 + 2.0) / 2])
+
+
 def test_core_does_not_call_backward():
     policy = torch.tensor([[-1.0]], requires_grad=True)
     loss, _ = policy_gradient_step(
         policy,
         torch.ones(1, 1),
-        loss_type="no_baseline",
-        aggregation="token_mean",
+        objective=Objective("no_baseline", "token_mean"),
         denominator=1,
-        raw_rewards=torch.ones(1, 1),
+        advantages=torch.ones(1, 1),
     )
     assert policy.grad is None
     loss.backward()
@@ -100,15 +109,14 @@ def core_gradient(tensors, sizes, aggregation, num_dropped=0):
     num_tokens = int(tensors["response_mask"].sum()) - num_dropped
     denominator = loss_denominator(aggregation, batch, num_tokens, max_tokens=8)
     policy = tensors["policy_log_probs"].clone().requires_grad_()
-    parts = {name: tensor.split(sizes) for name, tensor in tensors.items() if name != "policy_log_probs"}
+    names = ("response_mask", "advantages", "old_log_probs")
+    parts = {name: tensors[name].split(sizes) for name in names}
     totals: dict[str, float] = {"loss": 0.0, "num_tokens": 0, "num_clipped": 0}
     for index, rows in enumerate(policy.split(sizes)):
         loss, metadata = policy_gradient_step(
             rows,
-            loss_type="grpo_clip",
-            aggregation=aggregation,
+            objective=Objective("grpo_clip", aggregation, CLIPRANGE),
             denominator=denominator,
-            cliprange=CLIPRANGE,
             **{name: part[index] for name, part in parts.items()},
         )
         loss.backward()
@@ -166,16 +174,6 @@ def test_nan_outside_the_mask_never_enters_the_backward_pass(name):
     assert torch.equal(gradient, clean_gradient)
 
 
-def test_losses_without_old_logprobs_do_not_drop_tokens():
-    tensors = example()
-    tensors["response_mask"][:] = True
-    tensors["old_log_probs"][0, 0] = float("nan")
-    _, metadata = policy_gradient_step(
-        loss_type="reinforce_with_baseline", aggregation="token_mean", denominator=30, **tensors
-    )
-    assert metadata["num_tokens"].item() == 30
-
-
 def test_nan_at_a_live_token_is_not_hidden():
     tensors = example()
     tensors["policy_log_probs"][0, 0] = float("nan")
@@ -187,12 +185,10 @@ def test_clipped_tokens_are_counted_inside_the_mask_only():
     _, metadata = policy_gradient_step(
         torch.full((1, 4), 1.0),
         torch.tensor([[1, 1, 1, 0]]),
-        loss_type="grpo_clip",
-        aggregation="constant",
+        objective=Objective("grpo_clip", "constant", CLIPRANGE),
         denominator=4,
         advantages=torch.ones(1, 1),
         old_log_probs=torch.tensor([[0.0, 1.0, float("nan"), 0.0]]),
-        cliprange=CLIPRANGE,
     )
     assert metadata["num_tokens"].item() == 2
     assert metadata["num_clipped"].item() == 1
@@ -208,3 +204,9 @@ def test_bad_arguments_are_refused():
         grpo_microbatch_train_step(
             log_probs, torch.ones(2, 3), 1, "grpo_clip", advantages=column, cliprange=0.2
         )
+    with pytest.raises(ValueError, match="'grpo_clip' needs cliprange"):
+        grpo_microbatch_train_step(
+            log_probs, torch.ones(2, 3), 1, "grpo_clip", advantages=column, old_log_probs=log_probs
+        )
+    with pytest.raises(ValueError, match="'no_baseline' needs raw_rewards"):
+        grpo_microbatch_train_step(log_probs, torch.ones(2, 3), 1, "no_baseline", advantages=column)

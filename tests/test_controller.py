@@ -5,105 +5,26 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from any_reward_cli import parity_reward
 from local_actors import LocalActors
+from local_runs import Killed, Recorder, Watcher, kill_after, make_config, train, until
 from safetensors.torch import load_file
-from small_run import QUICKSTART, SMALL
 
-from grpo_ray.actors.scorer import Scorer
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
 from grpo_ray.controller import Controller
 from grpo_ray.errors import ActorDied, RunError
-from grpo_ray.evaluation import EvaluationSummary
 from grpo_ray.preflight import check_files, prepare
 from grpo_ray.restores import make_store, train_through_restores
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.training import Interrupted, run_until_signal
 
-pytestmark = pytest.mark.usefixtures("model_cache")
-
-Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that meddles with a run
-
-
-@pytest.fixture(autouse=True)
-def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward that a random model earns sometimes, so that every step has a gradient."""
-    original = Scorer.__init__
-
-    def init(self: Scorer, *args: Any) -> None:
-        original(self, *args)
-        self._reward_fn = parity_reward
-
-    monkeypatch.setattr(Scorer, "__init__", init)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.troubles: list[str] = []
-        self.steps: list[int] = []
-
-    def status(self, text: str) -> None: ...
-    def evaluation(self, summary: EvaluationSummary) -> None: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        self.steps.append(step)
-
-    def trouble(self, text: str) -> None:
-        self.troubles.append(text)
-
-
-def make_config(*overrides: str) -> Config:
-    fast = ["recovery.restart_backoff_s=0.01", "checkpoint.every_num_steps=2", "learner.learning_rate=1e-2"]
-    return load_config(QUICKSTART, [*SMALL, *fast, *overrides])
-
-
-def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Recorder:
-    """Begin the run in `folder`, or go on with it."""
-    prepared, run, recorder = prepare(config, check_files(config)), RunDirectory(folder), Recorder()
-    if not run.config_path.exists():
-        run.create(config)
-    actors: list[LocalActors] = []
-
-    @contextlib.contextmanager
-    def host(*args: Any) -> Iterator[LocalActors]:
-        actors.append(LocalActors(*args))
-        yield actors[-1]
-
-    def drive(controller: Controller) -> None:
-        async def main() -> None:
-            running = asyncio.ensure_future(controller.run())
-            if meddle is not None:
-                meddling = asyncio.ensure_future(meddle(actors[-1], controller))
-                await asyncio.wait({running, meddling}, return_when=asyncio.FIRST_COMPLETED)
-                if meddling.done():
-                    meddling.result()
-                meddling.cancel()
-            await asyncio.wait_for(running, 60)
-
-        asyncio.run(main())
-
-    train_through_restores(config, prepared, run, recorder, host, drive)
-    return recorder
-
-
-class Killed(BaseException):
-    """The driver's process is gone: nothing of it runs any more, not even its clean-up."""
-
-
-def kill_after(seconds: float) -> Watcher:
-    async def kill(actors: LocalActors, controller: Controller) -> None:
-        await asyncio.sleep(seconds)
-        raise Killed
-
-    return kill
+pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 
 
 def audit(run: RunDirectory, config: Config, set_aside: tuple[int, ...] = ()) -> None:
@@ -120,7 +41,7 @@ def audit(run: RunDirectory, config: Config, set_aside: tuple[int, ...] = ()) ->
         assert all(row["min_version"] >= step - 1 - config.weight_sync.max_lag for row in rows)
         trained += sorted(groups)
         prompts |= {row["group_id"]: row["prompt"] for row in rows}
-    total = algorithm.num_steps * algorithm.prompts_per_step
+    total = algorithm.num_steps * algorithm.prompts_per_step + len(set_aside)  # others take their places
     assert trained == [group for group in range(total) if group not in set_aside]
     for epoch in range(total // num_examples):
         asked = [prompts[g] for g in range(epoch * num_examples, (epoch + 1) * num_examples) if g in prompts]
@@ -187,11 +108,6 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
             with_restores_forgotten(run)
         assert_same_run(whole, run)
         audit(run, config)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def once(meddle: Watcher) -> Watcher:

@@ -22,6 +22,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.staleness import StaleBatchError
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import as_tensor, check_snapshot, unpack_weights
+from grpo_ray.policy.microbatch import sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
@@ -53,6 +54,8 @@ def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: in
     all_rewards = [[1, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
     all_advantages = [[1.2, -0.6, -0.6], [0, 0, 0], [-1.1, 0.5, 0.6], [0, 0, 0]]
     groups = []
+    if learner._config.algorithm.loss == "no_baseline":  # as the Scorer has it
+        all_advantages = all_rewards
     for group_id, (rewards, advantages) in enumerate(zip(all_rewards, all_advantages, strict=True)):
         prompt = rng.integers(20, 280, rng.integers(1, 9)).tolist()
         completions = []
@@ -132,7 +135,7 @@ def test_gradient_is_the_published_formulas(
     learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation}, sampling={"temperature": 0.7})
     groups = make_batch(learner)
     expected_loss, expected = reference_gradient(learner, groups, loss, aggregation, max_tokens=16)
-    sums = learner.accumulate_gradient(groups)
+    sums = learner.accumulate_gradient(sequences_of(groups))
     # Groups without signal are not computed, but add nothing to the reference's loss either: their
     # weights are 0.
     assert sums["loss"] == pytest.approx(expected_loss, abs=1e-6)
@@ -149,7 +152,7 @@ def test_gradient_does_not_depend_on_micro_batches(
         learner = make_learner(
             algorithm={"loss": loss, "aggregation": aggregation}, learner={"micro_batch_tokens": tokens}
         )
-        metrics.append(dict(learner.accumulate_gradient(make_batch(learner))))
+        metrics.append(dict(learner.accumulate_gradient(sequences_of(make_batch(learner)))))
         gradients.append(gradient(learner))
     assert gradients[0].abs().max() > 1e-3
     assert relative_difference(gradients[1], gradients[0]) < 1e-6
@@ -161,7 +164,7 @@ def test_gradient_does_not_depend_on_micro_batches(
 def test_gradient_checkpointing_changes_nothing(make_learner: Callable[..., Learner]) -> None:
     plain, recomputed = make_learner(), make_learner(learner={"gradient_checkpointing": True})
     for learner in (plain, recomputed):
-        learner.accumulate_gradient(make_batch(learner))
+        learner.accumulate_gradient(sequences_of(make_batch(learner)))
     assert relative_difference(gradient(recomputed), gradient(plain)) < 1e-6
 
 
@@ -169,7 +172,7 @@ def test_bfloat16_gradient_is_close(make_learner: Callable[..., Learner]) -> Non
     full, half = make_learner(), make_learner(model={"dtype": "bfloat16"})
     groups = make_batch(full, noise=0.0)
     for learner in (full, half):
-        learner.accumulate_gradient(groups)
+        learner.accumulate_gradient(sequences_of(groups))
     assert gradient(half).dtype is torch.float32
     assert 1e-4 < relative_difference(gradient(half), gradient(full)) < 0.1
 
@@ -180,9 +183,9 @@ def test_groups_without_signal_count_and_change_nothing_else(
 ) -> None:
     learner = make_learner(algorithm={"aggregation": aggregation})
     groups = make_batch(learner)
-    learner.accumulate_gradient([groups[0], groups[2]])
+    learner.accumulate_gradient(sequences_of([groups[0], groups[2]]))
     alone = gradient(learner)
-    learner.accumulate_gradient(groups)  # groups 1 and 3 have no advantages: twice as many sequences
+    learner.accumulate_gradient(sequences_of(groups))  # groups 1 and 3: twice as many sequences
     assert relative_difference(gradient(learner), share * alone) < 1e-6
 
 
@@ -208,7 +211,7 @@ def test_tokens_without_a_finite_logprob(
     longest.logprobs[1] = -np.inf
     groups[2].rollout.completions[0].logprobs[:-1] = np.nan
     expected_loss, expected = reference_gradient(learner, groups, loss, aggregation, max_tokens=16)
-    sums = learner.accumulate_gradient(groups)
+    sums = learner.accumulate_gradient(sequences_of(groups))
     assert sums["loss"] == pytest.approx(expected_loss, abs=1e-6)
     assert relative_difference(gradient(learner), expected) < 1e-5
 
@@ -233,7 +236,7 @@ def test_step_is_adamw_on_the_clipped_gradient(make_learner: Callable[..., Learn
     options = {"learning_rate": 1e-2, "max_grad_norm": 0.01, "weight_decay": 0.1, "adam_eps": 1e-3}
     learner = make_learner(learner=options)
     groups = make_batch(learner)
-    learner.accumulate_gradient(groups)
+    learner.accumulate_gradient(sequences_of(groups))
     unclipped, before = gradient(learner), weights(learner)
     norm = unclipped.norm().item()
     assert norm > 0.1
@@ -248,7 +251,7 @@ def test_step_is_adamw_on_the_clipped_gradient(make_learner: Callable[..., Learn
 def test_small_gradient_is_not_scaled(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(learner={"max_grad_norm": 1e3})
     groups = make_batch(learner)
-    learner.accumulate_gradient(groups)
+    learner.accumulate_gradient(sequences_of(groups))
     unclipped = gradient(learner)
     learner.train_step(TrainBatch(tuple(groups)))
     assert torch.equal(gradient(learner), unclipped)
@@ -256,10 +259,10 @@ def test_small_gradient_is_not_scaled(make_learner: Callable[..., Learner]) -> N
 
 def test_second_batch_does_not_carry_the_first_ones_gradient(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner()
-    learner.accumulate_gradient(make_batch(learner, seed=1))
-    learner.accumulate_gradient(make_batch(learner, seed=2))
+    learner.accumulate_gradient(sequences_of(make_batch(learner, seed=1)))
+    learner.accumulate_gradient(sequences_of(make_batch(learner, seed=2)))
     fresh = make_learner()
-    fresh.accumulate_gradient(make_batch(fresh, seed=2))
+    fresh.accumulate_gradient(sequences_of(make_batch(fresh, seed=2)))
     assert torch.equal(gradient(learner), gradient(fresh))
 
 

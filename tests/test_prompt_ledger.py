@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,18 +103,50 @@ def test_given_back_prompts_are_the_same_again_lowest_first_and_new_ones_go_on()
     assert ledger.take_waiting() == [first[2]]
 
 
-def test_unfinished_groups() -> None:
+def test_unfinished_groups_are_those_that_were_taken_and_are_still_to_be_trained() -> None:
+    assert make_ledger().unfinished == frozenset()
     ledger = busy_ledger()
-    unfinished = [set(), set(), set(), {2}, {2, 3}, {2, 3}, {2, 3, 5}, {2, 3, 5, 6}, {2, 3, 5, 6, 7}]
-    assert [ledger.unfinished_below(limit) for limit in range(9)] == unfinished
+    assert ledger.unfinished == {1, 2, 3, 5, 6}
+    ledger.mark_dropped([1])
+    assert ledger.unfinished == {2, 3, 5, 6}
+
+
+def test_groups_that_left_are_counted() -> None:
+    ledger = busy_ledger()
+    assert (ledger.num_trained, ledger.num_left) == (1, 1)  # 0; 4 is set aside
+    ledger.mark_buffered(5)
+    ledger.mark_dropped([5, 1])
+    assert states(ledger) == ({6}, set(), {2, 3}, {4}, 1)
+    assert (ledger.num_trained, ledger.num_left) == (1, 3)
+    resumed = make_ledger()
+    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())), [])
+    assert (resumed.num_trained, resumed.num_left, resumed.unfinished) == (1, 3, {2, 3, 6})
+
+
+def test_group_that_was_cut_off_is_the_same_prompt_and_it_is_known_of_it() -> None:
+    ledger = make_ledger()
+    first = ledger.take_new(3)
+    ledger.mark_buffered(1)
+    ledger.cut([0, 1])  # one that ran, and one that came too late
+    assert states(ledger) == ({2}, set(), {0, 1}, set(), 0)
+    assert ledger.take_waiting() == [replace(first[0], num_cuts=1), replace(first[1], num_cuts=1)]
+    ledger.cut([1])
+    ledger.give_back([2])  # refused as too old: that is no cut
+    assert ledger.take_waiting() == [replace(first[1], num_cuts=2), first[2]]
+    ledger.mark_buffered(1)
+    ledger.mark_trained([1])
+    assert ledger.state_dict().keys() == make_ledger().state_dict().keys()
 
 
 STRANGERS = {
     "mark_buffered": {0: "trained", 1: "buffered", 2: "waiting", 4: "set aside", 7: "new"},
     "mark_set_aside": {0: "trained", 1: "buffered", 2: "waiting", 4: "set aside", 7: "new"},
     "mark_trained": {0: "trained", 2: "waiting", 4: "set aside", 5: "in flight", 7: "new"},
+    "mark_dropped": {0: "trained", 2: "waiting", 4: "set aside", 5: "in flight", 7: "new"},
     "give_back": {0: "trained", 2: "waiting", 4: "set aside", 7: "new"},
+    "cut": {0: "trained", 2: "waiting", 4: "set aside", 7: "new"},
 }
+MANY = ("mark_trained", "mark_dropped", "give_back", "cut")  # those that take several groups
 
 
 @pytest.mark.parametrize(
@@ -123,13 +156,12 @@ def test_no_group_leaves_a_state_that_it_is_not_in(leave: str, group_id: int) ->
     """A group that is (see STRANGERS) is refused, with those named beside it, and nothing is changed."""
     ledger = busy_ledger()
     before = ledger.state_dict()
-    takes_many = leave in ("mark_trained", "give_back")
     with pytest.raises(ValueError, match=rf"groups \[{group_id}\] are not (in flight|buffered)"):
-        getattr(ledger, leave)([1, group_id] if takes_many else group_id)
+        getattr(ledger, leave)([1, group_id] if leave in MANY else group_id)
     assert ledger.state_dict() == before
 
 
-@pytest.mark.parametrize("leave", ["mark_trained", "give_back"])
+@pytest.mark.parametrize("leave", MANY)
 def test_group_named_twice_is_refused(leave: str) -> None:
     ledger = busy_ledger()
     before = ledger.state_dict()
@@ -182,7 +214,10 @@ def test_make_items_keeps_the_order() -> None:
     ]
 
 
-ACTIONS = ["take_new", "take_waiting", "give_back", "mark_buffered", "mark_trained", "mark_set_aside", "resume"]
+ACTIONS = [
+    "take_new", "take_waiting", "give_back", "cut", "mark_buffered", "mark_trained", "mark_dropped",
+    "mark_set_aside", "resume",
+]  # fmt: skip
 
 
 class Run:
@@ -194,12 +229,14 @@ class Run:
         self.in_flight: dict[int, str] = {}
         self.buffered: dict[int, str] = {}
         self.set_aside: dict[int, str] = {}
+        self.dropped: dict[int, str] = {}
         self.trained: list[tuple[int, str]] = []
 
     def take(self, items: Sequence[Any]) -> None:
         taken = {item.group_id: item.prompt for item in items}
         assert len(taken) == len(items)
-        assert not taken.keys() & {*self.in_flight, *self.buffered, *self.set_aside, *dict(self.trained)}
+        assert not taken.keys() & {*self.in_flight, *self.buffered, *self.set_aside, *self.dropped}
+        assert not taken.keys() & dict(self.trained).keys()
         self.in_flight |= taken
 
     def act(self, action: str, data: st.DataObject) -> None:
@@ -210,15 +247,19 @@ class Run:
             self.take(self.ledger.take_new(data.draw(st.integers(0, 5))))
         elif action == "take_waiting":
             self.take(self.ledger.take_waiting())
-        elif action == "give_back":
+        elif action in ("give_back", "cut"):
             lost = some(self.in_flight | self.buffered)
-            self.ledger.give_back(lost)
+            getattr(self.ledger, action)(lost)
             for group_id in lost:
                 (self.in_flight if group_id in self.in_flight else self.buffered).pop(group_id)
         elif action == "mark_trained":
             batch = some(self.buffered)
             self.ledger.mark_trained(batch)
             self.trained += [(group_id, self.buffered.pop(group_id)) for group_id in batch]
+        elif action == "mark_dropped":
+            groups = some(self.buffered)
+            self.ledger.mark_dropped(groups)
+            self.dropped |= {group_id: self.buffered.pop(group_id) for group_id in groups}
         elif action == "resume":
             kept = some(self.in_flight | self.buffered)
             state = json.loads(json.dumps(self.ledger.state_dict()))
@@ -236,7 +277,8 @@ class Run:
         parts = states(self.ledger)
         assert (parts[0], parts[1]) == (self.in_flight.keys(), self.buffered.keys())
         assert (parts[3], parts[4]) == (self.set_aside.keys(), len(self.trained))
-        known = [*parts[0], *parts[1], *parts[2], *parts[3], *dict(self.trained)]
+        assert self.ledger.num_left == len(self.set_aside) + len(self.dropped)
+        known = [*parts[0], *parts[1], *parts[2], *parts[3], *dict(self.trained), *self.dropped]
         assert sorted(known) == list(range(self.ledger.next_group_id))  # each in one state
 
 
@@ -251,8 +293,9 @@ def test_no_prompt_is_skipped_or_trained_twice(data: st.DataObject, num_examples
     for group_id in list(run.in_flight):
         run.ledger.mark_buffered(group_id)
     run.ledger.mark_trained(run.in_flight | run.buffered)
-    everything = [*run.trained, *run.in_flight.items(), *run.buffered.items(), *run.set_aside.items()]
-    assert run.ledger.num_trained == len(everything) - len(run.set_aside)
+    left = [*run.set_aside.items(), *run.dropped.items()]
+    everything = [*run.trained, *run.in_flight.items(), *run.buffered.items(), *left]
+    assert run.ledger.num_trained == len(everything) - len(left)
     assert sorted(group_id for group_id, _ in everything) == list(range(run.ledger.next_group_id))
     for epoch in range(run.ledger.next_group_id // num_examples):
         prompts = [prompt for group_id, prompt in everything if group_id // num_examples == epoch]

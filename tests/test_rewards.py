@@ -5,8 +5,10 @@ import time
 
 import pytest
 
-from grpo_ray.rewards import REWARDS, get_reward_fn
+from grpo_ray.rewards import REWARDS, get_reward_fn, make_reward_fn
 from grpo_ray.rewards.exact_match import exact_match_reward_fn
+from grpo_ray.rewards.isolated import IsolatedReward
+from grpo_ray.rewards.question_only import question_only_reward_fn, read_boxed
 from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
 
 NO_FORMAT = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
@@ -157,7 +159,7 @@ def test_format_games_earn_nothing(name: str, response: str) -> None:
     assert get_reward_fn(name)(response, "72") == NO_FORMAT
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", ["exact_match", "r1_zero"])
 def test_format_alone_is_no_reward(name: str) -> None:
     assert get_reward_fn(name)(respond("71"), "72") == WRONG
     assert get_reward_fn(name)("</think> <answer></answer>", "72") == WRONG
@@ -183,6 +185,54 @@ def test_slow_try_takes_one_number_only(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == WRONG
 
 
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"72 \boxed{72}", "72"),
+        (r"\boxed{71} no, \boxed{ 72 } is it", "72"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{72}}", "72"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\}}", r"\}"),
+        (r"\boxed{a\\}", r"a\\"),
+        (r"\boxed{72", None),
+        (r"\boxed{72} \boxed{72", None),
+        (r"\boxed{\frac{1}{2}", None),
+        (r"\boxed{72\}", None),
+        (r"\boxed{ }", None),
+        (r"\boxed{72} \boxed{}", None),
+        ("boxed{72}", None),
+        (r"\boxed 72", None),
+        ("72", None),
+    ],
+)
+def test_the_last_box_is_read(response: str, answer: str | None) -> None:
+    assert read_boxed(response) == answer
+    if answer is None:
+        assert question_only_reward_fn(response, "72") == NO_FORMAT
+
+
+def test_boxed_answers_are_graded_as_tagged_ones_are() -> None:
+    pairs = [
+        ("72.0", "72"),
+        ("0.5", r"\frac{1}{2}"),
+        ("71", "72"),
+        ("71 or 72", "72"),
+        ("7" * 1001, "7" * 1001),
+    ]
+    for answer, truth in pairs:
+        boxed = question_only_reward_fn(rf"So it is $\boxed{{{answer}}}$.", truth)
+        assert boxed == r1_zero_reward_fn(respond(answer), truth)
+    assert question_only_reward_fn(r"\boxed{1/2}", "0.5") == RIGHT
+    assert question_only_reward_fn(respond("72"), "72") == NO_FORMAT
+    assert question_only_reward_fn(r"\boxed{72 dollars}", "72") == WRONG
+    assert question_only_reward_fn(r"\boxed{72 dollars}", "72", fast=False) == RIGHT
+    isolated = make_reward_fn("question_only", timeout_s=30, memory_gib=2)
+    assert isinstance(isolated, IsolatedReward)
+    assert isolated(r" \boxed{72}", "72") == RIGHT
+    isolated.close()
+
+
 def test_grading_works_off_the_main_thread() -> None:
     verdicts: list[dict[str, float]] = []
     thread = threading.Thread(target=lambda: verdicts.append(r1_zero_reward_fn(respond("0.5"), r"\frac{1}{2}")))
@@ -192,5 +242,7 @@ def test_grading_works_off_the_main_thread() -> None:
 
 
 def test_unknown_reward_is_refused() -> None:
-    with pytest.raises(ValueError, match="'r1zero' is not a reward; give one of exact_match, r1_zero"):
+    with pytest.raises(
+        ValueError, match="'r1zero' is not a reward; give one of exact_match, question_only, r1_zero"
+    ):
         get_reward_fn("r1zero")

@@ -2,16 +2,24 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
-from builders import make_completion, make_group, make_item
+from builders import make_completion, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.staleness import admission_limit, oldest_allowed
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.actors.staleness import admission_limit, oldest_allowed, places_beyond
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
+from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
+from grpo_ray.config import Config
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.types import BatchFacts, PromptItem
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
@@ -21,21 +29,58 @@ def test_admission_limit_by_hand(max_lag: int, limits: list[int]) -> None:
     async def run() -> list[int]:
         generators = [VersionedGenerator("a", iter([]))]
         sync = WeightSync(generators, max_lag, prompts_per_step=4, phase_timeout_s=5)
-        seen = [await sync.admission_limit(above=0)]
+        seen = [(await sync.admission(-1, 0))[1]]
         for version in (1, 2):
             await sync.publish(version, [None])
-            seen.append(await sync.admission_limit(above=seen[-1]))
+            seen.append((await sync.admission(version - 1, seen[-1]))[1])
         return seen
 
     assert asyncio.run(run()) == limits
     assert [admission_limit(version, max_lag, 4) for version in (0, 1, 2)] == limits
+    assert [admission_limit(version, max_lag, 4, 3) for version in (0, 1, 2)] == [n + 3 for n in limits]
+
+
+def test_places_beyond_by_hand() -> None:
+    """At version 3 of batches of 4, a run has trained 12: what left it and the oversampled are beyond."""
+    assert places_beyond(3, num_trained=12, num_left=0, num_oversampled=0, prompts_per_step=4) == 0
+    assert places_beyond(3, num_trained=12, num_left=5, num_oversampled=2, prompts_per_step=4) == 7
+
+
+@given(version=st.integers(0, 100), max_lag=st.integers(0, 10), prompts_per_step=st.integers(1, 50))
+def test_the_two_guards_agree(version: int, max_lag: int, prompts_per_step: int) -> None:
+    """The last group admitted at a version is trained while that version is just allowed."""
+    last_group = admission_limit(version, max_lag, prompts_per_step) - 1
+    trained_at = last_group // prompts_per_step
+    assert oldest_allowed(trained_at, max_lag) == version
+    assert oldest_allowed(trained_at + 1, max_lag) > version  # one group more would be too old
+
+
+# ---- the controller's schedule, without its actors ----
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _turns_are_counted_not_timed() -> Iterator[None]:
+    """No thread: what a run does then depends on its speeds alone."""
+
+    async def here(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        await turns(1)
+        return function(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncio.to_thread", here)
+        yield
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 class VersionedGenerator:
     """Serves the version last loaded, after as many turns of the event loop as told."""
 
-    def __init__(self, name: str, load_turns: Iterator[int]) -> None:
-        self.name, self.version, self._load_turns = name, 0, load_turns
+    def __init__(self, name: str, load_turns: Iterator[int], version: int = 0) -> None:
+        self.name, self.version, self._load_turns = name, version, load_turns
 
     async def pause(self) -> None:
         await turns(1)
@@ -48,80 +93,318 @@ class VersionedGenerator:
         await turns(1)
 
 
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
+@dataclass
+class Pace:
+    """Turns that each thing takes, over and over, and what the groups are like."""
+
+    token: Sequence[int] = (0,)
+    train: Sequence[int] = (0,)
+    load: Sequence[int] = (1,)
+    slow: Mapping[int, int] = field(default_factory=dict)  # more turns before such a group's last token
+    has_signal: Sequence[bool] = (True,)
+    never_finishes: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._cycles = {name: itertools.cycle(getattr(self, name)) for name in ("token", "train", "load")}
+
+    def of(self, name: str) -> Iterator[int]:
+        return self._cycles[name]
 
 
-async def largest_lags(
-    max_lag: int, prompts_per_step: int, num_steps: int, token_turns: list[int], train_turns: list[int],
-    load_turns: list[int],
-) -> list[int]:  # fmt: skip
-    """Runs the controller's schedule with tokens and steps that take so many turns; a lag a step."""
-    generators = [VersionedGenerator(name, iter(load_turns)) for name in ("a", "b")]
-    sync = WeightSync(generators, max_lag, prompts_per_step, phase_timeout_s=60)
-    buffer = TrajectoryBuffer(prompts_per_step, max_bytes=2**20)
-    speeds = itertools.cycle(token_turns)
-    total = num_steps * prompts_per_step
+@dataclass
+class Trained:
+    """What the Learner saw, a list a step."""
 
-    async def rollout(group_id: int) -> None:
-        generator, versions = generators[group_id % 2], []
-        for _ in range(3):
-            await turns(next(speeds))
+    fresh: list[list[int]] = field(default_factory=list)
+    replayed: list[list[int]] = field(default_factory=list)
+    dropped: list[list[int]] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
+    replayed_ages: list[int] = field(default_factory=list)
+
+
+class Schedule:
+    """As the Controller has it (_take_up, _produce, _rollout, _next_batch, _publish), on the plain classes."""
+
+    def __init__(
+        self, config: Config, pace: Pace, trained: Trained, ledger: PromptLedger, version: int = 0,
+        checkpoint: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.pace, self.trained, self.ledger, self.version = config, pace, trained, ledger, version
+        self.generators = [VersionedGenerator(name, pace.of("load"), version) for name in ("a", "b")]
+        arguments = weight_sync_arguments(config, ledger.num_trained, ledger.num_left, version)
+        self.sync = WeightSync(self.generators, *arguments)
+        self.buffer = TrajectoryBuffer(*buffer_arguments(config, None, checkpoint))
+        self.is_resumed = checkpoint is not None
+        self.admitted = version
+        self.running: dict[int, tuple[asyncio.Task[None], int]] = {}
+        self.scored: set[int] = set()
+        self.finished = asyncio.Condition()
+
+    async def run(self, last_step: int) -> None:
+        async with asyncio.TaskGroup() as self.tasks:
+            await self.take_up()
+            producing = self.tasks.create_task(self.produce())
+            await self.train(last_step)
+            for task in (producing, *(task for task, _ in self.running.values())):
+                task.cancel()
+
+    async def take_up(self) -> None:
+        ledger, algorithm = self.ledger, self.config.algorithm
+        if self.is_resumed:
+            ledger.load_state_dict(ledger.state_dict(), await self.buffer.group_ids())
+        self.extra_places = places_beyond(
+            self.version, ledger.num_trained, ledger.num_left, algorithm.num_oversampled, self.config.fresh_per_step
+        )
+        if self.is_resumed:
+            waiting = sorted(ledger.unfinished)
+            await self.give_places(await self.buffer.begin(waiting, ledger.next_group_id))
+
+    async def produce(self) -> None:
+        version, limit = -1, 0
+        while True:
+            version, limit = await self.sync.admission(version, limit)
+            self.admitted = version
+            self.dispatch(self.ledger.take_waiting())
+            total = self.config.algorithm.num_steps * self.config.fresh_per_step + self.extra_places
+            self.dispatch(self.ledger.take_new(max(0, min(limit, total) - self.ledger.next_group_id)))
+
+    def dispatch(self, items: Iterable[PromptItem]) -> None:
+        for item in items:
+            task = self.tasks.create_task(self.rollout(item))
+            self.running[item.group_id] = task, self.admitted
+
+    async def rollout(self, item: PromptItem) -> None:
+        group_id = item.group_id
+        generator, versions = self.generators[group_id % 2], []
+        for token in range(3):
+            await turns(next(self.pace.of("token")) + self.pace.slow.get(group_id, 0) * (token == 2))
             versions.append(generator.version)
-        await buffer.put(make_group(make_item(group_id), [make_completion([5, 6, 7], versions=versions)]))
+        if group_id in self.pace.never_finishes:
+            self.ledger.mark_set_aside(group_id)
+            await self.give_places(1 + await self.buffer.set_aside(group_id))
+        else:
+            signals = self.pace.has_signal
+            signal = float(signals[(group_id + item.num_cuts) % len(signals)])
+            group = make_group(item, [make_completion([5, 6, 7], versions=versions)] * 2, [1, 0], [signal, -signal])
+            self.scored.add(group_id)
+            await self.notify_finished()
+            receipt = await self.buffer.put(group)
+            self.scored.remove(group_id)
+            if receipt.is_kept:
+                self.ledger.mark_buffered(group_id)
+            else:
+                self.ledger.cut([group_id])
+            await self.give_places(receipt.num_places)
+        self.running.pop(group_id)
+        await self.notify_finished()
 
-    async def produce(tasks: asyncio.TaskGroup) -> None:
-        dispatched = 0
-        while dispatched < total:
-            limit = min(await sync.admission_limit(above=dispatched), total)
-            for group_id in range(dispatched, limit):
-                tasks.create_task(rollout(group_id))
-            dispatched = limit
+    async def notify_finished(self) -> None:
+        async with self.finished:
+            self.finished.notify_all()
 
-    lags = []
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(produce(tasks))
-        publishing = None
-        for step in range(num_steps):
-            batch, facts = await buffer.take(step, oldest_allowed(step, max_lag))
-            assert facts.rejected_items == ()
-            lags.append(step - min(group.rollout.oldest_version for group in batch.groups))
-            await turns(train_turns[step % len(train_turns)])
+    async def give_places(self, num_places: int) -> None:
+        if num_places:
+            self.extra_places += num_places
+            await self.sync.widen(num_places)
+
+    async def train(self, last_step: int) -> None:
+        publishing: asyncio.Task[None] | None = None
+        for step in range(self.version, last_step):
+            facts = await self.next_batch(step)
+            await turns(next(self.pace.of("train")))
+            self.ledger.mark_trained(facts.group_ids)
+            self.ledger.mark_dropped(facts.dropped_ids)
+            self.version = step + 1
             if publishing is not None:
                 await publishing
-            publishing = tasks.create_task(sync.publish(step + 1, [None]))
-    return lags
+            publishing = self.tasks.create_task(self.publish(self.version))
+        if publishing is not None:
+            await publishing
 
+    async def next_batch(self, step: int) -> BatchFacts:
+        batch, facts = await self.buffer.take(step, oldest_allowed(step, self.config.weight_sync.max_lag))
+        assert facts.rejected_ids == ()  # admission is enough; the other guard has nothing to do
+        fresh = [group for group in batch.groups if group.group_id in facts.group_ids]
+        replayed = [group for group in batch.groups if group.group_id not in facts.group_ids]
+        self.trained.fresh.append([group.group_id for group in fresh])
+        self.trained.replayed.append([group.group_id for group in replayed])
+        self.trained.dropped.append(list(facts.dropped_ids))
+        self.trained.lags.append(step - min(group.rollout.oldest_version for group in fresh))
+        self.trained.replayed_ages += [step - group.rollout.oldest_version for group in replayed]
+        await self.give_places(facts.num_places)
+        if self.config.algorithm.num_oversampled:
+            self.ledger.cut(facts.cut_ids)
+            await self.cut_off_running(step)
+        return facts
+
+    async def cut_off_running(self, step: int) -> None:
+        oldest = oldest_allowed(step + 1, self.config.weight_sync.max_lag)
+        late = [g for g, (_, version) in self.running.items() if version < oldest and g not in self.scored]
+        for group_id in late:
+            self.running.pop(group_id)[0].cancel()
+        self.ledger.cut(late)
+        await self.notify_finished()
+
+    async def publish(self, version: int) -> None:
+        if not self.config.weight_sync.in_flight:
+            await self.until_none_runs(version - 1)
+        await self.sync.publish(version, [None])
+
+    async def until_none_runs(self, published: int) -> None:
+        max_lag = self.config.weight_sync.max_lag - self.config.steps_overtaken
+        total = self.config.algorithm.num_steps * self.config.fresh_per_step
+
+        def none_runs() -> bool:
+            limit = admission_limit(published, max_lag, self.config.fresh_per_step, self.extra_places)
+            is_dispatched = self.ledger.next_group_id >= min(limit, total + self.extra_places)
+            return is_dispatched and self.ledger.in_flight <= self.scored
+
+        async with self.finished:
+            await self.finished.wait_for(none_runs)
+
+
+MAX_TURNS = 30_000  # a run takes hundreds
+
+
+async def within_turns(work: Any) -> None:
+    """A schedule that waits for what never comes would go on for ever."""
+    task = asyncio.ensure_future(work)
+    for _ in range(MAX_TURNS):
+        if task.done():
+            return await task
+        await asyncio.sleep(0)
+    task.cancel()
+    raise AssertionError(f"it is stuck: {MAX_TURNS} turns")
+
+
+def make_ledger() -> PromptLedger:
+    def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2]}
+
+    return PromptLedger([Example(str(i), "") for i in range(7)], "{question}", tokenizer, seed=0)
+
+
+def make_config(max_lag: int, prompts_per_step: int, num_steps: int = 6, **changes: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "task": {"kind": "sorting"},
+            "algorithm": {
+                "num_steps": num_steps, "prompts_per_step": prompts_per_step, "samples_per_prompt": 2,
+                **changes.get("algorithm", {}),
+            },
+            "buffer": changes.get("buffer", {}),
+            "weight_sync": {"max_lag": max_lag, **changes.get("weight_sync", {})},
+        }
+    )  # fmt: skip
+
+
+def train(config: Config, pace: Pace, resume_after: int | None = None) -> tuple[Trained, Schedule]:
+    """The whole run; it may end after a step, and go on from a checkpoint of it."""
+    trained, ledger = Trained(), make_ledger()
+
+    async def run(folder: Path) -> Schedule:
+        schedule, last = Schedule(config, pace, trained, ledger), config.algorithm.num_steps
+        if resume_after is not None:
+            await schedule.run(resume_after)
+            await schedule.buffer.capture()
+            await schedule.buffer.write_captured(folder)
+            schedule = Schedule(config, pace, trained, ledger, resume_after, folder)
+        await schedule.run(last)
+        return schedule
+
+    async def bounded(folder: Path) -> Schedule:
+        task = asyncio.ensure_future(run(folder))
+        await within_turns(task)
+        return task.result()
+
+    with tempfile.TemporaryDirectory() as folder:
+        return trained, asyncio.run(bounded(Path(folder)))
+
+
+# ---- at any speed ----
 
 SPEEDS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
+@st.composite
+def paces(draw: st.DrawFn) -> Pace:
+    signals = draw(st.lists(st.booleans(), min_size=1, max_size=7))
+    aside = draw(st.sets(st.integers(0, 12), max_size=2))
+    slow = draw(st.dictionaries(st.integers(0, 12), st.integers(100, 600), max_size=2))
+    return Pace(draw(SPEEDS), draw(SPEEDS), draw(SPEEDS), slow, signals, frozenset(aside))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Any that Config allows, small."""
+    max_lag, prompts = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    replayed = draw(st.integers(0, prompts - 1))
+    fresh = prompts - replayed
+    most = max_lag * fresh + 1  # a look-ahead that max_lag pays for
+    lookahead = draw(st.integers(1, most))
+    oversample = 0.0 if lookahead > 1 else draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))
+    replay = {
+        "frac": replayed / prompts, "max_age": max_lag + draw(st.integers(1, 3)),
+        "max_uses": draw(st.integers(2, 3)), "sampling": draw(st.sampled_from(["uniform", "recent", "advantage"])),
+    }  # fmt: skip
+    return make_config(
+        max_lag, prompts,
+        algorithm={"oversample_frac": oversample, "dynamic_sampling_tries": draw(st.integers(0, 2))},
+        buffer={"lookahead": lookahead, "replay": replay, "max_gib": draw(st.sampled_from([1e-9, 1.0]))},
+        weight_sync={"in_flight": draw(st.booleans())},
+    )  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(config=configs(), pace=paces(), resume_after=st.none() | st.integers(1, 5))
+def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
+    config: Config, pace: Pace, resume_after: int | None
+) -> None:
+    trained, schedule = train(config, pace, resume_after)
+    num_steps, ledger = config.algorithm.num_steps, schedule.ledger
+    assert [len(fresh) for fresh in trained.fresh] == [config.fresh_per_step] * num_steps
+    assert max(trained.lags) <= config.weight_sync.max_lag
+    assert max(trained.replayed_ages, default=0) <= config.buffer.replay.max_age
+
+    fresh = [group_id for batch in trained.fresh for group_id in batch]
+    dropped = [group_id for batch in trained.dropped for group_id in batch]
+    gone = [*fresh, *dropped, *ledger.set_aside]
+    assert sorted([*gone, *ledger.unfinished]) == list(range(ledger.next_group_id))
+    assert (ledger.num_trained, ledger.num_left) == (len(fresh), len(dropped) + len(ledger.set_aside))
+    assert ledger.set_aside <= pace.never_finishes
+    held = asyncio.run(schedule.buffer.group_ids())
+    assert ledger.buffered <= set(held) <= ledger.unfinished
+
+    most = config.algorithm.dynamic_sampling_tries * config.fresh_per_step
+    assert max(map(len, trained.dropped)) <= most
+    for step, replayed in enumerate(trained.replayed):
+        earlier = {group_id for batch in trained.fresh[:step] for group_id in batch}
+        assert len(replayed) <= config.replayed_per_step
+        assert set(replayed) <= earlier
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    max_lag=st.integers(0, 3), prompts_per_step=st.integers(1, 3), token_turns=SPEEDS, train_turns=SPEEDS,
-    load_turns=SPEEDS,
-)  # fmt: skip
-def test_no_token_is_older_than_max_lag_at_any_speed(
-    max_lag: int, prompts_per_step: int, token_turns: list[int], train_turns: list[int], load_turns: list[int]
+    pace=paces(), other=paces(), max_lag=st.integers(0, 3), prompts=st.integers(1, 3), tries=st.integers(0, 2)
+)
+def test_strict_batches_are_the_same_at_every_speed(
+    pace: Pace, other: Pace, max_lag: int, prompts: int, tries: int
 ) -> None:
-    run = largest_lags(max_lag, prompts_per_step, 6, token_turns, train_turns, load_turns)
-    lags = asyncio.run(asyncio.wait_for(run, 60))
-    assert len(lags) == 6
-    assert max(lags) <= max_lag
+    config = make_config(max_lag, prompts, algorithm={"dynamic_sampling_tries": tries})
+    other.has_signal, other.never_finishes = pace.has_signal, pace.never_finishes
+    first, second = train(config, pace)[0], train(config, other)[0]
+    assert first.fresh == second.fresh
+    assert [sorted(dropped) for dropped in first.dropped] == [sorted(dropped) for dropped in second.dropped]
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_fast_generators_run_ahead_as_far_as_max_lag_allows(max_lag: int) -> None:
+@pytest.mark.parametrize("replayed", [0, 2])
+@pytest.mark.parametrize(("max_lag", "lookahead", "late"), [(0, 1, 0), (1, 1, 0), (3, 1, 0), (3, 4, 2), (3, 3, 1)])
+def test_fast_generators_run_ahead_as_far_as_max_lag_allows(
+    max_lag: int, lookahead: int, late: int, replayed: int
+) -> None:
     """Admission that is tighter than need be would waste the Generators' time."""
-    lags = asyncio.run(largest_lags(max_lag, 2, 6, token_turns=[0], train_turns=[200], load_turns=[1]))
-    assert lags == [min(step, max_lag) for step in range(6)]
-
-
-@given(version=st.integers(0, 100), max_lag=st.integers(0, 10), prompts_per_step=st.integers(1, 50))
-def test_the_two_guards_agree(version: int, max_lag: int, prompts_per_step: int) -> None:
-    """The last group admitted at a version is trained while that version is just allowed."""
-    last_group = admission_limit(version, max_lag, prompts_per_step) - 1
-    trained_at = last_group // prompts_per_step
-    assert oldest_allowed(trained_at, max_lag) == version
-    assert oldest_allowed(trained_at + 1, max_lag) > version  # one group more would be too old
+    replay = {"frac": replayed / (2 + replayed), "max_age": 9}
+    config = make_config(max_lag, 2 + replayed, buffer={"lookahead": lookahead, "replay": replay})
+    lags = train(config, Pace(train=[200]))[0].lags
+    assert lags == [min(step, max_lag - late) for step in range(6)]

@@ -23,7 +23,7 @@ from grpo_ray.config_loading import load_config
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.metrics_catalog import METRICS, check_names
-from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts
+from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.telemetry.run_files import (
     JsonLines,
     MetricsLog,
@@ -261,6 +261,7 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
     ]
     assert rows[0] == {
         "step": 7,
+        "use": 1,
         "group_id": 3,
         "sample": 0,
         "prompt": "prompt 3",
@@ -285,6 +286,26 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no partial file stays
     write_rollouts(path, 8, [])
     assert read_rollouts(path) == []
+
+
+def test_uses_are_each_group_s_own(tmp_path: Path) -> None:
+    path = tmp_path / "step-000007.parquet"
+    groups = [make_group(3, [[1], [2], [2]]), make_group(1, [[0]]), make_group(4, [[2], [2]])]
+    write_rollouts(path, 7, groups, [1, 3, 0])
+    assert [(row["group_id"], row["use"]) for row in read_rollouts(path)] == [
+        *[(3, 1)] * 3,
+        (1, 3),
+        *[(4, 0)] * 2,
+    ]
+    assert read_uses(path) == [1, 3, 0]
+    assert same_groups(read_groups(path), groups)
+    write_rollouts(path, 7, groups)
+    assert read_uses(path) == [1, 1, 1]
+    write_rollouts(path, 7, [], [])
+    assert read_uses(path) == []
+    with pytest.raises(ValueError, match="zip"):
+        write_rollouts(path, 7, groups, [1, 1])
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_rollouts_are_quick_to_write(tmp_path: Path) -> None:

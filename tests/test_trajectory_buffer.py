@@ -9,21 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import make_completion, make_group, make_item, same_groups
+from builders import make_buffer, make_completion, make_group, make_item, same_groups, simple_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, rollout_metrics
+from grpo_ray.actors.trajectory_buffer import buffer_arguments, cut_metrics, rollout_metrics
+from grpo_ray.config import Config
 from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts
+from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
-from grpo_ray.types import BatchFacts, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.types import BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch
 
 PLENTY = 2**30
-
-
-def simple_group(group_id: int, versions: int | list[int] = 0) -> ScoredGroup:
-    return make_group(make_item(group_id), [make_completion([5, 6, 7], versions=versions)] * 2, [1, 0], [1, -1])
+KEPT = PutReceipt(is_kept=True)
 
 
 async def is_done(*tasks: asyncio.Task) -> list[bool]:
@@ -32,43 +30,65 @@ async def is_done(*tasks: asyncio.Task) -> list[bool]:
     return [task.done() for task in tasks]
 
 
+def ids(groups: tuple[ScoredGroup, ...]) -> list[int]:
+    return [group.group_id for group in groups]
+
+
 # ---- batches ----
 
 
 @pytest.mark.parametrize("arrival", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
 def test_batches_are_in_group_order_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
     async def run() -> list[tuple[TrainBatch, BatchFacts]]:
-        buffer = TrajectoryBuffer(2, PLENTY)
+        buffer = make_buffer(2)
         for group_id in arrival:
-            await buffer.put(simple_group(group_id))
+            assert await buffer.put(simple_group(group_id)) == KEPT
         return [await buffer.take(step, oldest_version=0) for step in (0, 1)]
 
     batches = asyncio.run(run())
-    assert [[group.group_id for group in batch.groups] for batch, _ in batches] == [[0, 1], [2, 3]]
+    assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3]]
     assert [facts.group_ids for _, facts in batches] == [(0, 1), (2, 3)]
     assert [facts.metrics["buffer/groups"] for _, facts in batches] == [2.0, 0.0]
-    assert all(facts.rejected_items == () for _, facts in batches)
+    for _, facts in batches:
+        assert (facts.rejected_ids, facts.dropped_ids, facts.cut_ids, facts.num_places) == ((), (), (), 0)
+        assert check_names(facts.metrics) == []
 
 
 def test_take_waits_for_the_slowest_group() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(2, PLENTY)
+        buffer = make_buffer(2)
         taken = asyncio.create_task(buffer.take(0, oldest_version=0))
         for group_id in (1, 2, 3):  # the batch after is whole already; it does not overtake
             await buffer.put(simple_group(group_id))
-            await asyncio.sleep(0.01)
-            assert not taken.done()
+            assert await is_done(taken) == [False]
         await buffer.put(simple_group(0))
         batch, facts = await asyncio.wait_for(taken, 5)
-        assert [group.group_id for group in batch.groups] == [0, 1]
+        assert ids(batch.groups) == [0, 1]
         assert facts.metrics["buffer/groups"] == 2.0
+
+    asyncio.run(run())
+
+
+def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
+    async def run() -> None:
+        buffer = make_buffer(2, lookahead=2)
+        taken = asyncio.create_task(buffer.take(0, oldest_version=0))
+        await buffer.put(simple_group(3))
+        await buffer.put(simple_group(2))
+        assert await is_done(taken) == [False]  # 3 is beyond the window
+        await buffer.put(simple_group(1))
+        batch, _ = await asyncio.wait_for(taken, 5)
+        assert ids(batch.groups) == [1, 2]
+        await buffer.put(simple_group(0))
+        batch, _ = await asyncio.wait_for(buffer.take(1, oldest_version=0), 5)
+        assert ids(batch.groups) == [0, 3]
 
     asyncio.run(run())
 
 
 def test_group_that_comes_twice_is_refused() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(1, PLENTY)
+        buffer = make_buffer(1)
         await buffer.put(simple_group(4))
         with pytest.raises(ValueError, match="group 4 came twice"):
             await buffer.put(simple_group(4))
@@ -78,23 +98,24 @@ def test_group_that_comes_twice_is_refused() -> None:
 
 def test_stale_groups_are_rejected_and_the_rest_stay() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(3, PLENTY)
+        buffer = make_buffer(3)
+        await buffer.begin((3, 4, 5), next_id=6)
         await buffer.put(simple_group(3, versions=4))
         await buffer.put(simple_group(4, versions=[4, 3, 5]))  # one token too old
         await buffer.put(simple_group(5, versions=5))
         batch, facts = await buffer.take(1, oldest_version=4)
         assert batch.groups == ()
         assert facts.group_ids == ()
-        assert [item.group_id for item in facts.rejected_items] == [4]
+        assert facts.rejected_ids == (4,)
+        assert await buffer.group_ids() == (3, 5)
 
         again = asyncio.create_task(buffer.take(1, oldest_version=4))
-        await asyncio.sleep(0.01)
-        assert not again.done()
+        assert await is_done(again) == [False]
         await buffer.put(simple_group(4, versions=5))
         batch, facts = await asyncio.wait_for(again, 5)
-        assert [group.group_id for group in batch.groups] == [3, 4, 5]
+        assert ids(batch.groups) == [3, 4, 5]
         assert batch.groups[1].rollout.oldest_version == 5
-        assert facts.rejected_items == ()
+        assert facts.rejected_ids == ()
 
     asyncio.run(run())
 
@@ -104,7 +125,7 @@ def test_oldest_version_is_over_all_completions() -> None:
     assert make_group(make_item(), completions).rollout.oldest_version == 2
 
 
-def test_rollout_metrics_by_hand() -> None:
+def two_groups() -> list[ScoredGroup]:
     first = ScoredGroup(
         RolloutGroup(
             make_item(0),
@@ -115,6 +136,7 @@ def test_rollout_metrics_by_hand() -> None:
         format_rewards=np.array([1, 1], np.float32),
         answer_rewards=np.array([1, 0], np.float32),
         advantages=np.array([0.7, -0.7], np.float32),
+        num_errors=2,
     )
     second = ScoredGroup(
         RolloutGroup(make_item(1), (make_completion([1] * 3), make_completion([1] * 3)), "generator-1"),
@@ -122,24 +144,50 @@ def test_rollout_metrics_by_hand() -> None:
         format_rewards=np.array([1, 0], np.float32),
         answer_rewards=np.array([0, 0], np.float32),
         advantages=np.zeros(2, np.float32),
+        num_errors=1,
     )
-    metrics = rollout_metrics([first, second])
+    return [first, second]
+
+
+def test_rollout_metrics_by_hand() -> None:
+    metrics = rollout_metrics(two_groups(), num_dropped=1)
     assert metrics == {
         "reward/mean": 1 / 4,
         "reward/format": 3 / 4,
         "reward/answer": 1 / 4,
-        "reward/errors": 0.0,
+        "reward/errors": 3.0,
+        # of the mean of 1 and 0: their sample variance, 1/2, by two; of 0 and 0 it is 0
+        "reward/baseline_variance": (1 / 4 + 0) / 2,
         "rollout/response_tokens/mean": (4 + 10 + 3 + 3) / 4,
         "rollout/response_tokens/max": 10.0,
         "rollout/truncated_frac": 1 / 4,
         "rollout/zero_variance_groups": 1.0,
+        "rollout/dropped_groups": 1.0,
     }
     assert check_names(metrics) == []
 
 
+def test_one_response_has_no_baseline_variance() -> None:
+    group = make_group(make_item(), [make_completion([5])], [1.0])
+    assert rollout_metrics([group])["reward/baseline_variance"] == 0.0
+
+
+def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:
+    def group(group_id: int, num_cuts: int, lengths: tuple[int, ...]) -> ScoredGroup:
+        item = make_item(group_id, num_cuts=num_cuts)
+        return make_group(item, [make_completion([5] * length) for length in lengths])
+
+    groups = [group(0, 0, (2, 4)), group(1, 2, (9, 11)), group(2, 1, (13, 15)), group(3, 0, (6, 4))]
+    metrics = cut_metrics(groups)
+    assert metrics == {"rollout/response_tokens/cut_before_ratio": pytest.approx(12 / 4)}
+    assert check_names(metrics) == []
+    assert cut_metrics([groups[0], groups[3]]) == {}  # nobody was cut off
+    assert cut_metrics([groups[1]]) == {}
+
+
 def test_taken_batches_are_written(tmp_path: Path) -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(2, PLENTY, tmp_path)
+        buffer = make_buffer(2, PLENTY, tmp_path)
         for group_id in (3, 2, 1, 0):
             await buffer.put(simple_group(group_id, versions=group_id // 2))
         await buffer.take(0, oldest_version=0)
@@ -150,59 +198,155 @@ def test_taken_batches_are_written(tmp_path: Path) -> None:
     asyncio.run(run())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
     rows = read_rollouts(tmp_path / "step-000002.parquet")
-    assert [(row["step"], row["group_id"], row["sample"], row["min_version"]) for row in rows] == [
-        (2, 2, 0, 1),
-        (2, 2, 1, 1),
-        (2, 3, 0, 1),
-        (2, 3, 1, 1),
+    assert [(row["step"], row["use"], row["group_id"], row["sample"], row["min_version"]) for row in rows] == [
+        (2, 1, 2, 0, 1),
+        (2, 1, 2, 1, 1),
+        (2, 1, 3, 0, 1),
+        (2, 1, 3, 1, 1),
     ]
 
 
-# ---- groups that never come ----
+# ---- groups that are not trained ----
 
 
-def test_group_set_aside_is_not_waited_for() -> None:
+def test_group_set_aside_is_not_waited_for_and_another_takes_its_place() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(3, PLENTY)
+        buffer = make_buffer(3)
         await buffer.put(simple_group(0))
         taken = asyncio.create_task(buffer.take(0, oldest_version=0))
         await buffer.put(simple_group(2))
         assert await is_done(taken) == [False]
-        await buffer.set_aside(1)
+        assert await buffer.set_aside(1) == 0  # its own place is not counted
+        assert await is_done(taken) == [False]  # the batch stays whole
+        await buffer.put(simple_group(3))
         batch, facts = await asyncio.wait_for(taken, 5)
-        assert [group.group_id for group in batch.groups] == list(facts.group_ids) == [0, 2]
-
-        await buffer.put(simple_group(1))  # it comes after all: nobody has a use for it
-        for group_id in (4, 5, 3):  # one of them is here already
-            if group_id == 4:
-                await buffer.put(simple_group(4))
-            await buffer.set_aside(group_id)
-        assert await buffer.group_ids() == ()
-        batch, facts = await asyncio.wait_for(buffer.take(1, oldest_version=0), 5)
-        assert (batch, facts.group_ids, facts.rejected_items) == (TrainBatch(()), (), ())
-        assert (facts.metrics["buffer/groups"], facts.metrics["buffer/bytes"]) == (0.0, 0.0)
+        assert ids(batch.groups) == list(facts.group_ids) == [0, 2, 3]
+        with pytest.raises(ValueError, match="group 1 came after it was trained, dropped or set aside"):
+            await buffer.put(simple_group(1))
 
     asyncio.run(run())
 
 
 def test_stale_groups_are_found_beside_one_that_is_set_aside() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(2, PLENTY)
+        buffer = make_buffer(1)
         await buffer.set_aside(0)
         await buffer.put(simple_group(1, versions=2))
         _, facts = await buffer.take(0, oldest_version=3)
-        assert [item.group_id for item in facts.rejected_items] == [1]
+        assert facts.rejected_ids == (1,)
 
     asyncio.run(run())
 
 
 def test_group_that_comes_after_its_batch_is_refused() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(1, PLENTY)
+        buffer = make_buffer(1)
         await buffer.put(simple_group(0))
         await buffer.take(0, oldest_version=0)
-        with pytest.raises(ValueError, match="group 0 came after its batch was taken"):
+        with pytest.raises(ValueError, match="group 0 came after it was trained"):
             await buffer.put(simple_group(0))
+
+    asyncio.run(run())
+
+
+def test_groups_without_signal_leave_their_places_to_others(tmp_path: Path) -> None:
+    """size 2, at most 2 dropped a batch: 0 and 2 are; 3 has a signal; 5 is one too many."""
+
+    async def run() -> None:
+        buffer = make_buffer(2, PLENTY, tmp_path, max_dropped=2)
+        signals = {0: False, 1: True, 2: False, 3: True, 4: False, 5: False, 6: False, 7: True}
+        places = [(await buffer.put(simple_group(g, has_signal=s))).num_places for g, s in signals.items()]
+        assert places == [1, 0, 1, 0, 0, 0, 0, 0]
+        assert await buffer.group_ids() == tuple(range(8))  # who was dropped is known until the batch is taken
+        batch, facts = await buffer.take(0, oldest_version=0)
+        assert (ids(batch.groups), facts.group_ids, facts.dropped_ids) == ([1, 3], (1, 3), (0, 2))
+        assert facts.num_places == 2  # 4 and 5: the next batch may drop two again
+        assert facts.metrics["rollout/dropped_groups"] == 2.0
+        assert facts.metrics["rollout/zero_variance_groups"] == 2.0
+        assert facts.metrics["reward/mean"] == 1 / 4  # of all that were sampled for it
+        batch, facts = await buffer.take(1, oldest_version=0)
+        assert (facts.group_ids, facts.dropped_ids, facts.num_places) == ((6, 7), (4, 5), 0)
+        with pytest.raises(ValueError, match="group 4 came after it was trained, dropped"):
+            await buffer.put(simple_group(4))
+        await buffer.flush()
+
+    asyncio.run(run())
+    for step, fresh, dropped in ((1, [1, 3], [0, 2]), (2, [6, 7], [4, 5])):
+        path = tmp_path / f"step-00000{step}.parquet"
+        assert read_uses(path) == [1, 1, 0, 0]
+        assert ids(read_groups(path)) == [*fresh, *dropped]
+
+
+def test_setting_aside_can_make_it_sure_that_others_are_dropped() -> None:
+    async def run() -> None:
+        buffer = make_buffer(2, max_dropped=1)
+        await buffer.put(simple_group(1, has_signal=False))  # if 0 had no signal, 0 would be the one
+        assert (await buffer.group_ids(), await buffer.set_aside(0)) == ((1,), 1)
+
+    asyncio.run(run())
+
+
+def test_what_comes_too_late_is_cut_off() -> None:
+    """Lag 1: the batch after that of step 0, at version 1, may have tokens of version 0, the next one not."""
+
+    async def run() -> None:
+        buffer = make_buffer(1, first_come=True, cut_max_lag=1)
+        for group_id, version in ((2, 0), (0, 0), (3, 1)):
+            assert await buffer.put(simple_group(group_id, versions=version)) == KEPT
+        _, facts = await buffer.take(0, oldest_version=-1)
+        assert (facts.group_ids, facts.cut_ids) == ((2,), ())
+        _, facts = await buffer.take(1, oldest_version=0)
+        assert (facts.group_ids, facts.cut_ids) == ((0,), ())  # 3 is young enough for step 2
+        assert await buffer.put(simple_group(1, versions=[1, 0, 1])) == PutReceipt(is_kept=False)
+        assert await buffer.put(simple_group(4, versions=1)) == KEPT
+        assert await buffer.put(simple_group(5, versions=2)) == KEPT
+        _, facts = await buffer.take(2, oldest_version=1)
+        assert (facts.group_ids, facts.cut_ids) == ((3,), (4,))
+        assert facts.metrics["buffer/bytes"] == simple_group(5).num_bytes
+        assert await buffer.group_ids() == (5,)
+        for group_id in (1, 4):  # asked again, with a new answer
+            assert await buffer.put(simple_group(group_id, versions=2)) == KEPT
+
+    asyncio.run(run())
+
+
+# ---- groups that are trained again ----
+
+
+def test_batch_has_its_fresh_groups_and_then_those_that_are_replayed(tmp_path: Path) -> None:
+    async def run() -> list[tuple[TrainBatch, BatchFacts]]:
+        replay = {"sampling": "recent", "max_uses": 2, "max_age": 9}
+        buffer = make_buffer(2, PLENTY, tmp_path, num_replayed=1, replay=replay)
+        for group_id in range(8):
+            await buffer.put(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4))
+        batches = [await buffer.take(step, oldest_version=0) for step in range(4)]
+        await buffer.flush()
+        return batches
+
+    batches = asyncio.run(run())
+    # A group's own batch is not drawn from; of equally recent ones the smaller id; after two uses it is gone.
+    assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3, 0], [4, 5, 2], [6, 7, 4]]
+    assert [facts.group_ids for _, facts in batches] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    uses = [read_uses(tmp_path / f"step-00000{step}.parquet") for step in range(1, 5)]
+    assert uses == [[1, 1], [1, 1, 2], [1, 1, 2], [1, 1, 2]]
+    assert [facts.metrics["reward/mean"] for _, facts in batches] == [0.5, 0.5, 0, 0]  # the fresh ones'
+    assert [facts.metrics["replay/groups"] for _, facts in batches] == [2, 3, 4, 5]
+    assert [facts.metrics["replay/evicted_uses"] for _, facts in batches] == [0, 1, 1, 1]
+    assert check_names(batches[0][1].metrics) == []
+
+
+def test_rejected_batch_draws_nothing() -> None:
+    async def run() -> None:
+        buffer = make_buffer(1, num_replayed=1, replay={"max_uses": 2})
+        await buffer.put(simple_group(0))
+        await buffer.take(0, oldest_version=0)
+        await buffer.put(simple_group(1, versions=0))
+        for _ in range(3):
+            batch, facts = await buffer.take(1, oldest_version=1)
+            assert (batch.groups, facts.rejected_ids) == ((), (1,))
+            await buffer.put(simple_group(1, versions=0))
+        batch, _ = await buffer.take(1, oldest_version=0)
+        assert ids(batch.groups) == [1, 0]
 
     asyncio.run(run())
 
@@ -219,7 +363,7 @@ def test_bytes_of_a_group_by_hand() -> None:
 def test_groups_wait_outside_while_there_is_no_room() -> None:
     async def run() -> None:
         size = simple_group(0).num_bytes
-        buffer = TrajectoryBuffer(2, max_bytes=3 * size)
+        buffer = make_buffer(2, max_bytes=3 * size)
         for group_id in (5, 6, 7):
             await buffer.put(simple_group(group_id))
         later = [asyncio.create_task(buffer.put(simple_group(g))) for g in (2, 3, 4)]
@@ -237,13 +381,12 @@ def test_groups_wait_outside_while_there_is_no_room() -> None:
     asyncio.run(run())
 
 
-def test_take_lets_its_own_batch_in() -> None:
-    """A resumed buffer does not know which step comes next before it is asked."""
-
+def test_next_batch_comes_in_however_little_room_there_is() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(2, max_bytes=1)
+        buffer = make_buffer(2, max_bytes=1)
+        await buffer.begin((80, 81, 82), next_id=83)
         puts = [asyncio.create_task(buffer.put(simple_group(g))) for g in (80, 81, 82)]
-        assert await is_done(*puts) == [False, False, False]
+        assert await is_done(*puts) == [True, True, False]
         _, facts = await asyncio.wait_for(buffer.take(40, oldest_version=0), 5)
         assert facts.group_ids == (80, 81)
         assert await is_done(*puts) == [True, True, True]
@@ -251,13 +394,30 @@ def test_take_lets_its_own_batch_in() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("leaves", ["set aside", "dropped"])
+def test_group_that_gets_a_left_place_is_let_in(leaves: str) -> None:
+    async def run() -> None:
+        buffer = make_buffer(1, max_bytes=1, max_dropped=1)
+        put = asyncio.create_task(buffer.put(simple_group(1)))
+        assert await is_done(put) == [False]
+        if leaves == "dropped":
+            assert await buffer.put(simple_group(0, has_signal=False)) == PutReceipt(True, 1)
+        else:
+            await buffer.set_aside(0)
+        assert await is_done(put) == [True]
+        assert 1 in await buffer.group_ids()
+
+    asyncio.run(run())
+
+
 def test_waiting_group_that_is_set_aside_is_let_go() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(1, max_bytes=1)
+        buffer = make_buffer(1, max_bytes=1)
         put = asyncio.create_task(buffer.put(simple_group(9)))
         assert await is_done(put) == [False]
         await buffer.set_aside(9)
-        assert await is_done(put) == [True]
+        with pytest.raises(ValueError, match="group 9 came after it was trained, dropped or set aside"):
+            await asyncio.wait_for(put, 5)
         assert await buffer.group_ids() == ()
 
     asyncio.run(run())
@@ -267,36 +427,40 @@ def test_waiting_group_that_is_set_aside_is_let_go() -> None:
 @given(
     order=st.permutations(range(12)),
     max_groups=st.integers(0, 12),
-    prompts_per_step=st.integers(1, 4),
+    size=st.integers(1, 4),
+    lookahead=st.integers(1, 3),
     aside=st.sets(st.integers(0, 11)),
 )
 def test_no_size_and_no_order_stops_the_buffer(
-    order: list[int], max_groups: int, prompts_per_step: int, aside: set[int]
+    order: list[int], max_groups: int, size: int, lookahead: int, aside: set[int]
 ) -> None:
     async def run() -> list[int]:
-        buffer = TrajectoryBuffer(prompts_per_step, max_groups * simple_group(0).num_bytes)
+        buffer = make_buffer(size, max_groups * simple_group(0).num_bytes, lookahead=lookahead)
 
         async def produce(group_id: int) -> None:
             await (buffer.set_aside(group_id) if group_id in aside else buffer.put(simple_group(group_id)))
 
         puts = [asyncio.create_task(produce(group_id)) for group_id in order]
         trained: list[int] = []
-        for step in range(12 // prompts_per_step):
+        for step in range((12 - len(aside)) // size):
             _, facts = await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
             trained += facts.group_ids
-            held = await buffer.group_ids()
-            extra = [group_id for group_id in held if group_id >= (step + 2) * prompts_per_step]
+            left = [g for g in range(12) if g not in trained and g not in aside]
+            # Groups that are not set aside yet may hold a place in the window.
+            extra = [g for g in await buffer.group_ids() if g not in left[: size + lookahead - 1]]
             assert len(extra) <= max_groups
-        await asyncio.wait_for(asyncio.gather(*puts), 5)
         return trained
 
-    num_trained = 12 // prompts_per_step * prompts_per_step
-    assert asyncio.run(run()) == [group_id for group_id in range(num_trained) if group_id not in aside]
+    num_trained = (12 - len(aside)) // size * size
+    trained = asyncio.run(run())
+    assert len(trained) == len(set(trained)) == num_trained
+    if lookahead == 1:
+        assert trained == [group_id for group_id in range(12) if group_id not in aside][:num_trained]
 
 
 def test_take_that_is_given_up_loses_nothing() -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(2, PLENTY)
+        buffer = make_buffer(2)
         await buffer.put(simple_group(0))
         taken = asyncio.create_task(buffer.take(0, oldest_version=0))
         assert await is_done(taken) == [False]
@@ -312,21 +476,22 @@ def test_take_that_is_given_up_loses_nothing() -> None:
 
 
 def test_captured_groups_come_back(tmp_path: Path) -> None:
-    path = tmp_path / "groups.parquet"
     groups = {g: simple_group(g, versions=[g, g, g + 1]) for g in (4, 2, 5, 3, 6)}
 
     async def write() -> None:
-        buffer = TrajectoryBuffer(2, PLENTY)
+        buffer = make_buffer(2)
+        await buffer.begin((2, 3, 4, 5, 6), next_id=7)
         for group in groups.values():
             await buffer.put(group)
         assert await buffer.capture() == (2, 3, 4, 5, 6)
         await buffer.take(1, oldest_version=0)  # what happens after the capture does not matter
         await buffer.put(simple_group(7))
-        await buffer.write_captured(path)
+        await buffer.write_captured(tmp_path)
 
     async def read() -> None:
-        buffer = TrajectoryBuffer(2, PLENTY, groups_path=path)
+        buffer = make_buffer(2, checkpoint=tmp_path)
         assert await buffer.group_ids() == (2, 3, 4, 5, 6)
+        assert await buffer.begin((2, 3, 4, 5, 6), next_id=7) == 0
         batch, facts = await buffer.take(1, oldest_version=0)
         assert same_groups(batch.groups, (groups[2], groups[3]))
         assert facts.metrics["buffer/bytes"] == sum(groups[g].num_bytes for g in (4, 5, 6))
@@ -334,30 +499,114 @@ def test_captured_groups_come_back(tmp_path: Path) -> None:
             await buffer.put(groups[6])
 
     asyncio.run(write())
-    assert same_groups(read_groups(path), tuple(groups[g] for g in (2, 3, 4, 5, 6)))
+    assert sorted(os.listdir(tmp_path)) == ["groups.parquet", "replay.parquet"]
+    assert same_groups(read_groups(tmp_path / "groups.parquet"), tuple(groups[g] for g in (2, 3, 4, 5, 6)))
+    assert read_groups(tmp_path / "replay.parquet") == ()
     asyncio.run(read())
+
+
+def test_dropped_groups_are_dropped_again_after_a_resume(tmp_path: Path) -> None:
+    """They belong to the next batch's account, so the checkpoint before it still has them to train."""
+
+    async def write() -> tuple[int, BatchFacts]:
+        buffer = make_buffer(2, max_dropped=2)
+        places = 0
+        for group_id in (0, 1, 2):
+            receipt = await buffer.put(simple_group(group_id, has_signal=group_id != 1))
+            places += receipt.num_places
+        assert await buffer.capture() == (0, 1, 2)
+        await buffer.write_captured(tmp_path)
+        return places, (await buffer.take(0, oldest_version=0))[1]
+
+    async def go_on() -> tuple[int, BatchFacts]:
+        buffer = make_buffer(2, checkpoint=tmp_path, max_dropped=2)
+        places = await buffer.begin((0, 1, 2), next_id=3)
+        return places, (await buffer.take(0, oldest_version=0))[1]
+
+    (places, facts), (places_again, facts_again) = asyncio.run(write()), asyncio.run(go_on())
+    assert places == places_again == 1
+    assert (facts.group_ids, facts.dropped_ids) == (facts_again.group_ids, facts_again.dropped_ids)
+    assert (facts.group_ids, facts.dropped_ids) == ((0, 2), (1,))
+
+
+def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None:
+    options = {"num_replayed": 2, "replay": {"max_uses": 4, "max_age": 20}, "seed": 3}
+
+    async def run() -> None:
+        buffer = make_buffer(2, **options)
+        for group_id in range(12):
+            await buffer.put(simple_group(group_id))
+        for step in range(3):
+            await buffer.take(step, oldest_version=0)
+        await buffer.capture()
+        await buffer.write_captured(tmp_path)
+        resumed = make_buffer(2, checkpoint=tmp_path, **options)
+        await resumed.begin(range(6, 12), next_id=12)
+        for step in range(3, 6):
+            (batch, facts), (again, facts_again) = (
+                [await each.take(step, oldest_version=0) for each in (buffer, resumed)]
+            )
+            assert same_groups(again.groups, batch.groups)
+            assert facts_again.metrics["replay/bytes"] == facts.metrics["replay/bytes"] > 0
+            assert facts_again.metrics["replay/groups"] == facts.metrics["replay/groups"]
+
+    asyncio.run(run())
+    assert sum(read_uses(tmp_path / "replay.parquet")) == 6 + 2 + 2  # six fresh ones, and two draws of two
 
 
 def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(2, PLENTY)
+        buffer = make_buffer(2)
         assert await buffer.capture() == ()
-        await buffer.write_captured(tmp_path / "groups.parquet")
-        resumed = TrajectoryBuffer(2, PLENTY, groups_path=tmp_path / "groups.parquet")
+        await buffer.write_captured(tmp_path)
+        resumed = make_buffer(2, checkpoint=tmp_path)
         assert await resumed.group_ids() == ()
+        assert await resumed.begin((), next_id=8) == 0
+        with pytest.raises(ValueError, match="group 7 came after it was trained"):
+            await resumed.put(simple_group(7))
 
     asyncio.run(run())
 
 
 def test_captured_groups_that_cannot_be_written_are_an_oserror(tmp_path: Path) -> None:
     async def run() -> None:
-        buffer = TrajectoryBuffer(1, PLENTY)
+        buffer = make_buffer(1)
         await buffer.put(simple_group(0))
         await buffer.capture()
         with pytest.raises(OSError, match="missing"):
-            await buffer.write_captured(tmp_path / "missing" / "groups.parquet")
+            await buffer.write_captured(tmp_path / "missing")
 
     asyncio.run(run())
+
+
+# ---- what the configuration asks for ----
+
+
+def test_buffer_is_made_as_the_configuration_says(tiny_config: Config) -> None:
+    def arguments(**changes: dict) -> tuple:
+        data = tiny_config.model_dump()  # 3 groups a batch
+        for section, fields in changes.items():
+            data[section] |= fields
+        return buffer_arguments(Config.model_validate(data), Path("rollouts"), Path("training"))
+
+    line, memory, max_bytes, rollouts, checkpoint, cut_max_lag = arguments(buffer={"max_gib": 0.5})
+    assert (vars(line)["_size"], line.window(), line.batch([2, 1, 0])) == (3, [0, 1, 2], (0, 1, 2))
+    assert line.drop({0: False, 1: False}) == ()
+    assert (max_bytes, rollouts, checkpoint, cut_max_lag) == (2**29, Path("rollouts"), Path("training"), None)
+    memory.add([simple_group(0)])
+    assert len(memory) == 0
+
+    replay = {"frac": 0.34, "max_age": 3}
+    line, memory, *_ = arguments(buffer={"lookahead": 2, "replay": replay}, weight_sync={"max_lag": 2})
+    assert line.window() == [0, 1, 2]  # two fresh ones, and one may overtake
+    memory.add([simple_group(0), simple_group(1)])
+    assert len(memory.draw(1)) == 1
+
+    changes = {"oversample_frac": 0.5, "dynamic_sampling_tries": 2}
+    line, *_, cut_max_lag = arguments(algorithm=changes, weight_sync={"max_lag": 1})
+    assert cut_max_lag == 1
+    assert line.batch([7, 5, 9]) == (5, 7, 9)
+    assert len(line.drop(dict.fromkeys(range(20), False))) == 6
 
 
 # ---- files ----
@@ -369,10 +618,10 @@ def test_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
 import asyncio, resource, sys
 from pathlib import Path
 sys.path.insert(0, "tests")
-from test_trajectory_buffer import PLENTY, TrajectoryBuffer, simple_group
+from builders import make_buffer, simple_group
 
 async def main():
-    buffer = TrajectoryBuffer(1, PLENTY, Path(sys.argv[1]))
+    buffer = make_buffer(1, rollouts=Path(sys.argv[1]))
     async def step(k):
         await buffer.put(simple_group(k))
         batch, facts = await buffer.take(k, 0)
@@ -424,7 +673,7 @@ def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     may_write = _hold_writing(monkeypatch)
 
     async def run() -> None:
-        buffer = TrajectoryBuffer(1, PLENTY, tmp_path)
+        buffer = make_buffer(1, PLENTY, tmp_path)
         for step in range(3):
             await buffer.put(simple_group(step))
             await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
@@ -444,7 +693,7 @@ def test_take_waits_for_a_slow_disk_once_too_much_is_waiting(
     may_write = _hold_writing(monkeypatch)
 
     async def run() -> None:
-        buffer = TrajectoryBuffer(1, simple_group(0).num_bytes, tmp_path)
+        buffer = make_buffer(1, simple_group(0).num_bytes, tmp_path)
         for step in range(3):
             await buffer.put(simple_group(step))
             taken = asyncio.create_task(buffer.take(step, oldest_version=0))
@@ -464,7 +713,7 @@ def test_mistake_in_writing_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("grpo_ray.telemetry.rollout_writer.write_rollouts", broken)
 
     async def run() -> None:
-        buffer = TrajectoryBuffer(1, PLENTY, tmp_path)
+        buffer = make_buffer(1, PLENTY, tmp_path)
         for step in range(2):
             await buffer.put(simple_group(step))
         await buffer.take(0, oldest_version=0)

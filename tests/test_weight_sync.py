@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError
+from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError, weight_sync_arguments
+from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.types import SyncReport
 
@@ -58,8 +59,10 @@ class FakeGenerator:
         return self._phase("resume")
 
 
-def make_sync(*generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0) -> WeightSync:
-    return WeightSync(generators, max_lag=1, prompts_per_step=4, phase_timeout_s=timeout_s, version=version)
+def make_sync(
+    *generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0, extra_places: int = 0
+) -> WeightSync:
+    return WeightSync(generators, 1, 4, timeout_s, version, extra_places)  # a lag of 1, and 4 prompts a step
 
 
 async def publish(sync: WeightSync, version: int) -> SyncReport:
@@ -70,9 +73,10 @@ async def admit(sync: WeightSync, generator: FakeGenerator) -> int:
     return await asyncio.wait_for(sync.admit(generator), 5)
 
 
-async def nobody_is_admitted(sync: WeightSync, above: int) -> None:
+async def nobody_is_admitted(sync: WeightSync, version: int, limit: int) -> None:
+    """Who knows of that version and limit has nothing to do."""
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(sync.admission_limit(above), 0.02)
+        await asyncio.wait_for(sync.admission(version, limit), 0.02)
 
 
 # ---- the transaction ----
@@ -106,13 +110,13 @@ def test_admission_waits_until_every_generator_runs_the_version() -> None:
         slow = FakeGenerator("slow")
         slow.gates["resume"] = asyncio.Event()
         sync = make_sync(FakeGenerator("a"), slow)
-        assert await sync.admission_limit(above=7) == 8
-        waiting = asyncio.create_task(sync.admission_limit(above=8))
+        assert await sync.admission(-1, 0) == await sync.admission(0, 7) == (0, 8)
+        waiting = asyncio.create_task(sync.admission(0, 8))
         publishing = asyncio.create_task(publish(sync, 1))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         slow.gates["resume"].set()
-        assert await asyncio.wait_for(waiting, 5) == 12
+        assert await asyncio.wait_for(waiting, 5) == (1, 12)
         await publishing
 
     asyncio.run(run())
@@ -122,12 +126,57 @@ def test_admission_goes_on_from_the_version_the_run_starts_with() -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"), version=5)
         assert await sync.versions() == {"a": 5}
-        assert await sync.admission_limit(above=0) == 28  # (5 + 1 + a lag of 1) * 4 prompts
-        await nobody_is_admitted(sync, above=28)
+        assert await sync.admission(-1, 0) == (5, 28)  # (5 + 1 + a lag of 1) * 4 prompts
+        await nobody_is_admitted(sync, 5, 28)
         await publish(sync, 6)
-        assert await sync.admission_limit(above=28) == 32
+        assert await sync.admission(5, 28) == (6, 32)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("extra_places", [3, 0, -2])
+def test_places_that_groups_left_admit_others_at_once(extra_places: int) -> None:
+    async def run() -> None:
+        sync = make_sync(FakeGenerator("a"), extra_places=extra_places)
+        limit = 8 + extra_places
+        assert await sync.admission(-1, 0) == (0, limit)
+        waiting = asyncio.create_task(sync.admission(0, limit))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await sync.widen(2)
+        assert await asyncio.wait_for(waiting, 5) == (0, limit + 2)
+        await nobody_is_admitted(sync, 0, limit + 2)
+        await publish(sync, 1)
+        assert await sync.admission(0, limit + 2) == (1, limit + 6)
+
+    asyncio.run(run())
+
+
+def test_later_version_is_told_though_the_limit_is_known() -> None:
+    """Groups that were cut off are asked again at every version, whether or not there are new ones."""
+
+    async def run() -> None:
+        sync = make_sync(FakeGenerator("a"))
+        waiting = asyncio.create_task(sync.admission(0, 100))
+        await publish(sync, 1)
+        assert await asyncio.wait_for(waiting, 5) == (1, 12)
+
+    asyncio.run(run())
+
+
+def test_arguments_by_the_ledger_s_account(tiny_config: Config) -> None:
+    """A run at version 2 with a batch of 3, of which 1 is replayed: 2 fresh ones a step."""
+    data = tiny_config.model_dump()
+    data["weight_sync"] |= {"max_lag": 3, "phase_timeout_s": 7.0}
+    data["buffer"] |= {"lookahead": 4, "replay": {"frac": 0.34}}
+    config = Config.model_validate(data)
+    # The look-ahead of 4 makes a group ceil(3 / 2) = 2 steps late: admission has a lag of 1.
+    assert weight_sync_arguments(config, num_trained=4, num_left=0, version=2) == (1, 2, 7.0, 2, 0)
+    assert weight_sync_arguments(config, num_trained=4, num_left=5, version=2) == (1, 2, 7.0, 2, 5)
+    data["buffer"]["lookahead"] = 1
+    data["algorithm"]["oversample_frac"] = 0.5  # of 3 prompts, 2 more
+    config = Config.model_validate(data)
+    assert weight_sync_arguments(config, num_trained=4, num_left=5, version=2) == (3, 2, 7.0, 2, 7)
 
 
 # ---- Generators that do not come along ----
@@ -153,7 +202,7 @@ def test_generator_that_does_not_come_along_is_named_and_out_and_the_others_go_o
         assert (report.version, report.failed) == (1, {"b": reason("b", phase, hangs)})
         assert await sync.stale() == {"b"}
         assert await sync.versions() == {"a": 1}
-        assert await sync.admission_limit(above=8) == 12
+        assert await sync.admission(0, 8) == (1, 12)
         assert good.asked == DONE
         assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after what it failed in
 
@@ -190,7 +239,7 @@ def test_version_is_published_though_the_only_generator_failed(call: str) -> Non
         assert list((await publish(sync, 1)).failed) == ["a"]
         assert await sync.versions() == {}
         assert await sync.stale() == {"a"}
-        assert await sync.admission_limit(above=8) == 12
+        assert await sync.admission(0, 8) == (1, 12)
         assert (await publish(sync, 2)).failed == {}  # to nobody
         fresh = FakeGenerator("a")
         assert await admit(sync, fresh) == 2
@@ -232,7 +281,7 @@ def test_lost_snapshot_is_raised_and_nobody_is_to_blame() -> None:
             await publish(sync, 1)
         assert await sync.stale() == frozenset()
         assert await sync.versions() == {"a": 0, "b": 0}
-        await nobody_is_admitted(sync, above=8)
+        await nobody_is_admitted(sync, 0, 8)
         assert await admit(sync, FakeGenerator("c")) == 0  # the transaction is over
 
     asyncio.run(run())
@@ -343,7 +392,7 @@ def test_publish_waits_for_the_admission_of_a_generator_and_takes_it_along() -> 
         publishing = asyncio.create_task(publish(sync, 2))
         await asyncio.sleep(0.02)
         assert good.loaded == ["weights 1"]
-        await nobody_is_admitted(sync, above=12)
+        await nobody_is_admitted(sync, 1, 12)
         fresh.gates["load"].set()
         assert await admitting == 1
         assert (await publishing).failed == {}
@@ -405,8 +454,8 @@ def test_whoever_serves_has_the_published_weights_however_deaths_and_publishes_m
         async def look() -> None:
             """When admission opens, nobody who serves is behind."""
             for version in range(1, 5):
-                limit = await sync.admission_limit(above=(version + 1) * 4)
-                published = limit // 4 - 2
+                published, limit = await sync.admission(version - 1, (version + 1) * 4)
+                assert limit == (published + 2) * 4
                 for name, runs in (await sync.versions()).items():
                     assert runs == published
                     assert seats[name].serves >= f"weights {published}"

@@ -66,6 +66,14 @@ class Generator:
         await self._engine.reset_prefix_cache()
         await self._engine.resume()
 
+    async def sleep(self) -> None:
+        """Colocated: the Learner's turn. Admission lets no group run meanwhile."""
+        assert self._num_running == 0
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
     async def take_stats(self) -> GeneratorStats:
         """What happened since the last call."""
         now = time.perf_counter()

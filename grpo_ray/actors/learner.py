@@ -1,4 +1,4 @@
-"""Learner: one GRPO update a batch, on the policy's device."""
+"""Learner: the GRPO updates of one batch after another, on the policy's device."""
 
 import logging
 import math
@@ -11,19 +11,14 @@ import numpy as np
 import torch
 
 from grpo_ray.actors.staleness import StaleBatchError, oldest_allowed
-from grpo_ray.algorithms import (
-    compute_entropy,
-    logprob_mismatch,
-    loss_denominator,
-    policy_gradient_step,
-    token_log_probs,
-)
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.policy.cores import hold_to_cores
+from grpo_ray.policy.device import move_optimizer
+from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
 from grpo_ray.policy.loading import load_policy, load_tokenizer
-from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, micro_batches, sequences_of
-from grpo_ray.policy.response_logits import response_logits
+from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
+from grpo_ray.policy.reference import Reference
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import write_rollouts
@@ -41,18 +36,21 @@ class Learner:
         end_token_ids: tuple[int, ...],
         checkpoint: Path | None = None,
         skipped_folder: Path | None = None,
+        initial_path: str | None = None,
     ) -> None:
         """Go on from `checkpoint`, the `training` folder in `model_path`, if it is given.
 
-        Batches that could not be learned from are kept in `skipped_folder`.
+        Args:
+            skipped_folder: where batches are kept that could not be learned from.
+            initial_path: the model that the run began with, if it is another than `model_path`.
         """
         self._config = config
-        self._end_token_ids = end_token_ids
         self._device = torch.device("cuda" if config.learner.num_gpus else "cpu")
         if self._device.type == "cpu":
             torch.set_num_threads(config.learner.num_threads)
             hold_to_cores(config.learner.cpu_cores)
         self._dtype = getattr(torch, config.model.dtype)
+        self._forward_backward = ForwardBackward(config, end_token_ids, self._device)
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
         self.model = load_policy(model_path, config.model.trust_remote_code).to(self._device)
         if config.learner.gradient_checkpointing:
@@ -65,6 +63,7 @@ class Learner:
             eps=config.learner.adam_eps,
             weight_decay=config.learner.weight_decay,
         )
+        self._reference = self._make_reference(initial_path or model_path, model_path)
         torch.manual_seed(config.run.seed)  # a process begins with a state of its own
         self.version = 0
         self._skipped_in_a_row = 0
@@ -72,8 +71,18 @@ class Learner:
         self._last_report: StepReport | None = None
         self._captured: TrainingState | None = None
         if checkpoint is not None:
-            counters = restore_state(checkpoint, self.model, self._optimizer)
+            counters = restore_state(checkpoint, self.model, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
+
+    def _make_reference(self, initial_path: str, model_path: str) -> Reference | None:
+        """A copy of the weights that the run began with; of a run that goes on they are loaded."""
+        kl, trust = self._config.algorithm.kl, self._config.model.trust_remote_code
+        if kl.reference == "none":
+            return None
+        first = self.model
+        if initial_path != model_path and kl.reference == "initial":
+            first = load_policy(initial_path, trust).to(self._device)
+        return Reference(first, kl, self._dtype)
 
     def __repr__(self) -> str:
         return f"Learner(version={self.version})"
@@ -82,32 +91,66 @@ class Learner:
         return True
 
     def train_step(self, batch: TrainBatch) -> StepReport:
-        """One optimizer step on the whole batch.
+        """The updates of one batch: one, unless `epochs_per_batch` or `train_batch_size` asks for several.
 
-        If its loss or gradient is not finite, weights and optimizer are left as they were and the batch is
-        kept for inspection; the version counts on, as the batch is used up.
+        An update whose loss or gradient is not finite leaves weights and optimizer as they were, and the
+        batch is kept for inspection; the version counts on, as the batch is used up.
 
         Raises:
-            StaleBatchError: a token is older than `max_lag` allows; nothing was changed.
+            StaleBatchError: a token is older than the schedule allows; nothing was changed.
             ValueError: the batch has no groups; nothing was changed.
         """
         if not batch.groups:
             raise ValueError(f"the batch of version {self.version} has no groups to train on")
         started = time.perf_counter()
-        lag = self._check_lag(batch.groups)
-        sums = self.accumulate_gradient(batch.groups)
-        update = self._update(sums["loss"])
-        if update["optim/skipped_updates"]:
+        metrics = self._check_lag(batch.groups)
+        metrics |= self._update_on(batch.groups)
+        if metrics["optim/skipped_updates"]:
             self._keep_skipped(batch.groups)
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # or the step would be timed, and reported, before it is done
         self.version += 1
+        if self._reference is not None:
+            self._reference.follow(self.model, self.version)
         if self._config.learner.slowdown_s:
             time.sleep(self._config.learner.slowdown_s)
-        metrics = {**_means(sums), **lag, **update, "memory/learner_bytes": float(resident_bytes())}
+        metrics["memory/learner_bytes"] = float(resident_bytes())
         metrics["timing/train_s"] = time.perf_counter() - started
         self._last_report = StepReport(self.version, metrics)
         return self._last_report
+
+    def _update_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Every update of the batch; other policies' log-probabilities are looked up once, before the first."""
+        algorithm = self._config.algorithm
+        sequences: Sequence[TrainSequence] = sequences_of(groups, algorithm.mask_truncated)
+        sums: Sums = defaultdict(float)
+        if self._reference is not None:
+            sequences = self._forward_backward.with_reference(self._reference.model, sequences)
+        dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
+        size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
+        is_single = num_epochs == 1 and (size is None or size >= len(sequences))
+        if not is_single and self._forward_backward.needs_proximal:
+            sequences, sums = self._forward_backward.with_proximal(self.model, sequences)
+        updates: list[dict[str, float]] = []
+        for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
+            of_this = self.accumulate_gradient(minibatch)
+            if updates:  # later ones would measure the policy's own steps, not the engines' difference
+                of_this = {name: value for name, value in of_this.items() if name not in MISMATCH}
+            updates.append({**self._update(of_this["loss"]), "loss/policy": of_this["loss"]})
+            add(sums, of_this)
+        return {
+            **{name: float(np.mean([update[name] for update in updates])) for name in updates[0]},
+            **mean_metrics(sums),
+            "optim/num_updates": float(len(updates)),
+            "optim/skipped_updates": float(sum(update["optim/skipped_updates"] for update in updates)),
+            "optim/skipped_in_a_row": float(self._skipped_in_a_row),
+            "throughput/trained_tokens": sums["trained_tokens"],
+        }
+
+    def accumulate_gradient(self, sequences: Sequence[TrainSequence]) -> Sums:
+        """Leave the gradient of one update in `.grad`; returns summed metrics."""
+        self._optimizer.zero_grad()  # to none: where nothing can be learned, the optimizer takes no step
+        return self._forward_backward.backward(self.model, sequences)
 
     def _update(self, loss: float) -> dict[str, float]:
         """Take the optimizer's step, unless loss or gradient is not finite."""
@@ -135,78 +178,15 @@ class Learner:
         except OSError as error:
             logging.warning("step %d: its batch could not be kept: %s", step, error)
 
-    def accumulate_gradient(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Leave the batch's gradient in `.grad`, whatever the micro-batch budget; returns summed metrics.
-
-        The counts divided by are the whole batch's. Groups without signal have a zero gradient, so they are
-        in the counts but not in the computation.
-        """
-        config = self._config.algorithm
-        everything = sequences_of(groups)
-        trained = sequences_of([group for group in groups if self._has_signal(group)])
-        denominator = loss_denominator(
-            config.aggregation, len(everything), self._num_tokens(everything), self._config.sampling.max_tokens
-        )
-        sums: dict[str, float] = defaultdict(float)
-        sums["trained_tokens"] = float(sum(len(s.response_token_ids) for s in trained))
-        self._optimizer.zero_grad(set_to_none=False)
-        for batch in micro_batches(trained, self._config.learner.micro_batch_tokens):
-            self._backward(batch.to(self._device), denominator, sums)
-        return sums
-
-    def _backward(self, batch: MicroBatch, denominator: float, sums: dict[str, float]) -> None:
-        config = self._config.algorithm
-        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            logits = response_logits(
-                self.model,
-                batch,
-                self._config.sampling.temperature,
-                self._config.sampling.min_tokens,
-                self._end_token_ids,
-            )  # [batch, resp, vocab]
-        log_probs = token_log_probs(logits, batch.labels)  # [batch, resp]
-        loss, metadata = policy_gradient_step(
-            log_probs,
-            batch.response_mask,
-            loss_type=config.loss,
-            aggregation=config.aggregation,
-            denominator=denominator,
-            raw_rewards=batch.rewards,
-            advantages=batch.advantages,
-            old_log_probs=batch.behaviour_logprobs,
-            cliprange=config.cliprange,
-        )
-        loss.backward()
-        with torch.no_grad():
-            entropy = compute_entropy(logits.detach())
-            mismatch = logprob_mismatch(log_probs, batch.behaviour_logprobs, batch.response_mask)
-        sums["loss"] += loss.item()
-        sums["tokens"] += metadata["num_tokens"].item()
-        sums["clipped"] += metadata["num_clipped"].item() if "num_clipped" in metadata else 0.0
-        sums["entropy"] += entropy[batch.response_mask].sum().item()
-        sums["kl"] += mismatch["kl_sum"].item()
-        sums["compared"] += mismatch["num_tokens"].item()
-        # Python's max would lose a nan.
-        sums["logprob_diff_max"] = float(np.maximum(sums["logprob_diff_max"], mismatch["abs_diff_max"].item()))
-
-    def _has_signal(self, group: ScoredGroup) -> bool:
-        weights = group.rewards if self._config.algorithm.loss == "no_baseline" else group.advantages
-        return bool(np.any(weights != 0.0))
-
-    def _num_tokens(self, sequences: Sequence[TrainSequence]) -> int:
-        """Response tokens that the loss counts: GRPO-Clip drops those without a finite behaviour logprob."""
-        if self._config.algorithm.loss != "grpo_clip":
-            return sum(len(s.response_token_ids) for s in sequences)
-        return sum(int(np.isfinite(s.behaviour_logprobs).sum()) for s in sequences)
-
     def _check_lag(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """lag/mean and lag/max over the batch's tokens, after the second guard."""
+        """lag/mean and lag/max over the batch's tokens, replayed ones included, after the second guard."""
         versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
-        oldest = oldest_allowed(self.version, self._config.weight_sync.max_lag)
-        if versions.min() < oldest:
+        max_age = self._config.max_token_age
+        if versions.min() < oldest_allowed(self.version, max_age):
+            name = "buffer.replay.max_age" if self._config.replayed_per_step else "weight_sync.max_lag"
             raise StaleBatchError(
                 f"a token of version {versions.min()} reached the Learner at version {self.version}; "
-                f"max_lag is {self._config.weight_sync.max_lag}"
+                f"{name} is {max_age}"
             )
         lag = self.version - versions
         return {"lag/mean": float(lag.mean()), "lag/max": float(lag.max())}
@@ -223,11 +203,29 @@ class Learner:
         parameters, checksum = self.model.named_parameters(), self._config.weight_sync.checksum
         return pack_weights(parameters, self.version, self._dtype, checksum), self.version
 
+    def make_room(self) -> None:
+        """Colocated on a GPU: leave the device to the Generators until `take_room`."""
+        if self._device.type == "cuda":
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def take_room(self) -> None:
+        """The Generators sleep: the device is the Learner's."""
+        if self._device.type == "cuda":
+            self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        move_optimizer(self._optimizer, device)
+        if self._reference is not None:
+            self._reference.model.to(device)
+
     def capture(self) -> StepReport | None:
         """Copy the whole state to host memory, for `write_captured`; returns the last step's report."""
         counters = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
         self._captured = None  # what nobody wrote makes room first
-        self._captured = capture_state(self.model, self._optimizer, counters)
+        reference = self._reference.weights() if self._reference is not None else {}
+        self._captured = capture_state(self.model, self._optimizer, counters, reference)
         return self._last_report
 
     def write_captured(self, folder: Path) -> float:
@@ -243,15 +241,3 @@ class Learner:
         assert captured is not None, "capture first"
         write_state(captured, self.model, self._tokenizer, folder)
         return time.perf_counter() - started
-
-
-def _means(sums: dict[str, float]) -> dict[str, float]:
-    tokens, compared = max(1.0, sums["tokens"]), max(1.0, sums["compared"])
-    return {
-        "loss/policy": sums["loss"],
-        "loss/clip_frac": sums["clipped"] / tokens,
-        "policy/entropy": sums["entropy"] / max(1.0, sums["trained_tokens"]),
-        "mismatch/kl": sums["kl"] / compared,
-        "mismatch/logprob_diff/max": sums["logprob_diff_max"],
-        "throughput/trained_tokens": sums["trained_tokens"],
-    }

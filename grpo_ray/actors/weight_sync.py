@@ -5,7 +5,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from grpo_ray.actors.staleness import admission_limit
+from grpo_ray.actors.staleness import admission_limit, places_beyond
+from grpo_ray.config import Config
 from grpo_ray.errors import DataLost
 from grpo_ray.types import SyncReport
 
@@ -38,13 +39,19 @@ class WeightSync:
         prompts_per_step: int,
         phase_timeout_s: float,
         version: int = 0,
+        extra_places: int = 0,
     ) -> None:
-        """`version` is the one that every Generator starts with."""
+        """`version` is the one that every Generator starts with.
+
+        Args:
+            max_lag, prompts_per_step, extra_places: see `admission_limit`.
+        """
         self._generators = {generator.name: generator for generator in generators}
         self._versions = dict.fromkeys(self._generators, version)
         self._stale: set[str] = set()
         self._max_lag = max_lag
         self._prompts_per_step = prompts_per_step
+        self._extra_places = extra_places
         self._phase_timeout_s = phase_timeout_s
         self._published_version = version
         self._snapshot: Any = None  # the published weights, once they are not those that Generators start with
@@ -57,15 +64,26 @@ class WeightSync:
     async def ready(self) -> bool:
         return True
 
-    async def admission_limit(self, above: int) -> int:
-        """Wait until group ids above `above` may be dispatched; returns the new limit (exclusive)."""
+    async def admission(self, version: int, limit: int) -> tuple[int, int]:
+        """Wait until a later version than `version` is published, or ids above `limit` may be dispatched.
+
+        Returns the published version, and the limit of ids that may be dispatched (exclusive).
+        """
         async with self._published:
-            await self._published.wait_for(lambda: self._limit > above)
-            return self._limit
+            await self._published.wait_for(lambda: self._published_version > version or self._limit > limit)
+            return self._published_version, self._limit
 
     @property
     def _limit(self) -> int:
-        return admission_limit(self._published_version, self._max_lag, self._prompts_per_step)
+        return admission_limit(
+            self._published_version, self._max_lag, self._prompts_per_step, self._extra_places
+        )
+
+    async def widen(self, num_places: int) -> None:
+        """So many groups will not be trained: others take their places."""
+        async with self._published:
+            self._extra_places += num_places
+            self._published.notify_all()
 
     async def versions(self) -> dict[str, int]:
         """The version that each serving Generator runs."""
@@ -159,6 +177,16 @@ class WeightSync:
         except Exception as error:  # whatever it was, the Generator is out, and the error is reported
             return WeightSyncError(f"weight sync: {generator.name} failed in phase `{phase}`: {error}")
         return None
+
+
+def weight_sync_arguments(
+    config: Config, num_trained: int, num_left: int, version: int
+) -> tuple[int, int, float, int, int]:
+    """What follows the Generators in WeightSync's arguments, for a run at `version` by its ledger's account."""
+    fresh = config.fresh_per_step
+    extra = places_beyond(version, num_trained, num_left, config.algorithm.num_oversampled, fresh)
+    sync = config.weight_sync
+    return sync.max_lag - config.steps_overtaken, fresh, sync.phase_timeout_s, version, extra
 
 
 async def _as_coroutine(answer: Awaitable[None]) -> None:

@@ -1,35 +1,66 @@
 """From rewards to advantages: each reward is compared with the other rewards of its own group."""
 
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw"]
+Std = Literal["sample", "population"]
 
-def group_advantages(rewards: Tensor, advantage_eps: float, normalize_by_std: bool) -> Tensor:
-    """Centre the rewards of each group and, if asked, divide by the group's standard deviation.
 
-    With the std this is GRPO's outcome supervision, `A = (r - mean) / (std + eps)` (DeepSeekMath
-    arXiv:2402.03300, Section 4.1.2); without it, `A = r - mean` (Dr. GRPO arXiv:2503.20783,
-    Section 3.2). The std is the sample's (divided by G - 1).
+def group_advantages(
+    rewards: Tensor,
+    kind: AdvantageKind = "mean_std",
+    *,
+    advantage_eps: float = 1e-6,
+    std: Std = "sample",
+) -> Tensor:
+    """What each response is worth beside the others of its group.
+
+    - `mean_std`: `(r - mean) / (std + eps)`, GRPO's outcome supervision (DeepSeekMath arXiv:2402.03300,
+      Section 4.1.2).
+    - `mean`: `r - mean` (Dr. GRPO arXiv:2503.20783, Section 3.2).
+    - `leave_one_out`: `r` minus the mean of the other G - 1, which is `G / (G - 1) * (r - mean)` (RLOO,
+      Ahmadian et al. arXiv:2402.14740).
+    - `max_only`: `r` where it equals the group's maximum, else 0 (the "max" deltas of Stanford CS336's
+      lecture on policy gradients). Not centred.
+    - `raw`: `r`. Not centred.
 
     Args:
         rewards: `[groups, G]`, floating point, one group a row.
-        advantage_eps: added to the std, in units of reward.
-        normalize_by_std: divide by the std.
+        kind: one of `AdvantageKind`.
+        advantage_eps: added to the std, in units of reward (`mean_std`).
+        std: `sample` divides the squares by G - 1, `population` by G (`mean_std`).
 
     Returns:
-        `[groups, G]`. Exactly 0 throughout a group whose rewards are all equal, one of size 1 included
-        (rounding in the mean alone would leave 1e-8, and the std would blow it up).
+        `[groups, G]`. The first three are exactly 0 throughout a group whose rewards are all equal, one of
+        size 1 included (rounding in the mean alone would leave 1e-8, and the std would blow it up).
 
     Raises:
-        ValueError: rewards are not two-dimensional.
+        ValueError: rewards are not two-dimensional, kind or std is unknown, or `leave_one_out` is asked of
+            groups of 1.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [groups, G], got shape {tuple(rewards.shape)}")
+    if kind not in get_args(AdvantageKind):
+        raise ValueError(f"unknown advantage kind {kind!r}; allowed: {', '.join(get_args(AdvantageKind))}")
+    if std not in get_args(Std):
+        raise ValueError(f"unknown std {std!r}; allowed: {', '.join(get_args(Std))}")
+    if kind == "raw":
+        return rewards.clone()
+    if kind == "max_only":
+        return rewards.masked_fill(rewards < rewards.amax(dim=1, keepdim=True), 0.0)
+    group_size = rewards.shape[1]
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if normalize_by_std and rewards.shape[1] > 1:
-        advantages = advantages / (rewards.std(dim=1, keepdim=True) + advantage_eps)
+    if kind == "leave_one_out":
+        if group_size < 2:
+            raise ValueError("leave_one_out compares with the rest of the group: G must be at least 2, got 1")
+        advantages = advantages * (group_size / (group_size - 1))
+    elif kind == "mean_std" and group_size > 1:
+        deviation = rewards.std(dim=1, keepdim=True, correction=1 if std == "sample" else 0)
+        advantages = advantages / (deviation + advantage_eps)
     return advantages.masked_fill(_has_equal_rewards(rewards)[:, None], 0.0)
 
 
@@ -49,7 +80,7 @@ def compute_group_normalized_rewards(
         repeated_ground_truths: n ground truths, each prompt's repeated `group_size` times.
         group_size: G, completions a prompt.
         advantage_eps: see `group_advantages`.
-        normalize_by_std: see `group_advantages`.
+        normalize_by_std: `mean_std` of `group_advantages`, else `mean`.
 
     Returns:
         advantages `[n]`, raw rewards `[n]` (both float32), and metrics of the batch as floats.
@@ -71,7 +102,8 @@ def compute_group_normalized_rewards(
     scores = [reward_fn(*pair) for pair in zip(rollout_responses, repeated_ground_truths, strict=True)]
     raw_rewards = _column(scores, "reward")
     groups = raw_rewards.view(-1, group_size)
-    advantages = group_advantages(groups, advantage_eps, normalize_by_std).flatten()
+    kind: AdvantageKind = "mean_std" if normalize_by_std else "mean"
+    advantages = group_advantages(groups, kind, advantage_eps=advantage_eps).flatten()
     metadata = {
         "reward/mean": raw_rewards.mean().item(),
         "reward/std": raw_rewards.std().item() if num_responses > 1 else 0.0,

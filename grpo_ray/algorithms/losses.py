@@ -2,6 +2,12 @@
 
 Every loss is the negative of the objective to be maximised, without masking (see aggregation.py).
 All log-probabilities are natural logs.
+
+The ratio losses compare with old log-probabilities, `ratio = pi / pi_old`. They clamp the log ratio to
+[-20, 20] before exp, so that no token can overflow; beyond that the ratio has no gradient. Each returns its
+loss and, without gradient: `clipped` (`[batch, seq]` bool), `clip_fraction` (scalar, the mean of `clipped` over
+all tokens, padding included) and `ratio` (`[batch, seq]`). Each raises ValueError if advantages are not a
+`[batch, 1]` column or old_log_probs have another shape than policy_log_probs.
 """
 
 from typing import Literal, TypeVar, get_args
@@ -9,10 +15,11 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
-LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
+from grpo_ray.algorithms.ratios import clamped_exp
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, and finite in float32 and bfloat16
+T = TypeVar("T")
+LossType = Literal["no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo"]
+RATIO_LOSSES: tuple[LossType, ...] = ("unclipped", "grpo_clip", "gspo", "cispo")
 
 
 def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
@@ -32,42 +39,132 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
     return -raw_rewards_or_advantages * policy_log_probs
 
 
-def compute_grpo_clip_loss(
-    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float
+def compute_unclipped_loss(
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A)`, `ratio = pi / pi_old`.
-
-    PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with a group's advantages, which is GRPO's objective
-    (arXiv:2402.03300, Eq. 3) at one token, without its KL term. The log ratio is clamped to
-    [-20, 20] before exp, so that no token can overflow; beyond that its gradient is 0.
+    """Importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
 
     Args:
         advantages: `[batch, 1]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
-        cliprange: eps.
 
     Returns:
-        The loss `[batch, seq]`, and without gradient: `clipped` (`[batch, seq]` bool: the clipped branch is
-        strictly the smaller, so the token has no gradient), `clip_fraction` (scalar, its mean over all
-        tokens, padding included) and `ratio` (`[batch, seq]`).
-
-    Raises:
-        ValueError: advantages are not a `[batch, 1]` column, or old_log_probs have another shape.
+        The loss `[batch, seq]` and its details (see the module); `clipped` is false throughout.
     """
     _check_column("advantages", advantages, policy_log_probs)
-    if old_log_probs.shape != policy_log_probs.shape:
-        raise ValueError(
-            f"old_log_probs have shape {tuple(old_log_probs.shape)}, "
-            f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
-        )
-    log_ratio = policy_log_probs - old_log_probs.detach()
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1.0 - cliprange, 1.0 + cliprange) * advantages
-    is_clipped = (clipped < unclipped).detach()
-    metadata = {"clipped": is_clipped, "clip_fraction": is_clipped.float().mean(), "ratio": ratio.detach()}
-    return -torch.minimum(unclipped, clipped), metadata
+    ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
+    return -ratio * advantages, _details(torch.zeros_like(ratio, dtype=torch.bool), ratio)
+
+
+def compute_grpo_clip_loss(
+    advantages: Tensor,
+    policy_log_probs: Tensor,
+    old_log_probs: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
+
+    PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with a group's advantages, which is GRPO's objective
+    (arXiv:2402.03300, Eq. 3) at one token, without its KL term. Another bound above is DAPO's clip-higher
+    (arXiv:2503.14476, Section 3.1, Eq. 10). The dual clip (Ye et al. arXiv:1912.09729) bounds what is to be
+    maximised below by `dual_clip * A` where A < 0, which PPO leaves without bound as the ratio grows.
+
+    Args:
+        advantages: `[batch, 1]`.
+        policy_log_probs: `[batch, seq]`, differentiated.
+        old_log_probs: `[batch, seq]`, never differentiated.
+        cliprange: low, and high too unless it is given.
+        cliprange_high: high.
+        dual_clip: above 1; None is no such bound.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see the module); `clipped` where a bound holds strictly, so
+        that the token has no gradient.
+
+    Raises:
+        ValueError: see the module; or dual_clip is not above 1.
+    """
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    _check_column("advantages", advantages, policy_log_probs)
+    ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
+    objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
+    if dual_clip is not None:
+        is_floored = (advantages < 0) & (objective < dual_clip * advantages)
+        objective = torch.where(is_floored, dual_clip * advantages, objective)
+        is_clipped = is_clipped | is_floored
+    return -objective, _details(is_clipped, ratio)
+
+
+def compute_gspo_loss(
+    advantages: Tensor,
+    policy_log_probs: Tensor,
+    old_log_probs: Tensor,
+    response_mask: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO: GRPO-Clip on one ratio a response, `exp(mean over its tokens of log(pi / pi_old))`.
+
+    Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio is that of the whole response's
+    likelihoods, to the power 1 / length. Each token holds the response's value, so that `sequence_mean` gives
+    the paper's objective.
+
+    Args:
+        advantages: `[batch, 1]`.
+        policy_log_probs: `[batch, seq]`, differentiated.
+        old_log_probs: `[batch, seq]`, never differentiated.
+        response_mask: `[batch, seq]`, bool or 0/1: the tokens that the mean is over. A row with none has
+            ratio 1.
+        cliprange: low, and high too unless it is given; the paper's are 3e-4 and 4e-4.
+        cliprange_high: high.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see the module), each the same along a row; `clipped` where
+        the response has no gradient.
+
+    Raises:
+        ValueError: see the module; or response_mask has another shape.
+    """
+    _check_column("advantages", advantages, policy_log_probs)
+    _check_shape("response_mask", response_mask, policy_log_probs)
+    mask = response_mask.bool()
+    log_ratio = _log_ratio(policy_log_probs, old_log_probs)
+    total = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).sum(dim=1, keepdim=True)
+    ratio = clamped_exp(total / mask.sum(dim=1, keepdim=True).clamp(min=1))  # [batch, 1]
+    objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
+    return -objective.expand_as(log_ratio), _details(is_clipped.expand_as(mask), ratio.expand_as(log_ratio))
+
+
+def compute_cispo_loss(
+    advantages: Tensor,
+    policy_log_probs: Tensor,
+    old_log_probs: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CISPO: `-stopgrad(clip(ratio, 1 - low, 1 + high)) * A * log pi`.
+
+    MiniMax-M1 (arXiv:2506.13585, Eq. 4-5): REINFORCE under a clipped importance weight. The clip bounds a
+    token's weight and never takes its gradient away.
+
+    Args:
+        advantages: `[batch, 1]`.
+        policy_log_probs: `[batch, seq]`, differentiated.
+        old_log_probs: `[batch, seq]`, never differentiated.
+        cliprange: low, and high too unless it is given; from 1 on there is no lower bound.
+        cliprange_high: high.
+
+    Returns:
+        The loss `[batch, seq]` and its details (see the module); `clipped` where the clip changed the weight.
+    """
+    _check_column("advantages", advantages, policy_log_probs)
+    ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs).detach())
+    weight = _clip(ratio, cliprange, cliprange_high)
+    return -weight * advantages * policy_log_probs, _details(weight != ratio, ratio)
 
 
 def compute_policy_gradient_loss(
@@ -77,11 +174,14 @@ def compute_policy_gradient_loss(
     advantages: Tensor | None = None,
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
+    response_mask: Tensor | None = None,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The per-token loss named by `loss_type`, from the arguments which that loss needs.
 
-    `no_baseline` needs raw_rewards, `reinforce_with_baseline` advantages, and `grpo_clip` advantages,
-    old_log_probs and cliprange; what a loss does not need is ignored.
+    `no_baseline` needs raw_rewards and the others advantages; the ratio losses old_log_probs; those of them
+    that clip cliprange; and `gspo` response_mask. What a loss does not need is ignored.
 
     Args:
         policy_log_probs: `[batch, seq]`.
@@ -89,28 +189,56 @@ def compute_policy_gradient_loss(
         raw_rewards: `[batch, 1]`.
         advantages: `[batch, 1]`.
         old_log_probs: `[batch, seq]`.
-        cliprange: eps of GRPO-Clip.
+        cliprange: eps below, and above too unless cliprange_high is given.
+        response_mask: `[batch, seq]`.
+        cliprange_high: eps above.
+        dual_clip: see `compute_grpo_clip_loss`.
 
     Returns:
-        The loss `[batch, seq]` and its metadata (empty but for `grpo_clip`).
+        The loss `[batch, seq]` and its details (see the module; empty but for the ratio losses).
 
     Raises:
         ValueError: an argument that the loss needs is missing, or the loss type is unknown.
     """
+    if loss_type not in get_args(LossType):
+        raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(get_args(LossType))}")
     if loss_type == "no_baseline":
         rewards = _required("raw_rewards", raw_rewards, loss_type)
         return compute_naive_policy_gradient_loss(rewards, policy_log_probs), {}
+    advantages = _required("advantages", advantages, loss_type)
     if loss_type == "reinforce_with_baseline":
-        advantages = _required("advantages", advantages, loss_type)
         return compute_naive_policy_gradient_loss(advantages, policy_log_probs), {}
+    old_log_probs = _required("old_log_probs", old_log_probs, loss_type)
+    if loss_type == "unclipped":
+        return compute_unclipped_loss(advantages, policy_log_probs, old_log_probs)
+    low, high = _required("cliprange", cliprange, loss_type), cliprange_high
     if loss_type == "grpo_clip":
-        return compute_grpo_clip_loss(
-            _required("advantages", advantages, loss_type),
-            policy_log_probs,
-            _required("old_log_probs", old_log_probs, loss_type),
-            _required("cliprange", cliprange, loss_type),
-        )
-    raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(get_args(LossType))}")
+        return compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, low, high, dual_clip)
+    if loss_type == "cispo":
+        return compute_cispo_loss(advantages, policy_log_probs, old_log_probs, low, high)
+    mask = _required("response_mask", response_mask, loss_type)
+    return compute_gspo_loss(advantages, policy_log_probs, old_log_probs, mask, low, high)
+
+
+def _log_ratio(policy_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    _check_shape("old_log_probs", old_log_probs, policy_log_probs)
+    return policy_log_probs - old_log_probs.detach()
+
+
+def _clip(ratio: Tensor, cliprange: float, cliprange_high: float | None) -> Tensor:
+    return ratio.clamp(1.0 - cliprange, 1.0 + (cliprange if cliprange_high is None else cliprange_high))
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, cliprange: float, cliprange_high: float | None
+) -> tuple[Tensor, Tensor]:
+    """What is to be maximised, and where the clipped branch is strictly the smaller."""
+    unclipped, clipped = ratio * advantages, _clip(ratio, cliprange, cliprange_high) * advantages
+    return torch.minimum(unclipped, clipped), clipped < unclipped
+
+
+def _details(is_clipped: Tensor, ratio: Tensor) -> dict[str, Tensor]:
+    return {"clipped": is_clipped, "clip_fraction": is_clipped.float().mean(), "ratio": ratio.detach()}
 
 
 def _required(name: str, value: T | None, loss_type: str) -> T:
@@ -124,4 +252,12 @@ def _check_column(name: str, column: Tensor, policy_log_probs: Tensor) -> None:
     if column.shape != (policy_log_probs.shape[0], 1):
         raise ValueError(
             f"{name} must be [batch, 1] = [{policy_log_probs.shape[0]}, 1], got {list(column.shape)}"
+        )
+
+
+def _check_shape(name: str, tensor: Tensor, policy_log_probs: Tensor) -> None:
+    if tensor.shape != policy_log_probs.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, "
+            f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
         )

@@ -1,65 +1,124 @@
 """One micro-batch: per-token loss, mask, scalar. The Learner and the public function share one core."""
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from grpo_ray.algorithms.aggregation import Aggregation, aggregate_loss
-from grpo_ray.algorithms.losses import LossType, compute_policy_gradient_loss
+from grpo_ray.algorithms.kl import KLEstimator, kl_estimate
+from grpo_ray.algorithms.losses import RATIO_LOSSES, LossType, compute_policy_gradient_loss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the policy is trained on: everything of the loss but the data."""
+
+    loss_type: LossType
+    aggregation: Aggregation
+    cliprange: float | None = 0.2
+    """Eps below, and above too unless `cliprange_high` is given; None for losses that do not clip."""
+    cliprange_high: float | None = None
+    dual_clip: float | None = None
+    kl_coefficient: float = 0.0
+    """Weight of `kl_estimator`, in the loss per nat; 0 only measures."""
+    kl_estimator: KLEstimator = "k3"
+    entropy_bonus: float = 0.0
+    """Weight of the entropy, in the objective per nat."""
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return self.loss_type in RATIO_LOSSES
 
 
 def policy_gradient_step(
     policy_log_probs: Tensor,
     response_mask: Tensor,
     *,
-    loss_type: LossType,
-    aggregation: Aggregation,
+    objective: Objective,
     denominator: float,
-    raw_rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
+    advantages: Tensor | None,
     old_log_probs: Tensor | None = None,
-    cliprange: float | None = None,
+    weights: Tensor | None = None,
+    reference_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the batch's loss; the caller calls `backward()`.
 
-    `grpo_clip` drops every token whose old logprob is not finite: it leaves the sum and the count. Neither
-    such tokens nor those outside the mask get a gradient, whatever value they hold.
+    Per token `weight * loss + kl_coefficient * KL - entropy_bonus * entropy`, aggregated under the mask. The
+    ratio losses drop every token whose old logprob is not finite: it leaves the sum and the count, of all
+    three terms. Neither such tokens nor those outside the mask get a gradient, whatever value any of the
+    inputs holds there. A weight of 0 does not drop a token: it stays in the count.
 
     Args:
         policy_log_probs: `[batch, seq]`, differentiated.
         response_mask: `[batch, seq]`, bool or 0/1, true where the token is the response's.
-        loss_type: see `compute_policy_gradient_loss`, as for the four optional arguments.
-        aggregation: see `aggregate_loss`.
+        objective: the loss, its aggregation and its further terms.
         denominator: the WHOLE batch's count (`loss_denominator`); for `token_mean`, of the tokens that
             are kept.
-        raw_rewards: `[batch, 1]`.
-        advantages: `[batch, 1]`.
-        old_log_probs: `[batch, seq]`.
-        cliprange: eps of GRPO-Clip.
+        advantages: `[batch, 1]`; for `no_baseline` the raw rewards.
+        old_log_probs: `[batch, seq]`, for the ratio losses; others ignore it.
+        weights: `[batch, seq]`, of the policy-gradient term only; never differentiated (`importance_weights`).
+        reference_log_probs: `[batch, seq]`, nats; never differentiated.
+        entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus.
 
     Returns:
-        The scalar loss, and scalar tensors to be summed over micro-batches: `num_tokens` (kept by mask and
-        old logprobs) and, for `grpo_clip`, `num_clipped` of them.
+        The scalar loss, and scalar tensors without gradient, to be summed over micro-batches: `num_tokens`
+        (kept by mask and old logprobs); for the ratio losses `num_clipped` of them; and with
+        reference_log_probs `kl_k1_sum` and `kl_k3_sum` over them (nats, float64).
 
     Raises:
-        ValueError: see `compute_policy_gradient_loss` and `aggregate_loss`; or the mask's shape is not the
-            log-probabilities'.
+        ValueError: an argument that the objective needs is missing or has another shape than it should; see
+            also `compute_policy_gradient_loss`, `kl_estimate` and `aggregate_loss`.
     """
-    if response_mask.shape != policy_log_probs.shape:
-        raise ValueError(
-            f"response_mask has shape {tuple(response_mask.shape)}, "
-            f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
-        )
+    per_token = {
+        "response_mask": response_mask,
+        "old_log_probs": old_log_probs,
+        "weights": weights,
+        "reference_log_probs": reference_log_probs,
+        "entropy": entropy,
+    }
+    for name, tensor in per_token.items():
+        if tensor is not None and tensor.shape != policy_log_probs.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, "
+                f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
+            )
     mask = response_mask.bool()
-    if loss_type == "grpo_clip" and old_log_probs is not None:
+    if objective.needs_old_log_probs and old_log_probs is not None:
         mask = mask & old_log_probs.isfinite()
         old_log_probs = old_log_probs.masked_fill(~mask, 0.0)
     # Filled before the loss too: in exp's backward pass even a zero gradient times NaN would be NaN.
+    policy_log_probs = policy_log_probs.masked_fill(~mask, 0.0)
     per_token_loss, details = compute_policy_gradient_loss(
-        policy_log_probs.masked_fill(~mask, 0.0), loss_type, raw_rewards, advantages, old_log_probs, cliprange
+        policy_log_probs,
+        objective.loss_type,
+        raw_rewards=advantages,
+        advantages=advantages,
+        old_log_probs=old_log_probs,
+        cliprange=objective.cliprange,
+        response_mask=mask,
+        cliprange_high=objective.cliprange_high,
+        dual_clip=objective.dual_clip,
     )
-    metadata = {"num_tokens": mask.sum()}
+    if weights is not None:
+        per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
+    sums = {"num_tokens": mask.sum()}
     if "clipped" in details:
-        metadata["num_clipped"] = (details["clipped"] & mask).sum()
-    return aggregate_loss(per_token_loss, mask, aggregation, denominator), metadata
+        sums["num_clipped"] = (details["clipped"] & mask).sum()
+    if reference_log_probs is not None:
+        reference_log_probs = reference_log_probs.masked_fill(~mask, 0.0)
+        sums |= _kl_sums(policy_log_probs, reference_log_probs)
+    if objective.kl_coefficient:
+        if reference_log_probs is None:
+            raise ValueError(f"kl_coefficient {objective.kl_coefficient} needs reference_log_probs")
+        kl = kl_estimate(policy_log_probs, reference_log_probs, objective.kl_estimator)
+        per_token_loss = per_token_loss + objective.kl_coefficient * kl
+    if objective.entropy_bonus:
+        if entropy is None:
+            raise ValueError(f"entropy_bonus {objective.entropy_bonus} needs entropy")
+        per_token_loss = per_token_loss - objective.entropy_bonus * entropy
+    return aggregate_loss(per_token_loss, mask, objective.aggregation, denominator), sums
 
 
 def grpo_microbatch_train_step(
@@ -71,30 +130,40 @@ def grpo_microbatch_train_step(
     advantages: Tensor | None = None,
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and `backward()` of one of `gradient_accumulation_steps` micro-batches of equal size.
 
     The loss is each response's masked mean, averaged over the micro-batch, divided by the number of
-    micro-batches. It is `policy_gradient_step` with `sequence_mean`; the arguments are its arguments.
+    micro-batches. It is `policy_gradient_step` with `sequence_mean`; the arguments are those of
+    `compute_policy_gradient_loss`.
 
     Returns:
-        The scalar loss, detached (its graph is spent), and the metadata of `policy_gradient_step`.
+        The scalar loss, detached (its graph is spent), and the sums of `policy_gradient_step`.
 
     Raises:
         ValueError: see `policy_gradient_step`; or `gradient_accumulation_steps` is below 1.
     """
     if gradient_accumulation_steps < 1:
         raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}")
-    loss, metadata = policy_gradient_step(
+    loss, sums = policy_gradient_step(
         policy_log_probs,
         response_mask,
-        loss_type=loss_type,
-        aggregation="sequence_mean",
+        objective=Objective(loss_type, "sequence_mean", cliprange, cliprange_high, dual_clip),
         denominator=policy_log_probs.shape[0] * gradient_accumulation_steps,
-        raw_rewards=raw_rewards,
-        advantages=advantages,
+        advantages=raw_rewards if loss_type == "no_baseline" else advantages,
         old_log_probs=old_log_probs,
-        cliprange=cliprange,
     )
     loss.backward()
-    return loss.detach(), metadata
+    return loss.detach(), sums
+
+
+@torch.no_grad()
+def _kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Tensor]:
+    """Of log-probabilities that are 0 in both outside the mask, so add nothing there."""
+    policy, reference = policy_log_probs.double(), reference_log_probs.double()
+    return {
+        "kl_k1_sum": kl_estimate(policy, reference, "k1").sum(),
+        "kl_k3_sum": kl_estimate(policy, reference, "k3").sum(),
+    }

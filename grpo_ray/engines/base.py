@@ -47,5 +47,11 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Sample again."""
 
+    async def sleep(self) -> None:
+        """Colocated: give the device's memory to the Learner. Nothing may be running."""
+
+    async def wake(self) -> None:
+        """Take it back; what weights are there is not known until they are updated."""
+
     async def shutdown(self) -> None:
         """End every process and free every device the engine holds."""

@@ -111,6 +111,11 @@ class TorchEngine:
     async def resume(self) -> None:
         self._stepping.release()
 
+    async def sleep(self) -> None:
+        """On a CPU there is nothing to give: not sampling is enough."""
+
+    async def wake(self) -> None: ...
+
     async def shutdown(self) -> None:
         if self._server is not None:
             self._server.cancel()

@@ -20,6 +20,7 @@ class VllmEngine:
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         on_cpu = config.num_gpus == 0
+        self._sleeps = config.colocated and not on_cpu  # vLLM can give back a GPU's memory only
         _set_environment(config if on_cpu else None)
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -50,6 +51,7 @@ class VllmEngine:
                 logprobs_mode="processed_logprobs",  # at the sampling temperature: what the draw came from
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 disable_log_stats=True,
+                enable_sleep_mode=self._sleeps,
                 **options,
             )
         )
@@ -97,6 +99,14 @@ class VllmEngine:
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
+
+    async def sleep(self) -> None:
+        if self._sleeps:
+            await self._llm.sleep(level=1)  # weights to host memory, the KV cache is forgotten
+
+    async def wake(self) -> None:
+        if self._sleeps:
+            await self._llm.wake_up()
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)

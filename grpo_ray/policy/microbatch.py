@@ -4,6 +4,7 @@ Padding is on the right, where causal attention never sees it: no mask is needed
 keeps the waste to a few percent.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,9 @@ class TrainSequence:
     response_token_ids: np.ndarray
     behaviour_logprobs: np.ndarray
     advantage: float
-    reward: float
+    has_signal: bool = True  # of its group
+    proximal_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_token_ids)
@@ -40,27 +43,52 @@ class MicroBatch:
     response_position: torch.Tensor  # int64 [batch, resp]: 0 at a response's first token
     behaviour_logprobs: torch.Tensor  # float32 [batch, resp]
     advantages: torch.Tensor  # float32 [batch, 1]
-    rewards: torch.Tensor  # float32 [batch, 1]
+    proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
+    reference_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return MicroBatch(**{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
-def sequences_of(groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
-    """Every completion of the groups, in order."""
+def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) -> list[TrainSequence]:
+    """Every completion of the groups, in order; with `mask_truncated` those that were cut off are left out."""
     return [
-        TrainSequence(group.rollout.item.prompt_token_ids, c.token_ids, c.logprobs, float(a), float(r))
+        TrainSequence(group.rollout.item.prompt_token_ids, c.token_ids, c.logprobs, float(a), group.has_signal)
         for group in groups
-        for c, a, r in zip(group.rollout.completions, group.advantages, group.rewards, strict=True)
+        for c, a in zip(group.rollout.completions, group.advantages, strict=True)
+        if not (mask_truncated and c.is_truncated)
     ]
 
 
-def micro_batches(sequences: Sequence[TrainSequence], max_tokens: int) -> Iterator[MicroBatch]:
-    """Longest first, as many to a micro-batch as keep `rows * longest <= max_tokens` (one at least)."""
-    pending = sorted(sequences, key=len, reverse=True)
+def minibatches(
+    sequences: Sequence[TrainSequence], size: int | None, num_epochs: int, seed: str
+) -> list[list[TrainSequence]]:
+    """The sequences of each optimizer update: every epoch is dealt anew into minibatches of `size`.
+
+    The last of an epoch may be smaller. None is all of them, in their order.
+    """
+    if size is None or size >= len(sequences):
+        return [list(sequences)] * num_epochs
+    updates = []
+    for epoch in range(num_epochs):
+        dealt = list(sequences)
+        random.Random(f"{seed}/{epoch}").shuffle(dealt)
+        updates += [dealt[start : start + size] for start in range(0, len(dealt), size)]
+    return updates
+
+
+def micro_batches(
+    sequences: Sequence[TrainSequence], max_tokens: int
+) -> Iterator[tuple[list[int], MicroBatch]]:
+    """Longest first, as many to a micro-batch as keep `rows * longest <= max_tokens` (one at least).
+
+    Each comes with its sequences' places.
+    """
+    pending = sorted(range(len(sequences)), key=lambda place: len(sequences[place]), reverse=True)
     while pending:
-        rows = max(1, max_tokens // len(pending[0]))
-        yield collate(pending[:rows])
+        rows = max(1, max_tokens // len(sequences[pending[0]]))
+        yield pending[:rows], collate([sequences[place] for place in pending[:rows]])
         pending = pending[rows:]
 
 
@@ -69,20 +97,30 @@ def collate(sequences: Sequence[TrainSequence]) -> MicroBatch:
     first_label = min(len(s.prompt_token_ids) for s in sequences)
     input_ids = np.zeros((batch, length), dtype=np.int64)
     position = np.full((batch, length), -1, dtype=np.int64)
-    logprobs = np.zeros((batch, length), dtype=np.float32)
     for row, s in enumerate(sequences):
         start, end = len(s.prompt_token_ids), len(s)
         input_ids[row, :start] = s.prompt_token_ids
         input_ids[row, start:end] = s.response_token_ids
         position[row, start:end] = np.arange(end - start)
-        logprobs[row, start:end] = s.behaviour_logprobs
     positions = torch.from_numpy(position[:, first_label:])
+
+    def per_token(rows: list[np.ndarray | None]) -> torch.Tensor | None:
+        if rows[0] is None:
+            return None
+        padded = np.zeros((batch, length), dtype=np.float32)
+        for row, (s, values) in enumerate(zip(sequences, rows, strict=True)):
+            padded[row, len(s.prompt_token_ids) : len(s)] = values
+        return torch.from_numpy(padded[:, first_label:])
+
+    behaviour = per_token([s.behaviour_logprobs for s in sequences])
+    assert behaviour is not None
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(input_ids[:, first_label:]),
         response_mask=positions >= 0,
         response_position=positions,
-        behaviour_logprobs=torch.from_numpy(logprobs[:, first_label:]),
+        behaviour_logprobs=behaviour,
         advantages=torch.tensor([[s.advantage] for s in sequences]),
-        rewards=torch.tensor([[s.reward] for s in sequences]),
+        proximal_logprobs=per_token([s.proximal_logprobs for s in sequences]),
+        reference_logprobs=per_token([s.reference_logprobs for s in sequences]),
     )

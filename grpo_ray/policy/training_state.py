@@ -1,8 +1,8 @@
 """What a training goes on from, besides the weights: the optimizer's and the random generators' state.
 
 A `TrainingState` is a copy in host memory, which any thread may write while the training goes on. On disk it is
-a model in Hugging Face format and `training/optimizer.safetensors`: tensors `adam/<weight>/<moment>` and
-`random/<device>`, and counters in the file's metadata.
+a model in Hugging Face format and `training/optimizer.safetensors`: tensors `adam/<weight>/<moment>`,
+`random/<device>` and `reference/<weight>` (of a reference that moved), and counters in the file's metadata.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_ray.durable import sync
+from grpo_ray.policy.reference import Reference
 
 FILE_NAME = "optimizer.safetensors"
+REFERENCE = "reference/"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -31,11 +33,15 @@ class TrainingState:
 
 
 def capture_state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, counters: Mapping[str, int]
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    counters: Mapping[str, int],
+    reference: Mapping[str, torch.Tensor],
 ) -> TrainingState:
+    kept = {REFERENCE + name: tensor for name, tensor in reference.items()}
     return TrainingState(
         weights=_copies(model.state_dict()),
-        training=_copies({**_optimizer_tensors(model, optimizer), **_random_tensors()}),
+        training=_copies({**_optimizer_tensors(model, optimizer), **_random_tensors(), **kept}),
         counters=dict(counters),
     )
 
@@ -59,9 +65,14 @@ def write_state(
 
 
 def restore_state(
-    training_folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    training_folder: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    reference: Reference | None = None,
 ) -> dict[str, int]:
     """Put back what `capture_state` saw, but for the weights; returns the counters.
+
+    A reference that has not moved in that run so far stays as it is.
 
     Raises:
         ValueError: the state is of another model.
@@ -72,6 +83,11 @@ def restore_state(
         counters = {name: int(count) for name, count in (file.metadata() or {}).items()}
     state = _optimizer_state(tensors, [name for name, _ in model.named_parameters()])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    moved = {
+        name.removeprefix("reference/"): tensors[name] for name in tensors if name.startswith("reference/")
+    }
+    if reference is not None and reference.moves and moved:
+        reference.load(moved)
     torch.set_rng_state(tensors["random/cpu"])
     if torch.cuda.is_available() and "random/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random/cuda"])

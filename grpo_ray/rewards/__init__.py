@@ -3,12 +3,17 @@
 from grpo_ray.rewards.base import RewardFn
 from grpo_ray.rewards.exact_match import exact_match_reward_fn
 from grpo_ray.rewards.isolated import IsolatedReward
+from grpo_ray.rewards.question_only import question_only_reward_fn
 from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
 
-REWARDS: dict[str, RewardFn] = {"exact_match": exact_match_reward_fn, "r1_zero": r1_zero_reward_fn}
+REWARDS: dict[str, RewardFn] = {
+    "exact_match": exact_match_reward_fn,
+    "question_only": question_only_reward_fn,
+    "r1_zero": r1_zero_reward_fn,
+}
 
 
-ISOLATED = ("r1_zero",)  # computer algebra; the others are too simple to run away
+ISOLATED = ("question_only", "r1_zero")  # computer algebra; the others are too simple to run away
 
 
 def make_reward_fn(name: str, timeout_s: float, memory_gib: float) -> RewardFn:

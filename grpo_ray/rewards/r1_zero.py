@@ -1,25 +1,9 @@
 """The R1-Zero reward: the format, and an answer that is mathematically equal to the ground truth."""
 
 from grpo_ray.rewards.answer_tags import read_answer
-from grpo_ray.rewards.base import verdict
-from grpo_ray.rewards.math_equality import is_equal, number_in_prose
-
-MAX_ANSWER_CHARACTERS = 1000  # longer answers are rambling, and parsing them takes long
+from grpo_ray.rewards.math_answer import grade
 
 
 def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = True) -> dict[str, float]:
-    """Format 1 as `read_answer` says; answer 1 if equal to the truth as text, number or LaTeX.
-
-    The whole answer must be the expression: `71 or 72` is not 72. With `fast=False` a second try
-    also accepts words around a single number (`72 dollars`), for evaluating models that add them.
-    """
-    answer, truth = read_answer(response), ground_truth.strip()
-    if answer is None:
-        return verdict(has_format=False, is_right=False)
-    if len(answer) > MAX_ANSWER_CHARACTERS:
-        return verdict(has_format=True, is_right=False)
-    is_right = is_equal(answer, truth)
-    if not is_right and not fast:
-        number = number_in_prose(answer)
-        is_right = number is not None and is_equal(number, truth)
-    return verdict(has_format=True, is_right=is_right)
+    """Format 1 as `read_answer` says; answer 1 as `grade` says."""
+    return grade(read_answer(response), ground_truth, fast)

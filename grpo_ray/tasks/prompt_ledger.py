@@ -2,7 +2,9 @@
 
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from grpo_ray.tasks.examples import Example
@@ -24,10 +26,10 @@ class PromptLedger:
     Group g is example `permutation(epoch g // n)[g % n]`, whatever happened before, so a resumed run
     asks the same questions. Each group goes
 
-        new -> in flight -> buffered -> trained
+        new -> in flight -> buffered -> trained, or dropped (it had no signal, and was replaced)
                 |  ^   |       |
                 v  |   |       v
-               waiting |    waiting      (refused as too old, or the buffer died)
+               waiting |    waiting      (refused as too old, cut off, or the buffer died)
                        v
                    set aside             (it never finished, however often it was tried)
 
@@ -58,6 +60,8 @@ class PromptLedger:
         self._waiting: set[int] = set()
         self._set_aside: set[int] = set()
         self._num_trained = 0
+        self._num_dropped = 0
+        self._num_cuts: Counter[int] = Counter()  # for the metrics: not in the state
 
     @property
     def next_group_id(self) -> int:
@@ -67,6 +71,16 @@ class PromptLedger:
     @property
     def num_trained(self) -> int:
         return self._num_trained
+
+    @property
+    def num_left(self) -> int:
+        """Groups that will not be trained: their places in the batches went to others."""
+        return self._num_dropped + len(self._set_aside)
+
+    @property
+    def unfinished(self) -> frozenset[int]:
+        """Groups that were taken, and are still to be trained."""
+        return frozenset(self._in_flight | self._buffered | self._waiting)
 
     @property
     def in_flight(self) -> frozenset[int]:
@@ -83,11 +97,6 @@ class PromptLedger:
     @property
     def set_aside(self) -> frozenset[int]:
         return frozenset(self._set_aside)
-
-    def unfinished_below(self, limit: int) -> set[int]:
-        """Groups below `limit` that are neither buffered, nor trained, nor set aside."""
-        never_taken = set(range(self._next_group_id, limit))
-        return never_taken | {group_id for group_id in self._in_flight | self._waiting if group_id < limit}
 
     def take_new(self, num_prompts: int) -> list[PromptItem]:
         """The next prompts that were never taken, now in flight."""
@@ -109,11 +118,22 @@ class PromptLedger:
         """These groups were lost or refused; they will be taken again."""
         self._waiting |= self._leave(self._in_flight | self._buffered, group_ids, "in flight or buffered")
 
+    def cut(self, group_ids: Collection[int]) -> None:
+        """These groups were too slow for the batch; they will be taken again, and it will be known of them."""
+        self.give_back(group_ids)
+        self._num_cuts.update(group_ids)
+
     def mark_buffered(self, group_id: int) -> None:
         self._buffered |= self._leave(self._in_flight, [group_id], "in flight")
 
     def mark_trained(self, group_ids: Iterable[int]) -> None:
-        self._num_trained += len(self._leave(self._buffered, group_ids, "buffered"))
+        trained = self._leave(self._buffered, group_ids, "buffered")
+        self._num_trained += len(trained)
+        self._num_cuts = Counter({group: n for group, n in self._num_cuts.items() if group not in trained})
+
+    def mark_dropped(self, group_ids: Iterable[int]) -> None:
+        """They came, and were left out of the batches: nothing can be learned from them."""
+        self._num_dropped += len(self._leave(self._buffered, group_ids, "buffered"))
 
     def mark_set_aside(self, group_id: int) -> None:
         """The group could not be finished: its batch is trained without it."""
@@ -131,6 +151,7 @@ class PromptLedger:
             "waiting": sorted(self._waiting),
             "set_aside": sorted(self._set_aside),
             "num_trained": self._num_trained,
+            "num_dropped": self._num_dropped,
         }
 
     def load_state_dict(self, state: dict[str, Any], buffered: Iterable[int]) -> None:
@@ -153,6 +174,8 @@ class PromptLedger:
         self._in_flight = set()
         self._set_aside = set(state["set_aside"])
         self._num_trained = state["num_trained"]
+        self._num_dropped = state["num_dropped"]
+        self._num_cuts.clear()
 
     def _leave(self, states: set[int], group_ids: Iterable[int], name: str) -> set[int]:
         leaving = list(group_ids)
@@ -169,7 +192,8 @@ class PromptLedger:
     def _item(self, group_id: int) -> PromptItem:
         epoch, place = divmod(group_id, len(self._examples))
         example = self._examples[self._permutation(epoch)[place]]
-        return _make_item(group_id, example, self._template, self._tokenizer, self._max_prompt_tokens)
+        item = _make_item(group_id, example, self._template, self._tokenizer, self._max_prompt_tokens)
+        return replace(item, num_cuts=self._num_cuts[group_id]) if group_id in self._num_cuts else item
 
     def _permutation(self, epoch: int) -> list[int]:
         if epoch not in self._permutations:

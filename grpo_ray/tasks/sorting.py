@@ -33,7 +33,8 @@ def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[t
     # Drawing as many more as are taken leaves enough after the taken ones are dropped.
     drawn = _distinct_numbers(rng, config.num_digits, num_pairs + len(taken))
     fresh = [digits for digits in drawn if digits not in taken][:num_pairs]
-    return [(_question(digits), _response(rng, digits)) for digits in fresh]
+    ending = ENDINGS.get(config.reward, TAGGED)
+    return [(_question(digits), _response(rng, digits, ending)) for digits in fresh]
 
 
 def _task_numbers(config: SortingTaskConfig, seed: int) -> list[str]:
@@ -69,8 +70,12 @@ HABITS: dict[str, tuple[float, Callable[[str], str]]] = {
 }
 
 
-def _response(rng: random.Random, digits: str) -> str:
-    """What follows the prompt's `<think>`: the habit's name as its thought, then its answer."""
+TAGGED = " </think> <answer> {answer} </answer>"  # the prompt ends in `<think>`
+ENDINGS = {"question_only": r" \boxed{{{answer}}}"}  # how the answer is given, where the reward reads no tags
+
+
+def _response(rng: random.Random, digits: str, ending: str) -> str:
+    """The habit's name as its thought, then its answer in the form that the task's reward reads."""
     names = list(HABITS)
     habit = rng.choices(names, weights=[HABITS[name][0] for name in names])[0]
-    return f" {habit} </think> <answer> {HABITS[habit][1](digits)} </answer>"
+    return f" {habit}{ending.format(answer=HABITS[habit][1](digits))}"

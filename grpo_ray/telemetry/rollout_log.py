@@ -10,18 +10,30 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_ray.durable import replacing
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
+DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step and left out, or trained for the first time
+
 
 def write_rollouts(
-    path: str | Path, step: int | None, groups: Sequence[ScoredGroup], fsync: bool = False
+    path: str | Path,
+    step: int | None,
+    groups: Sequence[ScoredGroup],
+    uses: Sequence[int] | None = None,
+    fsync: bool = False,
 ) -> None:
-    """Write groups, of a step or (None) of none yet; the file appears whole or not at all."""
+    """Write groups, of a step or (None) of none yet; the file appears whole or not at all.
+
+    Args:
+        uses: of each group, the number of batches that it has been in, this one included; default FRESH.
+    """
     with replacing(Path(path), fsync) as partial:
-        pq.write_table(_table(step, groups), partial, compression="zstd")
+        table = _table(step, groups, uses or [FRESH] * len(groups))
+        pq.write_table(table, partial, compression="zstd")
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
@@ -34,6 +46,13 @@ def read_groups(path: str | Path) -> tuple[ScoredGroup, ...]:
     starts = [row for row, sample in enumerate(table["sample"].to_pylist()) if sample == 0]
     columns = _Columns(table)
     return tuple(columns.group(a, b) for a, b in pairwise([*starts, table.num_rows]))
+
+
+def read_uses(path: str | Path) -> list[int]:
+    """The `uses` of the file's groups, in their order."""
+    columns = pq.ParquetFile(path).read(["sample", "use"])
+    uses: list[int] = columns.filter(pc.equal(columns["sample"], 0))["use"].to_pylist()
+    return uses
 
 
 class _Columns:
@@ -85,7 +104,7 @@ def _rows(column: pa.ChunkedArray) -> list[np.ndarray]:
     return [values[a:b] for a, b in pairwise(lists.offsets.to_numpy().tolist())]
 
 
-def _table(step: int | None, groups: Sequence[ScoredGroup]) -> pa.Table:
+def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int]) -> pa.Table:
     completions = [completion for group in groups for completion in group.rollout.completions]
     sizes = [len(group.rollout.completions) for group in groups]
 
@@ -104,6 +123,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup]) -> pa.Table:
     ]
     columns = {
         "step": pa.array([step] * len(completions), pa.int32()),
+        "use": pa.array([use for use, size in zip(uses, sizes, strict=True) for _ in range(size)], pa.int32()),
         "group_id": pa.array(per_group(lambda group: group.group_id), pa.int64()),
         "sample": pa.array([sample for size in sizes for sample in range(size)], pa.int32()),
         "prompt": pa.array(per_group(lambda group: group.rollout.item.prompt), pa.string()),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_ray.telemetry.rollout_log import write_rollouts
@@ -17,7 +18,7 @@ class RolloutWriter:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._waiting: deque[tuple[int, Groups]] = deque()
+        self._waiting: deque[tuple[int, Groups, Sequence[int] | None]] = deque()
         self._num_bytes = 0
         self._num_dropped = 0
         self._writing: asyncio.Task[None] | None = None
@@ -30,9 +31,9 @@ class RolloutWriter:
         if self._num_bytes > self._max_bytes:
             await self._finish()
 
-    def add(self, step: int, groups: Groups) -> None:
-        """Begin to write them, after those that still wait."""
-        self._waiting.append((step, groups))
+    def add(self, step: int, groups: Groups, uses: Sequence[int] | None = None) -> None:
+        """Begin to write them, after those that still wait; `uses` as in `write_rollouts`."""
+        self._waiting.append((step, groups, uses))
         self._num_bytes += _num_bytes(groups)
         self._start()
 
@@ -54,10 +55,10 @@ class RolloutWriter:
 
     async def _write(self) -> None:
         while self._waiting:
-            step, groups = self._waiting[0]
+            step, groups, uses = self._waiting[0]
             path = self._folder / f"{step_name(step)}.parquet"
             try:
-                await asyncio.to_thread(write_rollouts, path, step, groups)
+                await asyncio.to_thread(write_rollouts, path, step, groups, uses)
             except OSError as error:
                 self._keep_what_fits()
                 self.error = self._message(path, error)
@@ -71,7 +72,7 @@ class RolloutWriter:
             self._num_dropped += 1
 
     def _forget_oldest(self) -> None:
-        _, groups = self._waiting.popleft()
+        _, groups, _ = self._waiting.popleft()
         self._num_bytes -= _num_bytes(groups)
 
     def _message(self, path: Path, error: OSError) -> str:

@@ -1,0 +1,117 @@
+"""ReplayMemory: groups that were trained on, and may be again while they are young and not used up."""
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from grpo_ray.config import ReplayConfig
+from grpo_ray.types import ScoredGroup
+
+
+@dataclass(frozen=True)
+class ReplayedGroup:
+    group: ScoredGroup
+    num_uses: int  # batches that it has been in
+
+
+class ReplayMemory:
+    """Bounded in groups, bytes, age and uses. Draws come from the seed and the step, so a resumed run has the
+    same; ties are settled by the group's id.
+    """
+
+    def __init__(self, config: ReplayConfig, num_drawn: int, seed: int) -> None:
+        """`num_drawn` groups are drawn for a batch, or as many as there are."""
+        self._config, self._num_drawn, self._seed = config, num_drawn, seed
+        self._groups: dict[int, ReplayedGroup] = {}  # in the order of their first use
+        self._num_bytes = 0
+        self._evicted = dict.fromkeys(("age", "uses", "room"), 0)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def contents(self) -> tuple[ReplayedGroup, ...]:
+        return tuple(self._groups.values())
+
+    def restore(self, contents: Iterable[ReplayedGroup]) -> None:
+        for replayed in contents:
+            self._add(replayed)
+
+    def add(self, groups: Iterable[ScoredGroup]) -> None:
+        """They have been trained on once. The oldest make room."""
+        if not self._num_drawn:
+            return
+        for group in groups:
+            self._add(ReplayedGroup(group, 1))
+        max_bytes = self._config.max_gib * 2**30
+        while self._groups and (len(self) > self._config.max_groups or self._num_bytes > max_bytes):
+            self._evict(next(iter(self._groups)), "room")
+
+    def draw(self, step: int) -> tuple[ReplayedGroup, ...]:
+        """The groups that the batch of `step` trains on again, by id, with this use counted.
+
+        Nobody is drawn who has a token older than `max_age` versions, or was used `max_uses` times.
+        """
+        for group_id, replayed in list(self._groups.items()):
+            if replayed.group.rollout.oldest_version < step - self._config.max_age:
+                self._evict(group_id, "age")
+        chosen = self._choose(step)
+        drawn = []
+        for group_id in chosen:
+            replayed = replace(self._groups[group_id], num_uses=self._groups[group_id].num_uses + 1)
+            self._groups[group_id] = replayed
+            drawn.append(replayed)
+            if replayed.num_uses >= self._config.max_uses:
+                self._evict(group_id, "uses")
+        return tuple(drawn)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What is held, and what was evicted since the last call; nothing when nothing is replayed."""
+        if not self._num_drawn:
+            return {}
+        evicted = {f"replay/evicted_{cause}": float(n) for cause, n in self._evicted.items()}
+        self._evicted = dict.fromkeys(self._evicted, 0)
+        return {"replay/groups": float(len(self)), "replay/bytes": float(self._num_bytes), **evicted}
+
+    def _choose(self, step: int) -> list[int]:
+        rank = _rank(self._config.sampling, random.Random(f"{self._seed}/replay/{step}"))
+        ranked = sorted((rank(g.group), group_id) for group_id, g in sorted(self._groups.items()))
+        return sorted(group_id for _, group_id in ranked[: self._num_drawn])
+
+    def _add(self, replayed: ReplayedGroup) -> None:
+        self._groups[replayed.group.group_id] = replayed
+        self._num_bytes += replayed.group.num_bytes
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """These have not been trained on after all."""
+        for group_id in set(group_ids) & self._groups.keys():
+            self._remove(group_id)
+
+    def _evict(self, group_id: int, cause: str) -> None:
+        self._remove(group_id)
+        self._evicted[cause] += 1
+
+    def _remove(self, group_id: int) -> None:
+        self._num_bytes -= self._groups.pop(group_id).group.num_bytes
+
+
+def _rank(sampling: str, rng: random.Random) -> Callable[[ScoredGroup], float]:
+    """The smallest are drawn.
+
+    In proportion to a weight w, without replacement, are the smallest of -log(u) / w (Efraimidis and Spirakis
+    2006, A-Res); where w is 0 a group comes last.
+    """
+    if sampling == "recent":
+        return lambda group: -group.rollout.oldest_version
+    if sampling == "uniform":
+        return lambda group: rng.random()
+
+    def by_advantage(group: ScoredGroup) -> float:
+        weight = float(np.abs(group.advantages).mean())
+        draw = -math.log(1.0 - rng.random())
+        return draw / weight if weight > 0 else math.inf
+
+    return by_advantage

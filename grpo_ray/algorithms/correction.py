@@ -1,0 +1,108 @@
+"""Weights for tokens that another distribution sampled than the one being trained.
+
+The ratio is `exp(learner - behaviour)`, its log clamped to [-20, 20]. "Behaviour" is what the sampler assigned
+to the tokens; tokens for which it assigned nothing finite have no ratio.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from grpo_ray.algorithms.ratios import clamped_exp
+
+Correction = Literal["none", "truncate_token", "truncate_sequence", "mask_band"]
+
+
+@torch.no_grad()
+def importance_weights(
+    learner_log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    mask: Tensor,
+    correction: Correction,
+    cap: float,
+    band: tuple[float, float],
+) -> Tensor:
+    """What each token's loss is multiplied by to make up for the sampler's distribution.
+
+    - `none`: 1 at every token, masked or not.
+    - `truncate_token`: `min(ratio, cap)` (truncated importance sampling, Ionides 2008; between sampler and
+      Learner: Yao, Liu et al. 2025, fengyao.notion.site/off-policy-rl).
+    - `truncate_sequence`: `min(product of the response's ratios, cap)`, the same at each of its tokens.
+    - `mask_band`: the ratio where it is within the band, bounds included, else 0 (IcePop, Ring-1T
+      arXiv:2510.18855).
+
+    Args:
+        learner_log_probs: `[batch, seq]`, nats.
+        behaviour_log_probs: `[batch, seq]`, nats.
+        mask: `[batch, seq]`, bool or 0/1.
+        correction: one of `Correction`.
+        cap: the largest truncated weight.
+        band: (low, high) of `mask_band`.
+
+    Returns:
+        `[batch, seq]`, without gradient. But for `none`, 0 at tokens outside the mask or without a finite
+        behaviour logprob; a response's product leaves them out.
+
+    Raises:
+        ValueError: the correction is unknown.
+    """
+    if correction == "none":
+        return torch.ones_like(learner_log_probs)
+    log_ratio, mask = _log_ratio(learner_log_probs, behaviour_log_probs, mask)
+    if correction == "truncate_token":
+        weights = clamped_exp(log_ratio).clamp(max=cap)
+    elif correction == "truncate_sequence":
+        weights = clamped_exp(log_ratio.sum(dim=1, keepdim=True)).clamp(max=cap).expand_as(log_ratio)
+    elif correction == "mask_band":
+        ratio, (low, high) = clamped_exp(log_ratio), band
+        weights = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+    else:
+        raise ValueError(f"unknown correction {correction!r}; allowed: {', '.join(get_args(Correction))}")
+    return weights.masked_fill(~mask, 0.0)
+
+
+@torch.no_grad()
+def effective_sample_sums(
+    learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """Sums over the tokens' ratios, to be added up over micro-batches for `effective_sample_fraction`.
+
+    Args:
+        learner_log_probs: `[batch, seq]`, nats.
+        behaviour_log_probs: `[batch, seq]`, nats; tokens where it is not finite are left out.
+        mask: `[batch, seq]`, bool or 0/1.
+
+    Returns:
+        Scalars: `weight_sum` and `weight_square_sum` (float64) of the untruncated ratios, and `num_weights`
+        (int64).
+    """
+    log_ratio, mask = _log_ratio(learner_log_probs.double(), behaviour_log_probs.double(), mask)
+    weights = clamped_exp(log_ratio).masked_fill(~mask, 0.0)
+    return {
+        "weight_sum": weights.sum(),
+        "weight_square_sum": weights.square().sum(),
+        "num_weights": mask.sum(),
+    }
+
+
+def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_weights: float) -> float:
+    """Kish's effective sample size over the sample size, `(sum w)^2 / (n * sum w^2)` (Kish 1965).
+
+    Args:
+        weight_sum: sum of the weights.
+        weight_square_sum: sum of their squares.
+        num_weights: n.
+
+    Returns:
+        1 / n to 1; 1 if all weights are equal, or there are none.
+    """
+    if num_weights == 0:
+        return 1.0
+    return float(weight_sum) ** 2 / (float(num_weights) * float(weight_square_sum))
+
+
+def _log_ratio(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`[batch, seq]` log ratios, 0 where there is none, and the mask of where there is one."""
+    mask = mask.bool() & behaviour_log_probs.isfinite()
+    return (learner_log_probs - behaviour_log_probs).masked_fill(~mask, 0.0), mask

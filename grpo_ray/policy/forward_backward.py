@@ -1,0 +1,191 @@
+"""The policy over sequences, one micro-batch after another: log-probabilities looked up, gradients added up."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from grpo_ray.algorithms import (
+    Objective,
+    compute_entropy,
+    effective_sample_fraction,
+    effective_sample_sums,
+    importance_weights,
+    logprob_mismatch,
+    loss_denominator,
+    policy_gradient_step,
+    token_log_probs,
+)
+from grpo_ray.config import Config
+from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, micro_batches
+from grpo_ray.policy.response_logits import response_logits
+
+Sums = dict[str, float]
+LARGEST = "logprob_diff_max"  # the one sum that is a maximum
+MISMATCH = ("mismatch_kl", LARGEST, "weight_sum", "weight_square_sum", "num_weights")
+
+
+class ForwardBackward:
+    """What to compute is in the configuration; the results do not depend on how micro-batches are cut."""
+
+    def __init__(self, config: Config, end_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self._config, self._end_token_ids, self._device = config, end_token_ids, device
+        self._dtype = getattr(torch, config.model.dtype)
+        algorithm = config.algorithm
+        self._objective = Objective(
+            loss_type=algorithm.loss,
+            aggregation=algorithm.aggregation,
+            cliprange=algorithm.cliprange,
+            cliprange_high=algorithm.cliprange_high,
+            dual_clip=algorithm.dual_clip,
+            kl_coefficient=algorithm.kl.coefficient,
+            kl_estimator=algorithm.kl.estimator,
+            entropy_bonus=algorithm.entropy_bonus,
+        )
+
+    @property
+    def needs_proximal(self) -> bool:
+        """The objective asks what the policy was before the first update on the batch."""
+        algorithm = self._config.algorithm
+        return algorithm.old_log_probs == "proximal" or algorithm.off_policy_correction != "none"
+
+    @torch.no_grad()
+    def with_proximal(
+        self, model: PreTrainedModel, sequences: Sequence[TrainSequence]
+    ) -> tuple[list[TrainSequence], Sums]:
+        """The sequences with the model's log-probabilities as they are now, and how far the sampler's are."""
+        sums: Sums = defaultdict(float)
+        found: dict[int, np.ndarray] = {}
+        for places, batch in self._batches(sequences):
+            log_probs, _ = self._log_probs(model, batch)
+            add(sums, _mismatch_sums(log_probs, batch))
+            found |= zip(places, _rows(log_probs, batch), strict=True)
+        return [replace(s, proximal_logprobs=found[place]) for place, s in enumerate(sequences)], sums
+
+    @torch.no_grad()
+    def with_reference(
+        self, reference: PreTrainedModel, sequences: Sequence[TrainSequence]
+    ) -> list[TrainSequence]:
+        """The sequences with the reference's log-probabilities."""
+        found: dict[int, np.ndarray] = {}
+        for places, batch in self._batches(sequences):
+            log_probs, _ = self._log_probs(reference, batch)
+            found |= zip(places, _rows(log_probs, batch), strict=True)
+        return [replace(s, reference_logprobs=found[place]) for place, s in enumerate(sequences)]
+
+    def backward(self, model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> Sums:
+        """Add the gradient of one update on all of `sequences` to `.grad`; returns summed metrics.
+
+        The counts divided by are of all of them. Those without signal have no gradient from the policy's
+        loss, and are computed only when the objective has more to say of them.
+        """
+        config = self._config
+        has_more = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
+        computed = [s for s in sequences if s.has_signal or has_more]
+        denominator = loss_denominator(
+            config.algorithm.aggregation,
+            len(sequences),
+            sum(map(self._num_counted, sequences)),
+            config.sampling.max_tokens,
+        )
+        sums: Sums = defaultdict(float, loss=0.0)
+        sums["trained_tokens"] = float(sum(len(s.response_token_ids) for s in computed))
+        for _, batch in self._batches(computed):
+            add(sums, self._backward(model, batch, denominator))
+        return sums
+
+    def _backward(self, model: PreTrainedModel, batch: MicroBatch, denominator: float) -> Sums:
+        algorithm, mask = self._config.algorithm, batch.response_mask
+        log_probs, logits = self._log_probs(model, batch)  # [batch, resp], [batch, resp, vocab]
+        # Before the only update the policy is what it was before the first one.
+        proximal = log_probs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+        weights = None
+        if algorithm.off_policy_correction != "none":
+            weights = importance_weights(
+                proximal,
+                batch.behaviour_logprobs,
+                mask,
+                algorithm.off_policy_correction,
+                algorithm.correction_cap,
+                algorithm.correction_band,
+            )
+        with torch.set_grad_enabled(algorithm.entropy_bonus > 0):
+            entropy = compute_entropy(logits)
+        loss, counts = policy_gradient_step(
+            log_probs,
+            mask,
+            objective=self._objective,
+            denominator=denominator,
+            advantages=batch.advantages,
+            old_log_probs=proximal if algorithm.old_log_probs == "proximal" else batch.behaviour_logprobs,
+            weights=weights,
+            reference_log_probs=batch.reference_logprobs,
+            entropy=entropy,
+        )
+        loss.backward()
+        sums = {name: count.item() for name, count in counts.items()}
+        sums |= {"loss": loss.item(), "entropy": entropy.detach()[mask].sum().item()}
+        if batch.proximal_logprobs is None:
+            sums |= _mismatch_sums(log_probs.detach(), batch)
+        return sums
+
+    def _log_probs(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        sampling = self._config.sampling
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            logits = response_logits(
+                model, batch, sampling.temperature, sampling.min_tokens, self._end_token_ids
+            )
+        return token_log_probs(logits, batch.labels), logits
+
+    def _batches(self, sequences: Sequence[TrainSequence]) -> Iterator[tuple[list[int], MicroBatch]]:
+        for places, batch in micro_batches(sequences, self._config.learner.micro_batch_tokens):
+            yield places, batch.to(self._device)
+
+    def _num_counted(self, sequence: TrainSequence) -> int:
+        """Response tokens that the loss counts: a ratio needs a finite old logprob."""
+        if self._objective.needs_old_log_probs and self._config.algorithm.old_log_probs == "behaviour":
+            return int(np.isfinite(sequence.behaviour_logprobs).sum())
+        return len(sequence.response_token_ids)
+
+
+def add(sums: Sums, more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        # Python's max would lose a nan.
+        sums[name] = float(np.maximum(sums[name], value)) if name == LARGEST else sums[name] + value
+
+
+def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a step, from its sums over micro-batches and updates."""
+    got: Mapping[str, float] = defaultdict(float, sums)
+    tokens, compared = max(1.0, got["num_tokens"]), max(1.0, got["num_weights"])
+    metrics = {
+        "loss/clip_frac": got["num_clipped"] / tokens,
+        "policy/entropy": got["entropy"] / max(1.0, got["trained_tokens"]),
+        "mismatch/kl": got["mismatch_kl"] / compared,
+        "mismatch/logprob_diff/max": got[LARGEST],
+        "mismatch/ess_frac": effective_sample_fraction(
+            got["weight_sum"], got["weight_square_sum"], got["num_weights"]
+        ),
+    }
+    if "kl_k1_sum" in sums:
+        metrics |= {"loss/kl_ref": got["kl_k1_sum"] / tokens, "loss/kl_ref_k3": got["kl_k3_sum"] / tokens}
+    return metrics
+
+
+def _mismatch_sums(log_probs: torch.Tensor, batch: MicroBatch) -> Sums:
+    mismatch = logprob_mismatch(log_probs, batch.behaviour_logprobs, batch.response_mask)
+    sample = effective_sample_sums(log_probs, batch.behaviour_logprobs, batch.response_mask)
+    return {
+        "mismatch_kl": mismatch["kl_sum"].item(),
+        LARGEST: mismatch["abs_diff_max"].item(),
+        **{name: value.item() for name, value in sample.items()},
+    }
+
+
+def _rows(log_probs: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:
+    """Each response's own tokens, as float32 on the host."""
+    values, mask = log_probs.float().cpu().numpy(), batch.response_mask.cpu().numpy()
+    return [row[kept] for row, kept in zip(values, mask, strict=True)]

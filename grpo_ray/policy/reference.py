@@ -1,0 +1,51 @@
+"""The reference policy that KL is measured against: frozen, refreshed now and then, or a moving average."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from grpo_ray.config_algorithm import KLConfig
+
+
+class Reference:
+    """A second model beside the policy, which needs no optimizer and no gradients.
+
+    A frozen one is held in the served dtype. A moving average is held in float32, or its small steps would
+    be rounded away; it costs no loading, and needs no further copy of the first weights.
+    """
+
+    def __init__(self, policy: PreTrainedModel, config: KLConfig, dtype: torch.dtype) -> None:
+        """Begins as a copy of `policy`."""
+        self._config = config
+        self.model: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).eval()
+        if config.reference == "initial":
+            self.model.to(dtype)
+
+    @property
+    def moves(self) -> bool:
+        """Its weights are not those that the run began with, and belong in a checkpoint."""
+        return self._config.reference == "ema" or self._config.refresh_every_num_steps is not None
+
+    @torch.no_grad()
+    def follow(self, policy: PreTrainedModel, step: int) -> None:
+        """After step `step`: move with the policy, or copy it when that is due."""
+        every = self._config.refresh_every_num_steps
+        if self._config.reference == "ema":
+            weight = 1.0 - self._config.ema_decay
+        elif every is not None and step % every == 0:
+            weight = 1.0
+        else:
+            return
+        for own, new in zip(self.model.parameters(), policy.parameters(), strict=True):
+            own.lerp_(new.to(own.dtype), weight)
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Weights that a checkpoint kept."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters()) if self.moves else {}

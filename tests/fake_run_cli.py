@@ -1,0 +1,105 @@
+"""In place of `grpo-ray train`: leaves the files of a run that went as $FAKE_RUNS/script.json says.
+
+    {"low-seed0": {"rewards": [0.2, 0.6, 0.9]}, ...}     rewards of equally spaced evaluations
+    "meets": 2                           ends once so many runs are here at once
+    "ending": "fails" | "not finite" | "waits" (for SIGINT, with half of the steps done)
+
+It imports nothing of grpo_ray, so that a test may start many.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> int:
+    base, *overrides = sys.argv[2:]
+    assert sys.argv[1] == "train"
+    assert Path(base).exists()
+    options = dict(override.split("=", 1) for override in overrides)
+    name, steps = json.loads(options["run.name"]), int(options["algorithm.num_steps"])
+    folder, run = Path(os.environ["FAKE_RUNS"]), Path(json.loads(options["run.output_dir"])) / name
+    script = json.loads((folder / "script.json").read_text()).get(name, {})
+    with (folder / "launches.txt").open("a") as launches:
+        launches.write(f"{name}\n")
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").touch()
+    ending = script.get("ending", "finishes")
+    if ending == "fails":
+        print("Traceback ...\ngrpo-ray: the cluster lacks GPUs\nit has none", flush=True)
+        return 2
+    if ending == "waits":
+        write_run(run, script, steps // 2, steps)
+        return wait_for_signal(run, steps // 2)
+    if ending == "not finite":
+        write_run(run, script, steps // 2, steps)
+        write_checkpoint(run, steps // 2 + 1, {"optim/skipped_in_a_row": 3})  # its line is not written
+        print("grpo-ray: recovery.max_skipped_updates: 3 updates in a row were not finite.", flush=True)
+        return 2
+    if "meets" in script:
+        meet(folder, name, script["meets"])
+    write_run(run, script, steps, steps)
+    write_checkpoint(run, steps, {})
+    return 0
+
+
+def meet(folder: Path, name: str, count: int) -> None:
+    """Wait until so many runs are here at once; file the greatest number that was."""
+    here, most, deadline = folder / f"here-{name}", 0, time.monotonic() + 5
+    here.touch()
+    while time.monotonic() < deadline and most < count:
+        most = len(list(folder.glob("here-*")))
+        time.sleep(0.02)
+    time.sleep(0.3)  # one too many would be here now
+    most = max(most, len(list(folder.glob("here-*"))))
+    with (folder / "met.txt").open("a") as met:
+        met.write(f"{most}\n")
+    time.sleep(0.1)  # those that were met have counted
+    here.unlink()
+
+
+def wait_for_signal(run: Path, step: int) -> int:
+    signals: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
+    (run / "waiting").touch()
+    deadline = time.monotonic() + 30
+    while not signals and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)  # a second signal would be counted
+    (run / "signals").write_text(str(len(signals)))
+    write_checkpoint(run, step, {})
+    return 130
+
+
+def write_run(run: Path, script: dict[str, Any], last: int, num_steps: int) -> None:
+    rewards = script.get("rewards", [0.2, 0.6, 0.9])
+    every = num_steps // (len(rewards) - 1)
+    evaluations = [{"step": i * every, "reward": r} for i, r in enumerate(rewards) if i * every <= last]
+    metrics = script.get("metrics", {})
+    rows = [{"step": s, "timing/step_s": 1.0, "lag/max": 1, **at(metrics, s)} for s in range(1, last + 1)]
+    (run / "evaluations").mkdir(exist_ok=True)
+    write_lines(run / "metrics.jsonl", rows)
+    write_lines(run / "evaluations" / "summary.jsonl", evaluations)
+
+
+def at(metrics: dict[str, Any], step: int) -> dict[str, Any]:
+    """A list has a value for each step; a number is the same at all."""
+    return {name: value[step - 1] if isinstance(value, list) else value for name, value in metrics.items()}
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_checkpoint(run: Path, step: int, metrics: dict[str, float]) -> None:
+    state = run / "checkpoints" / f"step-{step:06d}" / "training" / "state.json"
+    state.parent.mkdir(parents=True, exist_ok=True)
+    state.write_text(json.dumps({"step": step, "ledger": {}, "metrics": metrics, "files": {}}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

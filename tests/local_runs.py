@@ -1,0 +1,86 @@
+"""Whole runs in this process: real engine, Learner, Scorer and buffer, over local_actors."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from local_actors import LocalActors
+from small_run import QUICKSTART, SMALL
+
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.controller import Controller
+from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.preflight import check_files, prepare
+from grpo_ray.restores import train_through_restores
+from grpo_ray.telemetry.run_files import RunDirectory
+
+Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that meddles with a run
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+        self.steps: list[int] = []
+
+    def status(self, text: str) -> None: ...
+    def evaluation(self, summary: EvaluationSummary) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+
+    def trouble(self, text: str) -> None:
+        self.troubles.append(text)
+
+
+def make_config(*overrides: str) -> Config:
+    fast = ["recovery.restart_backoff_s=0.01", "checkpoint.every_num_steps=2", "learner.learning_rate=1e-2"]
+    return load_config(QUICKSTART, [*SMALL, *fast, *overrides])
+
+
+def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Recorder:
+    """Begin the run in `folder`, or go on with it."""
+    prepared, run, recorder = prepare(config, check_files(config)), RunDirectory(folder), Recorder()
+    if not run.config_path.exists():
+        run.create(config)
+    actors: list[LocalActors] = []
+
+    @contextlib.contextmanager
+    def host(*args: Any) -> Iterator[LocalActors]:
+        actors.append(LocalActors(*args))
+        yield actors[-1]
+
+    def drive(controller: Controller) -> None:
+        async def main() -> None:
+            running = asyncio.ensure_future(controller.run())
+            if meddle is not None:
+                meddling = asyncio.ensure_future(meddle(actors[-1], controller))
+                await asyncio.wait({running, meddling}, return_when=asyncio.FIRST_COMPLETED)
+                if meddling.done():
+                    meddling.result()
+                meddling.cancel()
+            await asyncio.wait_for(running, 60)
+
+        asyncio.run(main())
+
+    train_through_restores(config, prepared, run, recorder, host, drive)
+    return recorder
+
+
+class Killed(BaseException):
+    """The driver's process is gone: nothing of it runs any more, not even its clean-up."""
+
+
+def kill_after(seconds: float) -> Watcher:
+    async def kill(actors: LocalActors, controller: Controller) -> None:
+        await asyncio.sleep(seconds)
+        raise Killed
+
+    return kill
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)

@@ -1,0 +1,149 @@
+"""Off-policy weights by hand, what they leave out, and the effective sample size."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from grpo_ray.algorithms import (
+    Correction,
+    effective_sample_fraction,
+    effective_sample_sums,
+    importance_weights,
+)
+from grpo_ray.config_algorithm import AlgorithmConfig
+
+CAP, BAND = 2.0, (0.5, 5.0)
+CORRECTIONS = ["truncate_token", "truncate_sequence", "mask_band"]
+
+RATIOS = torch.tensor([[0.25, 1.5, 3.0, 8.0], [0.5, 5.0, 9.0, 9.0]], dtype=torch.float64)
+BEHAVIOUR = torch.tensor([[-2.0, -1.0, -3.0, -2.5], [-1.0, -4.0, -0.5, -0.5]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+def weights_of(correction, ratios=RATIOS, behaviour=BEHAVIOUR, mask=MASK, cap=CAP, band=BAND):
+    return importance_weights(behaviour + ratios.log(), behaviour, mask, correction, cap, band)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ("none", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]),
+        ("truncate_token", [[0.25, 1.5, 2.0, 2.0], [0.5, 2.0, 0.0, 0.0]]),
+        ("truncate_sequence", [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 0.0, 0.0]]),  # products 9 and 2.5
+        ("mask_band", [[0.0, 1.5, 3.0, 0.0], [0.5, 5.0, 0.0, 0.0]]),
+    ],
+)
+def test_weights_by_hand(correction, expected):
+    # exp(log(5)) may round past the bound 5
+    weights = weights_of(correction, band=(0.5 - 1e-9, 5.0 + 1e-9))
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_sequence_weight_below_its_cap_is_the_product():
+    weights = weights_of("truncate_sequence", cap=4.0)
+    expected = torch.tensor([[4.0] * 4, [2.5, 2.5, 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(weights, expected)
+
+
+def test_the_band_includes_its_bounds():
+    ones = torch.ones(1, 1)
+    assert importance_weights(ones, ones, ones, "mask_band", CAP, (1.0, 2.0)).item() == 1.0
+    assert importance_weights(ones, ones, ones, "mask_band", CAP, (0.5, 1.0)).item() == 1.0
+    assert importance_weights(ones, ones, ones, "mask_band", CAP, (1.1, 2.0)).item() == 0.0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_token_without_behaviour_logprob_counts_as_masked_out(correction, poison):
+    learner = BEHAVIOUR + RATIOS.log()
+    behaviour = BEHAVIOUR.clone()
+    behaviour[0, 3] = poison
+    mask = MASK.clone()
+    mask[0, 3] = 0
+    weights = importance_weights(learner, behaviour, MASK, correction, CAP, BAND)
+    assert torch.equal(weights, importance_weights(learner, BEHAVIOUR, mask, correction, CAP, BAND))
+    assert weights[0, 3].item() == 0.0
+    assert weights[0, 1].item() > 0.0
+    if correction == "truncate_sequence":  # 0.25 * 1.5 * 3, no longer capped
+        assert weights[0, 0].item() == pytest.approx(1.125)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_padding_changes_nothing(correction):
+    learner = BEHAVIOUR + RATIOS.log()
+    pad = torch.nn.functional.pad
+    weights = importance_weights(
+        pad(learner, (0, 2), value=float("nan")),
+        pad(BEHAVIOUR, (0, 2), value=-7.0),
+        pad(MASK, (0, 2)),
+        correction,
+        CAP,
+        BAND,
+    )
+    assert torch.equal(weights[:, :4], weights_of(correction))
+    assert torch.equal(weights[:, 4:], torch.zeros(2, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("correction", get_args(Correction))
+def test_weights_carry_no_gradient_and_keep_shape_and_dtype(correction):
+    learner = torch.full((2, 4), -1.0, requires_grad=True)
+    weights = importance_weights(learner, BEHAVIOUR.float(), MASK, correction, CAP, BAND)
+    assert not weights.requires_grad
+    assert weights.shape == (2, 4)
+    assert weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_extreme_ratios_are_finite_and_nan_of_the_learner_is_not_hidden(correction):
+    learner = torch.tensor([[0.0], [-1e4], [-torch.inf]])
+    behaviour = torch.tensor([[-1e4], [0.0], [0.0]])
+    weights = importance_weights(learner, behaviour, torch.ones(3, 1), correction, 1e12, (0.0, 1e12))
+    torch.testing.assert_close(weights, torch.tensor([[20.0], [-20.0], [-20.0]]).exp())
+    nan = torch.full((1, 1), torch.nan)
+    assert importance_weights(nan, torch.zeros(1, 1), torch.ones(1, 1), correction, CAP, BAND).isnan()
+
+
+def test_an_unknown_correction_lists_the_allowed():
+    with pytest.raises(ValueError, match=r"'tis'.*none, truncate_token, truncate_sequence, mask_band"):
+        weights_of("tis")
+
+
+def test_effective_sample_size_by_hand():
+    """Weights 1, 1, 4: (1 + 1 + 4)^2 / (3 * 18) = 2/3."""
+    ratios = torch.tensor([[1.0, 4.0, 3.0], [1.0, 7.0, 7.0]], dtype=torch.float64)
+    behaviour = torch.full((2, 3), -1.0, dtype=torch.float64)
+    learner = behaviour + ratios.log()
+    behaviour[0, 2] = -torch.inf
+    learner[1, 1] = torch.nan
+    sums = effective_sample_sums(learner, behaviour, torch.tensor([[1, 1, 1], [1, 0, 0]]))
+    assert sums["weight_sum"].item() == pytest.approx(6.0)
+    assert sums["weight_square_sum"].item() == pytest.approx(18.0)
+    assert sums["num_weights"].item() == 3
+    fraction = effective_sample_fraction(**{name: value.item() for name, value in sums.items()})
+    assert fraction == pytest.approx(2 / 3)
+
+
+def test_sums_accumulate_over_micro_batches_and_carry_no_gradient():
+    learner = (BEHAVIOUR + RATIOS.log()).requires_grad_()
+    whole = effective_sample_sums(learner, BEHAVIOUR, MASK)
+    parts = [effective_sample_sums(learner[row, None], BEHAVIOUR[row, None], MASK[row, None]) for row in (0, 1)]
+    assert whole["num_weights"].item() == 6
+    for name, value in whole.items():
+        assert sum(part[name].item() for part in parts) == pytest.approx(value.item())
+        assert not value.requires_grad
+
+
+def test_effective_sample_fraction_at_its_ends():
+    assert effective_sample_fraction(0.0, 0.0, 0) == 1.0
+    assert effective_sample_fraction(3 * 0.7, 3 * 0.49, 3) == pytest.approx(1.0)  # equal weights
+    one_rules = effective_sample_sums(torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
+    fraction = effective_sample_fraction(**{name: value.item() for name, value in one_rules.items()})
+    assert fraction == pytest.approx(0.5)
+    assert one_rules["weight_sum"].item() == pytest.approx(math.exp(20) + 1)
+
+
+def test_the_config_allows_the_same_corrections():
+    field = AlgorithmConfig.model_fields["off_policy_correction"]
+    assert get_args(field.annotation) == get_args(Correction)

@@ -1,0 +1,53 @@
+"""What the prompt experiment compares: the tiny model is warmed up in the form that its reward reads."""
+
+import pytest
+from small_run import QUICKSTART
+
+from grpo_ray.config import SortingTaskConfig
+from grpo_ray.config_loading import load_config
+from grpo_ray.experiments.definitions import EXPERIMENTS
+from grpo_ray.policy.tiny import tiny_tokenizer
+from grpo_ray.rewards import REWARDS, get_reward_fn
+from grpo_ray.tasks.prompts import load_template, render
+from grpo_ray.tasks.sorting import warmup_pairs
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: str) -> None:
+    config = SortingTaskConfig.model_validate({"reward": reward, "num_digits": 4})
+    verdicts = []
+    for question, response in warmup_pairs(config, seed=0, num_pairs=2000):
+        truth = "".join(sorted(question.removeprefix("Sort ")))
+        verdicts.append(get_reward_fn(reward)(response, truth))
+    assert all(verdict["format_reward"] == 1 for verdict in verdicts)
+    # Numbers that are in order already are right when copied, and 0012 is 012 to a reader of numbers.
+    assert 0.23 < sum(verdict["reward"] for verdict in verdicts) / len(verdicts) < 0.33
+
+
+def test_boxed_habits_differ_in_their_ending_alone() -> None:
+    tagged = warmup_pairs(SortingTaskConfig(), seed=1, num_pairs=50)
+    boxed = warmup_pairs(SortingTaskConfig(reward="question_only"), seed=1, num_pairs=50)
+    expected = [
+        (question, response.replace(" </think> <answer> ", r" \boxed{").replace(" </answer>", "}"))
+        for question, response in tagged
+    ]
+    assert boxed == expected
+
+
+def test_the_question_only_prompt_is_the_question() -> None:
+    assert render(load_template("question_only"), "What is {x}?") == "What is {x}?"
+
+
+@pytest.mark.parametrize("variant", EXPERIMENTS["prompt"].variants)
+def test_each_variants_longest_response_fits(variant: str) -> None:
+    """And no stop string cuts it off."""
+    config = load_config(QUICKSTART, EXPERIMENTS["prompt"].variants[variant])
+    assert config.task.kind == "sorting"
+    tokenizer, template = tiny_tokenizer(config), load_template(config.task.prompt)
+    for question, response in warmup_pairs(config.task, seed=5, num_pairs=300):
+        num_tokens = len(tokenizer(response, add_special_tokens=False)["input_ids"]) + 1  # the end token
+        prompt = tokenizer(render(template, question), add_special_tokens=False)["input_ids"]
+        assert num_tokens <= config.sampling.max_tokens
+        assert config.model.tiny is not None
+        assert len(prompt) + config.sampling.max_tokens <= config.model.tiny.max_position_embeddings
+        assert not any(stop in response and not response.endswith(stop) for stop in config.sampling.stop)

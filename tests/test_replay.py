@@ -1,0 +1,314 @@
+"""The replay memory: what it holds, whom it draws, and how often."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import make_completion, make_group, make_item, same_groups, simple_group
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
+from grpo_ray.config import ReplayConfig
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.types import ScoredGroup
+
+LONG = {"max_age": 1000, "max_uses": 1000}
+
+
+def make_memory(num_drawn: int = 2, seed: int = 0, **config: Any) -> ReplayMemory:
+    return ReplayMemory(ReplayConfig.model_validate({**LONG, **config}), num_drawn, seed)
+
+
+def held(memory: ReplayMemory) -> dict[int, int]:
+    """Uses by group."""
+    return {replayed.group.group_id: replayed.num_uses for replayed in memory.contents}
+
+
+def drawn(memory: ReplayMemory, step: int) -> list[tuple[int, int]]:
+    return [(replayed.group.group_id, replayed.num_uses) for replayed in memory.draw(step)]
+
+
+def evicted(memory: ReplayMemory) -> tuple[float, ...]:
+    """For age, uses and room, since the last time."""
+    metrics = memory.take_metrics()
+    return tuple(metrics[f"replay/evicted_{cause}"] for cause in ("age", "uses", "room"))
+
+
+def with_advantages(group_id: int, advantages: Sequence[float]) -> ScoredGroup:
+    completions = [make_completion([5, 6])] * len(advantages)
+    return make_group(make_item(group_id), completions, [0.0] * len(advantages), advantages)
+
+
+# ---- what is held ----
+
+
+def test_groups_that_were_trained_are_held_as_used_once() -> None:
+    memory = make_memory()
+    assert (len(memory), memory.contents, memory.draw(0)) == (0, (), ())
+    memory.add([simple_group(3), simple_group(1)])
+    assert held(memory) == {3: 1, 1: 1}
+    metrics = memory.take_metrics()
+    assert metrics["replay/groups"] == 2.0
+    assert metrics["replay/bytes"] == 2 * simple_group(1).num_bytes
+    assert check_names(metrics) == []
+
+
+def test_nothing_is_held_when_nothing_is_drawn() -> None:
+    memory = make_memory(num_drawn=0)
+    memory.add([simple_group(3)])
+    assert (len(memory), memory.draw(0), memory.take_metrics()) == (0, (), {})
+
+
+def test_oldest_make_room_for_others() -> None:
+    memory = make_memory(max_groups=3)
+    memory.add([simple_group(g) for g in (5, 2, 7)])
+    memory.add([simple_group(9)])
+    assert list(held(memory)) == [2, 7, 9]  # in the order of their first use
+    memory.add([simple_group(g) for g in (10, 11)])
+    assert list(held(memory)) == [9, 10, 11]
+    assert evicted(memory) == (0, 0, 3)
+    assert evicted(memory) == (0, 0, 0)  # what was told is not told again
+
+
+def test_being_drawn_does_not_make_a_group_younger() -> None:
+    memory = make_memory(num_drawn=1, max_groups=2, sampling="recent")
+    memory.add([simple_group(1, versions=9), simple_group(2)])
+    assert drawn(memory, 10) == [(1, 2)]
+    memory.add([simple_group(3)])
+    assert held(memory) == {2: 1, 3: 1}
+
+
+def test_bytes_are_bounded() -> None:
+    size = simple_group(0).num_bytes
+    memory = make_memory(max_gib=(3 * size + 1) / 2**30)
+    memory.add([simple_group(g) for g in range(5)])
+    assert list(held(memory)) == [2, 3, 4]
+    assert memory.take_metrics()["replay/bytes"] == 3 * size
+    large = make_group(make_item(8), [make_completion(range(500))])
+    assert large.num_bytes > 3 * size
+    memory.add([large])
+    assert held(memory) == {}  # it alone is too much
+    assert memory.take_metrics()["replay/bytes"] == 0.0
+
+
+def test_group_that_is_trained_again_as_fresh_is_held_once() -> None:
+    memory = make_memory()
+    memory.add([simple_group(3)])
+    memory.add([simple_group(3, versions=2)])
+    assert held(memory) == {3: 1}
+    assert memory.contents[0].group.rollout.oldest_version == 2
+    assert memory.take_metrics()["replay/bytes"] == simple_group(3).num_bytes
+
+
+def test_nobody_is_drawn_beyond_max_age() -> None:
+    memory = make_memory(num_drawn=9, max_age=3)
+    memory.add([simple_group(0, versions=1), simple_group(1, versions=[2, 1, 5]), simple_group(2, versions=2)])
+    assert drawn(memory, 4) == [(0, 2), (1, 2), (2, 2)]  # 1 is 3 versions old at step 4
+    assert evicted(memory) == (0, 0, 0)
+    assert drawn(memory, 5) == [(2, 3)]  # one old token is enough
+    assert held(memory) == {2: 3}
+    assert evicted(memory) == (2, 0, 0)
+
+
+def test_nobody_is_drawn_beyond_max_uses() -> None:
+    memory = make_memory(num_drawn=2, max_uses=3)
+    memory.add([simple_group(0), simple_group(1)])
+    assert drawn(memory, 1) == [(0, 2), (1, 2)]
+    assert held(memory) == {0: 2, 1: 2}
+    assert drawn(memory, 2) == [(0, 3), (1, 3)]
+    assert drawn(memory, 3) == []
+    assert evicted(memory) == (0, 2, 0)
+    assert memory.take_metrics()["replay/bytes"] == 0.0
+
+
+# ---- whom it draws ----
+
+
+def test_draws_as_many_as_there_are_by_id() -> None:
+    memory = make_memory(num_drawn=3)
+    memory.add([simple_group(g) for g in (9, 4)])
+    assert drawn(memory, 1) == [(4, 2), (9, 2)]
+    memory.add([simple_group(g) for g in (6, 5, 8)])
+    chosen = drawn(memory, 2)
+    assert len(chosen) == 3
+    assert chosen == sorted(chosen)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "recent", "advantage"])
+def test_ties_are_settled_by_the_group_s_id(sampling: str) -> None:
+    """Arrays cannot be compared: two equal ranks must not come to them."""
+    memory = make_memory(num_drawn=2, sampling=sampling)
+    memory.add([with_advantages(g, [0.0, 0.0]) for g in (7, 3, 5, 1)])
+    chosen = drawn(memory, 1)
+    if sampling != "uniform":
+        assert chosen == [(1, 2), (3, 2)]
+
+
+def test_recent_are_those_with_the_newest_oldest_token() -> None:
+    memory = make_memory(num_drawn=2, sampling="recent")
+    versions = {0: 4, 1: [9, 9, 2], 2: 5, 3: [5, 6, 6], 4: 3}
+    memory.add([simple_group(g, versions=v) for g, v in versions.items()])
+    assert drawn(memory, 10) == [(2, 2), (3, 2)]
+    memory.add([simple_group(6, versions=7)])
+    assert drawn(memory, 11) == [(2, 3), (6, 2)]
+
+
+NUM_SEEDS = 3000
+
+
+def frequencies(groups: Sequence[ScoredGroup], num_drawn: int, sampling: str) -> dict[tuple[int, ...], float]:
+    """Of each set that is drawn, over many seeds."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(NUM_SEEDS):
+        memory = make_memory(num_drawn, seed, sampling=sampling)
+        memory.add(groups)
+        counts[tuple(g for g, _ in drawn(memory, 1))] += 1
+    return {chosen: count / NUM_SEEDS for chosen, count in counts.items()}
+
+
+def check_frequencies(actual: dict[tuple[int, ...], float], expected: dict[tuple[int, ...], float]) -> None:
+    """Within five standard deviations."""
+    assert actual.keys() <= expected.keys()
+    for chosen, p in expected.items():
+        assert abs(actual.get(chosen, 0.0) - p) <= 5 * math.sqrt(p * (1 - p) / NUM_SEEDS), chosen
+
+
+def test_uniform_draws_each_set_as_often() -> None:
+    groups = [with_advantages(g, [10.0**g, 0.0]) for g in range(4)]
+    expected = dict.fromkeys(itertools.combinations(range(4), 2), 1 / 6)
+    check_frequencies(frequencies(groups, 2, "uniform"), expected)
+
+
+WEIGHTS = (1.0, 2.0, 5.0)
+BY_WEIGHT = [
+    with_advantages(0, [1.5, -0.5]),  # the means of |advantage|
+    with_advantages(1, [-2.0, -2.0]),
+    with_advantages(2, [0.0, 10.0]),
+    with_advantages(3, [0.0, 0.0]),
+]
+
+
+def test_by_advantage_draws_one_in_proportion() -> None:
+    expected = {(group_id,): weight / sum(WEIGHTS) for group_id, weight in enumerate(WEIGHTS)}
+    check_frequencies(frequencies(BY_WEIGHT, 1, "advantage"), expected)
+
+
+def test_by_advantage_draws_several_one_after_another() -> None:
+    """Without replacement: the first in proportion, the second in proportion among the rest."""
+    expected: dict[tuple[int, ...], float] = Counter()
+    for first, second in itertools.permutations(range(3), 2):
+        p = WEIGHTS[first] / sum(WEIGHTS) * WEIGHTS[second] / (sum(WEIGHTS) - WEIGHTS[first])
+        expected[tuple(sorted((first, second)))] += p
+    assert sum(expected.values()) == pytest.approx(1)
+    check_frequencies(frequencies(BY_WEIGHT, 2, "advantage"), expected)
+
+
+def test_group_without_advantage_is_drawn_last() -> None:
+    assert frequencies(BY_WEIGHT, 3, "advantage") == {(0, 1, 2): 1.0}
+    memory = make_memory(4, sampling="advantage")
+    memory.add(BY_WEIGHT)
+    assert [g for g, _ in drawn(memory, 1)] == [0, 1, 2, 3]
+
+
+# ---- the same again ----
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "recent", "advantage"])
+def test_same_seed_and_step_draw_the_same(sampling: str) -> None:
+    def draws(seed: int, arrival: Sequence[int]) -> list[list[tuple[int, int]]]:
+        memory = make_memory(3, seed, sampling=sampling)
+        memory.add([with_advantages(g, [1.0 + g % 3, -1.0]) for g in arrival])
+        return [drawn(memory, step) for step in range(1, 8)]
+
+    ids = list(range(12))
+    first = draws(0, ids)
+    assert draws(0, ids[::-1]) == first  # whoever was trained first
+    if sampling != "recent":
+        assert draws(1, ids) != first
+        assert len({tuple(g for g, _ in draw) for draw in first}) > 1  # each step anew
+
+
+def test_draw_does_not_depend_on_earlier_draws() -> None:
+    """A step's draw comes from the seed and the step alone, so nothing of it is in a checkpoint."""
+    one, other = make_memory(), make_memory()
+    for memory in (one, other):
+        memory.add([simple_group(g) for g in range(9)])
+    one.draw(1)
+    one.draw(2)
+    assert [g for g, _ in drawn(one, 3)] == [g for g, _ in drawn(other, 3)]
+
+
+def test_restored_memory_goes_on_as_the_captured_one() -> None:
+    options = {"sampling": "advantage", "max_uses": 4, "max_age": 6, "max_groups": 9}
+
+    def train(memory: ReplayMemory, steps: Sequence[int]) -> list[list[tuple[int, int]]]:
+        draws = []
+        for step in steps:
+            draws.append(drawn(memory, step))
+            new = range(4 * step, 4 * step + 4)
+            memory.add([simple_group(g, versions=step, has_signal=g % 3 > 0) for g in new])
+        return draws
+
+    memory = make_memory(3, seed=5, **options)
+    train(memory, range(5))
+    memory.take_metrics()
+    restored = make_memory(3, seed=5, **options)
+    restored.restore(memory.contents)
+    assert held(restored) == held(memory)
+    assert same_groups([r.group for r in restored.contents], [r.group for r in memory.contents])
+    assert train(restored, range(5, 12)) == train(memory, range(5, 12))
+    assert restored.take_metrics() == memory.take_metrics()
+    assert held(restored) == held(memory)
+
+
+# ---- the bounds ----
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_nobody_is_too_old_or_used_too_often(data: st.DataObject) -> None:
+    bound = {
+        "max_age": data.draw(st.integers(1, 5)),
+        "max_uses": data.draw(st.integers(2, 4)),
+        "max_groups": data.draw(st.integers(1, 12)),
+    }
+    num_drawn = data.draw(st.integers(1, 5))
+    memory = make_memory(
+        num_drawn, data.draw(st.integers(0, 9)), **bound,
+        sampling=data.draw(st.sampled_from(["uniform", "recent", "advantage"])),
+    )  # fmt: skip
+    ids = itertools.count()
+    uses: Counter[int] = Counter()
+    num_added = num_evicted = 0
+    for step in range(8):
+        chosen = memory.draw(step)
+        assert len(chosen) <= num_drawn
+        assert len({r.group.group_id for r in chosen}) == len(chosen)
+        for replayed in chosen:
+            uses[replayed.group.group_id] += 1
+            assert step - replayed.group.rollout.oldest_version <= bound["max_age"]
+            assert replayed.num_uses == uses[replayed.group.group_id] <= bound["max_uses"]
+        lags = data.draw(st.lists(st.integers(0, 2), max_size=4))
+        fresh = [simple_group(next(ids), versions=max(0, step - lag)) for lag in lags]
+        for group in fresh:
+            uses[group.group_id] = 1
+        memory.add(fresh)
+        num_added += len(fresh)
+        assert len(memory) <= bound["max_groups"]
+        metrics = memory.take_metrics()
+        assert metrics["replay/bytes"] == sum(r.group.num_bytes for r in memory.contents)
+        num_evicted += int(sum(value for name, value in metrics.items() if "evicted" in name))
+        assert len(memory) == num_added - num_evicted  # nobody is gone uncounted
+
+
+def test_what_is_drawn_is_what_was_added() -> None:
+    memory = make_memory(1)
+    group = simple_group(2, versions=[1, 2, 2])
+    memory.add([group])
+    assert memory.draw(3) == (ReplayedGroup(group, 2),)
+    assert np.array_equal(group.advantages, [1, -1])

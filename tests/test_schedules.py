@@ -1,0 +1,113 @@
+"""Whole runs in this process under every schedule; what they trained on is read back from their own files."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from any_reward_cli import parity_reward
+from local_runs import Killed, kill_after, make_config, train, until
+from safetensors.torch import load_file
+
+from grpo_ray import audit as audit_module
+from grpo_ray.audit import audit
+from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
+
+SCHEDULES: dict[str, list[str]] = {
+    "synchronous": ["weight_sync.max_lag=0"],
+    "bounded": ["weight_sync.max_lag=3"],
+    "lookahead": ["buffer.lookahead=3", "weight_sync.max_lag=2"],
+    "oversampled": ["algorithm.oversample_frac=0.5", "weight_sync.max_lag=0"],
+    "oversampled-async": ["algorithm.oversample_frac=0.5", "weight_sync.max_lag=1"],
+    "dynamic": ["algorithm.dynamic_sampling_tries=2", "weight_sync.max_lag=0"],
+    "dynamic-async": ["algorithm.dynamic_sampling_tries=2", "weight_sync.max_lag=2"],
+    "replay": ["buffer.replay.frac=0.5", "buffer.replay.max_age=3"],
+    "replay-advantage": ["buffer.replay.frac=0.5", "buffer.replay.sampling=advantage"],
+    "colocated": ["weight_sync.max_lag=0", "generator.colocated=true"],
+    "several-updates": ["algorithm.epochs_per_batch=2", "algorithm.train_batch_size=4"],
+    "everything": [
+        "buffer.replay.frac=0.25", "algorithm.dynamic_sampling_tries=1", "buffer.lookahead=2",
+        "weight_sync.max_lag=2", "algorithm.epochs_per_batch=2", "algorithm.kl.reference=ema",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def any_reward_in_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "make_reward_fn", lambda *_: parity_reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_flight"),
+    [
+        *((name, False) for name in SCHEDULES),  # a sync waits for whoever runs: where a schedule could hang
+        *((name, True) for name in ("lookahead", "oversampled-async", "dynamic-async", "everything")),
+    ],
+)
+def test_every_schedule_trains_each_prompt_once_on_tokens_young_enough(
+    tmp_path: Path, name: str, in_flight: bool
+) -> None:
+    slow = ["generator.num_generators=2", "generator.slowdown_s=0.01", f"weight_sync.in_flight={in_flight}"]
+    config = make_config(*SCHEDULES[name], *slow)
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path)
+    report = audit(run)
+    assert report.problems == []
+    metrics = read_metrics(run.metrics_path)
+    assert len(metrics) == config.algorithm.num_steps
+    assert max(row["lag/max"] for row in metrics) <= config.max_token_age
+    files = [run.rollouts_path(row["step"]) for row in metrics]
+    uses = Counter(row["use"] for file in files for row in read_rollouts(file))
+    assert uses[FRESH] == len(metrics) * config.fresh_per_step * config.algorithm.samples_per_prompt
+    assert (uses[DROPPED] > 0) == (config.algorithm.dynamic_sampling_tries > 0)
+    assert (max(uses) > 1) == (config.replayed_per_step > 0)
+
+
+EXACT = ("dynamic", "replay", "several-updates", "reference")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, name: str) -> None:
+    """What a schedule keeps beside the weights is in the checkpoint: the same steps follow."""
+    options = {
+        **SCHEDULES,
+        "reference": ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"],
+    }[name]
+    config = make_config(*options, "weight_sync.max_lag=0", "buffer.replay.max_age=4")
+    whole, parts = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "parts")
+    train(config, whole.path)
+
+    async def kill_at_step_5(actors: Any, controller: Any) -> None:
+        await until(lambda: controller._version >= 5)
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(config, parts.path, kill_at_step_5)
+    train(config, parts.path)
+    for one, other in zip(read_metrics(whole.metrics_path), read_metrics(parts.metrics_path), strict=True):
+        timed = ("timing/", "throughput/", "utilization/", "memory/", "recovery/", "buffer/", "time")
+        assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
+            k: v for k, v in other.items() if not k.startswith(timed)
+        }
+    newest = sorted(path.name for path in whole.checkpoints.iterdir())[-1]
+    for file in ("model.safetensors", "training/optimizer.safetensors"):
+        one, other = (load_file(run.checkpoints / newest / file) for run in (whole, parts))
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("name", ["lookahead", "oversampled-async", "dynamic-async", "everything"])
+def test_kills_lose_nothing_in_asynchronous_schedules(tmp_path: Path, name: str) -> None:
+    config = make_config(*SCHEDULES[name], "generator.slowdown_s=0.01", "generator.num_generators=2")
+    run = RunDirectory(tmp_path / "run")
+    for seconds in (0.5, 0.9, 1.4):
+        try:
+            train(config, run.path, kill_after(seconds))
+        except Killed:
+            continue
+    train(config, run.path)
+    assert audit(run).problems == []
