@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_ray.actors.batch_line import BatchLine
+from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.replay import ReplayMemory
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
-from grpo_ray.config import ReplayConfig
+from grpo_ray.config import Config, ReplayConfig
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup
 
 
@@ -98,25 +99,33 @@ def make_settings(**changes: object) -> SamplingSettings:
     return SamplingSettings(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def plain_logprobs(
+def plain_rows(
     model: PreTrainedModel,
     prompt: Sequence[int],
     response: Sequence[int],
     temperature: float = 1.0,
     min_tokens: int = 0,
     end_token_ids: Sequence[int] = (),
-) -> torch.Tensor:
-    """Logprob of every response token, `[response_tokens]`: one sequence, no padding, a loop over tokens."""
+) -> list[torch.Tensor]:
+    """The log-distribution `[vocab]` that each response token was drawn from: one sequence, no padding."""
     prompt, response = [int(token) for token in prompt], [int(token) for token in response]
     logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
-    logprobs = []
-    for index, token in enumerate(response):
+    rows = []
+    for index in range(len(response)):
         row = logits[len(prompt) + index - 1] / temperature
         if index < min_tokens:
             row = row.clone()
             row[list(end_token_ids)] = -torch.inf
-        logprobs.append(torch.log_softmax(row, dim=0)[token])
-    return torch.stack(logprobs)
+        rows.append(torch.log_softmax(row, dim=0))
+    return rows
+
+
+def plain_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], *args: Any
+) -> torch.Tensor:
+    """Logprob of every response token, `[response_tokens]`, by a loop; arguments as in `plain_rows`."""
+    rows = plain_rows(model, prompt, response, *args)
+    return torch.stack([row[int(token)] for row, token in zip(rows, response, strict=True)])
 
 
 @torch.no_grad()
@@ -125,3 +134,65 @@ def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+# ---- Learners ----
+
+ENDS = (0, 17)
+
+
+def changed(config: Config, **changes: dict[str, Any]) -> Config:
+    """The configuration with fields of its sections changed."""
+    data = config.model_dump()
+    for section, values in changes.items():
+        data[section] |= values
+    return Config.model_validate(data)
+
+
+def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: int = 0) -> list[ScoredGroup]:
+    """4 groups of 3 of many shapes; behaviour logprobs are the Learner's own plus noise.
+
+    Group 1 has no advantages (all rewards 1) and group 3 neither advantages nor rewards.
+    """
+    rng = np.random.default_rng(seed)
+    all_rewards = [[1, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
+    all_advantages = [[1.2, -0.6, -0.6], [0, 0, 0], [-1.1, 0.5, 0.6], [0, 0, 0]]
+    groups = []
+    if learner._config.algorithm.loss == "no_baseline":  # as the Scorer has it
+        all_advantages = all_rewards
+    for group_id, (rewards, advantages) in enumerate(zip(all_rewards, all_advantages, strict=True)):
+        prompt = rng.integers(20, 280, rng.integers(1, 9)).tolist()
+        completions = []
+        for _ in rewards:
+            response = rng.integers(20, 280, rng.integers(1, 13)).tolist()
+            with torch.no_grad():
+                own = own_logprobs(learner, prompt, response).numpy()
+            behaviour = own + rng.normal(0, noise, len(response))
+            completions.append(make_completion(response, behaviour.tolist(), versions))
+        groups.append(make_group(make_item(group_id, prompt), completions, rewards, advantages))
+    return groups
+
+
+def own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    sampling = learner._config.sampling
+    return plain_logprobs(learner.model, prompt, response, sampling.temperature, sampling.min_tokens, ENDS)
+
+
+def gradient(learner: Learner) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten().clone() for parameter in learner.model.parameters()])
+
+
+def flat_weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def written(learner: Learner, folder: Path) -> Path:
+    """The folder, with the Learner's checkpoint in it."""
+    folder.mkdir()
+    learner.capture()
+    learner.write_captured(folder)
+    return folder

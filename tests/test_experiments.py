@@ -371,7 +371,7 @@ def test_two_real_runs(tmp_path: Path) -> None:
     experiment = Experiment(
         "rates", "Low or high?", LOW_HIGH.variants, ("optim/grad_norm", "policy/entropy"), tuple(SMALL)
     )
-    arguments = (experiment, QUICKSTART, sizes, 1, str(tmp_path), 2, "grpo-ray experiment rates")
+    arguments = (experiment, QUICKSTART, sizes, 1, str(tmp_path), 1, "grpo-ray experiment rates")
     assert run_experiment(*arguments), (tmp_path / "rates/logs/low-seed0.log").read_text()
     folder = tmp_path / "rates"
     for name, rate in (("low-seed0", 1e-4), ("high-seed0", 1e-3)):

@@ -14,7 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_completion, make_group, make_item, plain_logprobs, same_groups
+from builders import (
+    ENDS,
+    changed,
+    flat_weights,
+    gradient,
+    make_batch,
+    make_completion,
+    make_group,
+    make_item,
+    own_logprobs,
+    relative_difference,
+    same_groups,
+    written,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +40,6 @@ from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
-ENDS = (0, 17)
 LOSSES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant")
 
@@ -37,53 +49,13 @@ def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callab
     """`make_learner(tied=True, learner={...}, algorithm={...}, ...)`: the tiny configuration, changed."""
 
     def make(tied: bool = True, **changes: dict[str, Any]) -> Learner:
-        data = tiny_config.model_dump()
-        for section, fields in changes.items():
-            data[section] |= fields
-        return Learner(str(tiny_model(tied)), Config.model_validate(data), ENDS)
+        return Learner(str(tiny_model(tied)), changed(tiny_config, **changes), ENDS)
 
     return make
 
 
-def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: int = 0) -> list[ScoredGroup]:
-    """4 groups of 3 of many shapes; behaviour logprobs are the Learner's own plus noise.
-
-    Group 1 has no advantages (all rewards 1) and group 3 neither advantages nor rewards.
-    """
-    rng = np.random.default_rng(seed)
-    all_rewards = [[1, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
-    all_advantages = [[1.2, -0.6, -0.6], [0, 0, 0], [-1.1, 0.5, 0.6], [0, 0, 0]]
-    groups = []
-    if learner._config.algorithm.loss == "no_baseline":  # as the Scorer has it
-        all_advantages = all_rewards
-    for group_id, (rewards, advantages) in enumerate(zip(all_rewards, all_advantages, strict=True)):
-        prompt = rng.integers(20, 280, rng.integers(1, 9)).tolist()
-        completions = []
-        for _ in rewards:
-            response = rng.integers(20, 280, rng.integers(1, 13)).tolist()
-            with torch.no_grad():
-                own = _own_logprobs(learner, prompt, response).numpy()
-            behaviour = own + rng.normal(0, noise, len(response))
-            completions.append(make_completion(response, behaviour.tolist(), versions))
-        groups.append(make_group(make_item(group_id, prompt), completions, rewards, advantages))
-    return groups
-
-
-def _own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-    sampling = learner._config.sampling
-    return plain_logprobs(learner.model, prompt, response, sampling.temperature, sampling.min_tokens, ENDS)
-
-
-def gradient(learner: Learner) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten().clone() for parameter in learner.model.parameters()])
-
-
 def weights(learner: Learner) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten().clone() for parameter in learner.model.parameters()])
-
-
-def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm()).item()
+    return flat_weights(learner.model)
 
 
 # ---- the gradient ----
@@ -104,7 +76,7 @@ def reference_gradient(
         for c, reward, advantage in zip(
             group.rollout.completions, group.rewards, group.advantages, strict=True
         ):
-            logprobs = _own_logprobs(learner, group.rollout.item.prompt_token_ids, c.token_ids.tolist())
+            logprobs = own_logprobs(learner, group.rollout.item.prompt_token_ids, c.token_ids.tolist())
             losses = []
             for new, old in zip(logprobs, c.logprobs.tolist(), strict=True):
                 if loss == "no_baseline":
@@ -273,7 +245,7 @@ def test_steps_raise_the_reward_weighted_likelihood(make_learner: Callable[..., 
     def objective() -> float:
         with torch.no_grad():
             return sum(
-                float(advantage) * _own_logprobs(learner, g.rollout.item.prompt_token_ids, c.token_ids).mean()
+                float(advantage) * own_logprobs(learner, g.rollout.item.prompt_token_ids, c.token_ids).mean()
                 for g in groups
                 for c, advantage in zip(g.rollout.completions, g.advantages, strict=True)
             )
@@ -349,7 +321,7 @@ def test_mismatch_and_clipping_by_hand(make_learner: Callable[..., Learner]) -> 
     learner = make_learner()
     response = [21, 22, 23, 24]
     with torch.no_grad():
-        own = _own_logprobs(learner, [1, 2], response).numpy()
+        own = own_logprobs(learner, [1, 2], response).numpy()
     # Learner minus behaviour: ratios 1, e^0.5, e^-0.5, 1. Clipped where the ratio is above 1.2 and A > 0,
     # or below 0.8 and A < 0.
     log_ratio = np.array([0.0, 0.5, -0.5, 0.0])
@@ -461,13 +433,6 @@ def optimizer_state(learner: Learner) -> dict[str, torch.Tensor]:
         for name, parameter in learner.model.named_parameters()
         for moment, tensor in learner._optimizer.state[parameter].items()
     }
-
-
-def written(learner: Learner, folder: Path) -> Path:
-    folder.mkdir()
-    learner.capture()
-    learner.write_captured(folder)
-    return folder
 
 
 @pytest.mark.parametrize("tied", [True, False])

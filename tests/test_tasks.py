@@ -37,7 +37,7 @@ def test_template_from_a_file(tmp_path: Path) -> None:
     path.write_text("no place")
     with pytest.raises(ValueError, match=r"has no \{question\}"):
         load_template(str(path))
-    with pytest.raises(ValueError, match=r"'r1zero'.*give one of r1_zero, short"):
+    with pytest.raises(ValueError, match=r"'r1zero'.*give one of question_only, r1_zero, short"):
         load_template("r1zero")
 
 

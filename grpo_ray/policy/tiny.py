@@ -20,7 +20,7 @@ from transformers import (
 from grpo_ray.config import Config, TinyModelConfig
 from grpo_ray.policy.warmup import warm_up
 from grpo_ray.tasks.prompts import load_template, render
-from grpo_ray.tasks.sorting import warmup_pairs
+from grpo_ray.tasks.sorting import ENDINGS, TAGGED, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
 _RECIPE = 1  # raise it when the code below would build another model from the same configuration
@@ -99,7 +99,8 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
     assert config.model.tiny is not None
     task = config.task.model_dump(exclude={"reward", "prompt"})
     template = load_template(config.task.prompt)
-    recipe = [_RECIPE, config.model.tiny.model_dump(), task, template, config.run.seed]
+    ending = ENDINGS.get(config.task.reward, TAGGED)
+    recipe = [_RECIPE, config.model.tiny.model_dump(), task, template, ending, config.run.seed]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"tiny-{digest}"
     if folder.exists():

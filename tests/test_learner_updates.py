@@ -1,0 +1,626 @@
+"""The Learner's updates: several a batch, every loss, correction and further term, against plain loops."""
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import (
+    ENDS,
+    changed,
+    flat_weights,
+    gradient,
+    make_batch,
+    make_completion,
+    make_group,
+    make_item,
+    own_logprobs,
+    perturb,
+    plain_rows,
+    relative_difference,
+    written,
+)
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.policy.microbatch import TrainSequence, sequences_of
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.types import ScoredGroup, TrainBatch
+
+RATIO_LOSSES = ("unclipped", "grpo_clip", "gspo", "cispo")
+LOSSES = ("no_baseline", "reinforce_with_baseline", *RATIO_LOSSES)
+AGGREGATIONS = ("sequence_mean", "token_mean", "constant")
+CORRECTIONS = ("truncate_token", "truncate_sequence", "mask_band")
+MAX_TOKENS = 16
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    """Batches of 12 responses, as `make_batch` makes them; gradients are not scaled down."""
+
+    def make(**changes: dict[str, Any]) -> Learner:
+        config = changed(tiny_config, algorithm={"prompts_per_step": 4, "samples_per_prompt": 3})
+        config = changed(config, learner={"max_grad_norm": 1e6, "learning_rate": 3e-4})
+        return Learner(str(tiny_model()), changed(config, **changes), ENDS)
+
+    return make
+
+
+def step(learner: Learner, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
+    assert check_names(metrics) == []
+    return metrics
+
+
+# ---- the formulas, one response and one token at a time ----
+
+
+class SlowLoss:
+    """The loss of one update as the papers write it, by autograd over whole sequences.
+
+    `first` is the policy before the batch's first update, `reference` the one that KL is measured against.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self.model = learner.model
+        self.first = copy.deepcopy(learner.model)
+        self.reference = copy.deepcopy(learner._reference.model) if learner._reference else None
+        self.algorithm, self.sampling = learner._config.algorithm, learner._config.sampling
+        self.num_clipped = self.num_tokens = 0
+
+    def rows(self, model: torch.nn.Module, s: TrainSequence) -> list[torch.Tensor]:
+        sampling = self.sampling
+        response = s.response_token_ids.tolist()
+        return plain_rows(model, s.prompt_token_ids, response, sampling.temperature, sampling.min_tokens, ENDS)
+
+    def log_probs(self, model: torch.nn.Module, s: TrainSequence) -> list[float]:
+        with torch.no_grad():
+            rows = self.rows(model, s)
+        return [row[token].item() for row, token in zip(rows, s.response_token_ids.tolist(), strict=True)]
+
+    def gradient(self, sequences: Sequence[TrainSequence]) -> tuple[float, torch.Tensor]:
+        """Loss and gradient of one update on them."""
+        self.num_clipped = self.num_tokens = 0
+        per_response = [self.response(s) for s in sequences]
+        num_tokens = sum(map(len, per_response))
+        total: Any = 0.0
+        for losses in per_response:
+            if self.algorithm.aggregation == "sequence_mean":
+                total = total + (sum(losses) / len(losses) / len(sequences) if losses else 0.0)
+            elif self.algorithm.aggregation == "token_mean":
+                total = total + sum(losses) / num_tokens
+            else:
+                total = total + sum(losses) / (len(sequences) * MAX_TOKENS)
+        gradients = torch.autograd.grad(total, list(self.model.parameters()))
+        return total.item(), torch.cat([g.flatten() for g in gradients])
+
+    def response(self, s: TrainSequence) -> list[torch.Tensor]:
+        """The losses of its tokens; of a ratio loss, those whose old log-probability is finite."""
+        algorithm, advantage = self.algorithm, s.advantage
+        rows, tokens = self.rows(self.model, s), s.response_token_ids.tolist()
+        behaviour, first = s.behaviour_logprobs.tolist(), self.log_probs(self.first, s)
+        old = first if algorithm.old_log_probs == "proximal" else behaviour
+        reference = self.log_probs(self.reference, s) if self.reference is not None else [0.0] * len(tokens)
+        is_ratio = algorithm.loss in RATIO_LOSSES
+        kept = [t for t in range(len(tokens)) if not is_ratio or math.isfinite(old[t])]
+        new = [row[token] for row, token in zip(rows, tokens, strict=True)]
+        weights = self.weights(first, behaviour)
+        low = 1 - algorithm.cliprange
+        high = 1 + (algorithm.cliprange if algorithm.cliprange_high is None else algorithm.cliprange_high)
+
+        def bounded(ratio: torch.Tensor) -> torch.Tensor:
+            return min(max(ratio, torch.tensor(low)), torch.tensor(high))
+
+        losses = []
+        for t in kept:
+            if algorithm.loss in ("no_baseline", "reinforce_with_baseline"):
+                loss = -advantage * new[t]
+            elif algorithm.loss == "unclipped":
+                loss = -torch.exp(new[t] - old[t]) * advantage
+            elif algorithm.loss == "cispo":
+                ratio = torch.exp(new[t] - old[t]).detach()
+                self.num_clipped += int(bounded(ratio) != ratio)
+                loss = -bounded(ratio) * advantage * new[t]
+            else:
+                if algorithm.loss == "gspo":
+                    ratio = torch.exp(sum(new[u] - old[u] for u in kept) / len(kept))
+                else:
+                    ratio = torch.exp(new[t] - old[t])
+                objective = min(ratio * advantage, bounded(ratio) * advantage)
+                is_clipped = bool(bounded(ratio) * advantage < ratio * advantage)
+                if algorithm.dual_clip is not None and advantage < 0:
+                    floor = torch.tensor(algorithm.dual_clip * advantage)
+                    is_clipped = is_clipped or bool(objective < floor)
+                    objective = max(objective, floor)
+                self.num_clipped += int(is_clipped)
+                loss = -objective
+            losses.append(weights[t] * loss + self.further_terms(rows[t], new[t], reference[t]))
+        self.num_tokens += len(kept)
+        return losses
+
+    def weights(self, first: Sequence[float], behaviour: Sequence[float]) -> list[float]:
+        """What each token's policy-gradient loss is multiplied by."""
+        correction, cap = self.algorithm.off_policy_correction, self.algorithm.correction_cap
+        if correction == "none":
+            return [1.0] * len(first)
+        differences = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
+        product = math.exp(sum(d for d in differences if d is not None))
+        weights = []
+        for difference in differences:
+            if difference is None:
+                weights.append(0.0)
+            elif correction == "truncate_token":
+                weights.append(min(math.exp(difference), cap))
+            elif correction == "truncate_sequence":
+                weights.append(min(product, cap))
+            else:
+                low, high = self.algorithm.correction_band
+                weights.append(math.exp(difference) if low <= math.exp(difference) <= high else 0.0)
+        return weights
+
+    def further_terms(self, row: torch.Tensor, new: torch.Tensor, reference: float) -> torch.Tensor:
+        """`coefficient * KL - entropy_bonus * entropy`."""
+        kl = self.algorithm.kl
+        difference = reference - new
+        estimate = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - difference - 1}
+        possible = row[row.isfinite()]
+        entropy = -(possible.exp() * possible).sum()
+        return kl.coefficient * estimate[kl.estimator] - self.algorithm.entropy_bonus * entropy
+
+
+class Update:
+    """One update as it was, and as the formulas have it at the weights of that moment."""
+
+    def __init__(
+        self, learner: Learner, slow: SlowLoss, sequences: Sequence[TrainSequence], loss: float
+    ) -> None:
+        self.sequences = list(sequences)
+        self.loss, self.gradient = loss, gradient(learner)
+        self.expected_loss, self.expected = slow.gradient(sequences)
+        self.num_clipped, self.num_tokens = slow.num_clipped, slow.num_tokens
+
+    def check(self) -> None:
+        assert self.loss == pytest.approx(self.expected_loss, rel=1e-4, abs=1e-6)
+        assert self.expected.norm() > 1e-3  # or any gradient would do
+        assert relative_difference(self.gradient, self.expected) < 1e-5
+
+
+def updates_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[list[Update], dict[str, float]]:
+    """A step, each of whose updates is worked out again."""
+    slow, original, updates = SlowLoss(learner), learner.accumulate_gradient, []
+
+    def accumulate(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        sums = original(sequences)
+        updates.append(Update(learner, slow, sequences, sums["loss"]))
+        return sums
+
+    learner.accumulate_gradient = accumulate  # type: ignore[method-assign]
+    metrics = step(learner, groups)
+    del learner.accumulate_gradient
+    return updates, metrics
+
+
+def all_with_signal(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Advantages for everybody, so that every small minibatch has a gradient."""
+    return [
+        replace(group, advantages=np.array([0.9, -0.7, 0.4 - 0.3 * place], np.float32))
+        for place, group in enumerate(groups)
+    ]
+
+
+def tokens_of(sequences: Sequence[TrainSequence]) -> Counter[bytes]:
+    return Counter(s.response_token_ids.tobytes() for s in sequences)
+
+
+# ---- several updates a batch ----
+
+
+@pytest.mark.parametrize(
+    ("epochs", "size", "sizes"),
+    [(1, None, [12]), (3, None, [12] * 3), (1, 12, [12]), (2, 4, [4] * 6), (1, 6, [6, 6])],
+)
+def test_each_epoch_updates_on_every_response_once(
+    make_learner: Callable[..., Learner], epochs: int, size: int | None, sizes: list[int]
+) -> None:
+    learner = make_learner(algorithm={"epochs_per_batch": epochs, "train_batch_size": size})
+    groups = make_batch(learner)
+    updates, metrics = updates_of(learner, groups)
+    assert [len(update.sequences) for update in updates] == sizes
+    assert metrics["optim/num_updates"] == len(sizes)
+    assert learner.version == 1
+    per_epoch = len(sizes) // epochs
+    whole = tokens_of(sequences_of(groups))
+    for epoch in range(epochs):
+        own = updates[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sum((tokens_of(update.sequences) for update in own), Counter()) == whole
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_update_is_the_formula_at_its_own_weights(
+    make_learner: Callable[..., Learner], loss: str
+) -> None:
+    """Ratios compare with what the sampler assigned, at every update."""
+    options = {"loss": loss, "epochs_per_batch": 2, "train_batch_size": 6}
+    learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
+    updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
+    for update in updates:
+        update.check()
+    assert metrics["loss/policy"] == pytest.approx(
+        np.mean([u.expected_loss for u in updates]), rel=1e-4, abs=1e-6
+    )
+    norms = [update.expected.norm().item() for update in updates]
+    assert metrics["optim/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_later_updates_compare_with_the_policy_before_the_first(
+    make_learner: Callable[..., Learner], loss: str
+) -> None:
+    options = {"loss": loss, "old_log_probs": "proximal", "epochs_per_batch": 2, "train_batch_size": 6}
+    learner = make_learner(algorithm=options)
+    updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
+    assert len(updates) == 4
+    for update in updates:
+        update.check()
+    assert updates[0].num_clipped == 0  # its ratios are 1
+    num_clipped, num_tokens = (sum(getattr(u, n) for u in updates) for n in ("num_clipped", "num_tokens"))
+    assert metrics["loss/clip_frac"] == pytest.approx(num_clipped / num_tokens)
+    assert (num_clipped > 0) == (loss != "unclipped")
+
+
+def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
+    make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(len(args[1]))
+        return original(*args)
+
+    for epochs, expected in ((1, []), (3, [12])):
+        learner = make_learner(algorithm={"old_log_probs": "proximal", "epochs_per_batch": epochs})
+        original = learner._forward_backward.with_proximal
+        monkeypatch.setattr(learner._forward_backward, "with_proximal", counted)
+        calls.clear()
+        step(learner, make_batch(learner))
+        assert calls == expected
+    learner = make_learner(algorithm={"epochs_per_batch": 2})  # compares with the sampler's
+    monkeypatch.setattr(learner._forward_backward, "with_proximal", counted)
+    calls.clear()
+    step(learner, make_batch(learner))
+    assert calls == []
+
+
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_only_update_has_ratio_1_whatever_the_sampler_assigned(
+    make_learner: Callable[..., Learner], loss: str
+) -> None:
+    proximal = make_learner(algorithm={"loss": loss, "old_log_probs": "proximal"})
+    behaviour = make_learner(algorithm={"loss": loss})
+    metrics = step(proximal, make_batch(proximal, noise=0.5))
+    step(behaviour, make_batch(behaviour, noise=0.0))  # the sampler assigned the Learner's own
+    assert metrics["loss/clip_frac"] == 0.0
+    assert relative_difference(gradient(proximal), gradient(behaviour)) < 1e-4
+    assert metrics["mismatch/logprob_diff/max"] > 0.5  # which is told all the same
+
+
+def test_tokens_are_clipped_once_the_policy_has_moved(make_learner: Callable[..., Learner]) -> None:
+    clip_fracs = []
+    for epochs in (1, 2):
+        learner = make_learner(algorithm={"epochs_per_batch": epochs})
+        clip_fracs.append(step(learner, make_batch(learner, noise=0.0))["loss/clip_frac"])
+    assert clip_fracs[0] == 0.0
+    assert clip_fracs[1] > 0.05
+
+
+def test_training_with_several_updates_goes_on_from_a_checkpoint_bit_for_bit(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    options = {"epochs_per_batch": 2, "train_batch_size": 4, "old_log_probs": "proximal"}
+
+    def train(learner: Learner, seeds: Sequence[int]) -> list[dict[str, float]]:
+        all_metrics = []
+        for seed in seeds:
+            metrics = step(learner, make_batch(learner, seed=seed, versions=learner.version))
+            all_metrics.append({n: v for n, v in metrics.items() if not n.startswith(("timing/", "memory/"))})
+        return all_metrics
+
+    straight, first = make_learner(algorithm=options), make_learner(algorithm=options)
+    expected = train(straight, range(4))
+    assert train(first, range(2)) == expected[:2]
+    folder = written(first, tmp_path / "step")
+    second = Learner(str(folder), first._config, ENDS, folder / "training")
+    assert train(second, range(2, 4)) == expected[2:]
+    assert torch.equal(flat_weights(second.model), flat_weights(straight.model))
+    other = make_learner(algorithm=options, run={"seed": 1})
+    assert train(other, range(1)) != expected[:1]  # dealt otherwise
+
+
+def test_skipped_update_leaves_the_others_of_its_batch(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(
+        algorithm={"epochs_per_batch": 1, "train_batch_size": 6, "loss": "reinforce_with_baseline"}
+    )
+    groups = all_with_signal(make_batch(learner))
+    groups[0].advantages[0] = np.inf
+    before = flat_weights(learner.model)
+    metrics = step(learner, groups)
+    assert (metrics["optim/num_updates"], metrics["optim/skipped_updates"]) == (2.0, 1.0)
+    assert torch.isfinite(flat_weights(learner.model)).all()
+    assert not torch.equal(flat_weights(learner.model), before)
+    assert not math.isfinite(metrics["optim/grad_norm"])
+
+
+@pytest.mark.parametrize(("epochs", "size"), [(2, None), (1, 3), (2, 6)])
+def test_minibatches_without_any_signal_are_updates_of_zero(
+    make_learner: Callable[..., Learner], epochs: int, size: int | None
+) -> None:
+    learner = make_learner(algorithm={"epochs_per_batch": epochs, "train_batch_size": size})
+    groups = make_batch(learner)
+    before = flat_weights(learner.model)
+    metrics = step(learner, [groups[1], groups[3], groups[1], groups[3]])
+    assert metrics["optim/num_updates"] == epochs * 12 / (size or 12)
+    assert metrics["loss/policy"] == metrics["optim/grad_norm"] == metrics["throughput/trained_tokens"] == 0.0
+    assert torch.equal(flat_weights(learner.model), before)
+
+
+# ---- every loss ----
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", ["unclipped", "gspo", "cispo"])
+def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, aggregation: str) -> None:
+    """With tokens that the sampler assigned nothing finite: they leave sum and count, and GSPO's mean."""
+    learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation}, sampling={"temperature": 0.7})
+    groups = make_batch(learner)
+    max(groups[0].rollout.completions, key=lambda c: len(c.token_ids)).logprobs[1] = -np.inf
+    groups[2].rollout.completions[0].logprobs[:-1] = np.nan
+    slow = SlowLoss(learner)
+    expected_loss, expected = slow.gradient(sequences_of(groups))
+    sums = learner.accumulate_gradient(sequences_of(groups))
+    assert sums["loss"] == pytest.approx(expected_loss, abs=1e-6)
+    assert relative_difference(gradient(learner), expected) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["unclipped", "gspo", "cispo"])
+def test_micro_batches_do_not_change_a_loss(make_learner: Callable[..., Learner], loss: str) -> None:
+    gradients = []
+    for tokens in (1, 40, 100_000):
+        learner = make_learner(algorithm={"loss": loss}, learner={"micro_batch_tokens": tokens})
+        learner.accumulate_gradient(sequences_of(make_batch(learner)))
+        gradients.append(gradient(learner))
+    assert relative_difference(gradients[1], gradients[0]) < 1e-6
+    assert relative_difference(gradients[2], gradients[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cliprange": 0.1, "cliprange_high": 0.4}, {"dual_clip": 1.3}, {"loss": "gspo", "cliprange": 0.01}],
+)
+def test_clips_are_those_of_the_configuration(make_learner: Callable[..., Learner], options: dict) -> None:
+    learner = make_learner(algorithm=options)
+    (update,), metrics = updates_of(learner, make_batch(learner, noise=0.5))
+    update.check()
+    with_signal = [s for s in update.sequences if s.has_signal]
+    slow = SlowLoss(learner)
+    slow.gradient(with_signal)
+    assert 0 < metrics["loss/clip_frac"] < 1
+    other, _ = updates_of(
+        make_learner(algorithm={"loss": options.get("loss", "grpo_clip")}),
+        make_batch(make_learner(), noise=0.5),
+    )
+    assert relative_difference(other[0].gradient, update.gradient) > 1e-2
+
+
+# ---- tokens of another distribution ----
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("loss", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "gspo"])
+def test_correction_weighs_by_the_first_policy_over_the_sampler(
+    make_learner: Callable[..., Learner], loss: str, correction: str, epochs: int
+) -> None:
+    options = {
+        "loss": loss, "off_policy_correction": correction, "old_log_probs": "proximal", "epochs_per_batch": epochs,
+        "correction_cap": 1.1, "correction_band": (0.8, 1.25),
+    }  # fmt: skip
+    learner = make_learner(algorithm=options)
+    groups = make_batch(learner)
+    max(groups[0].rollout.completions, key=lambda c: len(c.token_ids)).logprobs[1] = -np.inf  # weight 0
+    updates, _ = updates_of(learner, groups)
+    for update in updates:
+        update.check()
+    plain = make_learner(algorithm={**options, "off_policy_correction": "none"})
+    assert relative_difference(updates_of(plain, groups)[0][0].gradient, updates[0].gradient) > 1e-2
+
+
+def test_batch_that_the_band_rejects_leaves_the_weights(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(
+        algorithm={
+            "loss": "reinforce_with_baseline",
+            "off_policy_correction": "mask_band",
+            "correction_band": (3, 4),
+        }
+    )
+    before = flat_weights(learner.model)
+    metrics = step(learner, make_batch(learner, noise=0.0))
+    assert (metrics["loss/policy"], metrics["optim/grad_norm"]) == (0.0, 0.0)
+    assert torch.equal(flat_weights(learner.model), before)
+
+
+def test_mismatch_and_effective_samples_by_hand(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    log_ratios = np.array([0.0, 0.5, -0.5, 1.0])
+    group = by_log_ratios(learner, log_ratios)
+    metrics = step(learner, [group])
+    weights = np.exp(log_ratios)
+    assert metrics["mismatch/ess_frac"] == pytest.approx(
+        weights.sum() ** 2 / (4 * (weights**2).sum()), rel=1e-4
+    )
+    assert metrics["mismatch/kl"] == pytest.approx((weights - 1 - log_ratios).mean(), rel=1e-4)
+    assert metrics["mismatch/logprob_diff/max"] == pytest.approx(1.0, abs=1e-5)
+
+
+def by_log_ratios(learner: Learner, log_ratios: np.ndarray) -> ScoredGroup:
+    """Two equal responses, Learner minus sampler as given."""
+    response = [21, 22, 23, 24][: len(log_ratios)]
+    with torch.no_grad():
+        own = own_logprobs(learner, [1, 2], response).numpy()
+    completion = make_completion(response, (own - log_ratios).tolist())
+    return make_group(make_item(0, [1, 2]), [completion] * 2, [1, 0], [1.0, -0.5])
+
+
+def test_tokens_without_a_finite_logprob_are_no_samples(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    metrics = step(learner, [by_log_ratios(learner, np.array([0.5, np.inf, 0.5, np.inf]))])
+    assert metrics["mismatch/ess_frac"] == pytest.approx(1.0)  # equal weights
+    assert metrics["mismatch/kl"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"old_log_probs": "proximal"}])
+def test_mismatch_is_measured_before_the_policy_moves(
+    make_learner: Callable[..., Learner], options: dict
+) -> None:
+    learner = make_learner(algorithm={**options, "epochs_per_batch": 3})
+    metrics = step(learner, make_batch(learner, noise=0.0))
+    assert metrics["mismatch/logprob_diff/max"] < 1e-5
+    assert metrics["mismatch/ess_frac"] == pytest.approx(1.0)
+    once, three = (make_learner(algorithm={**options, "epochs_per_batch": n}) for n in (1, 3))
+    single, several = (step(learner, all_with_signal(make_batch(learner))) for learner in (once, three))
+    for name in ("mismatch/kl", "mismatch/logprob_diff/max", "mismatch/ess_frac"):
+        assert several[name] == pytest.approx(single[name], rel=1e-3), name
+        assert single["mismatch/kl"] > 0.01
+
+
+# ---- responses that were cut off ----
+
+
+def cut_off(groups: Sequence[ScoredGroup], which: set[tuple[int, int]]) -> list[ScoredGroup]:
+    """The groups, with completions (group, sample) ended by `max_tokens`."""
+    return [
+        replace(group, rollout=replace(group.rollout, completions=tuple(
+            replace(c, finish_reason="length") if (i, j) in which else c
+            for j, c in enumerate(group.rollout.completions)
+        )))
+        for i, group in enumerate(groups)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_truncated_responses_are_left_out_of_sum_and_count(
+    make_learner: Callable[..., Learner], aggregation: str
+) -> None:
+    options = {"aggregation": aggregation, "mask_truncated": True}
+    learner = make_learner(algorithm=options)
+    which = {(0, 0), (0, 2), (3, 1)}
+    groups = cut_off(make_batch(learner), which)
+    (update,), metrics = updates_of(learner, groups)
+    update.check()
+    assert len(update.sequences) == 12 - len(which)
+    kept = [
+        c for i, g in enumerate(groups) if g.has_signal
+        for j, c in enumerate(g.rollout.completions) if (i, j) not in which
+    ]  # fmt: skip
+    assert metrics["throughput/trained_tokens"] == sum(len(c.token_ids) for c in kept)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_batch_of_truncated_responses_alone_leaves_the_weights(
+    make_learner: Callable[..., Learner], epochs: int
+) -> None:
+    learner = make_learner(algorithm={"mask_truncated": True, "epochs_per_batch": epochs})
+    groups = cut_off(make_batch(learner), {(i, j) for i in range(4) for j in range(3)})
+    before = flat_weights(learner.model)
+    metrics = step(learner, groups)
+    assert learner.version == 1
+    assert (metrics["loss/policy"], metrics["optim/grad_norm"]) == (0.0, 0.0)
+    assert torch.equal(flat_weights(learner.model), before)
+
+
+# ---- further terms ----
+
+
+def move_reference(learner: Learner) -> None:
+    """Away from the policy, so that there is a distance."""
+    assert learner._reference is not None
+    perturb(learner._reference.model, seed=3, scale=0.02)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", ["reinforce_with_baseline", "grpo_clip"])
+def test_gradient_of_the_entropy_bonus(
+    make_learner: Callable[..., Learner], loss: str, aggregation: str
+) -> None:
+    options = {"loss": loss, "aggregation": aggregation, "entropy_bonus": 0.5}
+    learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
+    (update,), metrics = updates_of(learner, make_batch(learner))
+    update.check()
+    assert metrics["throughput/trained_tokens"] == sum(len(s.response_token_ids) for s in update.sequences)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("loss", ["no_baseline", "grpo_clip", "cispo"])
+def test_gradient_of_the_kl_penalty(
+    make_learner: Callable[..., Learner], loss: str, estimator: str, aggregation: str
+) -> None:
+    kl = {"reference": "initial", "coefficient": 0.7, "estimator": estimator}
+    learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation, "kl": kl})
+    move_reference(learner)
+    (update,), _ = updates_of(learner, make_batch(learner))
+    update.check()
+
+
+@pytest.mark.parametrize("term", ["entropy", "kl"])
+def test_groups_without_signal_have_the_further_terms(make_learner: Callable[..., Learner], term: str) -> None:
+    kl = {"reference": "initial", "coefficient": 0.7}
+    learner = make_learner(algorithm={"kl": kl} if term == "kl" else {"entropy_bonus": 0.5})
+    if term == "kl":
+        move_reference(learner)
+    groups = make_batch(learner)
+    (update,), metrics = updates_of(learner, [groups[1], groups[3]])
+    update.check()
+    assert metrics["throughput/trained_tokens"] > 0
+
+
+def test_entropy_bonus_raises_the_entropy(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(algorithm={"entropy_bonus": 1.0}, learner={"learning_rate": 3e-4})
+    batch = [make_batch(learner)[place] for place in (1, 3)]  # nothing else to learn
+    entropies = [step(learner, batch)["policy/entropy"] for _ in range(2)]
+    assert entropies[1] > entropies[0] + 1e-3
+
+
+def test_everything_at_once(make_learner: Callable[..., Learner]) -> None:
+    options = {
+        "loss": "grpo_clip", "aggregation": "token_mean", "cliprange_high": 0.28, "dual_clip": 2.0,
+        "epochs_per_batch": 2, "train_batch_size": 4, "old_log_probs": "proximal",
+        "off_policy_correction": "truncate_token", "entropy_bonus": 0.1, "mask_truncated": True,
+        "kl": {"reference": "ema", "coefficient": 0.3, "estimator": "k2"},
+    }  # fmt: skip
+    learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
+    move_reference(learner)
+    updates, metrics = updates_of(learner, cut_off(make_batch(learner), {(2, 1)}))
+    assert [len(update.sequences) for update in updates] == [4, 4, 3] * 2
+    for update in updates:
+        update.check()
+    assert metrics["optim/num_updates"] == 6
+
+
+def test_measuring_kl_alone_changes_no_gradient(make_learner: Callable[..., Learner]) -> None:
+    plain, measured = make_learner(), make_learner(algorithm={"kl": {"reference": "initial"}})
+    for learner in (plain, measured):
+        step(learner, make_batch(learner))
+    assert torch.equal(gradient(measured), gradient(plain))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
