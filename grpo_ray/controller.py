@@ -1,8 +1,8 @@
 """The controller: one run from its first step, or its last checkpoint, to the end. It reads top to bottom.
 
-    _produce:  admission -> Rollouts (Generator -> Scorer) -> TrajectoryBuffer     (all groups at once)
-    _train:    TrajectoryBuffer -> Learner -> snapshot, a checkpoint when due      (one batch after another)
-    _publish:  snapshot -> WeightSync -> Generators, then admission opens          (overlaps the next _train)
+    Production: admission -> Rollouts (Generator -> Scorer) -> TrajectoryBuffer    (all groups at once)
+    _train:     TrajectoryBuffer -> Learner -> snapshot, a checkpoint when due      (one batch after another)
+    _publish:   snapshot -> WeightSync -> Generators, then admission opens          (overlaps the next _train)
 
 It holds references and small facts, never tokens; evaluations, which are shown and filed, come here whole.
 What dies in Rollouts is replaced there. A Learner, buffer or WeightSync that dies ends `run` with ActorDied,
@@ -12,22 +12,23 @@ and the caller begins again from the last checkpoint.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from grpo_ray.actors.staleness import admission_limit, oldest_allowed, places_beyond
+from grpo_ray.actors.staleness import oldest_allowed
 from grpo_ray.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.checkpointing import Checkpointing
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled
 from grpo_ray.preflight import Prepared
+from grpo_ray.production import Production
 from grpo_ray.restarts import RestartBudget
 from grpo_ray.rollouts import Rollouts
 from grpo_ray.run_log import Metrics, RunLog
 from grpo_ray.stalls import keep_watch
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.run_files import last_logged_step, step_name
-from grpo_ray.types import BatchFacts, GeneratorStats, PromptItem, PutReceipt, StepReport, SyncReport
+from grpo_ray.types import BatchFacts, GeneratorStats, StepReport, SyncReport
 from grpo_ray.validation import Validation
 from grpo_ray.watch import Watch
 
@@ -61,15 +62,10 @@ class Controller:
             config.checkpoint, store, actors, self._ledger, self._watch, self._version
         )
         log.step = self._version
-        self._group_finished = asyncio.Condition()
+        self._production = Production(
+            config, self._ledger, self._rollouts, actors, self._watch, log, self._version
+        )
         self._tasks: asyncio.TaskGroup | None = None
-        self._running: dict[int, Running] = {}  # by group
-        self._oldest_useful = 0  # what is sampled by older versions is cut off
-        self._scored: set[int] = set()  # on their way into the buffer, which may keep them waiting
-        self._admitted_version = self._version
-        self._extra_places = 0  # see actors/staleness.py
-        self._num_set_aside = self._num_cut = 0  # since the last batch
-        self._producing: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._unlogged: dict[int, Metrics] = {}  # trained steps whose line is not written yet
         self._in_training: tuple[BatchFacts, Metrics] | None = None  # the Learner's batch
@@ -100,9 +96,10 @@ class Controller:
                     await self._unless_stopped(self._until_ready())
                     watching = tasks.create_task(self._keep_watch())
                     await self._unless_stopped(self._take_up())
-                    self._producing.add(tasks.create_task(self._produce()))
+                    self._production.start(tasks)
                     await self._train()
-                for task in (*self._producing, *self._rollouts.replacing):
+                self._production.cancel()
+                for task in self._rollouts.replacing:
                     task.cancel()
                 await self._save()
                 if watching is not None:
@@ -120,14 +117,7 @@ class Controller:
             self._ledger.load_state_dict(state.ledger, await self._actors.buffer.group_ids())
             if last_logged_step(self._log.run.metrics_path) < self._version:
                 self._unlogged[self._version] = dict(state.metrics)
-        ledger, oversampled = self._ledger, self._config.algorithm.num_oversampled
-        self._extra_places = places_beyond(
-            self._version, ledger.num_trained, ledger.num_left, oversampled, self._config.fresh_per_step
-        )
-        if self._checkpoint is not None:
-            await self._give_places(
-                await self._actors.buffer.begin(sorted(ledger.unfinished), ledger.next_group_id)
-            )
+        await self._production.begin(self._version, is_resumed=self._checkpoint is not None)
         self._log.display.status("evaluating the policy")
         await self._finish_step(self._version)
         await self._take_stats()  # the evaluation's
@@ -154,90 +144,6 @@ class Controller:
     async def _keep_watch(self) -> None:
         limit_s = self._config.recovery.stall_timeout_s
         await keep_watch(self._watch, self._rollouts, self._actors, self._log, limit_s)
-
-    # Producing groups
-
-    async def _produce(self) -> None:
-        """Dispatch prompts as admission allows, without end; the last steps' batches need no successors."""
-        version, limit = -1, 0
-        while True:
-            version, limit = await self._actors.weight_sync.admission(version, limit)
-            self._admitted_version = version
-            self._dispatch(self._ledger.take_waiting())
-            num_new = min(limit, self._num_groups) - self._ledger.next_group_id
-            self._dispatch(self._ledger.take_new(max(0, num_new)))
-
-    @property
-    def _num_groups(self) -> int:
-        """As many as the run dispatches in all, unless more leave the line without being trained."""
-        return self._config.algorithm.num_steps * self._config.fresh_per_step + self._extra_places
-
-    def _dispatch(self, items: Iterable[PromptItem]) -> None:
-        assert self._tasks is not None
-        for item in items:
-            task = self._tasks.create_task(self._rollout(item))
-            self._running[item.group_id] = task, self._admitted_version
-            self._producing.add(task)
-            task.add_done_callback(self._producing.discard)
-
-    async def _rollout(self, item: PromptItem) -> None:
-        """One group: sampled, scored, put into the buffer; only references pass through here."""
-        group_id = item.group_id
-        scored = await self._rollouts.sample(item, self._config.algorithm.samples_per_prompt, "train")
-        if scored is None:
-            await self._set_aside(group_id)
-        else:
-            self._scored.add(group_id)
-            await self._notify_finished()
-            with self._watch.call("buffer", f"takes in group {group_id}", is_waiting=True):
-                receipt: PutReceipt = await self._actors.buffer.put(scored)
-            self._scored.remove(group_id)
-            if receipt.is_kept:
-                self._ledger.mark_buffered(group_id)
-            else:
-                self._cut([group_id])
-                if self._admitted_version >= self._oldest_useful:  # or it is dispatched when that is published
-                    self._dispatch(self._ledger.take_waiting())
-            await self._give_places(receipt.num_places)
-        if group_id not in self._ledger.in_flight:  # it may have been dispatched again
-            self._running.pop(group_id, None)
-        await self._notify_finished()
-
-    async def _set_aside(self, group_id: int) -> None:
-        """It never finished, however often it was tried: its place goes to another prompt."""
-        self._ledger.mark_set_aside(group_id)
-        self._num_set_aside += 1
-        text = f"group {group_id} is set aside; another takes its place"
-        self._log.event("set_aside", None, text, group_id=group_id)
-        if self._num_set_aside >= self._config.algorithm.prompts_per_step:
-            raise RunError(
-                f"{self._num_set_aside} groups were set aside while one batch was waited for, as many as it "
-                f"has; see {self._log.run.events_path}"
-            )
-        await self._give_places(1 + await self._actors.buffer.set_aside(group_id))
-
-    async def _give_places(self, num_places: int) -> None:
-        """So many groups will not be trained: as many more are admitted."""
-        if num_places:
-            self._extra_places += num_places
-            await self._actors.weight_sync.widen(num_places)
-
-    def _cut(self, group_ids: Collection[int]) -> None:
-        """These came too late to be trained; they are asked again when the next version is published."""
-        self._ledger.cut(group_ids)
-        self._num_cut += len(group_ids)
-
-    def _cut_off_running(self, step: int) -> None:
-        """After the batch of `step` was taken: whoever runs and would be too old for the next one."""
-        self._oldest_useful = oldest = oldest_allowed(step + 1, self._config.weight_sync.max_lag)
-        late = [g for g, (_, version) in self._running.items() if version < oldest and g not in self._scored]
-        for group_id in late:
-            self._running.pop(group_id)[0].cancel()
-        self._cut(late)
-
-    async def _notify_finished(self) -> None:
-        async with self._group_finished:
-            self._group_finished.notify_all()
 
     # Training
 
@@ -290,26 +196,19 @@ class Controller:
                 facts: BatchFacts = await coming
             self._log.trouble("rollouts", facts.write_error)
             # The buffer has answered for these; the answers to their puts may still be on their way here.
-            await self._until_answered(
+            await self._production.until_answered(
                 {*facts.group_ids, *facts.rejected_ids, *facts.dropped_ids, *facts.cut_ids}
             )
             if not facts.rejected_ids:
                 break
             rejected += len(facts.rejected_ids)
-            self._ledger.give_back(facts.rejected_ids)
-            self._dispatch(self._ledger.take_waiting())
+            self._production.sample_again(facts.rejected_ids)
         metrics = {
             **facts.metrics,
             "lag/rejected": rejected,
             "timing/wait_for_batch_s": time.perf_counter() - started,
         }
-        await self._give_places(facts.num_places)
-        if self._config.algorithm.num_oversampled:
-            self._cut(facts.cut_ids)
-            self._cut_off_running(step)
-            await self._notify_finished()
-            metrics["rollout/cut_groups"] = self._num_cut
-        self._num_set_aside = self._num_cut = 0
+        metrics |= await self._production.settle_batch(step, facts)
         return batch, facts, metrics
 
     async def _learn(self, batch: Any, facts: BatchFacts, metrics: Metrics) -> StepReport:
@@ -355,7 +254,7 @@ class Controller:
         started = time.perf_counter()
         metrics = self._unlogged[version]
         if not self._config.weight_sync.in_flight:
-            await self._until_none_runs(version - 1)
+            await self._production.until_none_runs(version - 1)
         metrics |= {"timing/weight_sync/join_s": time.perf_counter() - started}
         with self._watch.call("learner", f"copies the weights of version {version}"):
             await copied  # first, or a Learner that is stuck would look like Generators that are
@@ -367,25 +266,6 @@ class Controller:
         metrics |= {**report.metrics, **await self._rates(metrics), **self._checkpointing.take_metrics()}
         self._log.display.step(version, metrics)
         await self._finish_step(version)
-
-    async def _until_none_runs(self, published_version: int) -> None:
-        """Wait until every group that `published_version` lets in is scored, set aside, or cut off."""
-        max_lag = self._config.weight_sync.max_lag - self._config.steps_overtaken
-
-        def none_runs() -> bool:
-            limit = admission_limit(published_version, max_lag, self._config.fresh_per_step, self._extra_places)
-            is_dispatched = self._ledger.next_group_id >= min(limit, self._num_groups)
-            return is_dispatched and self._ledger.in_flight <= self._scored
-
-        await self._until_finished(none_runs)
-
-    async def _until_answered(self, group_ids: set[int]) -> None:
-        await self._until_finished(lambda: not group_ids & self._scored)
-
-    async def _until_finished(self, condition: Callable[[], bool]) -> None:
-        """Wait for what can become true when a group's rollout has ended."""
-        async with self._group_finished:
-            await self._group_finished.wait_for(condition)
 
     async def _finish_step(self, step: int) -> None:
         """Evaluate if it is time, and write the step's line unless it is there."""

@@ -36,9 +36,7 @@ def score(
         f" ascending </think> <answer> {answer} </answer>" if answer else "no format" for answer in answers
     ]
     sizes = lengths or [1] * len(texts)
-    completions = tuple(
-        make_completion([5] * size, text=text) for text, size in zip(texts, sizes, strict=True)
-    )
+    completions = tuple(make_completion([5] * size, text=text) for text, size in zip(texts, sizes, strict=True))
     rollout = RolloutGroup(make_item(truth="01258"), completions, "generator-0")
     scored, _ = Scorer("exact_match", config, ScorerConfig(), max_tokens).score(rollout)
     return scored
@@ -82,6 +80,15 @@ def test_other_advantages_by_hand(changes: dict, right: float, wrong: float) -> 
     config = AlgorithmConfig(samples_per_prompt=5, **changes)
     advantages = score(config, ["01258", "01258", "", "01258", "85210"]).advantages
     assert advantages.tolist() == pytest.approx([right, right, wrong, right, wrong], rel=1e-4)
+
+
+@pytest.mark.parametrize("advantage", ["mean_std", "mean", "leave_one_out", "max_only", "raw"])
+def test_group_of_one_can_be_scored_whatever_the_advantage(advantage: str) -> None:
+    """A validation prompt may have one response, and its advantage is of no use."""
+    config = AlgorithmConfig.model_validate({"samples_per_prompt": 2, "advantage": advantage})
+    scored = score(config, ["01258"])
+    assert scored.rewards.tolist() == [1]
+    assert scored.advantages.shape == (1,)
 
 
 def test_raw_rewards_of_a_group_that_is_all_right_are_a_signal() -> None:

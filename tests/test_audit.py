@@ -56,21 +56,46 @@ def even_reward(response: str, ground_truth: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDirectory]:
-    """A finished run."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunDirectory]]:
+    """`finished_run("field=value", ...)`: a run of 8 steps, trained once for the file's tests."""
     patch = pytest.MonkeyPatch()
     patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
     patch.setitem(REWARDS, "exact_match", even_reward)  # for the run, and for the audit
-    run = RunDirectory(tmp_path_factory.mktemp("runs") / "clean")
-    train(load_config(QUICKSTART, [*SMALL, "checkpoint.every_num_steps=3"]), run)
-    yield run
+    runs: dict[tuple[str, ...], RunDirectory] = {}
+
+    def finished(*changes: str) -> RunDirectory:
+        if changes not in runs:
+            runs[changes] = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
+            train(load_config(QUICKSTART, [*SMALL, "checkpoint.every_num_steps=3", *changes]), runs[changes])
+        return runs[changes]
+
+    yield finished
     patch.undo()
 
 
 @pytest.fixture
-def run(clean: RunDirectory, tmp_path: Path) -> RunDirectory:
-    shutil.copytree(clean.path, tmp_path / "run")
+def clean(finished_run: Callable[..., RunDirectory]) -> RunDirectory:
+    """In plain order; not to be changed."""
+    return finished_run()
+
+
+def copied(run: RunDirectory, tmp_path: Path) -> RunDirectory:
+    shutil.copytree(run.path, tmp_path / "run")
     return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def run(clean: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copied(clean, tmp_path)
+
+
+MIXED = ("buffer.replay.frac=0.25", "buffer.replay.max_age=3", "algorithm.dynamic_sampling_tries=2")
+
+
+@pytest.fixture
+def mixed(finished_run: Callable[..., RunDirectory], tmp_path: Path) -> RunDirectory:
+    """Three fresh groups a batch and one that is replayed; those without signal are dropped."""
+    return copied(finished_run(*MIXED), tmp_path)
 
 
 def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
@@ -81,6 +106,29 @@ def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
     assert report.num_evaluations == 3
     rewards = [row["reward"] for step in range(1, 9) for row in read_rollouts(clean.rollouts_path(step))]
     assert {0.0, 1.0} == set(rewards)  # or a wrong reward could not be told from a right one
+
+
+SCHEDULES = [
+    MIXED,
+    ("buffer.lookahead=3",),
+    ("algorithm.oversample_frac=0.5", "algorithm.dynamic_sampling_tries=1"),
+    ("algorithm.oversample_frac=0.5", "buffer.replay.frac=0.5", "buffer.replay.sampling=advantage"),
+    ("weight_sync.max_lag=0", "algorithm.dynamic_sampling_tries=3", "algorithm.samples_per_prompt=3"),
+    ("algorithm.overlong_buffer_tokens=3", "algorithm.advantage=leave_one_out"),
+    ("algorithm.loss=no_baseline", "algorithm.epochs_per_batch=2"),
+]
+
+
+@pytest.mark.parametrize("changes", SCHEDULES, ids=str)
+def test_a_clean_run_of_any_schedule_is_clean(
+    finished_run: Callable[..., RunDirectory], changes: tuple[str, ...]
+) -> None:
+    run = finished_run(*changes)
+    report = audit(run)
+    assert report.problems == []
+    uses = {row["use"] for step in range(1, 9) for row in read_rollouts(run.rollouts_path(step))}
+    assert (0 in uses) == any("dynamic_sampling" in change for change in changes)
+    assert (2 in uses) == any("replay" in change for change in changes)
 
 
 def rewrite(path: Path, change: Callable[[Rows], Rows | None]) -> None:
@@ -117,11 +165,12 @@ def step_with_signal(run: RunDirectory) -> Path:
 
 
 ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
-    "a group is dropped": (lambda rows: rows[2:], "group 4 is missing"),
+    "a group is gone": (lambda rows: rows[2:], "has 3 groups of its own instead of 4"),
+    "a group is lost": (lambda rows: rows[2:], "groups [4] are lost: not trained, and the checkpoint does not"),
     "a completion is dropped": (lambda rows: rows[1:], "has completions [1] instead of 2"),
     "a group is trained twice": (
         lambda rows: [{**row, "group_id": 0} if row["group_id"] == 4 else row for row in rows],
-        "group 0 is not of this step",
+        "group 0 was trained 2 times",
     ),
     "another prompt": (
         lambda rows: [{**r, "prompt": "?"} if r["group_id"] == 4 else r for r in rows], "epoch 0: asks '?'",
@@ -157,8 +206,10 @@ def test_rollouts_that_were_changed_are_found(run: RunDirectory, name: str) -> N
     change, message = ROLLOUTS[name]
     rewrite(run.rollouts_path(2), change)
     problems = audit(run).problems
-    assert any(message in problem and "step-000002" in problem for problem in problems) or any(
-        message in problem and problem.startswith("epoch") for problem in problems
+    whole_run = ("epoch", "group")  # what no file alone can tell
+    assert any(
+        message in problem and ("step-000002" in problem or problem.startswith(whole_run))
+        for problem in problems
     ), problems
 
 
@@ -199,7 +250,7 @@ def test_a_step_trained_twice_by_another_name_is_found(run: RunDirectory) -> Non
     shutil.copy(run.rollouts_path(1), run.rollouts_path(2))
     problems = audit(run).problems
     assert "group 0 was trained 2 times" in problems
-    assert any("group 4 is missing" in problem for problem in problems)
+    assert any("groups [4, 5, 6, 7] are lost" in problem for problem in problems)
 
 
 METRICS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
@@ -242,24 +293,43 @@ def test_a_prompt_asked_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
     assert "epoch 0: 1 training prompts were not asked" in problems
 
 
-def test_a_group_set_aside_may_be_missing(run: RunDirectory) -> None:
-    def without(rows: Rows) -> Rows:
-        return [row for row in rows if row["group_id"] != 31]
+def test_a_group_set_aside_leaves_its_place_to_another(run: RunDirectory) -> None:
+    def rename(rows: Rows) -> Rows:
+        return [{**row, "group_id": 32} if row["group_id"] == 31 else row for row in rows]
 
-    rewrite(run.rollouts_path(8), without)
-    rewards = [row["reward"] for row in read_rollouts(run.rollouts_path(8))]
-    assert any("group 31 is missing" in problem for problem in audit(run).problems)
-    rewrite_state(run, lambda state: state["ledger"].update(set_aside=[31], num_trained=31))
-    rewrite_lines(run.metrics_path, lambda rows: rows[7].update({"reward/mean": sum(rewards) / len(rewards)}))
-    problems = audit(run).problems
-    assert [problem for problem in problems if "lag/max" not in problem] == []
+    rewrite(run.rollouts_path(8), rename)
+    rewrite_state(run, lambda state: state["ledger"].update(next_group_id=33, num_trained=32, num_dropped=1))
+    assert any("groups [31] are lost" in problem for problem in audit(run).problems)
+    rewrite_state(run, lambda state: state["ledger"].update(set_aside=[31], num_dropped=0))
+    report = audit(run)
+    assert report.problems == []
+    assert report.set_aside == (31,)
 
 
 LEDGER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "a group in no place": (lambda ledger: ledger.update(next_group_id=33), "no place for groups [32]"),
-    "a group in two places": (lambda ledger: ledger.update(waiting=[3]), "for [3]"),
-    "another count": (lambda ledger: ledger.update(num_trained=31), "counts 31 trained groups instead of 32"),
-}
+    "a group in no place": (
+        lambda ledger: ledger.update(next_group_id=33),
+        "counts 32 trained groups and 0 dropped, together not 33",
+    ),
+    "a group that nobody has": (lambda ledger: ledger.update(next_group_id=33), "groups [32] are lost"),
+    "a group in two places": (
+        lambda ledger: ledger.update(waiting=[32], in_flight=[32], next_group_id=33),
+        "more than one place, or a wrong one, for groups [32]",
+    ),
+    "a group that was never taken": (
+        lambda ledger: ledger.update(waiting=[40]), "more than one place, or a wrong one, for groups [40]",
+    ),
+    "a trained group that waits": (
+        lambda ledger: ledger.update(waiting=[3], num_trained=31),
+        "groups [3] are done, and the checkpoint still has them to train",
+    ),
+    "another count": (
+        lambda ledger: ledger.update(num_trained=31), "counts 31 trained groups and 0 dropped, together not 32",
+    ),
+    "dropped that were not": (
+        lambda ledger: ledger.update(num_dropped=2), "counts 32 trained groups and 2 dropped, together not 32",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEDGER)
@@ -267,6 +337,120 @@ def test_a_ledger_that_does_not_add_up_is_found(run: RunDirectory, name: str) ->
     change, message = LEDGER[name]
     rewrite_state(run, lambda state: change(state["ledger"]))
     assert any(message in problem for problem in audit(run).problems)
+
+
+# ---- groups that are replayed or left out ----
+
+
+def first_with(run: RunDirectory, found: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
+    """The step and group of the first row that is looked for."""
+    for step in range(1, 9):
+        for row in read_rollouts(run.rollouts_path(step)):
+            if found(row):
+                return step, row["group_id"]
+    raise AssertionError("there is none")
+
+
+def change_group(run: RunDirectory, step: int, group: int, **values: Any) -> None:
+    def change(rows: Rows) -> None:
+        for row in rows:
+            if row["group_id"] == group:
+                row.update(values)
+
+    rewrite(run.rollouts_path(step), change)
+
+
+def test_a_replayed_group_that_is_too_old_is_found(mixed: RunDirectory) -> None:
+    step, group_id = first_with(mixed, lambda row: row["use"] == 2)
+    tokens = max(row["num_tokens"] for row in read_rollouts(mixed.rollouts_path(step)))
+    path = mixed.rollouts_path(step)
+
+    def age(version: int) -> list[str]:
+        def change(rows: Rows) -> None:
+            for row in rows:
+                if row["group_id"] == group_id:
+                    spans = [{"version": version, "start": 0, "end": row["num_tokens"]}]
+                    row.update(versions=spans, min_version=version, max_version=version)
+
+        rewrite(path, change)
+        rewrite_lines(mixed.metrics_path, lambda rows: rows[step - 1].update({"lag/max": step - 1 - version}))
+        return audit(mixed).problems
+
+    assert tokens > 0
+    assert age(step - 1 - 3) == []
+    assert age(step - 1 - 4) == [f"{path.name}: a token is 4 versions old; buffer.replay.max_age is 3"]
+
+
+def test_a_fresh_group_is_held_to_the_lag_though_others_are_replayed(mixed: RunDirectory) -> None:
+    step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["min_version"] is not None)
+    version = step - 1 - 2
+    for row in read_rollouts(mixed.rollouts_path(step)):
+        if row["group_id"] == group_id:
+            spans = [{"version": version, "start": 0, "end": row["num_tokens"]}]
+            change_group(mixed, step, group_id, versions=spans, min_version=version, max_version=version)
+    assert any("a token is 2 versions old; weight_sync.max_lag is 1" in p for p in audit(mixed).problems)
+
+
+def test_a_group_that_is_replayed_too_often_is_found(mixed: RunDirectory) -> None:
+    step, group_id = first_with(mixed, lambda row: row["use"] == 2)
+    change_group(mixed, step, group_id, use=5)
+    name = mixed.rollouts_path(step).name
+    assert f"{name}: group {group_id} is used 5 times, 4 are allowed" in audit(mixed).problems
+
+
+def test_more_replayed_groups_than_asked_for_are_found(mixed: RunDirectory) -> None:
+    step, _ = first_with(mixed, lambda row: row["use"] == 2)
+    fresh = next(row["group_id"] for row in read_rollouts(mixed.rollouts_path(step)) if row["use"] == 1)
+    change_group(mixed, step, fresh, use=2)
+    problems = audit(mixed).problems
+    assert any("replays 2 groups, more than 1" in problem for problem in problems)
+    assert any("has 2 groups of its own instead of 3" in problem for problem in problems)
+    assert any(f"groups [{fresh}] are lost" in problem for problem in problems)
+
+
+def test_a_group_with_a_signal_that_was_left_out_is_found(mixed: RunDirectory) -> None:
+    step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["advantage"] != 0)
+    change_group(mixed, step, group_id, use=0)
+    problems = audit(mixed).problems
+    name = mixed.rollouts_path(step).name
+    assert f"{name}: group {group_id} was left out, and has a signal" in problems
+    assert f"{name}: has 2 groups of its own instead of 3" in problems
+
+
+def test_more_groups_left_out_than_allowed_are_found(mixed: RunDirectory) -> None:
+    step, _ = first_with(mixed, lambda row: row["use"] == 0)
+    text = mixed.config_path.read_text()
+    mixed.config_path.write_text(text.replace("dynamic_sampling_tries: 2", "dynamic_sampling_tries: 0"))
+    problems = audit(mixed).problems
+    assert any(
+        mixed.rollouts_path(step).name in p and "left out" in p and "groups, more than 0" in p for p in problems
+    )
+
+
+def test_a_group_trained_and_left_out_is_found(mixed: RunDirectory) -> None:
+    step, group_id = first_with(mixed, lambda row: row["use"] == 0)
+    trained = next(
+        row["group_id"]
+        for other in range(1, 9)
+        for row in read_rollouts(mixed.rollouts_path(other))
+        if row["use"] == 1 and other != step
+    )
+    change_group(mixed, step, group_id, group_id=trained)
+    problems = audit(mixed).problems
+    assert f"group {trained} was trained, and left out" in problems
+    assert any(f"groups [{group_id}] are lost" in problem for problem in problems)
+
+
+def test_a_group_that_the_checkpoint_has_still_to_train_is_not_lost(mixed: RunDirectory) -> None:
+    ledger = json.loads((mixed.checkpoint_path(8) / "training" / "state.json").read_text())["ledger"]
+    number = ledger["next_group_id"]
+    rewrite_state(mixed, lambda state: state["ledger"].update(next_group_id=number + 1))
+    assert any(f"groups [{number}] are lost" in problem for problem in audit(mixed).problems)
+    for place in ("waiting", "in_flight", "buffered"):
+        values = {"waiting": [], "in_flight": [], "buffered": [], place: [*ledger[place], number]}
+        others = {name: ledger[name] for name in ("waiting", "in_flight", "buffered") if name != place}
+        rewrite_state(mixed, lambda state, v={**values, **others}: state["ledger"].update(v))
+        assert audit(mixed).problems == []
 
 
 def break_checkpoint(run: RunDirectory, how: str) -> None:

@@ -204,9 +204,7 @@ def play(
     return steps
 
 
-def slow_strict(
-    size: int, max_dropped: int, signals: Sequence[bool], aside: set[int]
-) -> Iterator[Step]:
+def slow_strict(size: int, max_dropped: int, signals: Sequence[bool], aside: set[int]) -> Iterator[Step]:
     """Batch after batch from the line's front, with everything known."""
     batch: list[int] = []
     dropped: list[int] = []

@@ -96,9 +96,7 @@ def test_sequences_that_were_cut_off_can_be_left_out() -> None:
 # ---- minibatches ----
 
 
-@given(
-    num_sequences=st.integers(1, 20), size=st.none() | st.integers(1, 25), num_epochs=st.integers(1, 4)
-)
+@given(num_sequences=st.integers(1, 20), size=st.none() | st.integers(1, 25), num_epochs=st.integers(1, 4))
 def test_every_epoch_deals_each_sequence_once(num_sequences: int, size: int | None, num_epochs: int) -> None:
     sequences = [make_sequence([1], [place]) for place in range(num_sequences)]
     updates = minibatches(sequences, size, num_epochs, "7/3")

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from grpo_ray.actors.staleness import admission_limit, oldest_allowed, places_be
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
 from grpo_ray.config import Config
+from grpo_ray.production import Production
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import PromptLedger
-from grpo_ray.types import BatchFacts, PromptItem
+from grpo_ray.types import BatchFacts, PromptItem, ScoredGroup
+from grpo_ray.watch import Watch
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
@@ -100,12 +102,15 @@ class Pace:
     token: Sequence[int] = (0,)
     train: Sequence[int] = (0,)
     load: Sequence[int] = (1,)
+    travel: Sequence[int] = (0,)  # of a call, and of its answer
     slow: Mapping[int, int] = field(default_factory=dict)  # more turns before such a group's last token
     has_signal: Sequence[bool] = (True,)
     never_finishes: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self._cycles = {name: itertools.cycle(getattr(self, name)) for name in ("token", "train", "load")}
+        self._cycles = {
+            name: itertools.cycle(getattr(self, name)) for name in ("token", "train", "load", "travel")
+        }
 
     def of(self, name: str) -> Iterator[int]:
         return self._cycles[name]
@@ -122,108 +127,99 @@ class Trained:
     replayed_ages: list[int] = field(default_factory=list)
 
 
+class Remote:
+    """An actor whose calls and answers take turns to travel."""
+
+    def __init__(self, actor: Any, travel: Iterator[int]) -> None:
+        self._actor, self._travel = actor, travel
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            await turns(next(self._travel))
+            answer = await getattr(self._actor, method)(*args)
+            await turns(next(self._travel))
+            return answer
+
+        return call
+
+
+class PacedRollouts:
+    """As Rollouts, where a group's three tokens take their turns."""
+
+    def __init__(self, generators: Sequence[VersionedGenerator], pace: Pace) -> None:
+        self._generators, self._pace = generators, pace
+
+    async def sample(self, item: PromptItem, num_samples: int, purpose: str) -> ScoredGroup | None:
+        pace, group_id = self._pace, item.group_id
+        generator, versions = self._generators[group_id % 2], []
+        for token in range(3):
+            await turns(next(pace.of("token")) + pace.slow.get(group_id, 0) * (token == 2))
+            versions.append(generator.version)
+        if group_id in pace.never_finishes:
+            return None
+        signal = float(pace.has_signal[(group_id + item.num_cuts) % len(pace.has_signal)])
+        completions = [make_completion([5, 6, 7], versions=versions)] * num_samples
+        return make_group(item, completions, [1, 0], [signal, -signal])
+
+
+class NoLog:
+    def event(self, *args: Any, **facts: Any) -> None: ...
+
+
+class Actors:
+    """Those that Production talks to."""
+
+    def __init__(self, buffer: Remote, weight_sync: Remote) -> None:
+        self.buffer, self.weight_sync = buffer, weight_sync
+
+
 class Schedule:
-    """As the Controller has it (_take_up, _produce, _rollout, _next_batch, _publish), on the plain classes."""
+    """Production on the plain classes, and beside it the Controller's _train, _next_batch and _publish."""
 
     def __init__(
         self, config: Config, pace: Pace, trained: Trained, ledger: PromptLedger, version: int = 0,
         checkpoint: Path | None = None,
     ) -> None:  # fmt: skip
         self.config, self.pace, self.trained, self.ledger, self.version = config, pace, trained, ledger, version
-        self.generators = [VersionedGenerator(name, pace.of("load"), version) for name in ("a", "b")]
+        generators = [VersionedGenerator(name, pace.of("load"), version) for name in ("a", "b")]
         arguments = weight_sync_arguments(config, ledger.num_trained, ledger.num_left, version)
-        self.sync = WeightSync(self.generators, *arguments)
+        self.sync = WeightSync(generators, *arguments)
         self.buffer = TrajectoryBuffer(*buffer_arguments(config, None, checkpoint))
         self.is_resumed = checkpoint is not None
-        self.admitted = version
-        self.running: dict[int, tuple[asyncio.Task[None], int]] = {}
-        self.scored: set[int] = set()
-        self.finished = asyncio.Condition()
+        travel = pace.of("travel")
+        self.actors = Actors(Remote(self.buffer, travel), Remote(self.sync, travel))
+        rollouts: Any = PacedRollouts(generators, pace)
+        log: Any = NoLog()
+        self.production = Production(config, ledger, rollouts, self.actors, Watch(), log, version)
 
     async def run(self, last_step: int) -> None:
+        if self.is_resumed:
+            self.ledger.load_state_dict(self.ledger.state_dict(), await self.buffer.group_ids())
         async with asyncio.TaskGroup() as self.tasks:
-            await self.take_up()
-            producing = self.tasks.create_task(self.produce())
+            await self.production.begin(self.version, self.is_resumed)
+            self.production.start(self.tasks)
             await self.train(last_step)
-            for task in (producing, *(task for task, _ in self.running.values())):
-                task.cancel()
-
-    async def take_up(self) -> None:
-        ledger, algorithm = self.ledger, self.config.algorithm
-        if self.is_resumed:
-            ledger.load_state_dict(ledger.state_dict(), await self.buffer.group_ids())
-        self.extra_places = places_beyond(
-            self.version, ledger.num_trained, ledger.num_left, algorithm.num_oversampled, self.config.fresh_per_step
-        )
-        if self.is_resumed:
-            waiting = sorted(ledger.unfinished)
-            await self.give_places(await self.buffer.begin(waiting, ledger.next_group_id))
-
-    async def produce(self) -> None:
-        version, limit = -1, 0
-        while True:
-            version, limit = await self.sync.admission(version, limit)
-            self.admitted = version
-            self.dispatch(self.ledger.take_waiting())
-            total = self.config.algorithm.num_steps * self.config.fresh_per_step + self.extra_places
-            self.dispatch(self.ledger.take_new(max(0, min(limit, total) - self.ledger.next_group_id)))
-
-    def dispatch(self, items: Iterable[PromptItem]) -> None:
-        for item in items:
-            task = self.tasks.create_task(self.rollout(item))
-            self.running[item.group_id] = task, self.admitted
-
-    async def rollout(self, item: PromptItem) -> None:
-        group_id = item.group_id
-        generator, versions = self.generators[group_id % 2], []
-        for token in range(3):
-            await turns(next(self.pace.of("token")) + self.pace.slow.get(group_id, 0) * (token == 2))
-            versions.append(generator.version)
-        if group_id in self.pace.never_finishes:
-            self.ledger.mark_set_aside(group_id)
-            await self.give_places(1 + await self.buffer.set_aside(group_id))
-        else:
-            signals = self.pace.has_signal
-            signal = float(signals[(group_id + item.num_cuts) % len(signals)])
-            group = make_group(item, [make_completion([5, 6, 7], versions=versions)] * 2, [1, 0], [signal, -signal])
-            self.scored.add(group_id)
-            await self.notify_finished()
-            receipt = await self.buffer.put(group)
-            self.scored.remove(group_id)
-            if receipt.is_kept:
-                self.ledger.mark_buffered(group_id)
-            else:
-                self.ledger.cut([group_id])
-            await self.give_places(receipt.num_places)
-        self.running.pop(group_id)
-        await self.notify_finished()
-
-    async def notify_finished(self) -> None:
-        async with self.finished:
-            self.finished.notify_all()
-
-    async def give_places(self, num_places: int) -> None:
-        if num_places:
-            self.extra_places += num_places
-            await self.sync.widen(num_places)
+            self.production.cancel()
 
     async def train(self, last_step: int) -> None:
-        publishing: asyncio.Task[None] | None = None
+        published: asyncio.Task[None] | None = None
         for step in range(self.version, last_step):
             facts = await self.next_batch(step)
             await turns(next(self.pace.of("train")))
             self.ledger.mark_trained(facts.group_ids)
             self.ledger.mark_dropped(facts.dropped_ids)
             self.version = step + 1
-            if publishing is not None:
-                await publishing
-            publishing = self.tasks.create_task(self.publish(self.version))
-        if publishing is not None:
-            await publishing
+            if published is not None:
+                await published
+            published = self.tasks.create_task(self.publish(self.version))
+        if published is not None:
+            await published
 
     async def next_batch(self, step: int) -> BatchFacts:
-        batch, facts = await self.buffer.take(step, oldest_allowed(step, self.config.weight_sync.max_lag))
-        assert facts.rejected_ids == ()  # admission is enough; the other guard has nothing to do
+        oldest = oldest_allowed(step, self.config.weight_sync.max_lag)
+        batch, facts = await self.actors.buffer.take(step, oldest)
+        assert facts.rejected_ids == ()  # admission is enough: the other guard has nothing to do
+        await self.production.until_answered({*facts.group_ids, *facts.dropped_ids, *facts.cut_ids})
         fresh = [group for group in batch.groups if group.group_id in facts.group_ids]
         replayed = [group for group in batch.groups if group.group_id not in facts.group_ids]
         self.trained.fresh.append([group.group_id for group in fresh])
@@ -231,36 +227,13 @@ class Schedule:
         self.trained.dropped.append(list(facts.dropped_ids))
         self.trained.lags.append(step - min(group.rollout.oldest_version for group in fresh))
         self.trained.replayed_ages += [step - group.rollout.oldest_version for group in replayed]
-        await self.give_places(facts.num_places)
-        if self.config.algorithm.num_oversampled:
-            self.ledger.cut(facts.cut_ids)
-            await self.cut_off_running(step)
+        await self.production.settle_batch(step, facts)
         return facts
-
-    async def cut_off_running(self, step: int) -> None:
-        oldest = oldest_allowed(step + 1, self.config.weight_sync.max_lag)
-        late = [g for g, (_, version) in self.running.items() if version < oldest and g not in self.scored]
-        for group_id in late:
-            self.running.pop(group_id)[0].cancel()
-        self.ledger.cut(late)
-        await self.notify_finished()
 
     async def publish(self, version: int) -> None:
         if not self.config.weight_sync.in_flight:
-            await self.until_none_runs(version - 1)
-        await self.sync.publish(version, [None])
-
-    async def until_none_runs(self, published: int) -> None:
-        max_lag = self.config.weight_sync.max_lag - self.config.steps_overtaken
-        total = self.config.algorithm.num_steps * self.config.fresh_per_step
-
-        def none_runs() -> bool:
-            limit = admission_limit(published, max_lag, self.config.fresh_per_step, self.extra_places)
-            is_dispatched = self.ledger.next_group_id >= min(limit, total + self.extra_places)
-            return is_dispatched and self.ledger.in_flight <= self.scored
-
-        async with self.finished:
-            await self.finished.wait_for(none_runs)
+            await self.production.until_none_runs(version - 1)
+        await self.actors.weight_sync.publish(version, [None])
 
 
 MAX_TURNS = 30_000  # a run takes hundreds
@@ -332,7 +305,8 @@ def paces(draw: st.DrawFn) -> Pace:
     signals = draw(st.lists(st.booleans(), min_size=1, max_size=7))
     aside = draw(st.sets(st.integers(0, 12), max_size=2))
     slow = draw(st.dictionaries(st.integers(0, 12), st.integers(100, 600), max_size=2))
-    return Pace(draw(SPEEDS), draw(SPEEDS), draw(SPEEDS), slow, signals, frozenset(aside))
+    travel = draw(st.lists(st.integers(0, 8), min_size=1, max_size=7))
+    return Pace(draw(SPEEDS), draw(SPEEDS), draw(SPEEDS), travel, slow, signals, frozenset(aside))
 
 
 @st.composite
@@ -346,7 +320,8 @@ def configs(draw: st.DrawFn) -> Config:
     oversample = 0.0 if lookahead > 1 else draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))
     replay = {
         "frac": replayed / prompts, "max_age": max_lag + draw(st.integers(1, 3)),
-        "max_uses": draw(st.integers(2, 3)), "sampling": draw(st.sampled_from(["uniform", "recent", "advantage"])),
+        "max_uses": draw(st.integers(2, 3)),
+        "sampling": draw(st.sampled_from(["uniform", "recent", "advantage"])),
     }  # fmt: skip
     return make_config(
         max_lag, prompts,
@@ -361,6 +336,8 @@ def configs(draw: st.DrawFn) -> Config:
 def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
     config: Config, pace: Pace, resume_after: int | None
 ) -> None:
+    # As many as a batch has, and the run ends.
+    pace.never_finishes = frozenset(sorted(pace.never_finishes)[: config.algorithm.prompts_per_step - 1])
     trained, schedule = train(config, pace, resume_after)
     num_steps, ledger = config.algorithm.num_steps, schedule.ledger
     assert [len(fresh) for fresh in trained.fresh] == [config.fresh_per_step] * num_steps
@@ -392,14 +369,17 @@ def test_strict_batches_are_the_same_at_every_speed(
     pace: Pace, other: Pace, max_lag: int, prompts: int, tries: int
 ) -> None:
     config = make_config(max_lag, prompts, algorithm={"dynamic_sampling_tries": tries})
-    other.has_signal, other.never_finishes = pace.has_signal, pace.never_finishes
+    pace.never_finishes = other.never_finishes = frozenset(sorted(pace.never_finishes)[: prompts - 1])
+    other.has_signal = pace.has_signal
     first, second = train(config, pace)[0], train(config, other)[0]
     assert first.fresh == second.fresh
     assert [sorted(dropped) for dropped in first.dropped] == [sorted(dropped) for dropped in second.dropped]
 
 
 @pytest.mark.parametrize("replayed", [0, 2])
-@pytest.mark.parametrize(("max_lag", "lookahead", "late"), [(0, 1, 0), (1, 1, 0), (3, 1, 0), (3, 4, 2), (3, 3, 1)])
+@pytest.mark.parametrize(
+    ("max_lag", "lookahead", "late"), [(0, 1, 0), (1, 1, 0), (3, 1, 0), (3, 3, 1), (3, 4, 2)]
+)
 def test_fast_generators_run_ahead_as_far_as_max_lag_allows(
     max_lag: int, lookahead: int, late: int, replayed: int
 ) -> None:

@@ -543,9 +543,9 @@ def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None
         resumed = make_buffer(2, checkpoint=tmp_path, **options)
         await resumed.begin(range(6, 12), next_id=12)
         for step in range(3, 6):
-            (batch, facts), (again, facts_again) = (
-                [await each.take(step, oldest_version=0) for each in (buffer, resumed)]
-            )
+            (batch, facts), (again, facts_again) = [
+                await each.take(step, oldest_version=0) for each in (buffer, resumed)
+            ]
             assert same_groups(again.groups, batch.groups)
             assert facts_again.metrics["replay/bytes"] == facts.metrics["replay/bytes"] > 0
             assert facts_again.metrics["replay/groups"] == facts.metrics["replay/groups"]

@@ -87,7 +87,8 @@ class BatchLine:
         """
         num_before = len(self._trained) + (1 - self._max_delay) * self._size  # places are counted from the head
         places = islice((g for g in count(self._head) if g not in self._dropped), max(0, num_before))
-        return {group_id for group_id in places if group_id not in self._trained}
+        waiting = (group_id for group_id in places if group_id not in self._trained)
+        return set(islice(waiting, self._size))  # only after `begin` there can seem to be more
 
     def drop(self, has_signal: Mapping[int, bool]) -> tuple[int, ...]:
         """Groups that leave the line for their lack of signal; `has_signal` is of the finished groups."""

@@ -57,7 +57,8 @@ def advantages_of(
         torch.from_numpy(lengths), max_tokens, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
     )
     shaped = torch.from_numpy(rewards) + penalties
-    advantages = group_advantages(
-        shaped[None], algorithm.advantage_kind, advantage_eps=algorithm.advantage_eps, std=algorithm.std
-    )
+    kind = algorithm.advantage_kind
+    if kind == "leave_one_out" and len(rewards) == 1:  # a validation's: nothing is learned from it
+        kind = "mean"
+    advantages = group_advantages(shaped[None], kind, advantage_eps=algorithm.advantage_eps, std=algorithm.std)
     return advantages[0].numpy()

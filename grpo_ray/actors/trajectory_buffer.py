@@ -143,7 +143,8 @@ class TrajectoryBuffer:
         fresh = tuple(self._remove(group_id) for group_id in group_ids)
         self._memory.add(fresh)
         self._line.train(group_ids)
-        dropped, self._dropped = tuple(self._dropped), []
+        dropped = tuple(sorted(self._dropped, key=lambda group: group.group_id))
+        self._dropped = []
         return fresh, replayed, dropped
 
     def _cut(self, step: int) -> tuple[int, ...]:

@@ -1,0 +1,268 @@
+"""The reference policy: when it moves, what KL is measured against it, and what a checkpoint keeps of it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import (
+    ENDS,
+    changed,
+    flat_weights,
+    make_batch,
+    own_logprobs,
+    perturb,
+    plain_logprobs,
+    relative_difference,
+    written,
+)
+from safetensors.torch import load_file
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.config_algorithm import KLConfig
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.policy.reference import Reference
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.types import ScoredGroup, TrainBatch
+
+FROZEN = {"reference": "initial"}
+REFRESHED = {"reference": "initial", "refresh_every_num_steps": 2}
+AVERAGE = {"reference": "ema", "ema_decay": 0.75}
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    """`make_learner(kl, tied=True, learner={...}, ...)`."""
+
+    def make(kl: dict[str, Any], tied: bool = True, **changes: dict[str, Any]) -> Learner:
+        config = changed(tiny_config, learner={"learning_rate": 1e-3}, algorithm={"kl": kl})
+        return Learner(str(tiny_model(tied)), changed(config, **changes), ENDS)
+
+    return make
+
+
+def reference_weights(learner: Learner) -> torch.Tensor:
+    assert learner._reference is not None
+    return flat_weights(learner._reference.model)
+
+
+def step(learner: Learner, seed: int) -> dict[str, float]:
+    groups = make_batch(learner, seed=seed, versions=learner.version)
+    metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
+    assert check_names(metrics) == []
+    return {name: value for name, value in metrics.items() if not name.startswith(("timing/", "memory/"))}
+
+
+# ---- when it moves ----
+
+
+def test_frozen_reference_stays(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(FROZEN)
+    first = flat_weights(learner.model)
+    for seed in range(3):
+        step(learner, seed)
+        assert torch.equal(reference_weights(learner), first)
+    assert not torch.equal(flat_weights(learner.model), first)
+
+
+def test_refreshed_reference_is_the_policy_of_every_second_step(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(REFRESHED)
+    policies = [flat_weights(learner.model)]
+    for seed in range(5):
+        step(learner, seed)
+        policies.append(flat_weights(learner.model))
+        assert torch.equal(reference_weights(learner), policies[learner.version // 2 * 2])
+
+
+def test_average_follows_its_formula(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(AVERAGE)
+    expected = flat_weights(learner.model).double()
+    for seed in range(3):
+        step(learner, seed)
+        expected = 0.75 * expected + 0.25 * flat_weights(learner.model).double()
+        assert relative_difference(reference_weights(learner).double(), expected) < 1e-6
+    assert relative_difference(flat_weights(learner.model).double(), expected) > 1e-5
+
+
+@pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
+def test_reference_has_no_gradient_and_shares_no_memory(make_learner: Callable[..., Learner], kl: dict) -> None:
+    learner = make_learner({**kl, "coefficient": 0.5})
+    step(learner, 0)
+    assert learner._reference is not None
+    own = {parameter.data_ptr() for parameter in learner.model.parameters()}
+    for parameter in learner._reference.model.parameters():
+        assert not parameter.requires_grad
+        assert parameter.grad is None
+        assert parameter.data_ptr() not in own
+    assert not learner._reference.model.training
+
+
+def test_frozen_reference_is_held_as_it_is_served_and_an_average_in_full(
+    make_learner: Callable[..., Learner],
+) -> None:
+    dtypes = {}
+    for kind, kl in (("frozen", FROZEN), ("refreshed", REFRESHED), ("average", AVERAGE)):
+        learner = make_learner(kl, model={"dtype": "bfloat16"})
+        step(learner, 0)
+        step(learner, 1)
+        assert learner._reference is not None
+        (dtypes[kind],) = {parameter.dtype for parameter in learner._reference.model.parameters()}
+        assert flat_weights(learner.model).dtype is torch.float32
+    assert dtypes == {"frozen": torch.bfloat16, "refreshed": torch.bfloat16, "average": torch.float32}
+
+
+def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
+    """Each is less than half of bfloat16's smallest step."""
+    policy = load_policy(str(tiny_model()))
+    reference = Reference(policy, KLConfig(reference="ema", ema_decay=0.999), torch.bfloat16)
+    before = flat_weights(policy)
+    perturb(policy, seed=1, scale=1e-2)
+    for number in range(1, 101):
+        reference.follow(policy, number)
+    moved = (flat_weights(reference.model) - before).norm() / (flat_weights(policy) - before).norm()
+    assert moved.item() == pytest.approx(1 - 0.999**100, rel=1e-2)
+
+
+def test_no_reference_is_asked_for(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner({"reference": "none"})
+    assert learner._reference is None
+    assert not any("kl_ref" in name for name in step(learner, 0))
+
+
+# ---- what is measured ----
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+@pytest.mark.parametrize("kl", [FROZEN, AVERAGE])
+def test_distance_is_0_at_the_first_step_and_grows(
+    make_learner: Callable[..., Learner], kl: dict, coefficient: float
+) -> None:
+    learner = make_learner({**kl, "coefficient": coefficient})
+    first, second, third = (step(learner, seed) for seed in range(3))
+    assert abs(first["loss/kl_ref"]) < 1e-6
+    assert 0 <= first["loss/kl_ref_k3"] < 1e-8
+    for later in (second, third):
+        assert later["loss/kl_ref"] != 0
+        assert later["loss/kl_ref_k3"] > 1e-6
+
+
+def test_distance_by_a_loop(make_learner: Callable[..., Learner]) -> None:
+    """Means over the tokens of the groups with a signal; the others are not computed."""
+    learner = make_learner(FROZEN, sampling={"temperature": 0.7})
+    assert learner._reference is not None
+    perturb(learner._reference.model, seed=1, scale=0.05)
+    groups = make_batch(learner)
+    k1, k3 = [], []
+    for group in (groups[0], groups[2]):
+        prompt = group.rollout.item.prompt_token_ids
+        for c in group.rollout.completions:
+            with torch.no_grad():
+                new = own_logprobs(learner, prompt, c.token_ids)
+                old = plain_logprobs(learner._reference.model, prompt, c.token_ids, 0.7, 2, ENDS)
+            k1 += (new - old).tolist()
+            k3 += ((old - new).exp() - 1 - (old - new)).tolist()
+    metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
+    assert metrics["loss/kl_ref"] == pytest.approx(sum(k1) / len(k1), rel=1e-4)
+    assert metrics["loss/kl_ref_k3"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)
+    assert metrics["loss/kl_ref_k3"] > 0.01
+
+
+def test_penalty_holds_the_policy_near_the_reference(make_learner: Callable[..., Learner]) -> None:
+    free, held = make_learner(FROZEN), make_learner({**FROZEN, "coefficient": 50.0})
+    distances = []
+    for learner in (free, held):
+        groups = make_batch(learner)
+        for _ in range(6):
+            versioned = make_batch(learner, versions=learner.version)
+            metrics = learner.train_step(TrainBatch(tuple(with_ages(groups, versioned)))).metrics
+        distances.append(metrics["loss/kl_ref_k3"])
+    assert distances[1] < distances[0] / 2
+
+
+def with_ages(groups: Sequence[ScoredGroup], young: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """The same groups, with tokens as young as the others'."""
+    for group, other in zip(groups, young, strict=True):
+        for completion, c in zip(group.rollout.completions, other.rollout.completions, strict=True):
+            completion.versions[:] = c.versions[0]
+    return list(groups)
+
+
+# ---- a run that goes on ----
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
+@pytest.mark.parametrize("resume_after", [1, 3])
+def test_reference_is_the_same_after_a_resume(
+    make_learner: Callable[..., Learner],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    kl: dict,
+    tied: bool,
+    resume_after: int,
+) -> None:
+    kl = {**kl, "coefficient": 0.2}
+    straight, first = make_learner(kl, tied), make_learner(kl, tied)
+    for seed in range(resume_after):
+        assert step(first, seed) == step(straight, seed)
+    folder = written(first, tmp_path / "step")
+    training = folder / "training"
+    second = Learner(str(folder), first._config, ENDS, training, initial_path=str(tiny_model(tied)))
+    assert torch.equal(reference_weights(second), reference_weights(straight))
+    for seed in range(resume_after, 6):
+        assert step(second, seed) == step(straight, seed)
+    assert torch.equal(reference_weights(second), reference_weights(straight))
+    assert torch.equal(flat_weights(second.model), flat_weights(straight.model))
+
+
+def test_bfloat16_reference_is_the_same_after_a_resume(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name, kl in (("refreshed", REFRESHED), ("average", AVERAGE)):
+        learner = make_learner(kl, model={"dtype": "bfloat16"})
+        for seed in range(3):
+            step(learner, seed)
+        folder = written(learner, tmp_path / name)
+        initial = str(tiny_model())
+        second = Learner(str(folder), learner._config, ENDS, folder / "training", initial_path=initial)
+        assert torch.equal(reference_weights(second), reference_weights(learner))
+
+
+def test_checkpoint_keeps_only_a_reference_that_moved(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    for name, kl, is_kept in (("frozen", FROZEN, False), ("average", AVERAGE, True), ("none", {}, False)):
+        learner = make_learner(kl)
+        step(learner, 0)
+        tensors = load_file(written(learner, tmp_path / name) / "training" / "optimizer.safetensors")
+        kept = {n.removeprefix("reference/") for n in tensors if n.startswith("reference/")}
+        assert kept == ({n for n, _ in learner.model.named_parameters()} if is_kept else set())
+
+
+def test_steps_after_the_capture_do_not_change_the_reference_that_is_written(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make_learner(AVERAGE)
+    step(learner, 0)
+    expected = reference_weights(learner)
+    learner.capture()
+    step(learner, 1)
+    learner.write_captured(tmp_path)
+    tensors = load_file(tmp_path / "training" / "optimizer.safetensors")
+    assert learner._reference is not None
+    names = [name for name, _ in learner._reference.model.named_parameters()]
+    assert torch.equal(torch.cat([tensors[f"reference/{name}"].flatten() for name in names]), expected)
+
+
+def test_reference_that_the_checkpoint_does_not_have_begins_at_the_policy(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A run that had none, and goes on with a moving average."""
+    learner = make_learner({})
+    step(learner, 0)
+    folder = written(learner, tmp_path / "step")
+    config = changed(learner._config, algorithm={"kl": AVERAGE})
+    second = Learner(str(folder), config, ENDS, folder / "training", initial_path=str(tiny_model()))
+    assert torch.equal(reference_weights(second), flat_weights(learner.model))
