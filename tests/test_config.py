@@ -114,16 +114,51 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (["generator.engine=sglang"], ["generator.engine: 'sglang' is not valid; allowed: vllm or torch"]),
         (
             ["algorithm.loss=ppo"],
-            ["algorithm.loss: 'ppo' is not valid; allowed: no_baseline, reinforce_with_baseline or"],
+            ["algorithm.loss: 'ppo' is not valid; allowed: no_baseline, reinforce_with_baseline,"],
         ),
         (["algorithm.num_steps=1.5"], ["algorithm.num_steps: 1.5 is not valid; allowed: integer > 0"]),
         (
-            ["algorithm.normalize_by_std=maybe"],
-            ["algorithm.normalize_by_std: 'maybe' is not valid; allowed: true or false"],
+            ["algorithm.mask_truncated=maybe"],
+            ["algorithm.mask_truncated: 'maybe' is not valid; allowed: true or false"],
         ),
         (
             ["algorithm.samples_per_prompt=1"],
             ["algorithm: samples_per_prompt is 1: a group needs at least 2"],
+        ),
+        (
+            ["algorithm.advantage=leave_one_out", "algorithm.samples_per_prompt=1"],
+            ["algorithm: samples_per_prompt is 1: a group needs at least 2"],
+        ),
+        (["algorithm.train_batch_size=100"], ["algorithm: train_batch_size (100) must divide", "(256)"]),
+        (["algorithm.dual_clip=3", "algorithm.loss=gspo"], ["dual_clip belongs to `grpo_clip`", "`gspo`"]),
+        (["algorithm.correction_band=[2, 1]"], ["correction_band is (2, 1): the first must be the smaller"]),
+        (
+            ["algorithm.off_policy_correction=mask_band"],
+            ["off_policy_correction weighs by proximal / behaviour", "set old_log_probs to `proximal`"],
+        ),
+        (["algorithm.kl.coefficient=0.1"], ["algorithm.kl: coefficient needs a reference"]),
+        (
+            ["algorithm.kl.reference=ema", "algorithm.kl.refresh_every_num_steps=3"],
+            ["algorithm.kl: refresh_every_num_steps needs reference `initial`"],
+        ),
+        (
+            ["algorithm.overlong_buffer_tokens=1024"],
+            ["algorithm.overlong_buffer_tokens (1024) must be below sampling.max_tokens (1024)"],
+        ),
+        (["buffer.replay.frac=0.001"], ["buffer.replay.frac is 0.001: of algorithm.prompts_per_step (32)"]),
+        (
+            ["buffer.replay.frac=0.5", "buffer.replay.max_age=1"],
+            ["buffer.replay.max_age (1) must exceed weight_sync.max_lag (1)"],
+        ),
+        (["buffer.lookahead=34"], ["buffer.lookahead is 34: a group can come 2 steps late", "(1)"]),
+        (
+            ["buffer.lookahead=2", "algorithm.oversample_frac=0.1"],
+            ["buffer.lookahead keeps stragglers", "choose one"],
+        ),
+        (["generator.colocated=true"], ["generator.colocated", "set weight_sync.max_lag to 0 (it is 1)"]),
+        (
+            ["generator.colocated=true", "weight_sync.max_lag=0", "generator.num_generators=2"],
+            ["generator.colocated: one Generator and the Learner share one GPU", "(they are 2, 1 and 1)"],
         ),
         (["sampling.min_tokens=2000"], ["sampling: min_tokens (2000) must not exceed max_tokens (1024)"]),
         (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),

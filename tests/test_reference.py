@@ -159,8 +159,8 @@ def test_distance_by_a_loop(make_learner: Callable[..., Learner]) -> None:
         prompt = group.rollout.item.prompt_token_ids
         for c in group.rollout.completions:
             with torch.no_grad():
-                new = own_logprobs(learner, prompt, c.token_ids)
-                old = plain_logprobs(learner._reference.model, prompt, c.token_ids, 0.7, 2, ENDS)
+                new = own_logprobs(learner, prompt, c.token_ids.tolist())
+                old = plain_logprobs(learner._reference.model, prompt, c.token_ids.tolist(), 0.7, 2, ENDS)
             k1 += (new - old).tolist()
             k3 += ((old - new).exp() - 1 - (old - new)).tolist()
     metrics = learner.train_step(TrainBatch(tuple(groups))).metrics

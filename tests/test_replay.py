@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,7 +151,7 @@ def test_ties_are_settled_by_the_group_s_id(sampling: str) -> None:
 
 def test_recent_are_those_with_the_newest_oldest_token() -> None:
     memory = make_memory(num_drawn=2, sampling="recent")
-    versions = {0: 4, 1: [9, 9, 2], 2: 5, 3: [5, 6, 6], 4: 3}
+    versions: dict[int, int | list[int]] = {0: 4, 1: [9, 9, 2], 2: 5, 3: [5, 6, 6], 4: 3}
     memory.add([simple_group(g, versions=v) for g, v in versions.items()])
     assert drawn(memory, 10) == [(2, 2), (3, 2)]
     memory.add([simple_group(6, versions=7)])
@@ -159,9 +159,10 @@ def test_recent_are_those_with_the_newest_oldest_token() -> None:
 
 
 NUM_SEEDS = 3000
+Frequencies = dict[tuple[int, ...], float]  # of each set of groups
 
 
-def frequencies(groups: Sequence[ScoredGroup], num_drawn: int, sampling: str) -> dict[tuple[int, ...], float]:
+def frequencies(groups: Sequence[ScoredGroup], num_drawn: int, sampling: str) -> Frequencies:
     """Of each set that is drawn, over many seeds."""
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(NUM_SEEDS):
@@ -171,7 +172,7 @@ def frequencies(groups: Sequence[ScoredGroup], num_drawn: int, sampling: str) ->
     return {chosen: count / NUM_SEEDS for chosen, count in counts.items()}
 
 
-def check_frequencies(actual: dict[tuple[int, ...], float], expected: dict[tuple[int, ...], float]) -> None:
+def check_frequencies(actual: Frequencies, expected: Frequencies) -> None:
     """Within five standard deviations."""
     assert actual.keys() <= expected.keys()
     for chosen, p in expected.items():
@@ -180,7 +181,7 @@ def check_frequencies(actual: dict[tuple[int, ...], float], expected: dict[tuple
 
 def test_uniform_draws_each_set_as_often() -> None:
     groups = [with_advantages(g, [10.0**g, 0.0]) for g in range(4)]
-    expected = dict.fromkeys(itertools.combinations(range(4), 2), 1 / 6)
+    expected: Frequencies = dict.fromkeys(itertools.combinations(range(4), 2), 1 / 6)
     check_frequencies(frequencies(groups, 2, "uniform"), expected)
 
 
@@ -194,13 +195,13 @@ BY_WEIGHT = [
 
 
 def test_by_advantage_draws_one_in_proportion() -> None:
-    expected = {(group_id,): weight / sum(WEIGHTS) for group_id, weight in enumerate(WEIGHTS)}
+    expected: Frequencies = {(group_id,): weight / sum(WEIGHTS) for group_id, weight in enumerate(WEIGHTS)}
     check_frequencies(frequencies(BY_WEIGHT, 1, "advantage"), expected)
 
 
 def test_by_advantage_draws_several_one_after_another() -> None:
     """Without replacement: the first in proportion, the second in proportion among the rest."""
-    expected: dict[tuple[int, ...], float] = Counter()
+    expected: Frequencies = defaultdict(float)
     for first, second in itertools.permutations(range(3), 2):
         p = WEIGHTS[first] / sum(WEIGHTS) * WEIGHTS[second] / (sum(WEIGHTS) - WEIGHTS[first])
         expected[tuple(sorted((first, second)))] += p

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -449,6 +450,10 @@ def test_no_size_and_no_order_stops_the_buffer(
             # Groups that are not set aside yet may hold a place in the window.
             extra = [g for g in await buffer.group_ids() if g not in left[: size + lookahead - 1]]
             assert len(extra) <= max_groups
+        ended = [put for put in puts if put.done()]
+        assert [put.exception() for put in ended] == [None] * len(ended)
+        for put in puts:
+            put.cancel()  # what is left of the last batch may wait outside
         return trained
 
     num_trained = (12 - len(aside)) // size * size
@@ -530,7 +535,7 @@ def test_dropped_groups_are_dropped_again_after_a_resume(tmp_path: Path) -> None
 
 
 def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None:
-    options = {"num_replayed": 2, "replay": {"max_uses": 4, "max_age": 20}, "seed": 3}
+    options: dict[str, Any] = {"num_replayed": 2, "replay": {"max_uses": 4, "max_age": 20}, "seed": 3}
 
     async def run() -> None:
         buffer = make_buffer(2, **options)
