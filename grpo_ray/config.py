@@ -233,8 +233,9 @@ class WeightSyncConfig(Section):
     """true: weights change under running requests, which go on under the new ones (best where lengths vary
     widely). false: a sync first lets the running requests finish on their version (best where they end
     together: nothing is computed again)."""
-    transport: Literal["object_store"] = "object_store"
-    """How weights reach the Generators: Ray's object store, then shared memory into the engine."""
+    transport: Literal["object_store", "ipc"] = "object_store"
+    """How weights reach the Generators: Ray's object store, then shared memory into the engine; or `ipc`,
+    read in place on the GPU that colocated Generator and Learner share."""
     phase_timeout_s: PositiveFloat = 300.0
     """Seconds each phase of a sync may take; a Generator that takes longer is named and replaced."""
     checksum: bool = False
@@ -355,6 +356,16 @@ class Config(Section):
     @model_validator(mode="after")
     def _colocated_is_possible(self) -> "Config":
         generator, learner, max_lag = self.generator, self.learner, self.weight_sync.max_lag
+        is_ipc = self.weight_sync.transport == "ipc"
+        if is_ipc and not (generator.colocated and generator.num_gpus and generator.engine == "vllm"):
+            raise ValueError(
+                "weight_sync.transport: `ipc` hands weights over on one GPU, from Learner to vLLM: it needs "
+                "generator.colocated, generator.engine `vllm` and a GPU; use `object_store`"
+            )
+        if is_ipc and self.weight_sync.checksum:
+            raise ValueError(
+                "weight_sync.checksum: the bytes never leave the GPU with transport `ipc`; set it to false"
+            )
         if not generator.colocated:
             return self
         if max_lag:

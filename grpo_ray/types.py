@@ -13,6 +13,20 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class DeviceHandle:
+    """A buffer of bytes on a GPU for another process on it, in plain values that every message can carry."""
+
+    num_bytes: int
+    storage_handle: bytes
+    storage_size_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+@dataclass(frozen=True)
 class PromptItem:
     """One prompt to be sampled as a group.
 
@@ -139,12 +153,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """All weights of one version, end to end in one buffer of bytes (Hugging Face names)."""
+    """All weights of one version, end to end in one buffer of bytes (Hugging Face names).
+
+    The bytes are in `data`, or where `on_device` leads to, on the GPU that Learner and Generator share.
+    """
 
     version: int
     specs: tuple[TensorSpec, ...]
     data: np.ndarray  # uint8 [total_bytes]
     checksum: int | None = None  # CRC-32 of `data`, where it was asked for
+    on_device: DeviceHandle | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes if self.on_device is None else self.on_device.num_bytes
 
 
 @dataclass(frozen=True)

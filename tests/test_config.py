@@ -160,6 +160,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["generator.colocated=true", "weight_sync.max_lag=0", "generator.num_generators=2"],
             ["generator.colocated: one Generator and the Learner share one GPU", "(they are 2, 1 and 1)"],
         ),
+        (["weight_sync.transport=ipc"], ["weight_sync.transport: `ipc`", "use `object_store`"]),
         (["sampling.min_tokens=2000"], ["sampling: min_tokens (2000) must not exceed max_tokens (1024)"]),
         (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
         (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),

@@ -1,14 +1,18 @@
 """Weights as one buffer of bytes, and what did not arrive whole."""
 
+import inspect
 import zlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
+from grpo_ray.engines import device_buffer
 from grpo_ray.engines.snapshot import as_tensor, check_snapshot, pack_weights, unpack_weights
-from grpo_ray.types import TensorSpec, WeightSnapshot
+from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 TENSORS = [
     ("first", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
@@ -88,3 +92,39 @@ def test_data_that_cannot_be_written_is_checked_and_read() -> None:
     check_snapshot(snapshot)
     names = [name for name, _ in unpack_weights(snapshot.specs, as_tensor(snapshot.data))]
     assert names == ["first", "steps", "empty", "last"]
+
+
+# ---- on a GPU that two processes share: torch's own functions stand in for the device ----
+
+
+def test_handle_brings_torch_s_own_arguments_to_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's order: what `reduce_tensor` gave is what `rebuild_cuda_tensor` gets, on this side's device."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    given = {
+        "tensor_cls": torch.Tensor, "tensor_size": torch.Size([96]), "tensor_stride": (1,), "tensor_offset": 0,
+        "storage_cls": torch.UntypedStorage, "dtype": torch.uint8, "storage_device": 0, "storage_handle": b"h",
+        "storage_size_bytes": 128, "storage_offset_bytes": 32, "requires_grad": False,
+        "ref_counter_handle": b"r", "ref_counter_offset": 7, "event_handle": b"e", "event_sync_required": True,
+    }  # fmt: skip
+    arguments = tuple(given[name] for name in names)
+    monkeypatch.setattr(
+        device_buffer, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, arguments)
+    )
+    rebuilt: list[tuple[object, ...]] = []
+    monkeypatch.setattr(device_buffer, "rebuild_cuda_tensor", lambda *args: rebuilt.append(args))
+
+    handle = device_buffer.share(torch.zeros(96, dtype=torch.uint8))
+    assert handle.num_bytes == 96
+    sent = DeviceHandle(**msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(handle))))
+    device_buffer.open_shared(sent, torch.device("cuda", 2))
+    assert dict(zip(names, rebuilt[0], strict=True)) == {**given, "storage_device": 2}
+
+
+def test_snapshot_on_a_device_is_checked_by_its_own_size() -> None:
+    spec = TensorSpec("w", "float32", (4,), 64, 16)
+    handle = DeviceHandle(80, b"h", 80, 0, b"r", 0, b"e", False)
+    check_snapshot(WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=handle))
+    with pytest.raises(ValueError, match="version 3 did not arrive whole: w is cut off"):
+        check_snapshot(
+            WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=replace(handle, num_bytes=79))
+        )

@@ -12,7 +12,7 @@ import torch
 
 from grpo_ray.actors.staleness import StaleBatchError, oldest_allowed
 from grpo_ray.config import Config
-from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.engines.snapshot import pack_on_device, pack_weights
 from grpo_ray.policy.cores import hold_to_cores
 from grpo_ray.policy.device import move_optimizer
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
@@ -70,6 +70,7 @@ class Learner:
         self._skipped_folder = skipped_folder
         self._last_report: StepReport | None = None
         self._captured: TrainingState | None = None
+        self._shared: torch.Tensor | None = None  # the bytes of the last snapshot, on the device
         if checkpoint is not None:
             counters = restore_state(checkpoint, self.model, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
@@ -200,8 +201,12 @@ class Learner:
 
     def snapshot(self) -> tuple[WeightSnapshot, int]:
         """A copy of the weights in the served dtype, which outlives the next step, and its version."""
-        parameters, checksum = self.model.named_parameters(), self._config.weight_sync.checksum
-        return pack_weights(parameters, self.version, self._dtype, checksum), self.version
+        parameters, sync = self.model.named_parameters(), self._config.weight_sync
+        if sync.transport == "ipc":
+            packed = pack_on_device(parameters, self.version, self._dtype, self._device)
+            snapshot, self._shared = packed  # kept until the next: a Generator that is replaced loads it too
+            return snapshot, self.version
+        return pack_weights(parameters, self.version, self._dtype, sync.checksum), self.version
 
     def make_room(self) -> None:
         """Colocated on a GPU: leave the device to the Generators until `take_room`."""

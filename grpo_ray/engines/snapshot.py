@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from grpo_ray.engines.device_buffer import share
 from grpo_ray.types import TensorSpec, WeightSnapshot
 
 ALIGNMENT_BYTES = 64  # so that any dtype can be viewed in place
@@ -19,6 +20,23 @@ def pack_weights(
     with_checksum: bool = False,
 ) -> WeightSnapshot:
     """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer."""
+    specs, buffer = _pack(named_tensors, dtype, torch.device("cpu"))
+    data = buffer.numpy()
+    return WeightSnapshot(version, specs, data, zlib.crc32(data.data) if with_checksum else None)
+
+
+def pack_on_device(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype, device: torch.device
+) -> tuple[WeightSnapshot, torch.Tensor]:
+    """As `pack_weights` into a buffer on a GPU, which the caller keeps until nobody loads it any more."""
+    specs, buffer = _pack(named_tensors, dtype, device)
+    torch.cuda.synchronize(device)  # another process reads it
+    return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=share(buffer)), buffer
+
+
+def _pack(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
     tensors = [(n, t.detach(), dtype if t.is_floating_point() else t.dtype) for n, t in named_tensors]
     specs, offset = [], 0
     for name, tensor, wire_dtype in tensors:
@@ -27,12 +45,11 @@ def pack_weights(
             TensorSpec(name, str(wire_dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
         )
         offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    buffer = torch.empty(offset, dtype=torch.uint8)
+    buffer = torch.empty(offset, dtype=torch.uint8, device=device)
     for spec, (_, tensor, wire_dtype) in zip(specs, tensors, strict=True):
         view = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype)
         view.view(tensor.shape).copy_(tensor)
-    data = buffer.numpy()
-    return WeightSnapshot(version, tuple(specs), data, zlib.crc32(data.data) if with_checksum else None)
+    return tuple(specs), buffer
 
 
 def check_snapshot(snapshot: WeightSnapshot) -> None:
@@ -43,7 +60,7 @@ def check_snapshot(snapshot: WeightSnapshot) -> None:
     """
     for spec in snapshot.specs:
         num_bytes = math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
-        if num_bytes != spec.num_bytes or spec.offset_bytes + spec.num_bytes > snapshot.data.nbytes:
+        if num_bytes != spec.num_bytes or spec.offset_bytes + spec.num_bytes > snapshot.num_bytes:
             raise ValueError(f"version {snapshot.version} did not arrive whole: {spec.name} is cut off")
     if snapshot.checksum is not None and zlib.crc32(snapshot.data.data) != snapshot.checksum:
         raise ValueError(f"version {snapshot.version} did not arrive whole: its CRC-32 differs")

@@ -86,7 +86,8 @@ class VllmEngine:
 
         from grpo_ray.engines.weight_transfer import update_info
 
-        await asyncio.to_thread(self._buffer.write, snapshot)
+        if snapshot.on_device is None:
+            await asyncio.to_thread(self._buffer.write, snapshot)
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info(self._buffer, snapshot)))
 
     async def finish_weight_update(self, version: int) -> None:

@@ -1,8 +1,8 @@
-"""The `object_store` transport: vLLM's side of a weight sync through shared memory.
+"""vLLM's side of a weight sync: its worker loads the weights out of memory that another process filled.
 
-Ray brings the snapshot to the Generator's node (`SharedBuffer.write` is its one copy on that node); the
-engine's worker processes map the same pages and load from them. Works on any device, and needs no network
-between the workers and the Learner.
+`object_store`: Ray brings the snapshot to the Generator's node (`SharedBuffer.write` is its one copy there);
+the engine's worker processes map the same pages and load from them. Works on any device, and needs no network
+between the workers and the Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
 """
 
 import mmap
@@ -14,10 +14,11 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from grpo_ray.engines.device_buffer import open_shared
 from grpo_ray.engines.snapshot import unpack_weights
-from grpo_ray.types import TensorSpec, WeightSnapshot
+from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
-BACKEND = "object_store"
+BACKEND = "grpo_ray"
 
 
 def register() -> None:
@@ -61,11 +62,15 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Where the bytes are and what they mean; `specs` are `TensorSpec` fields as dicts."""
+    """Where the bytes are and what they mean; `specs` are `TensorSpec` fields as dicts.
+
+    They are in the pages of `path`, or on the GPU: `on_device` are the fields of a `DeviceHandle`.
+    """
 
     path: str
     num_bytes: int
     specs: list[dict[str, Any]]
+    on_device: dict[str, Any] | None = None
 
 
 class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -86,9 +91,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs]
-        with open(update_info.path, "rb") as file:
-            pages = mmap.mmap(file.fileno(), update_info.num_bytes, flags=mmap.MAP_PRIVATE)
-        buffer = torch.frombuffer(pages, dtype=torch.uint8)
+        buffer = self._buffer(update_info)
         loaded = self.model.load_weights(unpack_weights(specs, buffer))
         # As vLLM's own loader does at start-up: a layer that got nothing would keep its old weights.
         missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
@@ -97,6 +100,13 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             missing = {name for name in missing if not name.endswith("lm_head.weight")}
         if loaded is not None and missing:
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
+
+    def _buffer(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
+        if update_info.on_device is not None:
+            return open_shared(DeviceHandle(**update_info.on_device), self.device)
+        with open(update_info.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), update_info.num_bytes, flags=mmap.MAP_PRIVATE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -118,6 +128,7 @@ def update_info(buffer: SharedBuffer, snapshot: WeightSnapshot) -> dict[str, Any
     """The message for `AsyncLLM.update_weights`."""
     return {
         "path": buffer.path,
-        "num_bytes": snapshot.data.nbytes,
+        "num_bytes": snapshot.num_bytes,
         "specs": [asdict(spec) for spec in snapshot.specs],
+        "on_device": asdict(snapshot.on_device) if snapshot.on_device is not None else None,
     }

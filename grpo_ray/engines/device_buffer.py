@@ -1,0 +1,38 @@
+"""The `ipc` transport: one buffer on a GPU that another process on the same GPU reads in place.
+
+CUDA's interprocess handles; what they open is valid while the process that made the buffer keeps it.
+"""
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from grpo_ray.types import DeviceHandle
+
+
+def share(buffer: torch.Tensor) -> DeviceHandle:
+    """The handle of a flat uint8 tensor on a GPU; the caller keeps it as long as others may read it."""
+    _, arguments = reduce_tensor(buffer)
+    storage_handle, storage_size, storage_offset = arguments[7:10]
+    return DeviceHandle(buffer.numel(), storage_handle, storage_size, storage_offset, *arguments[11:15])
+
+
+def open_shared(handle: DeviceHandle, device: torch.device) -> torch.Tensor:
+    """The bytes that `share` was called with, not copied; `device` is the same GPU as this process calls it."""
+    buffer: torch.Tensor = rebuild_cuda_tensor(
+        torch.Tensor,
+        torch.Size([handle.num_bytes]),
+        (1,),
+        0,
+        torch.UntypedStorage,
+        torch.uint8,
+        device.index or 0,
+        handle.storage_handle,
+        handle.storage_size_bytes,
+        handle.storage_offset_bytes,
+        False,
+        handle.ref_counter_handle,
+        handle.ref_counter_offset,
+        handle.event_handle,
+        handle.event_sync_required,
+    )
+    return buffer
