@@ -340,6 +340,12 @@ class Config(Section):
         return -(-(self.buffer.lookahead - 1) // self.fresh_per_step)
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer updates on a whole batch."""
+        size = self.algorithm.train_batch_size or self.rollouts_per_step
+        return self.algorithm.epochs_per_batch * -(-self.rollouts_per_step // size)
+
+    @property
     def max_token_age(self) -> int:
         """The oldest token that a step may train on, in versions."""
         return self.buffer.replay.max_age if self.replayed_per_step else self.weight_sync.max_lag

@@ -2,8 +2,8 @@
 
     python profiling/objectives.py [--rounds 8]
 
-One Learner a variant in this process (the quickstart's shapes: 256 responses of 16 tokens, a random tiny model, one
-thread), each trained on the same batch, in turns, so that a drift of the machine's speed meets all alike.
+One Learner a variant in this process (the quickstart's shapes: 256 responses of 16 tokens, a random tiny model,
+one thread), each trained on the same batches, in turns, so that a drift of the machine's speed meets all alike.
 """
 
 import argparse

@@ -106,8 +106,6 @@ def plan(config: Config, longest_prompt: int, run_dir: str) -> Table:
     """The derived plan: what a step is, and who sits where."""
     algorithm, generator, learner = config.algorithm, config.generator, config.learner
     tokens = config.rollouts_per_step * config.sampling.max_tokens
-    lag = config.weight_sync.max_lag
-    schedule = {0: "synchronous", 1: "one version behind"}.get(lag, f"up to {lag} versions behind")
     rows: list[tuple[str, str]] = [
         ("model", config.model.path or "tiny (built from the seed and warmed up)"),
         ("task", f"{config.task.kind}, prompts up to {longest_prompt} tokens"),
@@ -117,7 +115,7 @@ def plan(config: Config, longest_prompt: int, run_dir: str) -> Table:
             f"{config.rollouts_per_step} rollouts, up to {tokens:,} response tokens",
         ),
         ("run", f"{algorithm.num_steps} steps, {algorithm.loss}, learning rate {learner.learning_rate:g}"),
-        ("schedule", f"max_lag {lag}: {schedule}"),
+        ("schedule", _schedule(config)),
         (
             "Generators",
             f"{generator.num_generators} x {generator.engine} on "
@@ -128,6 +126,26 @@ def plan(config: Config, longest_prompt: int, run_dir: str) -> Table:
         ("directory", run_dir),
     ]
     return _grid(rows)
+
+
+def _schedule(config: Config) -> str:
+    """What is not as plain as can be, in words."""
+    algorithm, buffer, lag = config.algorithm, config.buffer, config.weight_sync.max_lag
+    behind = {0: "synchronous", 1: "one version behind"}.get(lag, f"up to {lag} versions behind")
+    parts = [f"max_lag {lag}: {behind}"]
+    if config.generator.colocated:
+        parts.append("taking turns")
+    if config.num_updates > 1:
+        parts.append(f"{config.num_updates} updates a batch")
+    if config.replayed_per_step:
+        parts.append(f"{config.replayed_per_step} groups replayed, up to {buffer.replay.max_age} versions old")
+    if buffer.lookahead > 1:
+        parts.append(f"look-ahead of {buffer.lookahead}")
+    if algorithm.num_oversampled:
+        parts.append(f"{algorithm.num_oversampled} groups more than needed")
+    if algorithm.dynamic_sampling_tries:
+        parts.append("groups without signal replaced")
+    return ", ".join(parts)
 
 
 def _device(num_gpus: int, num_threads: int) -> str:
