@@ -92,7 +92,9 @@ class BatchLine:
 
     def drop(self, has_signal: Mapping[int, bool]) -> tuple[int, ...]:
         """Groups that leave the line for their lack of signal; `has_signal` is of the finished groups."""
-        dropped = []
+        dropped: list[int] = []
+        if not self._max_dropped:
+            return ()
         num_kept = num_unknown = 0  # of those before
         last = max(has_signal, default=-1)
         is_strict = self._lookahead == 1 and not self._first_come

@@ -82,6 +82,7 @@ class ReplayMemory:
         return sorted(group_id for _, group_id in ranked[: self._num_drawn])
 
     def _add(self, replayed: ReplayedGroup) -> None:
+        self.forget([replayed.group.group_id])
         self._groups[replayed.group.group_id] = replayed
         self._num_bytes += replayed.group.num_bytes
 

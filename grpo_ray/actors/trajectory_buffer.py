@@ -42,6 +42,7 @@ class TrajectoryBuffer:
         self._cut_max_lag = cut_max_lag
         self._oldest_kept = 0
         self._groups: dict[int, ScoredGroup] = {}  # in the order in which they came
+        self._has_signal: dict[int, bool] = {}  # of the same groups
         self._num_bytes = 0
         self._dropped: list[ScoredGroup] = []  # since the last batch
         self._changed = asyncio.Condition()
@@ -92,7 +93,7 @@ class TrajectoryBuffer:
 
     def _settle(self) -> int:
         """The line has changed: groups without signal leave it, and whoever waits looks again."""
-        dropped = self._line.drop({group_id: group.has_signal for group_id, group in self._groups.items()})
+        dropped = self._line.drop(self._has_signal)
         self._dropped += [self._remove(group_id) for group_id in dropped]
         self._changed.notify_all()
         return len(dropped)
@@ -160,10 +161,12 @@ class TrajectoryBuffer:
 
     def _add(self, group: ScoredGroup) -> None:
         self._groups[group.group_id] = group
+        self._has_signal[group.group_id] = group.has_signal
         self._num_bytes += group.num_bytes
 
     def _remove(self, group_id: int) -> ScoredGroup:
         group = self._groups.pop(group_id)
+        del self._has_signal[group_id]
         self._num_bytes -= group.num_bytes
         return group
 

@@ -91,6 +91,8 @@ class ForwardBackward:
             sum(map(self._num_counted, sequences)),
             config.sampling.max_tokens,
         )
+        if not denominator:  # no token of theirs counts
+            computed = []
         sums: Sums = defaultdict(float, loss=0.0)
         sums["trained_tokens"] = float(sum(len(s.response_token_ids) for s in computed))
         for _, batch in self._batches(computed):
