@@ -13,8 +13,9 @@ from typing import Any
 
 from grpo_ray.audit_checkpoint import CheckpointFacts, audit_checkpoint
 from grpo_ray.audit_rollouts import RolloutFacts, RolloutRows, audit_evaluation, audit_step
-from grpo_ray.config import Config, FileTaskConfig
+from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
+from grpo_ray.config_task import FileTaskConfig
 from grpo_ray.rewards import make_reward_fn
 from grpo_ray.rewards.base import RewardFn
 from grpo_ray.tasks import load_examples

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from grpo_ray.config_algorithm import AlgorithmConfig
+from grpo_ray.config_model import ModelConfig
+from grpo_ray.config_schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config_section import Decay, Fraction, NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config_task import FileTaskConfig, SortingTaskConfig
 from grpo_ray.durable import replacing
 
 
@@ -26,106 +29,6 @@ class RunConfig(Section):
     """What `train` does when the run directory exists: `resume` lets a resubmitted job go on."""
     on_preemption_s: PositiveFloat = 30.0
     """Seconds from SIGTERM to a checkpoint and the end; what takes longer is abandoned."""
-
-
-class WarmupConfig(Section):
-    """The supervised run that gives the tiny model something to improve on."""
-
-    num_steps: PositiveInt = 300
-    """AdamW steps."""
-    batch_size: PositiveInt = 64
-    """Examples a step."""
-    learning_rate: PositiveFloat = 3e-3
-    """Peak rate, after a ramp over a tenth of the steps; then linear decay to 0."""
-    num_threads: PositiveInt = 2
-    """CPU threads (nothing else runs yet)."""
-
-
-class TinyModelConfig(Section):
-    """A Qwen2-architecture model and tokenizer built from the seed, for machines without a model hub."""
-
-    hidden_size: PositiveInt = 128
-    num_layers: PositiveInt = 4
-    num_heads: PositiveInt = 4
-    num_kv_heads: PositiveInt = 2
-    intermediate_size: PositiveInt = 352
-    vocab_size: Annotated[int, Field(ge=260)] = 384
-    """Tokens: 256 bytes, the end token, and merges learned from the task's text."""
-    max_position_embeddings: PositiveInt = 512
-    """Longest sequence, in tokens."""
-    tie_embeddings: bool = True
-    warmup: WarmupConfig | None = WarmupConfig()
-    """`null` leaves the weights at their random initial values."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "TinyModelConfig":
-        if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
-            )
-        return self
-
-
-class ModelConfig(Section):
-    path: str | None = None
-    """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`."""
-    tiny: TinyModelConfig | None = None
-    """Build a tiny model instead of loading one."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of the served weights and of the Learner's forward pass (master weights are float32)."""
-    trust_remote_code: bool = False
-    """Run Python code that a model's folder brings."""
-
-    @field_validator("path")
-    @classmethod
-    def _home_folder(cls, path: str | None) -> str | None:
-        return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ModelConfig":
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give exactly one of `path` (a folder or hub name) and `tiny` (build one)")
-        return self
-
-
-class SortingTaskConfig(Section):
-    """Sort the digits of a number: learnable by a tiny model in a minute."""
-
-    kind: Literal["sorting"] = "sorting"
-    num_digits: Annotated[int, Field(ge=2, le=9)] = 5
-    num_train_prompts: PositiveInt = 2000
-    num_validation_prompts: PositiveInt = 64
-    prompt: str = "short"
-    """Template: `question_only`, `r1_zero`, `short`, or a file with `{question}`."""
-    reward: Literal["exact_match", "question_only", "r1_zero"] = "exact_match"
-
-
-class FileTaskConfig(Section):
-    """Questions and answers from JSONL or Parquet files."""
-
-    kind: Literal["file"] = "file"
-    train_path: str
-    """`.jsonl` or `.parquet`, one example a row."""
-    validation_path: str
-    num_validation_prompts: PositiveInt = 256
-    """The first so many rows of the validation file are evaluated."""
-    question_field: str = "question"
-    answer_field: str = "answer"
-    answer_marker: str | None = None
-    """Keep only what follows the marker's last occurrence as ground truth: GSM8K's is `####`."""
-    duplicates: Literal["drop", "keep"] = "drop"
-    """A question that occurs again with the same answer; with another answer it is refused unless kept."""
-    max_prompt_tokens: PositiveInt | None = None
-    """Longest prompt, template included; default: what the model's positions leave beside the response."""
-    long_prompts: Literal["refuse", "skip", "truncate"] = "refuse"
-    """What happens to longer ones: an error, left out and counted, or cut on the left and counted."""
-    prompt: str = "r1_zero"
-    """Template: `question_only`, `r1_zero`, `short`, or a file with `{question}`."""
-    reward: Literal["exact_match", "question_only", "r1_zero"] = "r1_zero"
 
 
 class SamplingConfig(Section):
@@ -226,53 +129,11 @@ class LearnerConfig(Section):
     _check_cores = field_validator("cpu_cores")(_some_cores)
 
 
-class WeightSyncConfig(Section):
-    max_lag: NonNegativeInt = 1
-    """Largest age, in versions, of a token that is trained on: 0 synchronous, 1 one version behind."""
-    in_flight: bool = True
-    """true: weights change under running requests, which go on under the new ones (best where lengths vary
-    widely). false: a sync first lets the running requests finish on their version (best where they end
-    together: nothing is computed again)."""
-    transport: Literal["object_store", "ipc"] = "object_store"
-    """How weights reach the Generators: Ray's object store, then shared memory into the engine; or `ipc`,
-    read in place on the GPU that colocated Generator and Learner share."""
-    phase_timeout_s: PositiveFloat = 300.0
-    """Seconds each phase of a sync may take; a Generator that takes longer is named and replaced."""
-    checksum: bool = False
-    """Compare a CRC-32 of the weights before they are loaded: about a second for each GB."""
-
-
 class EvaluationConfig(Section):
     every_num_steps: PositiveInt = 20
     """Validate at step 0, every so many steps, and at the end."""
     samples_per_prompt: PositiveInt = 1
     """Responses a validation prompt, at the training temperature."""
-
-
-class ReplayConfig(Section):
-    """Scored groups that are trained on again."""
-
-    frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a batch that is drawn from earlier batches; 0 is plain FIFO."""
-    sampling: Literal["uniform", "recent", "advantage"] = "uniform"
-    """Draw evenly, the newest, or in proportion to the mean |advantage|."""
-    max_age: PositiveInt = 4
-    """No token older than so many versions is trained on again."""
-    max_uses: Annotated[int, Field(ge=2)] = 4
-    """Times a group is trained on, the first included."""
-    max_groups: PositiveInt = 1024
-    """Groups kept; the oldest make room."""
-    max_gib: PositiveFloat = 1.0
-    """Their size, in GiB."""
-
-
-class BufferConfig(Section):
-    max_gib: PositiveFloat = 4.0
-    """Scored groups kept in memory, in GiB; past it only the groups that the Learner waits for are taken in."""
-    lookahead: PositiveInt = 1
-    """A batch is the first finished groups of so many more than it needs, less one: stragglers hold it up
-    less, and come a step later, which `weight_sync.max_lag` must allow. 1 is strict order."""
-    replay: ReplayConfig = ReplayConfig()
 
 
 class CheckpointConfig(Section):

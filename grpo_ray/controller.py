@@ -233,9 +233,9 @@ class Controller:
     def _check_skipped(self, report: StepReport) -> None:
         """A non-finite update was skipped: say so, and end the run when it is one of several in a row."""
         in_a_row, folder = int(report.metrics["optim/skipped_in_a_row"]), self._log.run.skipped
-        if in_a_row:
+        if report.metrics["optim/skipped_updates"]:
             batch = folder / f"{step_name(report.version)}.parquet"
-            text = f"the update of step {report.version} is not finite and is skipped; {batch} holds its batch"
+            text = f"an update of step {report.version} is not finite and is skipped; {batch} holds its batch"
             self._log.event("update_skipped", "learner", text)
         if in_a_row >= self._config.recovery.max_skipped_updates:
             raise RunError(

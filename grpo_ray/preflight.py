@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NoReturn
 
-from grpo_ray.config import Config, FileTaskConfig
+from grpo_ray.config import Config
+from grpo_ray.config_task import FileTaskConfig
 from grpo_ray.policy.loading import (
     check_hub_model,
     check_lengths,

@@ -10,7 +10,9 @@ from any_reward_cli import parity_reward
 from builders import perturb
 
 from grpo_ray.actors.scorer import Scorer
-from grpo_ray.config import Config, SortingTaskConfig, TinyModelConfig
+from grpo_ray.config import Config
+from grpo_ray.config_model import TinyModelConfig
+from grpo_ray.config_task import SortingTaskConfig
 from grpo_ray.policy.tiny import build_model, train_tokenizer
 from grpo_ray.tasks.sorting import warmup_pairs
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_ray.cli import main
-from grpo_ray.config import Config, FileTaskConfig
+from grpo_ray.config import Config
+from grpo_ray.config_task import FileTaskConfig
 from grpo_ray.preflight import TaskData, check_files, prepare
 from grpo_ray.tasks import files, load_examples
 from grpo_ray.tasks.prompts import load_template

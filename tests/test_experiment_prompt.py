@@ -3,8 +3,8 @@
 import pytest
 from small_run import QUICKSTART
 
-from grpo_ray.config import SortingTaskConfig
 from grpo_ray.config_loading import load_config
+from grpo_ray.config_task import SortingTaskConfig
 from grpo_ray.experiments.definitions import EXPERIMENTS
 from grpo_ray.policy.tiny import tiny_tokenizer
 from grpo_ray.rewards import REWARDS, get_reward_fn

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from grpo_ray.config import Config, SortingTaskConfig, TinyModelConfig, WarmupConfig
+from grpo_ray.config import Config
+from grpo_ray.config_model import TinyModelConfig, WarmupConfig
+from grpo_ray.config_task import SortingTaskConfig
 from grpo_ray.policy import loading
 from grpo_ray.policy.loading import (
     check_hub_model,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ray import environment
-from grpo_ray.config import ModelConfig
+from grpo_ray.config_model import ModelConfig
 from grpo_ray.errors import RunError
 
 SOURCES = sorted(Path("grpo_ray").rglob("*.py"))

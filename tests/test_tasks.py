@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ray.config import FileTaskConfig, SortingTaskConfig
+from grpo_ray.config_task import FileTaskConfig, SortingTaskConfig
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.files import read_examples

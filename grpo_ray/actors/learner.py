@@ -52,7 +52,9 @@ class Learner:
         self._dtype = getattr(torch, config.model.dtype)
         self._forward_backward = ForwardBackward(config, end_token_ids, self._device)
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
-        self.model = load_policy(model_path, config.model.trust_remote_code).to(self._device)
+        # Colocated, the first turn is the Generators'.
+        self._home = torch.device("cpu") if config.generator.colocated else self._device
+        self.model = load_policy(model_path, config.model.trust_remote_code).to(self._home)
         if config.learner.gradient_checkpointing:
             self.model.train()  # transformers checkpoints in training mode only; the models have no dropout
             self.model.gradient_checkpointing_enable()
@@ -82,7 +84,7 @@ class Learner:
             return None
         first = self.model
         if initial_path != model_path and kl.reference == "initial":
-            first = load_policy(initial_path, trust).to(self._device)
+            first = load_policy(initial_path, trust).to(self._home)
         return Reference(first, kl, self._dtype)
 
     def __repr__(self) -> str:

@@ -17,7 +17,8 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from grpo_ray.config import Config, TinyModelConfig
+from grpo_ray.config import Config
+from grpo_ray.config_model import TinyModelConfig
 from grpo_ray.policy.warmup import warm_up
 from grpo_ray.tasks.prompts import load_template, render
 from grpo_ray.tasks.sorting import ENDINGS, TAGGED, warmup_pairs

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_ray.config import WarmupConfig
+from grpo_ray.config_model import WarmupConfig
 
 IGNORED = -100  # cross_entropy leaves these labels out
 

@@ -1,6 +1,6 @@
 """Tasks: where questions and ground truths come from, and the order in which they are asked."""
 
-from grpo_ray.config import FileTaskConfig, SortingTaskConfig
+from grpo_ray.config_task import FileTaskConfig, SortingTaskConfig
 from grpo_ray.tasks.duplicates import drop_duplicates
 from grpo_ray.tasks.examples import ExampleSets
 from grpo_ray.tasks.files import read_examples
