@@ -109,6 +109,7 @@ def _audit_training(
     """Each step's file: its own groups, whole, young enough, and rewarded as they deserve."""
     prompts: dict[int, tuple[str, str]] = {}
     trained: Counter[int] = Counter()
+    uses: Counter[int] = Counter()  # batches that a group has been in
     dropped: set[int] = set()
     due: set[int] = set()  # groups that the checkpoint must know as trained or dropped
     for row in {row["step"]: row for row in metrics}.values():
@@ -123,6 +124,12 @@ def _audit_training(
         report.num_groups += len(facts.prompts)
         report.num_completions += facts.num_completions
         trained.update(facts.trained)
+        report.problems += [
+            f"{path.name}: group {group} is replayed as its use {use}, after {uses[group]}"
+            for group, use in facts.replayed.items()
+            if not 0 < uses[group] == use - 1
+        ]
+        uses.update([*facts.trained, *facts.replayed])
         dropped |= set(facts.dropped)
         if row["step"] <= checkpoint.step:
             due |= set(facts.prompts)

@@ -40,6 +40,7 @@ class RolloutFacts:
     problems: list[str] = field(default_factory=list)
     prompts: dict[int, tuple[str, str]] = field(default_factory=dict)  # each own group's, with its truth
     trained: list[int] = field(default_factory=list)  # own groups that were trained
+    replayed: dict[int, int] = field(default_factory=dict)  # groups of earlier steps, with their `use`
     dropped: list[int] = field(default_factory=list)  # and those that were left out for lack of signal
     num_completions: int = 0
     num_errors: int = 0
@@ -71,6 +72,7 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, reward_fn: Rewar
     problems += _compare(metrics, "reward/errors", own.num_errors)
     facts = _facts(own, problems)
     facts.trained = list(fresh.groups)
+    facts.replayed = {group: members[0]["use"] for group, members in replayed.groups.items()}
     facts.dropped = [group for group in own.groups if group not in fresh.groups]
     return facts
 

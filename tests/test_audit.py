@@ -398,6 +398,13 @@ def test_a_group_that_is_replayed_too_often_is_found(mixed: RunDirectory) -> Non
     assert f"{name}: group {group_id} is used 5 times, 4 are allowed" in audit(mixed).problems
 
 
+def test_a_replayed_group_whose_uses_do_not_follow_each_other_is_found(mixed: RunDirectory) -> None:
+    step, group_id = first_with(mixed, lambda row: row["use"] == 2)
+    change_group(mixed, step, group_id, use=3)
+    name = mixed.rollouts_path(step).name
+    assert f"{name}: group {group_id} is replayed as its use 3, after 1" in audit(mixed).problems
+
+
 def test_more_replayed_groups_than_asked_for_are_found(mixed: RunDirectory) -> None:
     step, _ = first_with(mixed, lambda row: row["use"] == 2)
     fresh = next(row["group_id"] for row in read_rollouts(mixed.rollouts_path(step)) if row["use"] == 1)
