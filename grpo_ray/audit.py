@@ -236,7 +236,7 @@ def _audit_evaluations(
 def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:
     """An update that was not finite is counted, and only such a one has its batch kept."""
     skipped = {step_name(row["step"]) for row in metrics if row["optim/skipped_updates"]}
-    report.num_skipped_updates = len(skipped)
+    report.num_skipped_updates = int(sum(row["optim/skipped_updates"] for row in metrics))
     kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
     infinite = [row["step"] for row in metrics if not _is_finite(row["optim/grad_norm"])]
     problems = [

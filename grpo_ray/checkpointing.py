@@ -52,9 +52,10 @@ class Checkpointing:
             self.problem = f"a checkpoint waits for the records before it: {unwritten}"
             return {}
         with self._watch.call("learner", "copies its state for a checkpoint"):
-            report, _ = await asyncio.gather(self._actors.learner.capture(), self._actors.buffer.capture())
+            report = await self._actors.learner.capture()
         if report is None or report.version == self._last_saved:
             return {}
+        await self._actors.buffer.capture(report.version)
         state = RunState(report.version, self._ledger.state_dict(), dict(metrics))
         self._writing = asyncio.create_task(self._write(state))
         return {"timing/checkpoint/capture_s": time.perf_counter() - started}

@@ -103,7 +103,13 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 def _add_comparison_arguments(parser: argparse.ArgumentParser, num_seeds: int) -> None:
     parser.add_argument("--seeds", type=int, default=num_seeds, help="runs a variant (default: %(default)s)")
     parser.add_argument("--output", default="experiments", help="folder for results (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, help="runs at a time (default: as the machine has room for)")
+    parser.add_argument("--jobs", type=_positive, help="runs at a time (default: as the machine has room for)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:

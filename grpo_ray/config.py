@@ -3,6 +3,7 @@
 The defaults are the course handout's, for real models; `configs/` holds one YAML a use.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,9 +97,9 @@ class ScorerConfig(Section):
     num_cpus: NonNegativeFloat = 0
     """CPUs the Scorer reserves in Ray."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds one response may take to grade (`r1_zero`); past them it gets 0, counted in `reward/errors`."""
+    """Seconds one response may take to grade (mathematics); past them it gets 0, counted in `reward/errors`."""
     memory_gib: PositiveFloat = 4.0
-    """Memory that grading may take, in GiB (`r1_zero`)."""
+    """Memory that grading may take, in GiB (mathematics)."""
 
 
 class LearnerConfig(Section):
@@ -161,7 +162,7 @@ class RecoveryConfig(Section):
     stall_timeout_s: PositiveFloat = 1800.0
     """Seconds without any progress before the run says who waits for what, and replaces who is stuck."""
     max_skipped_updates: PositiveInt = 3
-    """So many non-finite updates in a row end the run with a checkpoint of the last good weights."""
+    """So many steps in a row without a finite update end the run with a checkpoint of the last good weights."""
 
 
 class Config(Section):
@@ -194,6 +195,11 @@ class Config(Section):
     def fresh_per_step(self) -> int:
         """Groups of a batch that are sampled for it."""
         return self.algorithm.prompts_per_step - self.replayed_per_step
+
+    @property
+    def num_oversampled(self) -> int:
+        """Groups in flight beyond those that the steps need."""
+        return math.ceil(self.fresh_per_step * self.algorithm.oversample_frac)
 
     @property
     def steps_overtaken(self) -> int:
@@ -256,6 +262,11 @@ class Config(Section):
             raise ValueError(
                 f"buffer.replay.frac is {replay.frac:g}: of algorithm.prompts_per_step "
                 f"({self.algorithm.prompts_per_step}) at least one group must be replayed and one fresh"
+            )
+        if replay.frac and replay.max_groups < self.replayed_per_step:
+            raise ValueError(
+                f"buffer.replay.max_groups ({replay.max_groups}) must be at least the {self.replayed_per_step} "
+                "groups that a batch replays (buffer.replay.frac)"
             )
         if replay.frac and replay.max_age <= max_lag:
             raise ValueError(

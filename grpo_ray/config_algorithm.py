@@ -1,6 +1,5 @@
 """The configuration of the algorithm: what a reward is worth, and what the policy learns from it."""
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -53,10 +52,11 @@ class AlgorithmConfig(Section):
         "grpo_clip"
     )
     """`no_baseline` takes raw rewards, whatever `advantage` says."""
-    cliprange: PositiveFloat = 0.2
-    """Epsilon: ratios are clipped below 1 - epsilon, and above 1 + epsilon. GSPO's are near 3e-4."""
+    cliprange: PositiveFloat | None = None
+    """Epsilon: ratios are clipped below 1 - epsilon and above 1 + epsilon; default: 0.2, and for `gspo`, whose
+    ratios are means over a response, 3e-4 below and 4e-4 above."""
     cliprange_high: PositiveFloat | None = None
-    """Another epsilon above (DAPO's clip-higher); default: the same."""
+    """Another epsilon above (DAPO's clip-higher); default: the same as `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound on ratio times a negative advantage (dual-clip PPO; `grpo_clip`)."""
     aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
@@ -92,9 +92,11 @@ class AlgorithmConfig(Section):
         return "raw" if self.loss == "no_baseline" else self.advantage
 
     @property
-    def num_oversampled(self) -> int:
-        """Groups in flight beyond what a step needs."""
-        return math.ceil(self.prompts_per_step * self.oversample_frac)
+    def clip_epsilons(self) -> tuple[float, float]:
+        """Below and above 1."""
+        low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.2)
+        low = self.cliprange or low
+        return low, self.cliprange_high or (self.cliprange or high)
 
     @model_validator(mode="after")
     def _group_has_baseline(self) -> "AlgorithmConfig":

@@ -33,9 +33,6 @@ from grpo_ray.validation import Validation
 from grpo_ray.watch import Watch
 
 T = TypeVar("T")
-Running = tuple[
-    "asyncio.Task[None]", int
-]  # a group's rollout, and the version that was published when it began
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can go on from its last checkpoint
 
 
@@ -239,7 +236,7 @@ class Controller:
             self._log.event("update_skipped", "learner", text)
         if in_a_row >= self._config.recovery.max_skipped_updates:
             raise RunError(
-                f"recovery.max_skipped_updates: {in_a_row} updates in a row were not finite. The last good "
+                f"recovery.max_skipped_updates: {in_a_row} steps in a row had no finite update. The last good "
                 f"weights are in the newest checkpoint, the batches in {folder}; "
                 "try a lower learner.learning_rate"
             )
@@ -326,6 +323,9 @@ class Controller:
 
     async def _unless_stopped(self, awaitable: Awaitable[T]) -> T:
         """What is awaited; raises _Stopped when the run is to stop first. A task is left running."""
+        if self.was_stopped and asyncio.iscoroutine(awaitable):
+            awaitable.close()
+            raise _Stopped
         work = asyncio.ensure_future(awaitable)
         stop = asyncio.ensure_future(self._stop.wait())
         try:

@@ -52,7 +52,7 @@ class Production:
             version,
             ledger.num_trained,
             ledger.num_left,
-            self._config.algorithm.num_oversampled,
+            self._config.num_oversampled,
             self._config.fresh_per_step,
         )
         if is_resumed:
@@ -87,9 +87,10 @@ class Production:
         """The batch of `step` was taken: places that it left are given away, and whoever is late is cut off."""
         await self.give_places(facts.num_places)
         metrics: dict[str, float] = {}
-        if self._config.algorithm.num_oversampled:
+        if self._config.num_oversampled:
             self._cut(facts.cut_ids)
             self._cut_off_running(step)
+            self._ask_again()
             await self._notify_finished()
             metrics["rollout/cut_groups"] = self._num_cut
         self._num_set_aside = self._num_cut = 0
@@ -117,6 +118,9 @@ class Production:
         """One group: sampled, scored, put into the buffer; only references pass through here."""
         group_id = item.group_id
         scored = await self._rollouts.sample(item, self._config.algorithm.samples_per_prompt, "train")
+        task, _ = self._running.get(group_id, (None, 0))
+        if task is not asyncio.current_task():  # cut off as its answer came
+            return
         del self._running[group_id]  # from here on it is not cut off
         if scored is None:
             await self._set_aside(group_id)

@@ -105,7 +105,8 @@ class Rollouts:
         try:
             with self._watch.call(name, f"samples group {item.group_id}"):
                 group, sampled = seat.client.generate.split(item, settings)
-                await asyncio.wait_for(_coroutine(sampled), limit_s)
+                async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
+                    await sampled
             return group
         except TimeoutError as error:
             raise TimeoutError(f"{name} did not finish it within {limit_s:g} s") from error

@@ -82,7 +82,15 @@ def _is_done(run: RunDirectory, config: Config) -> bool:
     return is_saved and last_logged_step(run.metrics_path) >= num_steps
 
 
-FIXED = ("model.", "task.", "run.seed", "algorithm.prompts_per_step", "algorithm.samples_per_prompt")
+FIXED = (
+    "model.",
+    "task.",
+    "run.seed",
+    "algorithm.prompts_per_step",
+    "algorithm.samples_per_prompt",
+    "algorithm.dynamic_sampling_tries",
+    "buffer.replay.",
+)
 
 
 def _check_same_prompts(before: Config, now: Config) -> None:

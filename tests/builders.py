@@ -180,7 +180,11 @@ def own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int
 
 
 def gradient(learner: Learner) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten().clone() for parameter in learner.model.parameters()])
+    """0 where nothing was learned."""
+    parameters = list(learner.model.parameters())
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().clone() for p in parameters]
+    )
 
 
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:

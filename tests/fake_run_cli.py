@@ -38,7 +38,7 @@ def main() -> int:
     if ending == "not finite":
         write_run(run, script, steps // 2, steps)
         write_checkpoint(run, steps // 2 + 1, {"optim/skipped_in_a_row": 3})  # its line is not written
-        print("grpo-ray: recovery.max_skipped_updates: 3 updates in a row were not finite.", flush=True)
+        print("grpo-ray: recovery.max_skipped_updates: 3 steps in a row had no finite update.", flush=True)
         return 2
     if "meets" in script:
         meet(folder, name, script["meets"])

@@ -37,7 +37,7 @@ def test_defaults_are_the_handouts(tmp_path: Path) -> None:
     assert config.learner.betas == (0.9, 0.95)
     assert (config.learner.weight_decay, config.learner.max_grad_norm) == (0.0, 1.0)
     assert config.generator.gpu_memory_utilization == 0.85
-    assert config.algorithm.cliprange == 0.2
+    assert config.algorithm.clip_epsilons == (0.2, 0.2)
 
 
 def test_overrides(tmp_path: Path) -> None:

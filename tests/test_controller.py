@@ -378,7 +378,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
     poisoned |= {3, 4}
     other = RunDirectory(tmp_path / "other")
     config = make_config("recovery.max_skipped_updates=3")
-    with pytest.raises(RunError, match="3 updates in a row were not finite"):
+    with pytest.raises(RunError, match="3 steps in a row had no finite update"):
         train(config, other.path)
     checkpoint = make_store(config, other).latest()
     assert checkpoint is not None

@@ -197,7 +197,7 @@ def test_failure_and_divergence_are_named_and_only_the_failure_is_tried_again(
     assert float(rows["high"][2]) == 0.7  # the last validation before it went wrong
     summary = fakes.text("summary.md")
     assert "- high, seed 0: failed: the cluster lacks GPUs" in summary
-    assert "- high, seed 1: diverged: 3 updates in a row were not finite" in summary
+    assert "- high, seed 1: diverged: 3 steps in a row had no finite update" in summary
     assert "- low, seed 0: diverged: validation reward fell" in summary
     assert "low, seed 1" not in summary
     fakes.launched()

@@ -111,8 +111,9 @@ class SlowLoss:
         kept = [t for t in range(len(tokens)) if not is_ratio or math.isfinite(old[t])]
         new = [row[token] for row, token in zip(rows, tokens, strict=True)]
         weights = self.weights(first, behaviour)
-        low = 1 - algorithm.cliprange
-        high = 1 + (algorithm.cliprange if algorithm.cliprange_high is None else algorithm.cliprange_high)
+        below, above = (3e-4, 4e-4) if algorithm.loss == "gspo" else (0.2, 0.2)
+        low = 1 - (algorithm.cliprange or below)
+        high = 1 + (algorithm.cliprange_high or algorithm.cliprange or above)
 
         def bounded(ratio: torch.Tensor) -> torch.Tensor:
             return min(max(ratio, torch.tensor(low)), torch.tensor(high))
@@ -246,7 +247,7 @@ def test_every_update_is_the_formula_at_its_own_weights(
     make_learner: Callable[..., Learner], loss: str
 ) -> None:
     """Ratios compare with what the sampler assigned, at every update."""
-    options = {"loss": loss, "epochs_per_batch": 2, "train_batch_size": 6}
+    options = {"loss": loss, "cliprange": 0.2, "epochs_per_batch": 2, "train_batch_size": 6}
     learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
     updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
     for update in updates:
@@ -418,7 +419,7 @@ def test_clips_are_those_of_the_configuration(make_learner: Callable[..., Learne
     num_tokens = sum(len(s.response_token_ids) for s in update.sequences if s.has_signal)
     assert metrics["loss/clip_frac"] == pytest.approx(update.num_clipped / num_tokens)
     assert 0 < update.num_clipped < num_tokens
-    plain = make_learner(algorithm={"loss": options.get("loss", "grpo_clip")})
+    plain = make_learner(algorithm={"loss": options.get("loss", "grpo_clip"), "cliprange": 0.2})
     (other,), _ = updates_of(plain, make_batch(plain, noise=0.5))
     assert relative_difference(other.gradient, update.gradient) > 1e-2
 
@@ -433,7 +434,7 @@ def test_correction_weighs_by_the_first_policy_over_the_sampler(
     make_learner: Callable[..., Learner], loss: str, correction: str, epochs: int
 ) -> None:
     options = {
-        "loss": loss, "off_policy_correction": correction, "old_log_probs": "proximal",
+        "loss": loss, "cliprange": 0.2, "off_policy_correction": correction, "old_log_probs": "proximal",
         "epochs_per_batch": epochs, "correction_cap": 1.1, "correction_band": (0.8, 1.25),
     }  # fmt: skip
     learner = make_learner(algorithm=options)

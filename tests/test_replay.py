@@ -26,7 +26,7 @@ def make_memory(num_drawn: int = 2, seed: int = 0, **config: Any) -> ReplayMemor
 
 def held(memory: ReplayMemory) -> dict[int, int]:
     """Uses by group."""
-    return {replayed.group.group_id: replayed.num_uses for replayed in memory.contents}
+    return {replayed.group.group_id: replayed.num_uses for replayed in memory.contents(99)}
 
 
 def drawn(memory: ReplayMemory, step: int) -> list[tuple[int, int]]:
@@ -49,7 +49,7 @@ def with_advantages(group_id: int, advantages: Sequence[float]) -> ScoredGroup:
 
 def test_groups_that_were_trained_are_held_as_used_once() -> None:
     memory = make_memory()
-    assert (len(memory), memory.contents, memory.draw(0)) == (0, (), ())
+    assert (len(memory), memory.contents(99), memory.draw(0)) == (0, (), ())
     memory.add([simple_group(3), simple_group(1)])
     assert held(memory) == {3: 1, 1: 1}
     metrics = memory.take_metrics()
@@ -101,7 +101,7 @@ def test_group_that_is_trained_again_as_fresh_is_held_once() -> None:
     memory.add([simple_group(3)])
     memory.add([simple_group(3, versions=2)])
     assert held(memory) == {3: 1}
-    assert memory.contents[0].group.rollout.oldest_version == 2
+    assert memory.contents(99)[0].group.rollout.oldest_version == 2
     assert memory.take_metrics()["replay/bytes"] == simple_group(3).num_bytes
 
 
@@ -259,9 +259,9 @@ def test_restored_memory_goes_on_as_the_captured_one() -> None:
     train(memory, range(5))
     memory.take_metrics()
     restored = make_memory(3, seed=5, **options)
-    restored.restore(memory.contents)
+    restored.restore(memory.contents(99))
     assert held(restored) == held(memory)
-    assert same_groups([r.group for r in restored.contents], [r.group for r in memory.contents])
+    assert same_groups([r.group for r in restored.contents(99)], [r.group for r in memory.contents(99)])
     assert train(restored, range(5, 12)) == train(memory, range(5, 12))
     assert restored.take_metrics() == memory.take_metrics()
     assert held(restored) == held(memory)
@@ -302,7 +302,7 @@ def test_nobody_is_too_old_or_used_too_often(data: st.DataObject) -> None:
         num_added += len(fresh)
         assert len(memory) <= bound["max_groups"]
         metrics = memory.take_metrics()
-        assert metrics["replay/bytes"] == sum(r.group.num_bytes for r in memory.contents)
+        assert metrics["replay/bytes"] == sum(r.group.num_bytes for r in memory.contents(99))
         num_evicted += int(sum(value for name, value in metrics.items() if "evicted" in name))
         assert len(memory) == num_added - num_evicted  # nobody is gone uncounted
 

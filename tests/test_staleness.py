@@ -278,7 +278,7 @@ def train(config: Config, pace: Pace, resume_after: int | None = None) -> tuple[
         schedule, last = Schedule(config, pace, trained, ledger), config.algorithm.num_steps
         if resume_after is not None:
             await schedule.run(resume_after)
-            await schedule.buffer.capture()
+            await schedule.buffer.capture(resume_after)
             await schedule.buffer.write_captured(folder)
             schedule = Schedule(config, pace, trained, ledger, resume_after, folder)
         await schedule.run(last)

@@ -488,7 +488,7 @@ def test_captured_groups_come_back(tmp_path: Path) -> None:
         await buffer.begin((2, 3, 4, 5, 6), next_id=7)
         for group in groups.values():
             await buffer.put(group)
-        assert await buffer.capture() == (2, 3, 4, 5, 6)
+        assert await buffer.capture(99) == (2, 3, 4, 5, 6)
         await buffer.take(1, oldest_version=0)  # what happens after the capture does not matter
         await buffer.put(simple_group(7))
         await buffer.write_captured(tmp_path)
@@ -519,7 +519,7 @@ def test_dropped_groups_are_dropped_again_after_a_resume(tmp_path: Path) -> None
         for group_id in (0, 1, 2):
             receipt = await buffer.put(simple_group(group_id, has_signal=group_id != 1))
             places += receipt.num_places
-        assert await buffer.capture() == (0, 1, 2)
+        assert await buffer.capture(99) == (0, 1, 2)
         await buffer.write_captured(tmp_path)
         return places, (await buffer.take(0, oldest_version=0))[1]
 
@@ -543,7 +543,7 @@ def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None
             await buffer.put(simple_group(group_id))
         for step in range(3):
             await buffer.take(step, oldest_version=0)
-        await buffer.capture()
+        await buffer.capture(99)
         await buffer.write_captured(tmp_path)
         resumed = make_buffer(2, checkpoint=tmp_path, **options)
         await resumed.begin(range(6, 12), next_id=12)
@@ -562,7 +562,7 @@ def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None
 def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
     async def run() -> None:
         buffer = make_buffer(2)
-        assert await buffer.capture() == ()
+        assert await buffer.capture(99) == ()
         await buffer.write_captured(tmp_path)
         resumed = make_buffer(2, checkpoint=tmp_path)
         assert await resumed.group_ids() == ()
@@ -577,7 +577,7 @@ def test_captured_groups_that_cannot_be_written_are_an_oserror(tmp_path: Path) -
     async def run() -> None:
         buffer = make_buffer(1)
         await buffer.put(simple_group(0))
-        await buffer.capture()
+        await buffer.capture(99)
         with pytest.raises(OSError, match="missing"):
             await buffer.write_captured(tmp_path / "missing")
 

@@ -19,6 +19,8 @@ class Generator:
         self._slowdown_s = slowdown_s
         self._version = version
         self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._busy_since = 0.0
         self._busy_s = 0.0
         self._sampled_tokens = 0
@@ -67,8 +69,8 @@ class Generator:
         await self._engine.resume()
 
     async def sleep(self) -> None:
-        """Colocated: the Learner's turn. Admission lets no group run meanwhile."""
-        assert self._num_running == 0
+        """Colocated: the Learner's turn, once nothing runs here any more; admission lets nothing begin."""
+        await self._idle.wait()
         await self._engine.sleep()
 
     async def wake(self) -> None:
@@ -91,8 +93,10 @@ class Generator:
         if self._num_running == 0:
             self._busy_since = time.perf_counter()
         self._num_running += 1
+        self._idle.clear()
 
     def _leave(self) -> None:
         self._num_running -= 1
         if self._num_running == 0:
+            self._idle.set()
             self._busy_s += time.perf_counter() - self._busy_since

@@ -141,11 +141,13 @@ class Learner:
                 of_this = {name: value for name, value in of_this.items() if name not in MISMATCH}
             updates.append({**self._update(of_this["loss"]), "loss/policy": of_this["loss"]})
             add(sums, of_this)
+        num_skipped = sum(update["optim/skipped_updates"] for update in updates)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if num_skipped == len(updates) else 0
         return {
             **{name: float(np.mean([update[name] for update in updates])) for name in updates[0]},
             **mean_metrics(sums),
             "optim/num_updates": float(len(updates)),
-            "optim/skipped_updates": float(sum(update["optim/skipped_updates"] for update in updates)),
+            "optim/skipped_updates": num_skipped,
             "optim/skipped_in_a_row": float(self._skipped_in_a_row),
             "throughput/trained_tokens": sums["trained_tokens"],
         }
@@ -163,12 +165,10 @@ class Learner:
         is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not is_skipped:
             self._optimizer.step()
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": learning_rate,
             "optim/skipped_updates": float(is_skipped),
-            "optim/skipped_in_a_row": float(self._skipped_in_a_row),
         }
 
     def _keep_skipped(self, groups: Sequence[ScoredGroup]) -> None:
@@ -205,6 +205,7 @@ class Learner:
         """A copy of the weights in the served dtype, which outlives the next step, and its version."""
         parameters, sync = self.model.named_parameters(), self._config.weight_sync
         if sync.transport == "ipc":
+            self._shared = None  # every Generator has the one before by now
             packed = pack_on_device(parameters, self.version, self._dtype, self._device)
             snapshot, self._shared = packed  # kept until the next: a Generator that is replaced loads it too
             return snapshot, self.version
@@ -222,6 +223,7 @@ class Learner:
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
+        self._optimizer.zero_grad()  # or the last gradient would be carried along
         self.model.to(device)
         move_optimizer(self._optimizer, device)
         if self._reference is not None:

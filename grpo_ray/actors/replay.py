@@ -27,14 +27,16 @@ class ReplayMemory:
         self._config, self._num_drawn, self._seed = config, num_drawn, seed
         self._groups: dict[int, ReplayedGroup] = {}  # in the order of their first use
         self._num_bytes = 0
+        self._drawn_step = -1
+        self._before: tuple[ReplayedGroup, ...] = ()  # what was there before that draw
         self._evicted = dict.fromkeys(("age", "uses", "room"), 0)
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    @property
-    def contents(self) -> tuple[ReplayedGroup, ...]:
-        return tuple(self._groups.values())
+    def contents(self, version: int) -> tuple[ReplayedGroup, ...]:
+        """As the batches before step `version` have left it."""
+        return tuple(self._groups.values()) if self._drawn_step < version else self._before
 
     def restore(self, contents: Iterable[ReplayedGroup]) -> None:
         for replayed in contents:
@@ -55,6 +57,7 @@ class ReplayMemory:
 
         Nobody is drawn who has a token older than `max_age` versions, or was used `max_uses` times.
         """
+        self._drawn_step, self._before = step, tuple(self._groups.values())
         for group_id, replayed in list(self._groups.items()):
             if replayed.group.rollout.oldest_version < step - self._config.max_age:
                 self._evict(group_id, "age")

@@ -176,10 +176,13 @@ class TrajectoryBuffer:
         """The groups held now, in order; those that were dropped since the last batch are among them."""
         return tuple(sorted([*self._groups, *(group.group_id for group in self._dropped)]))
 
-    async def capture(self) -> tuple[int, ...]:
-        """Remember the groups held now, for `write_captured`; returns their ids."""
+    async def capture(self, version: int) -> tuple[int, ...]:
+        """Remember the groups held now, for `write_captured`; returns their ids.
+
+        Of a batch that was taken and that the Learner, at `version`, has not trained, no use is counted.
+        """
         group_ids = await self.group_ids()
-        self._captured = (*self._groups.values(), *self._dropped), self._memory.contents
+        self._captured = (*self._groups.values(), *self._dropped), self._memory.contents(version)
         return group_ids
 
     async def write_captured(self, folder: Path) -> None:
@@ -199,6 +202,8 @@ class TrajectoryBuffer:
         for group in read_groups(folder / GROUPS):
             self._add(group)
         replay = folder / REPLAY
+        if not replay.exists():  # a checkpoint of an older version of grpo_ray
+            return
         groups, uses = read_groups(replay), read_uses(replay)
         self._memory.restore(ReplayedGroup(*pair) for pair in zip(groups, uses, strict=True))
 
@@ -209,7 +214,7 @@ class TrajectoryBuffer:
 
 def buffer_arguments(config: Config, rollouts_folder: Path | None, checkpoint: Path | None) -> tuple[Any, ...]:
     """What TrajectoryBuffer is made of, as the configuration wants it."""
-    is_cut = config.algorithm.num_oversampled > 0
+    is_cut = config.num_oversampled > 0
     line = BatchLine(
         config.fresh_per_step,
         config.buffer.lookahead,

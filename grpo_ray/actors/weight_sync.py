@@ -184,7 +184,7 @@ def weight_sync_arguments(
 ) -> tuple[int, int, float, int, int]:
     """What follows the Generators in WeightSync's arguments, for a run at `version` by its ledger's account."""
     fresh = config.fresh_per_step
-    extra = places_beyond(version, num_trained, num_left, config.algorithm.num_oversampled, fresh)
+    extra = places_beyond(version, num_trained, num_left, config.num_oversampled, fresh)
     sync = config.weight_sync
     return sync.max_lag - config.steps_overtaken, fresh, sync.phase_timeout_s, version, extra
 

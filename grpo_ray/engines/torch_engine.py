@@ -59,8 +59,7 @@ class TorchEngine:
         return await finished
 
     async def _serve(self) -> None:
-        while self._waiting:
-            taken = self._take_waiting()
+        while taken := self._take_waiting():
             try:
                 await self._sample([sequence for sequences, _ in taken for sequence in sequences])
             except Exception as error:
@@ -73,8 +72,9 @@ class TorchEngine:
                     finished.set_result(tuple(sequence.completion() for sequence in sequences))
 
     def _take_waiting(self) -> list[_Waiting]:
-        """As many requests as fit `max_num_seqs`, and one at least."""
-        taken = [self._waiting.pop(0)]
+        """As many requests as fit `max_num_seqs`, and one at least; nobody waits for one that was cancelled."""
+        self._waiting = [request for request in self._waiting if not request[1].cancelled()]
+        taken, self._waiting = self._waiting[:1], self._waiting[1:]
         if not self._joins_requests:
             return taken
         while self._waiting and sum(len(s) for s, _ in [*taken, self._waiting[0]]) <= self._max_num_seqs:

@@ -144,7 +144,8 @@ _ALL = (
             "one-behind": (ONE_BEHIND, "weight_sync.in_flight=false"),
             "one-behind-in-flight": (ONE_BEHIND, "weight_sync.in_flight=true"),
             "bounded-4": ("weight_sync.max_lag=4",),
-            "lookahead": (ONE_BEHIND, "buffer.lookahead=9"),
+            # In flight, or every sync would wait for the stragglers that the look-ahead goes around.
+            "lookahead": (ONE_BEHIND, "buffer.lookahead=9", "weight_sync.in_flight=true"),
             "oversample": (SYNCHRONOUS, "algorithm.oversample_frac=0.25"),
             "dynamic-sampling": (ONE_BEHIND, "algorithm.dynamic_sampling_tries=2"),
             **{

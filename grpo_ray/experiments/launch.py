@@ -78,6 +78,8 @@ class Launcher:
             run = waiting.popleft()
             self._on_start(run)
             self._children.append(_Child(run, [*self._program, "train", self._base, *run.overrides], gpus))
+            if self._is_stopped:  # the signal came while it was started
+                self._children[-1].interrupt()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -116,7 +116,7 @@ def _status(
     newest = _newest_checkpoint(run.config, run.directory)
     num_steps, num_skipped = run.config.algorithm.num_steps, _skipped_in_a_row(rows, newest)
     if num_skipped >= run.config.recovery.max_skipped_updates or (error or "").startswith(NOT_FINITE):
-        return "diverged", f"{num_skipped} updates in a row were not finite" if num_skipped else str(error)
+        return "diverged", f"{num_skipped} steps in a row had no finite update" if num_skipped else str(error)
     is_saved = newest is not None and newest.state.step >= num_steps
     if not (is_saved and rows and rows[-1]["step"] >= num_steps):
         return ("not finished", "") if error is None else ("failed", error)

@@ -8,4 +8,4 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0:
-                state[name] = value.to(device, non_blocking=True)
+                state[name] = value.to(device)

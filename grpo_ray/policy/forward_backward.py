@@ -14,6 +14,7 @@ from grpo_ray.algorithms import (
     effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
+    kl_estimate,
     logprob_mismatch,
     loss_denominator,
     policy_gradient_step,
@@ -35,11 +36,12 @@ class ForwardBackward:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
         self._dtype = getattr(torch, config.model.dtype)
         algorithm = config.algorithm
+        low, high = algorithm.clip_epsilons
         self._objective = Objective(
             loss_type=algorithm.loss,
             aggregation=algorithm.aggregation,
-            cliprange=algorithm.cliprange,
-            cliprange_high=algorithm.cliprange_high,
+            cliprange=low,
+            cliprange_high=high,
             dual_clip=algorithm.dual_clip,
             kl_coefficient=algorithm.kl.coefficient,
             kl_estimator=algorithm.kl.estimator,
@@ -50,7 +52,8 @@ class ForwardBackward:
     def needs_proximal(self) -> bool:
         """The objective asks what the policy was before the first update on the batch."""
         algorithm = self._config.algorithm
-        return algorithm.old_log_probs == "proximal" or algorithm.off_policy_correction != "none"
+        is_old = algorithm.old_log_probs == "proximal" and self._objective.needs_old_log_probs
+        return is_old or algorithm.off_policy_correction != "none"
 
     @torch.no_grad()
     def with_proximal(
@@ -94,9 +97,24 @@ class ForwardBackward:
         if not denominator:  # no token of theirs counts
             computed = []
         sums: Sums = defaultdict(float, loss=0.0)
+        for _, batch in self._batches([s for s in sequences if not s.has_signal and not has_more]):
+            if batch.reference_logprobs is not None:
+                add(sums, self._measure_kl(model, batch))
         sums["trained_tokens"] = float(sum(len(s.response_token_ids) for s in computed))
         for _, batch in self._batches(computed):
             add(sums, self._backward(model, batch, denominator))
+        return sums
+
+    @torch.no_grad()
+    def _measure_kl(self, model: PreTrainedModel, batch: MicroBatch) -> Sums:
+        """Of responses from which nothing is learned: the policy's distance is measured on all of them."""
+        assert batch.reference_logprobs is not None
+        log_probs, _ = self._log_probs(model, batch)
+        mask = batch.response_mask
+        sums = {"kl_tokens": float(mask.sum())}
+        for estimator in ("k1", "k3"):
+            kl = kl_estimate(log_probs.double(), batch.reference_logprobs.double(), estimator)
+            sums[f"kl_{estimator}_sum"] = kl[mask].sum().item()
         return sums
 
     def _backward(self, model: PreTrainedModel, batch: MicroBatch, denominator: float) -> Sums:
@@ -129,6 +147,7 @@ class ForwardBackward:
         )
         loss.backward()
         sums = {name: count.item() for name, count in counts.items()}
+        sums["kl_tokens"] = sums["num_tokens"]
         sums |= {"loss": loss.item(), "entropy": entropy.detach()[mask].sum().item()}
         if batch.proximal_logprobs is None:
             sums |= _mismatch_sums(log_probs.detach(), batch)
@@ -173,7 +192,8 @@ def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         ),
     }
     if "kl_k1_sum" in sums:
-        metrics |= {"loss/kl_ref": got["kl_k1_sum"] / tokens, "loss/kl_ref_k3": got["kl_k3_sum"] / tokens}
+        measured = max(1.0, got["kl_tokens"])
+        metrics |= {"loss/kl_ref": got["kl_k1_sum"] / measured, "loss/kl_ref_k3": got["kl_k3_sum"] / measured}
     return metrics
 
 

@@ -66,7 +66,8 @@ def minibatches(
 ) -> list[list[TrainSequence]]:
     """The sequences of each optimizer update: every epoch is dealt anew into minibatches of `size`.
 
-    The last of an epoch may be smaller. None is all of them, in their order.
+    Where that does not divide them, as many minibatches are all a little smaller: a remainder of a few would
+    get a whole update. None is all of them, in their order.
     """
     if size is None or size >= len(sequences):
         return [list(sequences)] * num_epochs
@@ -74,7 +75,8 @@ def minibatches(
     for epoch in range(num_epochs):
         dealt = list(sequences)
         random.Random(f"{seed}/{epoch}").shuffle(dealt)
-        updates += [dealt[start : start + size] for start in range(0, len(dealt), size)]
+        num_updates = -(-len(dealt) // size)
+        updates += [dealt[first::num_updates] for first in range(num_updates)]
     return updates
 
 

@@ -136,7 +136,7 @@ class PromptLedger:
         self._num_dropped += len(self._leave(self._buffered, group_ids, "buffered"))
 
     def mark_set_aside(self, group_id: int) -> None:
-        """The group could not be finished: its batch is trained without it."""
+        """The group could not be finished: another takes its place."""
         self._set_aside |= self._leave(self._in_flight, [group_id], "in flight")
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class PromptLedger:
         self._in_flight = set()
         self._set_aside = set(state["set_aside"])
         self._num_trained = state["num_trained"]
-        self._num_dropped = state["num_dropped"]
+        self._num_dropped = state.get("num_dropped", 0)  # checkpoints of older versions have none
         self._num_cuts.clear()
 
     def _leave(self, states: set[int], group_ids: Iterable[int], name: str) -> set[int]:

@@ -141,8 +141,8 @@ def _schedule(config: Config) -> str:
         parts.append(f"{config.replayed_per_step} groups replayed, up to {buffer.replay.max_age} versions old")
     if buffer.lookahead > 1:
         parts.append(f"look-ahead of {buffer.lookahead}")
-    if algorithm.num_oversampled:
-        parts.append(f"{algorithm.num_oversampled} groups more than needed")
+    if config.num_oversampled:
+        parts.append(f"{config.num_oversampled} groups more than needed")
     if algorithm.dynamic_sampling_tries:
         parts.append("groups without signal replaced")
     return ", ".join(parts)

@@ -40,18 +40,23 @@ class RunDirectory:
         """Refuse a path that `create` would refuse: for before anything expensive."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
-        if self.path.is_dir() and any(entry.name != LOCK_NAME for entry in self.path.iterdir()):
+        if self.path.is_dir() and not all(map(self._is_empty, self.path.iterdir())):
             raise ValueError(_in_use(self.path))
+
+    def _is_empty(self, entry: Path) -> bool:
+        """It holds nothing of a run: one that was killed as it made its folders can be made again."""
+        folders = (self.rollouts, self.evaluations, self.checkpoints, self.logs)
+        return entry.name == LOCK_NAME or (entry in folders and not any(entry.iterdir()))
 
     def create(self, config: Config) -> None:
         """Make the folders and write the resolved configuration; refuses a folder that is in use."""
         self.check_free()
         try:
-            self.rollouts.mkdir(parents=True)
+            self.rollouts.mkdir(parents=True, exist_ok=self.rollouts.exists())
         except FileExistsError:  # another run of this name made it since the look above
             raise ValueError(_in_use(self.path)) from None
         for folder in (self.evaluations, self.checkpoints, self.logs):
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         dump_config(config, self.config_path)
 
     def lock(self) -> AbstractContextManager[None]:
