@@ -159,6 +159,12 @@ class FakeEngine:
     async def resume(self) -> None:
         self._call("resume")
 
+    async def sleep(self) -> None:
+        self._call("sleep")
+
+    async def wake(self) -> None:
+        self._call("wake")
+
     async def shutdown(self) -> None:
         self._call("shutdown")
 
@@ -295,6 +301,28 @@ def test_overlapping_groups_are_busy_once() -> None:
         await asyncio.gather(*(generator.generate(make_item(), make_settings(max_tokens=n)) for n in lengths))
         busy_s = (await generator.take_stats()).busy_s
         assert 0.09 <= busy_s <= time.perf_counter() - started
+
+    asyncio.run(run())
+
+
+def test_generator_sleeps_when_its_last_group_has_ended() -> None:
+    """Even one that was cut off takes a moment to end."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        generator = Generator("generator-0", engine)
+        groups = [asyncio.create_task(generator.generate(make_item(), make_settings())) for _ in range(2)]
+        await asyncio.sleep(0)
+        sleeping = asyncio.create_task(generator.sleep())
+        groups[0].cancel()
+        await asyncio.sleep(0.01)
+        assert not sleeping.done()
+        engine.released.set()
+        await asyncio.wait_for(sleeping, 5)
+        assert groups[1].done()
+        await generator.wake()
+        await asyncio.wait_for(generator.sleep(), 5)
+        assert engine.calls == ["generate", "generate", "sleep", "wake", "sleep"]
 
     asyncio.run(run())
 

@@ -40,6 +40,20 @@ def test_defaults_are_the_handouts(tmp_path: Path) -> None:
     assert config.algorithm.clip_epsilons == (0.2, 0.2)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "epsilons"),
+    [
+        (["algorithm.loss=gspo"], (3e-4, 4e-4)),
+        (["algorithm.loss=gspo", "algorithm.cliprange=0.1"], (0.1, 0.1)),
+        (["algorithm.cliprange=0.1"], (0.1, 0.1)),
+        (["algorithm.cliprange_high=0.28"], (0.2, 0.28)),
+    ],
+)
+def test_clip_range_by_loss(tmp_path: Path, overrides: list[str], epsilons: tuple[float, float]) -> None:
+    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"), overrides)
+    assert config.algorithm.clip_epsilons == epsilons
+
+
 def test_overrides(tmp_path: Path) -> None:
     overrides = [
         "learner.learning_rate=1e-4",  # YAML 1.1 reads this as text; pydantic makes it a number
@@ -159,6 +173,10 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (
             ["generator.colocated=true", "weight_sync.max_lag=0", "generator.num_generators=2"],
             ["generator.colocated: one Generator and the Learner share one GPU", "(they are 2, 1 and 1)"],
+        ),
+        (
+            ["buffer.replay.frac=0.5", "buffer.replay.max_groups=15"],
+            ["buffer.replay.max_groups (15) must be at least the 16 groups that a batch replays"],
         ),
         (["weight_sync.transport=ipc"], ["weight_sync.transport: `ipc`", "use `object_store`"]),
         (["sampling.min_tokens=2000"], ["sampling: min_tokens (2000) must not exceed max_tokens (1024)"]),

@@ -337,6 +337,7 @@ def test_planning_imports_no_torch() -> None:
         (["experiment", "kl-drif"], "'kl-drif' is not an experiment; did you mean kl-drift?"),
         (["experiment"], "give the name of an experiment: learning-rate, "),
         (["experiment", "async", "--config", "nowhere.yaml"], "nowhere.yaml: 1 problem"),
+        (["sweep", QUICKSTART, "a.b=1", "--seeds", "0"], "--seeds 0: give at least 1"),
         (["sweep", QUICKSTART], "a sweep needs at least one"),
         (["sweep", QUICKSTART, "--seeds", "2", "a.b"], "'a.b': write it as section.key=value"),
     ],
@@ -344,6 +345,13 @@ def test_planning_imports_no_torch() -> None:
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_jobs_are_counted_from_one(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["experiment", "async", f"--jobs={jobs}"])
+    assert f"'{jobs}' is not a number of at least 1" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:

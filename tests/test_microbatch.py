@@ -106,7 +106,9 @@ def test_every_epoch_deals_each_sequence_once(num_sequences: int, size: int | No
     assert len(updates) == num_epochs * per_epoch
     for epoch in range(num_epochs):
         own = dealt[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert [len(update) for update in own[:-1]] == [whole] * (per_epoch - 1)
+        sizes = [len(update) for update in own]
+        assert max(sizes) <= whole
+        assert max(sizes) - min(sizes) <= 1  # no remainder of a few that gets a whole update
         assert sorted(place for update in own for place in update) == list(range(num_sequences))
     if per_epoch == 1:
         assert dealt == [list(range(num_sequences))] * num_epochs  # nothing to deal
@@ -124,7 +126,7 @@ def test_dealing_comes_from_the_seed_alone() -> None:
     assert deal("0/minibatches/0") != deal("1/minibatches/0")
     first, second = deal("0/minibatches/0")[:2], deal("0/minibatches/0")[2:]
     assert first != second  # each epoch anew
-    assert deal("0/minibatches/0")[0] == [5, 7, 3, 0]  # in every process
+    assert deal("0/minibatches/0")[0] == [5, 3, 2, 4]  # in every process
 
 
 # ---- micro_batches ----

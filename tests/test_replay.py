@@ -47,6 +47,16 @@ def with_advantages(group_id: int, advantages: Sequence[float]) -> ScoredGroup:
 # ---- what is held ----
 
 
+def test_a_draw_that_was_not_trained_is_not_counted() -> None:
+    """A checkpoint at version 5 when the batch of step 5 was taken already, and one after it was trained."""
+    memory = make_memory(max_uses=2, max_age=4)
+    memory.add([simple_group(0, versions=0), simple_group(1, versions=4), simple_group(2, versions=4)])
+    assert drawn(memory, 5) == [(1, 2), (2, 2)]  # and both are used up, while 0 is too old
+    memory.add([simple_group(3, versions=5)])
+    assert {r.group.group_id: r.num_uses for r in memory.contents(5)} == {0: 1, 1: 1, 2: 1}
+    assert {r.group.group_id: r.num_uses for r in memory.contents(6)} == {3: 1}
+
+
 def test_groups_that_were_trained_are_held_as_used_once() -> None:
     memory = make_memory()
     assert (len(memory), memory.contents(99), memory.draw(0)) == (0, (), ())

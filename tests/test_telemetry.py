@@ -82,6 +82,19 @@ def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file").check_free()
 
 
+def test_a_folder_whose_making_was_interrupted_is_free(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.rollouts.mkdir(parents=True)
+    run.logs.mkdir()
+    run.create(CONFIG)
+    assert load_config(run.config_path) == CONFIG
+    other = RunDirectory(tmp_path / "other")
+    other.logs.mkdir(parents=True)
+    (other.logs / "learner.log").write_text("x")
+    with pytest.raises(ValueError, match="is not empty"):
+        other.create(CONFIG)
+
+
 def test_rewind_forgets_later_steps_only(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.create(CONFIG)
