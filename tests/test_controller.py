@@ -211,19 +211,22 @@ def test_a_scorer_that_dies_is_replaced_and_scores_again(tmp_path: Path) -> None
 def test_a_run_restores_itself_when_it_loses_what_it_cannot_do_without(
     tmp_path: Path, victim: str, version: int
 ) -> None:
-    config = make_config()
+    config, run = make_config(), RunDirectory(tmp_path / "run")
+    newest = run.checkpoints / "step-000004"
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller.has_begun and controller._version >= version)
+        if version:
+            await until(newest.exists)
         getattr(actors, victim).die()
         await asyncio.sleep(60)
 
-    run = RunDirectory(tmp_path / "run")
     train(config, run.path, once(meddle))
     audit(run, config)
-    assert [event["text"] for event in events(run, "restored")] == [
-        f"the run goes on from step {4 if version else 0}"
-    ]
+    (event,) = events(run, "restored")
+    # A later one may have been whole by then.
+    expected = [f"the run goes on from step {step}" for step in ((4, 6) if version else (0,))]
+    assert event["text"] in expected
 
 
 def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> None:

@@ -174,9 +174,9 @@ def test_arguments_by_the_ledger_s_account(tiny_config: Config) -> None:
     assert weight_sync_arguments(config, num_trained=4, num_left=0, version=2) == (1, 2, 7.0, 2, 0)
     assert weight_sync_arguments(config, num_trained=4, num_left=5, version=2) == (1, 2, 7.0, 2, 5)
     data["buffer"]["lookahead"] = 1
-    data["algorithm"]["oversample_frac"] = 0.5  # of 3 prompts, 2 more
+    data["algorithm"]["oversample_frac"] = 0.5  # of 2 fresh ones: 1 more
     config = Config.model_validate(data)
-    assert weight_sync_arguments(config, num_trained=4, num_left=5, version=2) == (3, 2, 7.0, 2, 7)
+    assert weight_sync_arguments(config, num_trained=4, num_left=5, version=2) == (3, 2, 7.0, 2, 6)
 
 
 # ---- Generators that do not come along ----
