@@ -134,9 +134,11 @@ def test_after_kill_9_of_the_driver_nothing_is_left_and_the_run_goes_on(tmp_path
 @pytest.mark.ray
 def test_sigterm_has_a_deadline_and_a_second_signal_none(tmp_path: Path) -> None:
     """A step that outlasts the warning is abandoned; a second signal does not even wait for that."""
-    slow = ["learner.slowdown_s=30", "algorithm.num_steps=5"]
-    for name, signals, limit_s in (("deadline", [signal.SIGTERM], 15.0), ("twice", [signal.SIGINT] * 2, 3.0)):
-        process = start(tmp_path / name, *slow, "run.on_preemption_s=1")
+    slow = ["learner.slowdown_s=30", "algorithm.num_steps=5", "run.on_preemption_s=1"]
+    cases = {"deadline": ([signal.SIGTERM], 15.0), "twice": ([signal.SIGINT] * 2, 3.0)}
+    processes = {name: start(tmp_path / name, *slow) for name in cases}  # both at once: most of it is the start
+    for name, (signals, limit_s) in cases.items():
+        process = processes[name]
         rollouts = tmp_path / name / "rollouts" / "step-000001.parquet"
         while not rollouts.exists():  # the first batch is with the Learner now
             assert process.poll() is None, process.communicate()[0]
