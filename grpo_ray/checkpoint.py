@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.config import Config
 from grpo_ray.durable import sync, sync_tree
 from grpo_ray.telemetry.json_lines import read_lines, to_json
-from grpo_ray.telemetry.run_files import step_name
+from grpo_ray.telemetry.run_files import RunDirectory, step_name
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,11 @@ class CheckpointStore:
 
     def _renamed(self, prefix: str, folder: Path) -> Path:
         return folder.with_name(f"{prefix}-{folder.name}")
+
+
+def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
+    keep = config.checkpoint
+    return CheckpointStore(run.checkpoints, keep.keep, keep.keep_best, run.evaluations_summary_path)
 
 
 def _state_path(folder: Path) -> Path:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.checkpoint import Checkpoint, CheckpointStore, make_store
 from grpo_ray.config import Config
 from grpo_ray.controller import RECOVERABLE, Controller
 from grpo_ray.errors import RunError, shown_plainly
@@ -19,11 +19,6 @@ RETRY_S = 2.0
 
 # (config, prepared, run directory, checkpoint) -> the actors, ended when the block is left.
 Host = Callable[[Config, Prepared, Path, Checkpoint | None], AbstractContextManager[Any]]
-
-
-def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
-    keep = config.checkpoint
-    return CheckpointStore(run.checkpoints, keep.keep, keep.keep_best, run.evaluations_summary_path)
 
 
 def train_through_restores(

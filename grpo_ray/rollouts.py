@@ -223,7 +223,3 @@ class Rollouts:
                         "scorer_back", "scorer", f"scores again after {seconds:.1f} s", seconds=seconds
                     )
                     return
-
-
-async def _coroutine(awaitable: Any) -> Any:
-    return await awaitable

@@ -6,18 +6,19 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo_ray import cluster
+from grpo_ray.checkpoint import make_store
 from grpo_ray.config import Config, dump_config
 from grpo_ray.config_loading import load_config
+from grpo_ray.config_schema import leaves
 from grpo_ray.controller import RECOVERABLE, Controller
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.hosting import running
 from grpo_ray.policy.loading import is_local
 from grpo_ray.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.report.ending import print_ending
-from grpo_ray.restores import how_to_go_on, make_store, train_through_restores
+from grpo_ray.restores import how_to_go_on, train_through_restores
 from grpo_ray.telemetry.console import RunConsole, plan
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step
 
@@ -95,21 +96,13 @@ FIXED = (
 
 def _check_same_prompts(before: Config, now: Config) -> None:
     """A run keeps its model and its prompts' order; everything else may change when it is resumed."""
-    old, new = _leaves(before.model_dump()), _leaves(now.model_dump())
+    old, new = leaves(before.model_dump()), leaves(now.model_dump())
     for path in sorted(old.keys() | new.keys()):
         if path.startswith(FIXED) and old.get(path) != new.get(path):
             raise RunError(
                 f"{path}: this run has {old.get(path)!r} and cannot go on with {new.get(path)!r}; "
                 "leave it, or train a new run"
             )
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The tree's values by dotted path."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return leaves
 
 
 @contextlib.contextmanager

@@ -15,11 +15,12 @@ from local_actors import LocalActors
 from local_runs import Killed, Recorder, Watcher, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
+from grpo_ray.checkpoint import make_store
 from grpo_ray.config import Config
 from grpo_ray.controller import Controller
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.preflight import check_files, prepare
-from grpo_ray.restores import make_store, train_through_restores
+from grpo_ray.restores import train_through_restores
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.training import Interrupted, run_until_signal

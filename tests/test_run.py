@@ -13,6 +13,7 @@ from small_run import QUICKSTART, SMALL
 
 from grpo_ray import cluster
 from grpo_ray.audit import audit
+from grpo_ray.checkpoint import make_store
 from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
 from grpo_ray.controller import Controller
@@ -20,7 +21,6 @@ from grpo_ray.evaluation import EvaluationSummary
 from grpo_ray.hosting import running
 from grpo_ray.preflight import check_files, prepare
 from grpo_ray.restarts import RestartBudget
-from grpo_ray.restores import make_store
 from grpo_ray.run_log import RunLog
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_rollouts

@@ -109,10 +109,9 @@ class TrajectoryBuffer:
         if self._writer is not None:
             await self._writer.room()
         async with self._changed:
-            await self._changed.wait_for(lambda: self._line.batch(self._groups) is not None)
+            group_ids = await self._changed.wait_for(lambda: self._line.batch(self._groups))
+            assert group_ids is not None  # what was waited for
             # From here on nothing is awaited: a caller that gives up has the whole batch, or none of it.
-            group_ids = self._line.batch(self._groups)
-            assert group_ids is not None
             write_error = self._writer.error if self._writer is not None else None
             rejected = self._remove_older([self._groups[g] for g in group_ids], oldest_version)
             if rejected:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.config_loading import load_config
+from grpo_ray.config_schema import leaves
 from grpo_ray.durable import replacing
 from grpo_ray.errors import RunError
 from grpo_ray.experiments.plan import Plan
@@ -61,7 +62,7 @@ def _read_definition(path: Path) -> dict[str, Any]:
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     if before["base_sha256"] != now["base_sha256"]:
-        old, new = _leaves(before["base_config"]), _leaves(now["base_config"])
+        old, new = leaves(before["base_config"]), leaves(now["base_config"])
         lines += _changes("base configuration: ", old, new)
     for key in ("common", "overrides"):
         if before[key] != now[key]:
@@ -83,10 +84,3 @@ def _changes(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> li
 
 def _words(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return leaves

@@ -4,14 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from grpo_ray.checkpoint import Checkpoint, CheckpointStore
-from grpo_ray.config import Config
+from grpo_ray.checkpoint import Checkpoint, make_store
 from grpo_ray.experiments.plan import PlannedRun
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_files import last_of_each_step
 
 Status = Literal["finished", "diverged", "failed", "not finished"]
 NOT_FINITE = "recovery.max_skipped_updates"  # how the run's error begins
@@ -100,10 +98,10 @@ def read_outcome(run: PlannedRun, error: str | None = None) -> Outcome:
 
 def _read(run: PlannedRun, error: str | None) -> Outcome:
     directory, num_steps = run.directory, run.config.algorithm.num_steps
-    rows = _rows(directory.metrics_path)
+    rows = last_of_each_step(directory.metrics_path)
     evaluations = [
         (row["step"], float(row["reward"]))
-        for row in _rows(directory.evaluations_summary_path)
+        for row in last_of_each_step(directory.evaluations_summary_path)
         if row["reward"] is not None
     ]
     status, reason = _status(run, rows, evaluations, error)
@@ -113,7 +111,7 @@ def _read(run: PlannedRun, error: str | None) -> Outcome:
 def _status(
     run: PlannedRun, rows: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], error: str | None
 ) -> tuple[Status, str]:
-    newest = _newest_checkpoint(run.config, run.directory)
+    newest = make_store(run.config, run.directory).latest()
     num_steps, num_skipped = run.config.algorithm.num_steps, _skipped_in_a_row(rows, newest)
     if num_skipped >= run.config.recovery.max_skipped_updates or (error or "").startswith(NOT_FINITE):
         return "diverged", f"{num_skipped} steps in a row had no finite update" if num_skipped else str(error)
@@ -131,17 +129,3 @@ def _skipped_in_a_row(rows: Sequence[dict[str, Any]], newest: Checkpoint | None)
     last = rows[-1].get(name) if rows else None
     saved = newest.state.metrics.get(name) if newest is not None else None
     return int(max(last or 0, saved or 0))
-
-
-def _newest_checkpoint(config: Config, directory: RunDirectory) -> Checkpoint | None:
-    keep = config.checkpoint
-    store = CheckpointStore(
-        directory.checkpoints, keep.keep, keep.keep_best, directory.evaluations_summary_path
-    )
-    return store.latest()
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """In the order of their steps; of a step that was done again, the last time."""
-    rows = read_metrics(path) if path.exists() else []
-    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]

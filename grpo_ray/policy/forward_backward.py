@@ -1,7 +1,7 @@
 """The policy over sequences, one micro-batch after another: log-probabilities looked up, gradients added up."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -55,29 +55,35 @@ class ForwardBackward:
         is_old = algorithm.old_log_probs == "proximal" and self._objective.needs_old_log_probs
         return is_old or algorithm.off_policy_correction != "none"
 
-    @torch.no_grad()
     def with_proximal(
         self, model: PreTrainedModel, sequences: Sequence[TrainSequence]
     ) -> tuple[list[TrainSequence], Sums]:
         """The sequences with the model's log-probabilities as they are now, and how far the sampler's are."""
-        sums: Sums = defaultdict(float)
-        found: dict[int, np.ndarray] = {}
-        for places, batch in self._batches(sequences):
-            log_probs, _ = self._log_probs(model, batch)
-            add(sums, _mismatch_sums(log_probs, batch))
-            found |= zip(places, _rows(log_probs, batch), strict=True)
+        found, sums = self._look_up(model, sequences, _mismatch_sums)
         return [replace(s, proximal_logprobs=found[place]) for place, s in enumerate(sequences)], sums
 
-    @torch.no_grad()
     def with_reference(
         self, reference: PreTrainedModel, sequences: Sequence[TrainSequence]
     ) -> list[TrainSequence]:
         """The sequences with the reference's log-probabilities."""
+        found, _ = self._look_up(reference, sequences, lambda log_probs, batch: {})
+        return [replace(s, reference_logprobs=found[place]) for place, s in enumerate(sequences)]
+
+    @torch.no_grad()
+    def _look_up(
+        self,
+        model: PreTrainedModel,
+        sequences: Sequence[TrainSequence],
+        measure: Callable[[torch.Tensor, MicroBatch], Sums],
+    ) -> tuple[dict[int, np.ndarray], Sums]:
+        """Each response's log-probabilities, by the sequence's place, and the sums of what is measured."""
+        sums: Sums = defaultdict(float)
         found: dict[int, np.ndarray] = {}
         for places, batch in self._batches(sequences):
-            log_probs, _ = self._log_probs(reference, batch)
+            log_probs, _ = self._log_probs(model, batch)
+            add(sums, measure(log_probs, batch))
             found |= zip(places, _rows(log_probs, batch), strict=True)
-        return [replace(s, reference_logprobs=found[place]) for place, s in enumerate(sequences)]
+        return found, sums
 
     def backward(self, model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> Sums:
         """Add the gradient of one update on all of `sequences` to `.grad`; returns summed metrics.

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.telemetry.run_files import last_of_each_step
 
 INK, GRID = "#333333", "#e3e3e3"
 TRAINING, VALIDATION = "#9bbbd8", "#c0392b"
@@ -22,8 +22,8 @@ def plot_reward_curve(
     metrics_path: str | Path, evaluations_summary_path: str | Path, out_png: str | Path
 ) -> None:
     """Write a 1200x800 PNG from `metrics.jsonl` and `evaluations/summary.jsonl`; either may not exist yet."""
-    metrics = _last_of_each_step(metrics_path)
-    evaluations = _last_of_each_step(evaluations_summary_path)
+    metrics = last_of_each_step(metrics_path)
+    evaluations = last_of_each_step(evaluations_summary_path)
     timed = [row for row in metrics if row.get("timing/step_s") is not None]
     # Drawn without pyplot, which keeps every figure alive and picks a backend for the whole process.
     figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
@@ -40,12 +40,6 @@ def plot_reward_curve(
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(out_png)
-
-
-def _last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
-    """A resumed run does some steps again; the last time is what counts."""
-    rows = read_metrics(path) if Path(path).exists() else []
-    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
 def _plot_rewards(axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from grpo_ray.config import Config, dump_config
 from grpo_ray.durable import replacing
@@ -11,7 +12,15 @@ from grpo_ray.telemetry.json_lines import JsonLines, lines_and_rows
 from grpo_ray.telemetry.json_lines import read_lines as read_metrics
 from grpo_ray.telemetry.run_lock import locked
 
-__all__ = ["JsonLines", "MetricsLog", "RunDirectory", "last_logged_step", "read_metrics", "step_name"]
+__all__ = [
+    "JsonLines",
+    "MetricsLog",
+    "RunDirectory",
+    "last_logged_step",
+    "last_of_each_step",
+    "read_metrics",
+    "step_name",
+]
 
 LOCK_NAME = ".lock"
 
@@ -97,6 +106,12 @@ class MetricsLog:
     def append(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Write the step's line; returns why it, or an earlier one, is not on the disk yet."""
         return self._lines.append({"step": step, **metrics})
+
+
+def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
+    """A log's rows in the order of their steps: a resumed run does some again, and the last time counts."""
+    rows = read_metrics(path) if Path(path).exists() else []
+    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
 def last_logged_step(path: str | Path) -> int:
