@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from grpo_ray.config_reward import Reward
 from grpo_ray.config_section import Section
 
 
@@ -16,7 +17,8 @@ class SortingTaskConfig(Section):
     num_validation_prompts: PositiveInt = 64
     prompt: str = "short"
     """Template: `question_only`, `r1_zero`, `short`, or a file with `{question}`."""
-    reward: Literal["exact_match", "question_only", "r1_zero"] = "exact_match"
+    reward: Reward = "exact_match"
+    """A reward's name, `module:function`, or a list of weighted terms."""
 
 
 class FileTaskConfig(Section):
@@ -40,4 +42,5 @@ class FileTaskConfig(Section):
     """What happens to longer ones: an error, left out and counted, or cut on the left and counted."""
     prompt: str = "r1_zero"
     """Template: `question_only`, `r1_zero`, `short`, or a file with `{question}`."""
-    reward: Literal["exact_match", "question_only", "r1_zero"] = "r1_zero"
+    reward: Reward = "r1_zero"
+    """A reward's name, `module:function`, or a list of weighted terms."""

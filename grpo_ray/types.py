@@ -39,6 +39,7 @@ class PromptItem:
     prompt_token_ids: tuple[int, ...]
     ground_truth: str
     num_cuts: int = 0  # times it was cut off by oversampling before
+    task: str = ""  # the part of a mixture that it comes from
 
 
 @dataclass(frozen=True)

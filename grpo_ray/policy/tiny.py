@@ -100,7 +100,7 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
     assert config.model.tiny is not None
     task = config.task.model_dump(exclude={"reward", "prompt"})
     template = load_template(config.task.prompt)
-    ending = ENDINGS.get(config.task.reward, TAGGED)
+    ending = ENDINGS.get(str(config.task.reward), TAGGED)
     recipe = [_RECIPE, config.model.tiny.model_dump(), task, template, ending, config.run.seed]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"tiny-{digest}"

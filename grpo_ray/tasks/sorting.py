@@ -33,7 +33,7 @@ def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[t
     # Drawing as many more as are taken leaves enough after the taken ones are dropped.
     drawn = _distinct_numbers(rng, config.num_digits, num_pairs + len(taken))
     fresh = [digits for digits in drawn if digits not in taken][:num_pairs]
-    ending = ENDINGS.get(config.reward, TAGGED)
+    ending = ENDINGS.get(str(config.reward), TAGGED)
     return [(_question(digits), _response(rng, digits, ending)) for digits in fresh]
 
 
