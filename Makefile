@@ -10,8 +10,9 @@ READY  := $(VENV)/.ready
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
+# Two processes: the tests that start Ray or vLLM one after another, and beside them all others.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .
