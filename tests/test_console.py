@@ -1,5 +1,6 @@
 """What a run prints, where it cannot be printed."""
 
+import os
 import sys
 
 import pytest
@@ -16,3 +17,13 @@ def test_a_log_on_a_full_disk_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch
         console.print("a line")
     with pytest.raises(OSError, match="No space left"):
         full.close()
+
+
+def test_a_reader_that_went_away_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # `grpo-ray train ... | head`
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with RunConsole(num_steps=2) as console:
+            console.status("training")
+            console.print("a line that is longer than any buffer " * 1000)

@@ -1,6 +1,7 @@
 """What a run prints: a plan, a progress bar or a line a step, evaluations, and the end."""
 
 import contextlib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,12 @@ class _PatientConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         with contextlib.suppress(OSError):
             super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more: say nothing more, rather than exit as rich does."""
+        self.quiet = True
+        with open(os.devnull, "w") as nowhere:  # what is left in the file's buffer goes there
+            os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 class RunConsole:
