@@ -1,0 +1,41 @@
+"""The Learner's state on a disk that fills up: an OSError wherever it happens, which a run rides through."""
+
+import errno
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.policy.training_state import capture_state, write_state
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """Writing gives EFBIG, where a full disk's is ENOSPC."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_model_written", [False, True], ids=["model", "tokenizer"])
+def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
+    is_model_written: bool,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokenizer = load_policy(str(tiny_model())), load_tokenizer(str(tiny_model()))
+    state = capture_state(model, torch.optim.AdamW(model.parameters()), {"version": 1}, {})
+    (tmp_path / "training").mkdir()
+    if is_model_written:  # it fills up after the model's files, in tokenizer.json, which Rust writes
+        monkeypatch.setattr(model, "save_pretrained", lambda *_, **__: None)
+    with no_file_longer_than(2000), pytest.raises(OSError, match="too large") as caught:
+        write_state(state, model, tokenizer, tmp_path)
+    assert caught.value.errno == errno.EFBIG
