@@ -12,14 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_ray.audit_checkpoint import CheckpointFacts, audit_checkpoint
-from grpo_ray.audit_rollouts import RolloutFacts, RolloutRows, audit_evaluation, audit_step
+from grpo_ray.audit_epochs import audit_epochs
+from grpo_ray.audit_rollouts import Asked, RolloutFacts, RolloutRows, audit_evaluation, audit_step
 from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
-from grpo_ray.config_task import FileTaskConfig
-from grpo_ray.rewards import make_reward_fn
-from grpo_ray.rewards.base import RewardFn
-from grpo_ray.tasks import load_examples
-from grpo_ray.tasks.prompts import load_template, render
+from grpo_ray.rewards.grader import Grader
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
 
@@ -71,15 +68,15 @@ def audit(run: RunDirectory) -> AuditReport:
     checkpoint = audit_checkpoint(run, last, is_finished)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
-    reward_fn = make_reward_fn(config.task.reward, config.scorer.timeout_s, config.scorer.memory_gib)
+    grader = Grader(config.task.rewards, config.scorer)
     try:
         if config.run.save_rollouts:
-            _audit_training(run, config, metrics, checkpoint, reward_fn, report)
+            _audit_training(run, config, metrics, checkpoint, grader, report)
         else:
             report.notes.append("run.save_rollouts is false: what was trained cannot be audited")
-        _audit_evaluations(run, config, last, is_finished, reward_fn, report)
+        _audit_evaluations(run, config, last, is_finished, grader, report)
     finally:
-        getattr(reward_fn, "close", lambda: None)()
+        grader.close()
     report.problems += _audit_skipped(run, metrics, report)
     if is_finished:
         report.problems += _leftovers(run)
@@ -103,11 +100,11 @@ def _audit_training(
     config: Config,
     metrics: Sequence[Row],
     checkpoint: CheckpointFacts,
-    reward_fn: RewardFn,
+    grader: Grader,
     report: AuditReport,
 ) -> None:
     """Each step's file: its own groups, whole, young enough, and rewarded as they deserve."""
-    prompts: dict[int, tuple[str, str]] = {}
+    prompts: dict[int, Asked] = {}
     trained: Counter[int] = Counter()
     uses: Counter[int] = Counter()  # batches that a group has been in
     dropped: set[int] = set()
@@ -119,7 +116,7 @@ def _audit_training(
                 report.problems.append(f"{path.name}: step {step} was trained and has no rollouts")
             continue
         rows = RolloutRows(path.name, read_rollouts(path))
-        facts = audit_step(rows, row, config, reward_fn)
+        facts = audit_step(rows, row, config, grader)
         _add(report, facts)
         report.num_groups += len(facts.prompts)
         report.num_completions += facts.num_completions
@@ -143,7 +140,9 @@ def _audit_training(
         if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
             report.problems.append(f"{file.name}: rollouts of a step that has no line in metrics.jsonl")
     report.problems += _audit_account(checkpoint, due)
-    report.problems += _audit_epochs(config, prompts, checkpoint, report)
+    problems, notes = audit_epochs(config, prompts, checkpoint)
+    report.problems += problems
+    report.notes += notes
 
 
 def _audit_account(checkpoint: CheckpointFacts, due: set[int]) -> Iterator[str]:
@@ -164,57 +163,8 @@ def _add(report: AuditReport, facts: RolloutFacts) -> None:
     report.num_errors += facts.num_errors
 
 
-def _audit_epochs(
-    config: Config,
-    prompts: dict[int, tuple[str, str]],
-    checkpoint: CheckpointFacts,
-    report: AuditReport,
-) -> Iterator[str]:
-    """Each epoch asks every training prompt once, but for groups that were set aside.
-
-    Args:
-        prompts: with its ground truth, of each group that is done.
-    """
-    training = _training_prompts(config, report)
-    size = checkpoint.num_examples or (len(training) if training is not None else 0)
-    if not size or not prompts:
-        return
-    if training is not None and len(training) != size:
-        yield f"the prompt order has {size} examples, the task {len(training)}"
-        return
-    expected = Counter(training) if training is not None else None
-    for epoch in range(max(prompts) // size + 1):
-        groups = range(epoch * size, (epoch + 1) * size)
-        asked = Counter(prompts[group] for group in groups if group in prompts)
-        # Whatever is not done by now stands in the checkpoint, or came after it.
-        is_whole = not (checkpoint.unfinished & set(groups)) and groups.stop <= (checkpoint.next_group_id or 0)
-        if expected is None and is_whole and not checkpoint.set_aside & set(groups):
-            expected = asked  # an epoch stands for the others where the task is not at hand
-        if expected is None:
-            continue
-        for (prompt, _), n in (asked - expected).items():
-            yield f"epoch {epoch}: asks {prompt!r} {n} times too often, or with another ground truth"
-        num_missing = (expected - asked).total() - len(checkpoint.set_aside & set(groups))
-        if is_whole and num_missing > 0:
-            yield f"epoch {epoch}: {num_missing} training prompts were not asked"
-
-
-def _training_prompts(config: Config, report: AuditReport) -> list[tuple[str, str]] | None:
-    """(prompt, ground truth) of every training example, if they are at hand and asked as they are."""
-    if isinstance(config.task, FileTaskConfig) and config.task.long_prompts != "refuse":
-        report.notes.append("task.long_prompts: prompts may be cut or left out; epochs are compared alone")
-        return None
-    try:
-        examples = load_examples(config.task, config.run.seed).train
-        template = load_template(config.task.prompt)
-    except (OSError, ValueError) as error:
-        report.notes.append(f"the task is not at hand, so epochs are compared with each other alone: {error}")
-        return None
-    return [(render(template, example.question), example.ground_truth) for example in examples]
-
-
 def _audit_evaluations(
-    run: RunDirectory, config: Config, last: int, is_finished: bool, reward_fn: RewardFn, report: AuditReport
+    run: RunDirectory, config: Config, last: int, is_finished: bool, grader: Grader, report: AuditReport
 ) -> None:
     """Each step that is due has one, its rewards are true, and its summary says what its responses say."""
     path = run.evaluations_summary_path
@@ -230,7 +180,7 @@ def _audit_evaluations(
             report.problems.append(f"evaluations/{file.name} is missing")
             continue
         rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))
-        _add(report, audit_evaluation(rows, summary, config, reward_fn))
+        _add(report, audit_evaluation(rows, summary, config, grader))
 
 
 def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:

@@ -4,14 +4,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_ray.actors.scorer import advantages_of
+from grpo_ray.actors.scorer import UNGRADED, advantages_of
 from grpo_ray.config import Config
-from grpo_ray.rewards.base import RewardFn, verdict
-from grpo_ray.rewards.isolated import ScoringError
+from grpo_ray.rewards.grader import Grader
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
 
 Row = dict[str, Any]
@@ -29,16 +28,24 @@ class RolloutRows:
 
     @property
     def num_errors(self) -> int:
-        return sum(rows[0]["num_errors"] for rows in self.groups.values())
+        return sum(row["error"] is not None for row in self.rows)
 
     def mean(self, column: str) -> float:
         return sum(row[column] for row in self.rows) / max(1, len(self.rows))
 
 
+class Asked(NamedTuple):
+    """What a group was asked."""
+
+    text: str  # the prompt
+    ground_truth: str
+    task: str  # the part of a mixture
+
+
 @dataclass
 class RolloutFacts:
     problems: list[str] = field(default_factory=list)
-    prompts: dict[int, tuple[str, str]] = field(default_factory=dict)  # each own group's, with its truth
+    prompts: dict[int, Asked] = field(default_factory=dict)  # each own group's
     trained: list[int] = field(default_factory=list)  # own groups that were trained
     replayed: dict[int, int] = field(default_factory=dict)  # groups of earlier steps, with their `use`
     dropped: list[int] = field(default_factory=list)  # and those that were left out for lack of signal
@@ -46,7 +53,7 @@ class RolloutFacts:
     num_errors: int = 0
 
 
-def audit_step(rows: RolloutRows, metrics: Row, config: Config, reward_fn: RewardFn) -> RolloutFacts:
+def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Grader) -> RolloutFacts:
     """The batch of one step: its own groups (fresh or dropped), and those that are replayed.
 
     Args:
@@ -58,7 +65,7 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, reward_fn: Rewar
     fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
     problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
     problems += _audit_size(fresh, own, replayed, config)
-    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt, reward_fn)
+    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt, grader)
     problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
     if replayed.rows:
         problems += _audit_lag(replayed, metrics, config.buffer.replay.max_age, "buffer.replay.max_age")
@@ -91,13 +98,13 @@ def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, con
             yield f"group {group} was left out, and has a signal"
 
 
-def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, reward_fn: RewardFn) -> RolloutFacts:
+def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Grader) -> RolloutFacts:
     """One validation: all its tokens are of its step's version.
 
     Args:
         summary: its line in summary.jsonl.
     """
-    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt, reward_fn))
+    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt, grader))
     versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
     if versions - {None} != {summary["step"]}:
         problems.append(f"sampled by versions {sorted(versions - {None})}, not {summary['step']} alone")
@@ -107,7 +114,9 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, reward_fn:
 
 
 def _facts(rows: RolloutRows, problems: list[str]) -> RolloutFacts:
-    prompts = {group: (r[0]["prompt"], r[0]["ground_truth"]) for group, r in rows.groups.items()}
+    asked = {group: members[0] for group, members in rows.groups.items()}
+    # Runs of older versions have no column for the part.
+    prompts = {g: Asked(row["prompt"], row["ground_truth"], row.get("task", "")) for g, row in asked.items()}
     named = [f"{rows.name}: {problem}" for problem in problems]
     return RolloutFacts(named, prompts, num_completions=len(rows.rows), num_errors=rows.num_errors)
 
@@ -135,9 +144,9 @@ def _versions(rows: RolloutRows) -> list[int]:
     return [span["version"] for row in rows.rows for span in row["versions"]]
 
 
-def _audit_groups(rows: RolloutRows, config: Config, num_samples: int, reward_fn: RewardFn) -> Iterator[str]:
+def _audit_groups(rows: RolloutRows, config: Config, num_samples: int, grader: Grader) -> Iterator[str]:
     for group, members in rows.groups.items():
-        problems = [*_audit_members(members, num_samples), *_audit_rewards(members, reward_fn)]
+        problems = [*_audit_members(members, num_samples), *_audit_rewards(members, grader)]
         problems += _audit_advantages(members, config)
         yield from (f"group {group}: {problem}" for problem in problems)
 
@@ -146,8 +155,8 @@ def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
     """One prompt, each completion once and whole."""
     if [row["sample"] for row in members] != list(range(num_samples)):
         yield f"has completions {[row['sample'] for row in members]} instead of {num_samples}"
-    for name in ("prompt", "ground_truth", "prompt_token_ids", "generator", "num_errors"):
-        if any(row[name] != members[0][name] for row in members):
+    for name in ("task", "prompt", "ground_truth", "prompt_token_ids", "generator"):
+        if any(row.get(name) != members[0].get(name) for row in members):
             yield f"has more than one {name}"
     for row in members:
         if not row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]):
@@ -168,30 +177,21 @@ def _audit_versions(row: Row) -> Iterator[str]:
         yield "min_version and max_version are not those of its spans"
 
 
-def _audit_rewards(members: list[Row], reward_fn: RewardFn) -> Iterator[str]:
-    """Rewards are what the response earns, or 0 for one of the group's that could not be graded."""
-    wrong, num_ungraded = [], 0
-    for row in members:
-        recorded = {name: row[name] for name in REWARDS}
-        try:
-            earned = reward_fn(row["response"], row["ground_truth"])
-        except ScoringError:  # nor can it be graded now
-            earned = None
-        if recorded == earned:
-            continue
-        if recorded == verdict(has_format=False, is_right=False):
-            num_ungraded += 1
-        else:
-            wrong.append(f"completion {row['sample']}: reward {recorded['reward']:g}, it earns {earned}")
-    yield from wrong
-    if num_ungraded > members[0]["num_errors"]:
-        yield f"{num_ungraded} rewards are 0 without cause; {members[0]['num_errors']} were counted as errors"
+def _audit_rewards(members: list[Row], grader: Grader) -> Iterator[str]:
+    """Rewards are what the response earns, or 0 for one that could not be graded."""
+    task = members[0].get("task", "")
+    results = grader.grade(task, [(row["response"], row["ground_truth"]) for row in members])
+    for row, result in zip(members, results, strict=True):
+        expected = result if row["error"] is None else UNGRADED
+        if {name: row[name] for name in REWARDS} != expected:
+            yield f"completion {row['sample']}: reward {row['reward']:g}, it earns {expected}"
 
 
 def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
     rewards = np.array([row["reward"] for row in members], np.float32)
     lengths = np.array([row["num_tokens"] for row in members])
-    worth = advantages_of(rewards, lengths, config.algorithm, config.sampling.max_tokens)
+    is_graded = np.array([row["error"] is None for row in members])
+    worth = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens)
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, worth, rtol=1e-5, atol=1e-5):
         yield f"advantages {recorded.tolist()} are recorded, its rewards give {worth.tolist()}"

@@ -7,6 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from grpo_ray.cli_data import add_data
+from grpo_ray.cli_evaluate import add_evaluate
+from grpo_ray.cli_numbers import positive
+from grpo_ray.cli_playground import add_playground
 from grpo_ray.config_loading import ConfigError, load_config
 from grpo_ray.errors import RunError, shown_plainly
 
@@ -81,6 +85,17 @@ def _parser() -> argparse.ArgumentParser:
         help="compare every combination of some values",
         description="Run every combination of the values, such as learner.learning_rate=1e-4,2e-4.",
     ))  # fmt: skip
+    add_evaluate(commands.add_parser(
+        "evaluate",
+        help="sample and grade a model's answers",
+        description="Sample and grade answers of a model, of a run's checkpoint, or of all of them.",
+    ))  # fmt: skip
+    add_data(commands.add_parser("data", help="make a dataset", description="Make a dataset."))
+    add_playground(commands.add_parser(
+        "playground",
+        help="a lecture's small examples of policy gradients",
+        description="The examples of Stanford CS336's lecture on policy gradients; see docs/playground.md.",
+    ))  # fmt: skip
     return parser
 
 
@@ -103,13 +118,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 def _add_comparison_arguments(parser: argparse.ArgumentParser, num_seeds: int) -> None:
     parser.add_argument("--seeds", type=int, default=num_seeds, help="runs a variant (default: %(default)s)")
     parser.add_argument("--output", default="experiments", help="folder for results (default: %(default)s)")
-    parser.add_argument("--jobs", type=_positive, help="runs at a time (default: as the machine has room for)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
+    parser.add_argument("--jobs", type=positive, help="runs at a time (default: as the machine has room for)")
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:

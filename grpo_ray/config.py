@@ -13,7 +13,7 @@ from grpo_ray.config_algorithm import AlgorithmConfig
 from grpo_ray.config_model import ModelConfig
 from grpo_ray.config_schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config_section import Decay, Fraction, NonNegativeFloat, NonNegativeInt, Section
-from grpo_ray.config_task import FileTaskConfig, SortingTaskConfig
+from grpo_ray.config_task import Task
 from grpo_ray.durable import replacing
 
 
@@ -96,10 +96,12 @@ class GeneratorConfig(Section):
 class ScorerConfig(Section):
     num_cpus: NonNegativeFloat = 0
     """CPUs the Scorer reserves in Ray."""
+    num_workers: PositiveInt = 4
+    """Processes that grade mathematics, or with a function of yours; the other rewards need none."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds one response may take to grade (mathematics); past them it gets 0, counted in `reward/errors`."""
-    memory_gib: PositiveFloat = 4.0
-    """Memory that grading may take, in GiB (mathematics)."""
+    """Seconds one response may take to grade; past them its worker is ended, and it counts in `reward/errors`."""
+    memory_gib: PositiveFloat = 2.0
+    """Memory that one response may take to grade beside the libraries, in GiB; with more it ends likewise."""
 
 
 class LearnerConfig(Section):
@@ -170,7 +172,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig
-    task: Annotated[SortingTaskConfig | FileTaskConfig, Field(discriminator="kind")]
+    task: Annotated[Task, Field(discriminator="kind")]
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     generator: GeneratorConfig = GeneratorConfig()

@@ -1,6 +1,7 @@
 """Read a configuration: YAML, then dotted overrides, then validation, with every problem in one message."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         data = _read_mapping(path)
     except ConfigError as error:
         raise ConfigError(_message(path, [str(error), *_apply_overrides({}, overrides)])) from None
-    problems = _apply_overrides(data, overrides)
+    return make_config(data, overrides, path)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The YAML file's mapping, not validated; raises ConfigError."""
     try:
-        config = Config.model_validate(data)
+        return _read_mapping(path)
+    except ConfigError as error:
+        raise ConfigError(_message(path, [str(error)])) from None
+
+
+def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str | Path) -> Config:
+    """The configuration in a mapping, changed by overrides; `source` begins the message of a ConfigError."""
+    changed = deepcopy(dict(data))
+    problems = _apply_overrides(changed, overrides)
+    try:
+        config = Config.model_validate(changed)
     except ValidationError as error:
         problems += [_explain(detail) for detail in error.errors()]
     if problems:
-        raise ConfigError(_message(path, problems))
+        raise ConfigError(_message(source, problems))
     return config
 
 
-def _message(path: Path, problems: Sequence[str]) -> str:
+def _message(path: str | Path, problems: Sequence[str]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return "\n  ".join([f"{path}: {count} in the configuration", *problems])
 

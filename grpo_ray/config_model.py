@@ -7,6 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from grpo_ray.config_section import Section
 
+Implementation = Literal["transformers", "grpo_ray"]
+
 
 class WarmupConfig(Section):
     """The supervised run that gives the tiny model something to improve on."""
@@ -22,7 +24,10 @@ class WarmupConfig(Section):
 
 
 class TinyModelConfig(Section):
-    """A Qwen2-architecture model and tokenizer built from the seed, for machines without a model hub."""
+    """A model and tokenizer built from the seed, for machines without a model hub.
+
+    Of Qwen2's architecture, or, with `model.implementation: grpo_ray`, a TransformerLM (Llama's).
+    """
 
     hidden_size: PositiveInt = 128
     num_layers: PositiveInt = 4
@@ -55,6 +60,9 @@ class ModelConfig(Section):
     """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`."""
     tiny: TinyModelConfig | None = None
     """Build a tiny model instead of loading one."""
+    implementation: Implementation = "transformers"
+    """What the Learner and the torch engine compute with: transformers' classes, or `grpo_ray`'s own
+    TransformerLM, for any plain Llama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the served weights and of the Learner's forward pass (master weights are float32)."""
     trust_remote_code: bool = False

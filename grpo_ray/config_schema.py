@@ -9,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from grpo_ray.config import Config
@@ -37,7 +38,7 @@ def resolve(location: Sequence[int | str]) -> tuple[str, Any]:
     path = ""
     annotation: Any = Config
     for part in location:
-        chosen = _section_with_tag(annotation, part)
+        chosen = _section_with_tag(annotation, part) or _alternative_with_tag(annotation, part)
         if chosen is not None:
             annotation = chosen
             continue
@@ -53,7 +54,10 @@ def describe(annotation: Any) -> str:
     if annotation in TYPE_NAMES:
         return TYPE_NAMES[annotation]
     if (sections := sections_of(annotation)) and not _allows_null(annotation):
-        return " or ".join(f"a mapping of {', '.join(field_names(section))}" for section in sections)
+        if len(sections) > 1:
+            kinds = ", ".join(section.model_fields["kind"].default for section in sections)
+            return f"a mapping of kind ({kinds}) and the fields of that kind"
+        return f"a mapping of {', '.join(field_names(sections[0]))}"
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         bounds = _bounds(arguments[1:])
@@ -62,6 +66,8 @@ def describe(annotation: Any) -> str:
         return _either([str(value) for value in arguments])
     if origin in (Union, UnionType):
         return _either([describe(argument) for argument in arguments])
+    if origin is dict:
+        return f"a mapping of names, each to {describe(arguments[1])}"
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"a list, each element {describe(arguments[0])}"
     if origin is tuple:
@@ -87,8 +93,20 @@ def _section_with_tag(annotation: Any, tag: int | str) -> type[Section] | None:
     return next((section for section in sections if section.model_fields["kind"].default == tag), None)
 
 
+def _alternative_with_tag(annotation: Any, tag: int | str) -> Any:
+    """That of a union whose alternatives are told apart by `Tag`."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return next((one for one in alternatives if Tag(str(tag)) in getattr(one, "__metadata__", ())), None)
+
+
 def _field(annotation: Any, name: str) -> Any:
     """The annotation of a section's field, with the constraints that pydantic keeps apart put back."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is dict:  # every name of a mapping is as the others
+        return get_args(annotation)[1]
     for section in sections_of(annotation):
         field: FieldInfo | None = section.model_fields.get(name)
         if field is not None:

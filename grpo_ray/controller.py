@@ -19,11 +19,11 @@ from grpo_ray.actors.staleness import oldest_allowed
 from grpo_ray.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.checkpointing import Checkpointing
 from grpo_ray.config import Config
-from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled
+from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.preflight import Prepared
 from grpo_ray.production import Production
 from grpo_ray.restarts import RestartBudget
-from grpo_ray.rollouts import Rollouts
+from grpo_ray.rollouts import Rollouts, training_settings
 from grpo_ray.run_log import Metrics, RunLog
 from grpo_ray.stalls import keep_watch
 from grpo_ray.telemetry.memory import resident_bytes
@@ -53,7 +53,8 @@ class Controller:
         self._version = self._first_step = checkpoint.state.step if checkpoint else 0
         self.has_begun = False  # every actor has been up
         self._watch = Watch()
-        self._rollouts = Rollouts(config, prepared.end_token_ids, actors, self._watch, budget, log)
+        settings = training_settings(config.sampling, prepared.end_token_ids)
+        self._rollouts = Rollouts(config, settings, actors, self._watch, budget, log)
         self._validation = Validation(config, prepared, self._rollouts, actors, log)
         self._checkpointing = Checkpointing(
             config.checkpoint, store, actors, self._ledger, self._watch, self._version
@@ -102,7 +103,7 @@ class Controller:
                 if watching is not None:
                     watching.cancel()
         except BaseExceptionGroup as errors:
-            error = _first(errors)
+            error = first_error(errors)
             if not isinstance(error, RECOVERABLE):
                 await self._save_what_there_is()
             raise error from None
@@ -220,9 +221,10 @@ class Controller:
         """The step is done: its prompts are trained, and its line can be written."""
         assert self._in_training is not None
         facts, metrics = self._in_training
+        self._ledger.observe(facts.pass_rates)
         self._ledger.mark_trained(facts.group_ids)
         self._ledger.mark_dropped(facts.dropped_ids)
-        metrics |= {**report.metrics, **self._recovery_metrics()}
+        metrics |= {**report.metrics, **self._ledger.metrics(), **self._recovery_metrics()}
         self._unlogged[report.version] = metrics
         self._version = self._log.step = report.version
         self._in_training = None
@@ -339,9 +341,12 @@ class Controller:
                 work.cancel()
 
     async def _save(self) -> None:
-        """A checkpoint of the newest step, written to its end."""
+        """A checkpoint of the newest step, written to its end; a disk that was full may have room again."""
         if self._version == self._first_step:
             return
+        self._validation.write()
+        self._log.trouble("rollouts", await self._actors.buffer.flush())
+        self._log.flush()
         await self._checkpointing.begin(self._unlogged.get(self._version, {}), self._log.unwritten())
         await self._checkpointing.settle()
         if self._checkpointing.problem is not None:
@@ -373,12 +378,6 @@ def _spilling(num_bytes: int) -> str | None:
 
 class _Stopped(Exception):
     """The run is to stop."""
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    """The first error of the group: the others are its consequences."""
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _coroutine(awaitable: Awaitable[T]) -> T:

@@ -34,6 +34,12 @@ def shown_plainly() -> Iterator[None]:
         raise RunError(str(error)) from error
 
 
+def first_error(errors: BaseExceptionGroup) -> BaseException:
+    """The first error of the group: the others are its consequences."""
+    error = errors.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+
+
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
     """The checks' results, or one RunError with every check's message: all mistakes at once."""
     results, messages = [], []

@@ -25,26 +25,21 @@ from grpo_ray.remote_actor import Client, Deferred, as_actor, result_of
 from grpo_ray.telemetry.run_files import RunDirectory
 
 
-class ActorGroup:
-    """Every actor of a run, started at the same time; each has a `ready` method to await."""
+class ServingGroup:
+    """Generators and the Scorer: what samples and grades, started at the same time."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, run_dir: Path, checkpoint: Checkpoint | None = None
+        self, config: Config, model_path: str, max_model_len: int, logs: Path, version: int = 0
     ) -> None:
-        self._config, self._prepared, self._checkpoint = config, prepared, checkpoint
-        self._run = RunDirectory(run_dir)
-        self._version = checkpoint.state.step if checkpoint else 0
-        self._model_path = str(checkpoint.model_path) if checkpoint else prepared.model_path
+        """`version` is the one of the weights in `model_path`."""
+        self._config, self._model_path, self._max_model_len = config, model_path, max_model_len
+        self._logs, self._version = logs, version
         names = [f"generator-{index}" for index in range(config.generator.num_generators)]
         self.generators: dict[str, Client] = {name: self._start_generator(name) for name in names}
-        self.learner = self._start_learner()
         self.scorer = self._start_scorer()
-        self.buffer = self._start_buffer()
-        self.weight_sync = self._start_weight_sync()
 
     def by_name(self) -> dict[str, Client]:
-        others = (self.learner, self.scorer, self.buffer, self.weight_sync)
-        return {**self.generators, **{client.name: client for client in others}}
+        return {**self.generators, self.scorer.name: self.scorer}
 
     def restart_generator(self, name: str) -> Client:
         """A fresh Generator in the place of `name`, with the weights that the run began with."""
@@ -61,6 +56,10 @@ class ActorGroup:
         """What a reference stands for, brought here."""
         return await result_of("driver", reference)
 
+    def put(self, data: Any) -> Any:
+        """A reference to `data`, which several actors can be given without a copy for each."""
+        return ray.put(data)
+
     def spilled_bytes(self) -> int:
         """What the cluster's object stores have written to disk so far because their memory was full."""
         total = 0
@@ -75,7 +74,7 @@ class ActorGroup:
         """Make every actor write its threads' Python stacks into its log, however stuck it is."""
         here = ray.get_runtime_context().get_node_id()
         for name in self.by_name():
-            path = self._run.logs / f"{name}.pid"
+            path = self._logs / f"{name}.pid"
             if path.exists():
                 node, pid = path.read_text().split()
                 if node == here:
@@ -100,15 +99,50 @@ class ActorGroup:
             ray.kill(client.handle)
 
     def _start_generator(self, name: str) -> Client:
-        config, prepared, model_path = self._config, self._prepared, self._model_path
+        config, model_path, max_model_len = self._config, self._model_path, self._max_model_len
         index = int(name.rpartition("-")[2])
-        engine = Deferred(lambda: make_engine(config, model_path, prepared.max_model_len, index))
+        engine = Deferred(lambda: make_engine(config, model_path, max_model_len, index))
         actor = self._host(Generator, name).options(
             num_gpus=config.gpus_per_generator,
             num_cpus=config.generator.num_cpus,
             max_concurrency=10_000,
         )
         return Client(name, actor.remote(name, engine, config.generator.slowdown_s, self._version))
+
+    def _start_scorer(self) -> Client:
+        config = self._config
+        actor = self._host(Scorer, "scorer").options(
+            num_cpus=config.scorer.num_cpus,
+            max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
+            allow_out_of_order_execution=True,  # a slow group holds no other
+        )
+        return Client(
+            "scorer",
+            actor.remote(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens),
+        )
+
+    def _host(self, cls: Any, name: str, beside: tuple[str, ...] = ()) -> Any:
+        return as_actor(cls, name, self._logs, beside)
+
+
+class ActorGroup(ServingGroup):
+    """Every actor of a run; each has a `ready` method to await."""
+
+    def __init__(
+        self, config: Config, prepared: Prepared, run_dir: Path, checkpoint: Checkpoint | None = None
+    ) -> None:
+        self._prepared, self._checkpoint = prepared, checkpoint
+        self._run = RunDirectory(run_dir)
+        version = checkpoint.state.step if checkpoint else 0
+        model_path = str(checkpoint.model_path) if checkpoint else prepared.model_path
+        super().__init__(config, model_path, prepared.max_model_len, self._run.logs, version)
+        self.learner = self._start_learner()
+        self.buffer = self._start_buffer()
+        self.weight_sync = self._start_weight_sync()
+
+    def by_name(self) -> dict[str, Client]:
+        others = (self.learner, self.buffer, self.weight_sync)
+        return {**super().by_name(), **{client.name: client for client in others}}
 
     def _start_learner(self) -> Client:
         config = self._config
@@ -119,17 +153,6 @@ class ActorGroup:
         ends = self._prepared.end_token_ids
         arguments = self._model_path, config, ends, training, self._run.skipped, self._prepared.model_path
         return Client("learner", actor.remote(*arguments))
-
-    def _start_scorer(self) -> Client:
-        config = self._config
-        actor = self._host(Scorer, "scorer").options(
-            num_cpus=config.scorer.num_cpus,
-            allow_out_of_order_execution=True,  # a slow group holds no other
-        )
-        return Client(
-            "scorer",
-            actor.remote(config.task.reward, config.algorithm, config.scorer, config.sampling.max_tokens),
-        )
 
     def _start_buffer(self) -> Client:
         """The buffer writes the run's rollouts, so it lives where the run directory is."""
@@ -148,9 +171,6 @@ class ActorGroup:
         arguments = weight_sync_arguments(self._config, ledger.num_trained, ledger.num_left, self._version)
         return Client("weight_sync", actor.remote(clients, *arguments))
 
-    def _host(self, cls: Any, name: str, beside: tuple[str, ...] = ()) -> Any:
-        return as_actor(cls, name, self._run.logs, beside)
-
 
 @contextlib.contextmanager
 def running(
@@ -158,6 +178,16 @@ def running(
 ) -> Iterator[ActorGroup]:
     """The actors of a run, ended however the block is left."""
     actors = ActorGroup(config, prepared, run_dir, checkpoint)
+    try:
+        yield actors
+    finally:
+        actors.stop()
+
+
+@contextlib.contextmanager
+def serving(config: Config, model_path: str, max_model_len: int, logs: Path) -> Iterator[ServingGroup]:
+    """Generators with the model, and the Scorer, ended however the block is left."""
+    actors = ServingGroup(config, model_path, max_model_len, logs)
     try:
         yield actors
     finally:

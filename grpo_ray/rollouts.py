@@ -8,16 +8,30 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from dataclasses import replace
 from typing import Any
 
 from grpo_ray.actors.weight_sync import WeightSyncError
-from grpo_ray.config import Config
+from grpo_ray.config import Config, SamplingConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.restarts import RestartBudget
 from grpo_ray.run_log import RunLog
 from grpo_ray.types import PromptItem, SamplingSettings, ScoreFacts
 from grpo_ray.watch import Watch
+
+
+def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) -> SamplingSettings:
+    """How a run samples; how many responses, each request says."""
+    return SamplingSettings(
+        num_samples=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        stop=sampling.stop,
+        end_token_ids=end_token_ids,
+    )
 
 
 class Seat:
@@ -34,13 +48,13 @@ class Rollouts:
     def __init__(
         self,
         config: Config,
-        end_token_ids: tuple[int, ...],
+        settings: SamplingSettings,
         actors: Any,
         watch: Watch,
         budget: RestartBudget,
         log: RunLog,
     ) -> None:
-        self._config, self._end_token_ids = config, end_token_ids
+        self._config, self._settings = config, settings
         self._actors, self._watch, self._budget, self._log = actors, watch, budget, log
         self._serving = {name: Seat(client) for name, client in actors.generators.items()}
         self._seats_changed = asyncio.Condition()
@@ -74,7 +88,7 @@ class Rollouts:
 
         Deaths of actors do not count against the group: `recovery.max_restarts` bounds those.
         """
-        settings = self._settings(num_samples, f"{purpose}/{item.group_id}")
+        settings = self._request(num_samples, f"{purpose}/{item.group_id}")
         num_failures = 0
         while True:
             try:
@@ -116,25 +130,16 @@ class Rollouts:
         finally:
             seat.num_running -= 1
 
-    def _settings(self, num_samples: int, request: str) -> SamplingSettings:
+    def _request(self, num_samples: int, request: str) -> SamplingSettings:
         """How to sample; the reference engine gets a seed, so that a resumed run draws the same.
 
         vLLM would sample seeded requests apart from the others, which is slow, and not the same either.
         """
-        sampling, seed = self._config.sampling, None
+        seed = None
         if self._config.generator.engine == "torch":
             text = f"{self._config.run.seed}/{request}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-        return SamplingSettings(
-            num_samples=num_samples,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            min_tokens=sampling.min_tokens,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-            end_token_ids=self._end_token_ids,
-            seed=seed,
-        )
+        return replace(self._settings, num_samples=num_samples, seed=seed)
 
     async def _take_seat(self) -> Seat:
         """The least busy Generator that serves, which counts as busier from here on."""

@@ -47,8 +47,13 @@ class RunLog:
         files = ("metrics", "evaluations", "rollouts")
         return next(filter(None, (self._troubles.get(what) for what in files)), None)
 
+    def flush(self) -> None:
+        """Try again to write what waits: nothing may happen any more that would."""
+        self.trouble("metrics", self._metrics.flush())
+        self.trouble("events", self._events.flush())
+
     def show_troubles(self) -> None:
-        self.trouble("events", self._events.flush())  # nothing may happen any more that would write them
+        self.flush()
         for text in filter(None, self._troubles.values()):
             self.display.trouble(text)
 

@@ -111,7 +111,7 @@ def _ray_for(config: Config) -> Iterator[RunConsole]:
     needs_hub = config.model.path is not None and not is_local(config.model.path)
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")
-        with cluster.connected(needs_hub), _sigterm_interrupts():
+        with cluster.connected(needs_hub), sigterm_interrupts():
             cluster.check_resources(config)
             yield console
 
@@ -135,7 +135,7 @@ def _run_to_the_end(config: Config, prepared: Prepared, run: RunDirectory, conso
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM as Ctrl-C, so that what follows is cleaned up the same way (Ray's own handler exits at once)."""
 
     def interrupt(*_: object) -> None:

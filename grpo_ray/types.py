@@ -7,7 +7,8 @@ and, the other way, WeightSnapshot from the Learner to the Generators.
 A *version* counts the steps the Learner has completed and published; the initial weights are version 0.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -77,18 +78,32 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group with its rewards; every array is `[G]` float32."""
+    """A group with its rewards; every array is `[G]` float32.
+
+    A response that could not be graded has reward 0 and advantage 0, and stands in `errors`: it is left out
+    of its group's mean and std, and so teaches nothing.
+    """
 
     rollout: RolloutGroup
     rewards: np.ndarray
     format_rewards: np.ndarray
     answer_rewards: np.ndarray
     advantages: np.ndarray
-    num_errors: int = 0  # responses that could not be graded: reward 0, counted apart
+    errors: Mapping[int, str] = field(default_factory=dict)  # by sample: why it could not be graded
 
     @property
     def group_id(self) -> int:
         return self.rollout.item.group_id
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.errors)
+
+    @property
+    def pass_rate(self) -> float | None:
+        """The share of its graded responses that is right; None if none was graded."""
+        graded = [right for sample, right in enumerate(self.answer_rewards) if sample not in self.errors]
+        return float(np.mean(np.array(graded) > 0)) if graded else None
 
     @property
     def has_signal(self) -> bool:
@@ -130,6 +145,7 @@ class BatchFacts:
     dropped_ids: tuple[int, ...] = ()  # left out for lack of signal
     cut_ids: tuple[int, ...] = ()  # came, but too late: the next batch cannot have them either
     num_places: int = 0  # as in PutReceipt
+    pass_rates: Mapping[int, float] = field(default_factory=dict)  # of fresh and dropped groups: see pass_rate
     write_error: str | None = None  # why rollouts of an earlier batch are not on disk yet
 
 
@@ -181,7 +197,10 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How an engine samples; `seed` makes a request's draws reproducible where the engine can."""
+    """How an engine samples; `seed` makes a request's draws reproducible where the engine can.
+
+    At temperature 0 the likeliest token is taken each time (an evaluation's; training cannot use it).
+    """
 
     num_samples: int
     temperature: float
@@ -207,4 +226,4 @@ class ScoreFacts:
     """What scoring one group took."""
 
     score_s: float
-    resident_bytes: int  # of the Scorer and its worker
+    resident_bytes: int  # of the Scorer and its workers

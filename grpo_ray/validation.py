@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
-from grpo_ray.evaluation import EvaluationSummary, summarise, write_evaluation
+from grpo_ray.evaluation import EvaluationSummary, summarise_groups, write_evaluation
 from grpo_ray.preflight import Prepared
 from grpo_ray.rollouts import Rollouts
 from grpo_ray.run_log import Metrics, RunLog
@@ -43,7 +43,7 @@ class Validation:
             raise RunError(
                 f"no validation prompt could be sampled at step {step}; see {self._log.run.events_path}"
             )
-        summary = summarise(step, groups)
+        summary = summarise_groups(step, groups)
         self._unwritten.append(lambda: write_evaluation(self._log.run.evaluations, summary, groups))
         self.write()
         self._log.display.evaluation(summary)

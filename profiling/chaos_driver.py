@@ -8,7 +8,7 @@ A file in the folder that GRPO_RAY_CHAOS_TRIGGERS names asks for one fault, and 
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cli import main
 from grpo_ray.policy.microbatch import TrainSequence
-from grpo_ray.rewards.isolated import ScoringError
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.pool import ScoringError
 
 TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
 
@@ -33,17 +34,18 @@ def is_asked_for(fault: str) -> bool:
     return True
 
 
+class ChaosGrader(Grader):
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+        results = super().grade(task, pairs)
+        if is_asked_for("poison_reward"):
+            results[0] = ScoringError("chaos: the grading of this response fails")
+        return results
+
+
 class ChaosScorer(Scorer):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        graded = self._reward_fn
-
-        def grade(response: str, ground_truth: str) -> dict[str, float]:
-            if is_asked_for("poison_reward"):
-                raise ScoringError("chaos: the grading of this response fails")
-            return graded(response, ground_truth)
-
-        self._reward_fn = grade
+    def __init__(self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int) -> None:
+        super().__init__({}, algorithm, config, max_tokens)
+        self._grader = ChaosGrader(rewards, config)
 
 
 class ChaosLearner(Learner):

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,17 @@ def child(arguments: list[str]) -> int:
     from grpo_ray import hosting
     from grpo_ray.actors.scorer import Scorer
     from grpo_ray.cli import main as cli
+    from grpo_ray.rewards.grader import Grader
+
+    class ParityGrader(Grader):
+        def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+            values = [float(sum(response.encode()) % 2) for response, _ in pairs]
+            return [dict.fromkeys(("reward", "format_reward", "answer_reward"), value) for value in values]
 
     class ParityScorer(Scorer):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self._reward_fn = lambda response, _: dict.fromkeys(
-                ("reward", "format_reward", "answer_reward"), float(sum(response.encode()) % 2)
-            )
+            self._grader = ParityGrader(args[0], args[2])
 
     hosting.Scorer = ParityScorer  # type: ignore[misc]
     return cli(arguments)

@@ -1,22 +1,25 @@
 """The command line with a reward that a random model earns half of the time: every step has a gradient."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_ray import hosting
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cli import main
+from grpo_ray.rewards.grader import Grader
+
+
+class ParityGrader(Grader):
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+        values = [float(sum(response.encode()) % 2) for response, _ in pairs]
+        return [{"reward": value, "format_reward": 1.0, "answer_reward": value} for value in values]
 
 
 class AnyRewardScorer(Scorer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._reward_fn = parity_reward
-
-
-def parity_reward(response: str, ground_truth: str) -> dict[str, float]:
-    value = float(sum(response.encode()) % 2)
-    return {"reward": value, "format_reward": 1.0, "answer_reward": value}
+        self._grader = ParityGrader(*args[:1], args[2])
 
 
 if __name__ == "__main__":

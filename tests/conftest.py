@@ -3,15 +3,15 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from any_reward_cli import parity_reward
+from any_reward_cli import ParityGrader
 from builders import perturb
 
-from grpo_ray.actors.scorer import Scorer
+from grpo_ray import audit
+from grpo_ray.actors import scorer
 from grpo_ray.config import Config
-from grpo_ray.config_model import TinyModelConfig
+from grpo_ray.config_model import Implementation, TinyModelConfig
 from grpo_ray.config_task import SortingTaskConfig
 from grpo_ray.policy.tiny import build_model, train_tokenizer
 from grpo_ray.tasks.sorting import warmup_pairs
@@ -43,27 +43,30 @@ def tiny_config() -> Config:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_model(tied=True, hidden_size=32)`: the folder of a random 2-layer Qwen2 and its tokenizer."""
-    folders: dict[tuple[bool, int], Path] = {}
+    """`tiny_model(tied=True, hidden_size=32, own=False)`: the folder of a random 2-layer model with tokenizer.
 
-    def folder(tied: bool = True, hidden_size: int = 32) -> Path:
-        key = (tied, hidden_size)
+    A Qwen2, or with `own` a TransformerLM.
+    """
+    folders: dict[tuple[bool, int, bool], Path] = {}
+
+    def folder(tied: bool = True, hidden_size: int = 32, own: bool = False) -> Path:
+        key = (tied, hidden_size, own)
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp(f"tiny-{'tied' if tied else 'untied'}-{hidden_size}")
-            _write_model(folders[key], tied, hidden_size)
+            _write_model(folders[key], tied, hidden_size, "grpo_ray" if own else "transformers")
         return folders[key]
 
     return folder
 
 
-def _write_model(folder: Path, tied: bool, hidden_size: int) -> None:
+def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Implementation) -> None:
     pairs = warmup_pairs(SortingTaskConfig(), seed=0, num_pairs=300)
     tokenizer = train_tokenizer((prompt + response for prompt, response in pairs), vocab_size=300)
     shape = TinyModelConfig(
         hidden_size=hidden_size, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=2 * hidden_size,
         vocab_size=300, max_position_embeddings=512, tie_embeddings=tied, warmup=None,
     )  # fmt: skip
-    model = build_model(shape, tokenizer, seed=0)
+    model = build_model(shape, tokenizer, 0, implementation)
     perturb(model, seed=0, scale=0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -80,10 +83,5 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that a random model earns sometimes, so that every step has a gradient."""
-    original = Scorer.__init__
-
-    def init(self: Scorer, *args: Any) -> None:
-        original(self, *args)
-        self._reward_fn = parity_reward
-
-    monkeypatch.setattr(Scorer, "__init__", init)
+    monkeypatch.setattr(scorer, "Grader", ParityGrader)
+    monkeypatch.setattr(audit, "Grader", ParityGrader)

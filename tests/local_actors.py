@@ -144,7 +144,7 @@ class LocalActors:
         config = self._config
         return LocalClient(
             "scorer",
-            lambda: Scorer(config.task.reward, config.algorithm, config.scorer, config.sampling.max_tokens),
+            lambda: Scorer(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens),
         )
 
     def restart_generator(self, name: str) -> LocalClient:

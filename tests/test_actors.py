@@ -11,7 +11,7 @@ import pytest
 from builders import make_completion, make_item, make_settings
 
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.scorer import Scorer, advantages_of
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config_algorithm import AlgorithmConfig
 from grpo_ray.types import (
@@ -38,14 +38,14 @@ def score(
     sizes = lengths or [1] * len(texts)
     completions = tuple(make_completion([5] * size, text=text) for text, size in zip(texts, sizes, strict=True))
     rollout = RolloutGroup(make_item(truth="01258"), completions, "generator-0")
-    scored, _ = Scorer("exact_match", config, ScorerConfig(), max_tokens).score(rollout)
+    scored, _ = Scorer({"": "exact_match"}, config, ScorerConfig(), max_tokens).score(rollout)
     return scored
 
 
 def test_scoring_tells_what_it_took() -> None:
     rollout = RolloutGroup(make_item(truth="01258"), (make_completion([5], text="?"),), "generator-0")
     started = time.perf_counter()
-    _, facts = Scorer("exact_match", AlgorithmConfig(), ScorerConfig(), 16).score(rollout)
+    _, facts = Scorer({"": "exact_match"}, AlgorithmConfig(), ScorerConfig(), 16).score(rollout)
     assert isinstance(facts, ScoreFacts)
     assert 0 < facts.score_s <= time.perf_counter() - started
     assert 2**20 < facts.resident_bytes < 2**40
@@ -351,13 +351,32 @@ def test_slowdown_holds_a_group_back() -> None:
     asyncio.run(run())
 
 
-def test_scorer_counts_what_it_could_not_grade() -> None:
-    scorer = Scorer("r1_zero", AlgorithmConfig(), ScorerConfig(timeout_s=1.5), 16)
-    texts = [r"\binom{1000000000}{500000000}", "72"]
-    completions = tuple(
-        Completion(f" </think> <answer> {text} </answer>", *(np.zeros(2, dtype) for dtype in "ifi"), "stop")
-        for text in texts
-    )
-    scored, _ = scorer.score(RolloutGroup(PromptItem(0, "?", (1,), "72"), completions, "generator-0"))
-    assert scored.num_errors == 1
-    assert scored.rewards.tolist() == [0, 1]
+def test_a_response_that_cannot_be_graded_is_an_error_and_teaches_nothing() -> None:
+    rewards = {"sums": "exact_match", "own": "hostile_rewards:obey"}
+    scorer = Scorer(rewards, AlgorithmConfig(std="population"), ScorerConfig(num_workers=2), 16)
+    completions = tuple(make_completion([5, 6], text=text) for text in ("exit 72", "72", "missing", "71", "71"))
+    item = replace(make_item(truth="72"), task="own")
+    scored, _ = scorer.score(RolloutGroup(item, completions, "generator-0"))
+    scorer.close()
+    assert scored.num_errors == 2
+    assert scored.errors[0] == "exit status 0"
+    assert scored.errors[2].startswith("KeyError: 'no such key'")
+    assert scored.rewards.tolist() == [0, 1, 0, 0, 0]
+    assert scored.format_rewards.tolist() == [0, 1, 0, 1, 1]
+    # among 1, 0, 0: mean 1/3, population variance 2/9
+    high, low = 2 / 3 / math.sqrt(2 / 9), -1 / 3 / math.sqrt(2 / 9)
+    assert scored.advantages.tolist() == pytest.approx([0, high, 0, low, low], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mean_std", "mean", "leave_one_out", "max_only", "raw"])
+def test_advantages_are_those_of_the_graded_responses_alone(kind: str) -> None:
+    config = AlgorithmConfig(advantage=kind, overlong_buffer_tokens=4)
+    rewards, lengths = np.array([1, 9, -0.5, -1], np.float32), np.array([3, 8, 9, 10])
+    is_graded = np.array([True, False, True, True])
+    worth = advantages_of(rewards, lengths, is_graded, config, max_tokens=10)
+    alone = advantages_of(rewards[is_graded], lengths[is_graded], np.ones(3, bool), config, max_tokens=10)
+    assert worth[1] == 0
+    assert worth[is_graded].tolist() == alone.tolist()
+    for few in ([False] * 4, [True] + [False] * 3):
+        worth = advantages_of(rewards, lengths, np.array(few), config, max_tokens=10)
+        assert worth.tolist() == [float(kind in ("max_only", "raw") and few[0]), 0, 0, 0]

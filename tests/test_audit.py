@@ -217,28 +217,34 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_none(run: RunDirectory) -> 
     path = step_with_signal(run)
     step = read_rollouts(path)[0]["step"]
 
-    def zero(rows: Rows) -> None:
+    def zero(rows: Rows) -> dict[str, Any]:
         row = next(row for row in rows if row["reward"])
         row.update(reward=0.0, answer_reward=0.0, format_reward=0.0)
-        group = [other for other in rows if other["group_id"] == row["group_id"]]
-        for member in group:
-            rewards = torch.tensor([float(other["reward"]) for other in group])
-            spread = rewards.std() + 1e-6
-            member["advantage"] = float((member["reward"] - rewards.mean()) / spread)
+        return row
 
-    rewrite(path, zero)
+    def compare(rows: Rows, row: dict[str, Any], among: Rows) -> None:
+        """Advantages of the row's group, from the rewards of those in `among`."""
+        group = [other for other in rows if other["group_id"] == row["group_id"]]
+        rewards = torch.tensor([float(other["reward"]) for other in group if other in among])
+        for other in group:
+            advantage = (other["reward"] - rewards.mean()) / (rewards.std() + 1e-6)
+            other["advantage"] = float(advantage) if other in among else 0.0
+
+    def fail_silently(rows: Rows) -> None:
+        compare(rows, zero(rows), rows)
+
+    def fail(rows: Rows) -> None:
+        row = next(r for r in rows if f"group {r['group_id']}: completion {r['sample']}:" in problem)
+        row["error"] = "SIGKILL"
+        compare(rows, row, [other for other in rows if other is not row])
+
+    rewrite(path, fail_silently)
     mean = sum(row["reward"] for row in read_rollouts(path)) / 8
     rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"reward/mean": mean}))
-    problems = audit(run).problems
-    assert len(problems) == 1
-    assert "1 rewards are 0 without cause; 0 were counted as errors" in problems[0]
+    (problem,) = audit(run).problems
+    assert "reward 0, it earns" in problem
 
-    def count(rows: Rows) -> None:
-        group_id = next(g["group_id"] for g in rows if f"group {g['group_id']}:" in problems[0])
-        for row in rows:
-            row["num_errors"] = int(row["group_id"] == group_id)
-
-    rewrite(path, count)
+    rewrite(path, fail)
     assert "reward/errors is recorded as 0.0, its responses give 1" in audit(run).problems[0]
     rewrite_lines(run.metrics_path, lambda rows: rows[step - 1].update({"reward/errors": 1.0}))
     report = audit(run)

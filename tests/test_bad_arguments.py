@@ -11,11 +11,16 @@ from grpo_ray.config import Config
 from grpo_ray.config_loading import ConfigError, load_config
 from grpo_ray.config_schema import sections_of
 from grpo_ray.config_section import Section
-from grpo_ray.config_task import FileTaskConfig
 
 # ---- the configuration ----
 
-FILE_TASK = "task={kind: file, train_path: a.jsonl, validation_path: b.jsonl}"
+TASKS = {
+    "sorting": "task={kind: sorting}",
+    "arithmetic": "task={kind: arithmetic}",
+    "keywords": "task={kind: keywords}",
+    "file": "task={kind: file, train_path: a.jsonl, validation_path: b.jsonl}",
+    "mixture": "task={kind: mixture, parts: {one: {task: {kind: sorting}}, two: {task: {kind: arithmetic}}}}",
+}
 
 
 def leaves(section: type[Section], path: str) -> Iterator[tuple[str, Any]]:
@@ -31,6 +36,14 @@ def leaves(section: type[Section], path: str) -> Iterator[tuple[str, Any]]:
 LEAVES = sorted(set(leaves(Config, "")), key=lambda leaf: leaf[0])
 
 
+def task_with(path: str) -> str:
+    """A task of a kind that has the field."""
+    name = path.split(".")[1]
+    sections = sections_of(Config.model_fields["task"].annotation)
+    kind = next(s.model_fields["kind"].default for s in sections if name in s.model_fields)
+    return TASKS[kind]
+
+
 def is_text(annotation: Any) -> bool:
     return str in (annotation, *get_args(annotation))
 
@@ -39,7 +52,7 @@ def is_text(annotation: Any) -> bool:
 def test_every_field_refuses_a_wrong_type(tmp_path: Path, path: str, annotation: Any) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {tiny: {}}\ntask: {kind: sorting}\n")
-    base = [FILE_TASK] if path.removeprefix("task.") in FileTaskConfig.model_fields else []
+    base = [task_with(path)] if path.startswith("task.") else []
     for value in ("{x: 1}", "[[1]]", "5" if is_text(annotation) else "nonsense"):
         with pytest.raises(ConfigError) as caught:
             load_config(file, [*base, f"{path}={value}"])
@@ -52,6 +65,7 @@ def test_the_walk_finds_the_fields() -> None:
     paths = [path for path, _ in LEAVES]
     assert len(paths) > 90
     assert {"run.seed", "model.tiny.warmup.num_steps", "task.long_prompts", "task.num_digits"} <= set(paths)
+    assert {"task.parts", "task.curriculum.min_weight", "task.operations"} <= set(paths)
 
 
 # ---- the command line ----

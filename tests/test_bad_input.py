@@ -106,8 +106,6 @@ def test_a_training_file_that_is_all_validation_is_refused(tmp_path: Path) -> No
         (b'{"question": "x", "answer": {"a": 1}}', "'answer' is {'a': 1}; it must be text or a number"),
         (b'{"question": "x", "answer": false}', "'answer' is False; it must be text or a number"),
         (b"null", "holds a NoneType; each line must be a JSON object"),
-        (line("x", ""), "'answer' is empty; fill it in or remove the example"),
-        (line("x", " \n"), "'answer' is empty"),
         (line(""), "'question' is empty"),
         (b'{"question": "x"}', "no field 'answer'; the fields are question."),
     ],
@@ -163,7 +161,7 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     column = pa.StringArray.from_buffers(len(latin), latin.buffers()[1], latin.buffers()[2])
     task = parquet(tmp_path, question=column, answer=["1"] * 1501, duplicates=[None] * 1501)
     assert f"{task.train_path}, row 1501: byte 3 of 'question' is not UTF-8" in refusal(task)
-    for bad in (b"binary", [1, 2], None, {"a": 1}):
+    for bad in (b"binary", [1, 2], {"a": 1}):
         task = parquet(tmp_path, question=["a", "b"], answer=pa.array([bad, bad]))
         assert f"{task.train_path}, row 1: 'answer' is {bad!r}; it must be text or a number" in refusal(task)
 
@@ -286,7 +284,7 @@ def test_long_prompts_are_skipped_or_cut(
     cut = [item for item in items if len(item.prompt_token_ids) == limit]
     assert [len(item.prompt_token_ids) <= limit for item in items] == [True] * 6
     assert len(cut) == 3
-    end = load_template("short").rpartition("{question}")[2]
+    end = load_template("short").text.rpartition("{question}")[2]
     assert all(item.prompt.startswith("9") and item.prompt.endswith("9" + end) for item in cut)
     assert all(item.prompt.startswith("User: ") for item in items if item not in cut)
     assert prepared.max_model_len == (config.generator.max_model_len or limit + config.sampling.max_tokens)

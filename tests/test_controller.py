@@ -21,8 +21,9 @@ from grpo_ray.controller import Controller
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.preflight import check_files, prepare
 from grpo_ray.restores import train_through_restores
+from grpo_ray.telemetry import json_lines
 from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_files import MetricsLog, RunDirectory, read_metrics, step_name
 from grpo_ray.training import Interrupted, run_until_signal
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
@@ -432,18 +433,8 @@ def test_a_checkpoint_waits_for_the_lines_of_the_steps_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a run that goes on from it would never write them."""
-    from grpo_ray.telemetry.run_files import MetricsLog
-
     config = make_config("algorithm.num_steps=12", "checkpoint.every_num_steps=2")
-    original = MetricsLog.append
-
-    def full_at_3_to_5(self: MetricsLog, step: int, metrics: Any) -> str | None:
-        with monkeypatch.context() as patch:
-            if 3 <= step <= 5:
-                patch.setattr("grpo_ray.telemetry.json_lines._write_whole", disk_is_full)
-            return original(self, step, metrics)
-
-    monkeypatch.setattr(MetricsLog, "append", full_at_3_to_5)
+    fill_the_disk(monkeypatch, range(3, 6))
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until(lambda: controller._version >= 5)
@@ -454,6 +445,43 @@ def test_a_checkpoint_waits_for_the_lines_of_the_steps_before_it(
     train(config, run.path, once(meddle))
     audit(run, config)
     assert [event["text"] for event in events(run, "restored")] == ["the run goes on from step 2"]
+
+
+def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last steps' lines were refused, and there is no further step that would write them."""
+    config, run = make_config(), RunDirectory(tmp_path / "run")
+    num_steps = config.algorithm.num_steps
+    fill_the_disk(monkeypatch, range(num_steps - 1, num_steps + 1), has_room_at_the_end=True)
+    train(config, run.path)
+    audit(run, config)
+    assert (run.checkpoints / step_name(num_steps)).exists()
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the_end: bool = False) -> None:
+    """Nothing can be appended to metrics.jsonl or events.jsonl from the line of the first step to the next."""
+    is_full = False
+    append, write, save = MetricsLog.append, json_lines._write_whole, Controller._save
+
+    def append_at(self: MetricsLog, step: int, metrics: Any) -> str | None:
+        nonlocal is_full
+        is_full = step in steps
+        return append(self, step, metrics)
+
+    def write_if_there_is_room(descriptor: int, line: bytes) -> None:
+        if is_full:
+            disk_is_full()
+        write(descriptor, line)
+
+    async def make_room_and_save(self: Controller) -> None:
+        nonlocal is_full
+        is_full = is_full and not has_room_at_the_end
+        await save(self)
+
+    monkeypatch.setattr(MetricsLog, "append", append_at)
+    monkeypatch.setattr(json_lines, "_write_whole", write_if_there_is_room)
+    monkeypatch.setattr(Controller, "_save", make_room_and_save)
 
 
 def disk_is_full(*_: object) -> None:

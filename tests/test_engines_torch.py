@@ -17,6 +17,7 @@ from grpo_ray.engines import make_engine, sampling_batch
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 ENDS = (0, 17)
@@ -25,11 +26,15 @@ PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]
 
 @pytest.fixture
 def make_torch_engine(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., TorchEngine]:
-    def make(tied: bool = True, index: int = 0, max_lag: int = 1, **generator: object) -> TorchEngine:
+    def make(
+        tied: bool = True, index: int = 0, max_lag: int = 1, own: bool = False, **generator: object
+    ) -> TorchEngine:
         changed = tiny_config.generator.model_copy(update=generator)
         sync = tiny_config.weight_sync.model_copy(update={"max_lag": max_lag})
-        config = tiny_config.model_copy(update={"generator": changed, "weight_sync": sync})
-        engine = make_engine(config, str(tiny_model(tied)), max_model_len=128, index=index)
+        model = tiny_config.model.model_copy(update={"implementation": "grpo_ray" if own else "transformers"})
+        config = tiny_config.model_copy(update={"generator": changed, "weight_sync": sync, "model": model})
+        engine = make_engine(config, str(tiny_model(tied, own=own)), max_model_len=128, index=index)
+        assert isinstance(engine._model, TransformerLM) == own
         assert isinstance(engine, TorchEngine)
         return engine
 
@@ -60,15 +65,17 @@ def logprob_error(
 # ---- sampling ----
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprobs_are_the_models(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, own: bool
 ) -> None:
+    """transformers' model, read from the same folder, without cache or padding."""
     settings = make_settings(
         num_samples=4, temperature=0.7, min_tokens=3, max_tokens=20, end_token_ids=ENDS, seed=1
     )
-    groups = generate(make_torch_engine(tied), settings)
-    model = load_policy(str(tiny_model(tied)))
+    groups = generate(make_torch_engine(tied, own=own), settings)
+    model = load_policy(str(tiny_model(tied, own=own)))
     assert [len(group) for group in groups] == [4, 4, 4]
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
@@ -274,13 +281,14 @@ async def length_reached(engine: TorchEngine, num_tokens: int) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_replaced_in_flight(
-    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, own: bool
 ) -> None:
-    engine = make_torch_engine(tied)
+    engine = make_torch_engine(tied, own=own)
     settings = make_settings(num_samples=2, temperature=0.7, min_tokens=30, max_tokens=30, end_token_ids=ENDS)
-    models = [load_policy(str(tiny_model(tied))) for _ in range(3)]
+    models = [load_policy(str(tiny_model(tied, own=own))) for _ in range(3)]
     for version in (1, 2):
         perturb(models[version], seed=version, scale=0.1)
 

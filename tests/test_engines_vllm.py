@@ -1,7 +1,7 @@
 """vLLM itself: logprobs, versions and stops, before and after weights were replaced.
 
-One engine for tied and one for untied embeddings; each runs through `_record` once, and the tests look at
-what it recorded.
+One engine for a Qwen2 with tied embeddings and one for a TransformerLM without; each runs through `_record`
+once, and the tests look at what it recorded.
 """
 
 import asyncio
@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 import torch
 from builders import make_settings, perturb, plain_logprobs
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM
 
 from grpo_ray.config import Config
+from grpo_ray.config_model import Implementation
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm
@@ -41,7 +44,7 @@ Groups = list[tuple[Completion, ...]]
 class Record:
     """What one engine did; `models[v]` are the weights of version v."""
 
-    models: list[PreTrainedModel]
+    models: list[PolicyModel]
     path: Path
     fresh: Groups  # by version 0
     again: Groups  # SEEDED, twice
@@ -52,10 +55,12 @@ class Record:
     refusal: str  # the error at a snapshot without one tensor
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[False, True], ids=["Qwen2, tied", "TransformerLM, untied"])
 def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Record:
-    path = tiny_model(request.param, hidden_size=64)  # vLLM's CPU attention takes heads of 32 and more
-    models = [load_policy(str(path)) for _ in range(6)]
+    own = request.param
+    path = tiny_model(tied=not own, hidden_size=64, own=own)  # vLLM's CPU attention takes heads of 32 and more
+    implementation: Implementation = "grpo_ray" if own else "transformers"
+    models = [load_policy(str(path), implementation=implementation) for _ in range(6)]
     for version in range(1, 6):
         perturb(models[version], seed=version, scale=0.1)
     config = Config.model_validate(
@@ -68,7 +73,7 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> R
     return asyncio.run(_record(config, path, models))
 
 
-async def _record(config: Config, path: Path, models: list[PreTrainedModel]) -> Record:
+async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
     engine = make_engine(config, str(path), max_model_len=384, index=0)
     try:
         await engine.start(0)
@@ -95,7 +100,7 @@ async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int
     return await asyncio.gather(*(engine.generate(prompt, settings) for prompt in PROMPTS[:num_prompts]))
 
 
-async def _sync(engine: Engine, model: PreTrainedModel, version: int) -> None:
+async def _sync(engine: Engine, model: PolicyModel, version: int) -> None:
     await engine.pause()
     await engine.start_weight_update()
     await engine.update_weights(pack_weights(model.named_parameters(), version, torch.float32))
@@ -104,7 +109,7 @@ async def _sync(engine: Engine, model: PreTrainedModel, version: int) -> None:
     await engine.resume()
 
 
-async def _refusal(engine: Engine, model: PreTrainedModel) -> str:
+async def _refusal(engine: Engine, model: PolicyModel) -> str:
     tensors = [(name, weight) for name, weight in model.named_parameters() if name != "model.norm.weight"]
     await engine.pause()
     await engine.start_weight_update()
@@ -114,9 +119,9 @@ async def _refusal(engine: Engine, model: PreTrainedModel) -> str:
 
 
 def logprob_error(
-    model: PreTrainedModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
+    model: PolicyModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
 ) -> Any:
-    """|vLLM - transformers| of every token, `[response_tokens]`."""
+    """|vLLM - model| of every token, `[response_tokens]`; the model computes all of them at once."""
     with torch.no_grad():
         expected = plain_logprobs(
             model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS
@@ -131,6 +136,15 @@ def test_initial_weights_are_version_0(record: Record) -> None:
         for completion in group:
             assert (completion.versions == 0).all()
             assert logprob_error(record.models[0], prompt, completion, SETTINGS).max() < 1e-4
+
+
+def test_transformers_reads_the_same_model_from_the_folder(record: Record) -> None:
+    """Of a TransformerLM that makes three: its own code, vLLM's, and LlamaForCausalLM."""
+    model = load_policy(str(record.path))
+    assert isinstance(record.models[0], TransformerLM) == isinstance(model, LlamaForCausalLM)
+    for prompt, group in zip(PROMPTS, record.fresh, strict=True):
+        for completion in group:
+            assert logprob_error(model, prompt, completion, SETTINGS).max() < 1e-4
 
 
 def test_two_syncs_later_every_token_is_the_new_weights(record: Record) -> None:

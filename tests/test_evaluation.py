@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_ray.evaluation import sample_rollouts, summarise, write_evaluation
+from grpo_ray.evaluation import sample_rollouts, summarise_groups, write_evaluation
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import read_metrics
@@ -38,7 +38,7 @@ GROUPS = [
 
 
 def test_summary() -> None:
-    summary = summarise(40, GROUPS)
+    summary = summarise_groups(40, GROUPS)
     assert (summary.step, summary.version, summary.num_examples) == (40, 40, 3)
     assert summary.reward == summary.answer_reward == pytest.approx(3 / 6)
     assert summary.format_reward == pytest.approx(5 / 6)
@@ -51,12 +51,12 @@ def test_summary() -> None:
 
 
 def test_one_prompt_has_no_standard_error() -> None:
-    assert summarise(0, GROUPS[:1]).reward_standard_error == 0.0
+    assert summarise_groups(0, GROUPS[:1]).reward_standard_error == 0.0
 
 
 def test_write_evaluation(tmp_path: Path) -> None:
     for step in (0, 40):
-        write_evaluation(tmp_path, summarise(step, GROUPS), GROUPS)
+        write_evaluation(tmp_path, summarise_groups(step, GROUPS), GROUPS)
     assert [row["response"] for row in read_rollouts(tmp_path / "step-000040.parquet")][:2] == [
         "response 0.0",
         "response 0.1",

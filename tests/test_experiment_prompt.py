@@ -7,12 +7,12 @@ from grpo_ray.config_loading import load_config
 from grpo_ray.config_task import SortingTaskConfig
 from grpo_ray.experiments.definitions import EXPERIMENTS
 from grpo_ray.policy.tiny import tiny_tokenizer
-from grpo_ray.rewards import REWARDS, get_reward_fn
-from grpo_ray.tasks.prompts import load_template, render
+from grpo_ray.rewards import get_reward_fn
+from grpo_ray.tasks.prompts import load_template
 from grpo_ray.tasks.sorting import warmup_pairs
 
 
-@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("reward", ["exact_match", "question_only", "r1_zero"])
 def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: str) -> None:
     config = SortingTaskConfig.model_validate({"reward": reward, "num_digits": 4})
     verdicts = []
@@ -35,7 +35,7 @@ def test_boxed_habits_differ_in_their_ending_alone() -> None:
 
 
 def test_the_question_only_prompt_is_the_question() -> None:
-    assert render(load_template("question_only"), "What is {x}?") == "What is {x}?"
+    assert load_template("question_only").render("What is {x}?") == "What is {x}?"
 
 
 @pytest.mark.parametrize("variant", EXPERIMENTS["prompt"].variants)
@@ -46,7 +46,7 @@ def test_each_variants_longest_response_fits(variant: str) -> None:
     tokenizer, template = tiny_tokenizer(config), load_template(config.task.prompt)
     for question, response in warmup_pairs(config.task, seed=5, num_pairs=300):
         num_tokens = len(tokenizer(response, add_special_tokens=False)["input_ids"]) + 1  # the end token
-        prompt = tokenizer(render(template, question), add_special_tokens=False)["input_ids"]
+        prompt = tokenizer(template.render(question), add_special_tokens=False)["input_ids"]
         assert num_tokens <= config.sampling.max_tokens
         assert config.model.tiny is not None
         assert len(prompt) + config.sampling.max_tokens <= config.model.tiny.max_position_embeddings

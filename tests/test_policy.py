@@ -1,19 +1,23 @@
 """Tokenizer, tiny model, warm-up and the facts read from a model's folder."""
 
+import hashlib
+import json
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from builders import plain_logprobs
+from builders import changed, plain_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
-from grpo_ray.config_model import TinyModelConfig, WarmupConfig
+from grpo_ray.config_loading import load_config
+from grpo_ray.config_model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config_task import SortingTaskConfig
 from grpo_ray.policy import loading
 from grpo_ray.policy.loading import (
@@ -28,15 +32,19 @@ from grpo_ray.policy.loading import (
 )
 from grpo_ray.policy.tiny import (
     END_TOKEN,
+    _recipe,
     build_model,
     cache_folder,
     tiny_model_folder,
     tiny_tokenizer,
     train_tokenizer,
 )
+from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import IGNORED, _encode, _pad, warm_up
+from grpo_ray.preflight import check_files
 from grpo_ray.tasks.sorting import warmup_pairs
 
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("transformers", "grpo_ray")
 SHAPE = TinyModelConfig(
     hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64, vocab_size=300
 )
@@ -58,13 +66,15 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer(texts, vocab_size=300)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def reloaded(
-    tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer as AutoTokenizer finds it beside a Qwen2 model."""
+    """The tokenizer as AutoTokenizer finds it beside a model of Qwen2's layout, and of Llama's."""
     folder = tmp_path_factory.mktemp("reloaded")
-    build_model(SHAPE, tokenizer, seed=0).save_pretrained(folder)
+    build_model(SHAPE, tokenizer, 0, request.param).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -103,18 +113,33 @@ def test_tokenizer_learns_from_its_text_and_keeps_its_size(tokenizer: PreTrained
 # ---- model ----
 
 
-def test_same_seed_builds_the_same_weights(tokenizer: PreTrainedTokenizerBase) -> None:
-    first, again, other = (build_model(SHAPE, tokenizer, seed).state_dict() for seed in (3, 3, 4))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_same_seed_builds_the_same_weights(
+    tokenizer: PreTrainedTokenizerBase, implementation: Implementation
+) -> None:
+    first, again, other = (
+        build_model(SHAPE, tokenizer, seed, implementation).state_dict() for seed in (3, 3, 4)
+    )
     assert all(torch.equal(first[name], again[name]) for name in first)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(first[name], other[name])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_model_has_the_configured_shape(tokenizer: PreTrainedTokenizerBase, tied: bool) -> None:
-    model = build_model(SHAPE.model_copy(update={"tie_embeddings": tied}), tokenizer, seed=0)
-    assert model.get_input_embeddings().weight.shape == (300, 32)
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+def test_model_has_the_configured_shape(
+    tokenizer: PreTrainedTokenizerBase, tied: bool, implementation: Implementation
+) -> None:
+    shape = SHAPE.model_copy(update={"tie_embeddings": tied, "num_layers": 2, "num_heads": 4})
+    model = build_model(shape, tokenizer, 0, implementation)
+    assert isinstance(model, TransformerLM) == (implementation == "grpo_ray")
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes["model.embed_tokens.weight"] == [300, 32]
+    assert shapes["model.layers.1.self_attn.q_proj.weight"] == [32, 32]
+    assert shapes["model.layers.1.self_attn.k_proj.weight"] == [8, 32]
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == [32, 64]
+    assert ("lm_head.weight" in shapes) != tied
+    assert model.config.max_position_embeddings == 512
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.config.eos_token_id == tokenizer.eos_token_id
 
@@ -144,8 +169,11 @@ def mean_response_nll(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase
     return sum(nlls) / len(nlls)
 
 
-def test_warm_up_lowers_the_loss_of_responses(tokenizer: PreTrainedTokenizerBase) -> None:
-    model = build_model(SHAPE, tokenizer, seed=0)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_warm_up_lowers_the_loss_of_responses(
+    tokenizer: PreTrainedTokenizerBase, implementation: Implementation
+) -> None:
+    model = build_model(SHAPE, tokenizer, 0, implementation)
     before = mean_response_nll(model, tokenizer)
     assert before == pytest.approx(math.log(300), abs=0.2)  # knows nothing yet
     calls: list[tuple[int, int, float]] = []
@@ -196,6 +224,65 @@ def test_same_recipe_in_another_cache_is_the_same_model(
     assert first != second
     assert first.name == second.name
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+def with_task(config: Config, **task: Any) -> Config:
+    return Config.model_validate(config.model_dump() | {"task": task})
+
+
+def test_own_model_is_built_beside_the_other(warmed: Config) -> None:
+    own = changed(warmed, model={"implementation": "grpo_ray"})
+    folders = [tiny_model_folder(config) for config in (warmed, own)]
+    assert folders[0] != folders[1]
+    types = [json.loads((folder / "config.json").read_text())["model_type"] for folder in folders]
+    assert types == ["qwen2", "llama"]
+    assert isinstance(load_policy(str(folders[1]), implementation="grpo_ray"), TransformerLM)
+    assert tiny_model_folder(own) == folders[1]
+
+
+def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
+    """Its cached model would be built again; what its pairs do not depend on makes no difference."""
+    config = load_config("configs/quickstart.yaml")
+    digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()
+    assert digest[:16] == "9c59ef01411435fa"
+    assert _recipe(changed(config, task={"curriculum": {}})) == _recipe(config)
+    for changes in (
+        {"task": {"num_digits": 4}},
+        {"task": {"reward": "question_only"}},  # another form of answer
+        {"task": {"prompt": "r1_zero"}},
+        {"run": {"seed": 1}},
+        {"model": {"tiny": {"warmup": None}}},
+        {"model": {"implementation": "grpo_ray"}},
+    ):
+        assert _recipe(changed(config, **changes)) != _recipe(config), changes
+
+
+def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Path) -> None:
+    """Of files it is what they hold that counts, not their names."""
+    path = tmp_path / "train.jsonl"
+
+    def folder(*answers: str) -> Path:
+        rows = [{"prompt": "Use: tree", "answer": answer, "keywords": ["tree"]} for answer in answers]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths = {"train_path": str(path), "validation_path": str(path)}
+        return tiny_model_folder(with_task(warmed, kind="keywords", **paths))
+
+    first = folder("A tree stands.", "The tree falls.")
+    assert folder("A tree stands.", "A tree falls.") != first
+    assert folder("A tree stands.", "The tree falls.") == first
+    tokenizer = load_tokenizer(str(first))
+    assert tokenizer.decode(ids_of(tokenizer, " The tree falls.")) == " The tree falls."
+
+
+def test_task_without_warm_up_pairs_is_refused_first(warmed: Config) -> None:
+    config = with_task(warmed, kind="file", train_path="missing.jsonl", validation_path="missing.jsonl")
+    with pytest.raises(ValueError, match=r"model\.tiny: it is built for .* kind sorting or .*, not file;"):
+        check_files(config)
+
+
+def test_tiny_model_has_no_chat_template(warmed: Config) -> None:
+    with pytest.raises(ValueError, match=r"task\.prompt: a model built here has no chat template; give"):
+        tiny_tokenizer(with_task(warmed, kind="sorting", prompt="chat"))
 
 
 def test_crash_midway_leaves_nothing_under_the_final_name(

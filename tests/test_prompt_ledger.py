@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompt_ledger import PromptLedger, make_items
-
-TEMPLATE = "Q {question}:"
+from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.tasks.prompt_order import EpochOrder
+from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
 
 
 def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -20,9 +20,12 @@ def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
     return {"input_ids": list(text.encode())}
 
 
+PROMPTERS = {"": Prompter(TextTemplate("Q {question}:"), tokenizer)}  # type: ignore[arg-type]
+
+
 def make_ledger(num_examples: int = 5, seed: int = 0) -> PromptLedger:
     examples = [Example(str(i), f"truth {i}") for i in range(num_examples)]
-    return PromptLedger(examples, TEMPLATE, tokenizer, seed)
+    return PromptLedger(examples, PROMPTERS, EpochOrder(num_examples, seed))
 
 
 def ids(items: Sequence[Any]) -> list[int]:
@@ -198,7 +201,7 @@ def test_state_of_another_run_is_refused() -> None:
         make_ledger(num_examples=6).load_state_dict(state, [])
     examples = [Example(str(i), f"truth {i}") for i in (0, 1, 2, 4, 3)]  # a file that was sorted differently
     with pytest.raises(ValueError, match="has examples_sha256 "):
-        PromptLedger(examples, TEMPLATE, tokenizer, seed=0).load_state_dict(state, [])
+        PromptLedger(examples, PROMPTERS, EpochOrder(5, seed=0)).load_state_dict(state, [])
 
 
 def test_no_examples_is_refused() -> None:
@@ -207,7 +210,7 @@ def test_no_examples_is_refused() -> None:
 
 
 def test_make_items_keeps_the_order() -> None:
-    items = make_items([Example("b", "1"), Example("a", "2")], TEMPLATE, tokenizer)
+    items = make_items([Example("b", "1"), Example("a", "2")], PROMPTERS)
     assert [(item.group_id, item.prompt, item.ground_truth) for item in items] == [
         (0, "Q b:", "1"),
         (1, "Q a:", "2"),

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from grpo_ray.rewards import REWARDS, get_reward_fn, make_reward_fn
+from grpo_ray.config_reward import REWARD_NAMES
+from grpo_ray.rewards import REWARDS, get_reward_fn
 from grpo_ray.rewards.exact_match import exact_match_reward_fn
-from grpo_ray.rewards.isolated import IsolatedReward
 from grpo_ray.rewards.question_only import question_only_reward_fn, read_boxed
 from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
 
@@ -149,12 +149,15 @@ FORMAT_GAMES = [
     "<answer> thought </think> 72 </answer>",
     "thought <answer> 72 </answer> </think>",
     "thought </THINK> <ANSWER> 72 </ANSWER>",
+    "thought <think> </think> <answer> 72 </answer>",
+    "<think> <think> thought </think> <answer> 72 </answer>",
+    "thought </think> <answer> <think> 72 </answer>",
     "",
 ]
 
 
 @pytest.mark.parametrize("response", FORMAT_GAMES)
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", ["exact_match", "format", "question_only", "r1_zero", "sort_distance"])
 def test_format_games_earn_nothing(name: str, response: str) -> None:
     assert get_reward_fn(name)(response, "72") == NO_FORMAT
 
@@ -173,13 +176,51 @@ def test_exact_match_takes_nothing_but_the_text() -> None:
         assert exact_match_reward_fn(respond(answer), "01258") == WRONG
 
 
-@pytest.mark.parametrize("answer", ["72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"])
+def test_a_chat_model_may_open_its_thought_itself() -> None:
+    assert r1_zero_reward_fn(" <think> Seventy-two. </think> <answer> 72 </answer>", "72") == RIGHT
+
+
+def test_the_truth_itself_is_right_however_long() -> None:
+    assert r1_zero_reward_fn(respond("9" * 1001), "9" * 1001) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("response", "scores"),
+    [
+        (r"\boxed{72}, that is \boxed{72.0}", RIGHT),
+        (r"\boxed{71} no, \boxed{72}", WRONG),
+        (r"\boxed{72} \boxed{71}", WRONG),
+        ("".join(rf"\boxed{{{n}}}" for n in range(73)), WRONG),
+        ("".join(rf"\boxed{{72.{'0' * n}}}" for n in range(16)) + r"\boxed{72}", RIGHT),
+    ],
+)
+def test_an_answer_is_boxed_once_or_the_same_each_time(response: str, scores: dict[str, float]) -> None:
+    assert question_only_reward_fn(response, "72") == scores
+
+
+def test_the_configuration_knows_every_reward() -> None:
+    assert tuple(REWARDS) == REWARD_NAMES == tuple(sorted(REWARD_NAMES))
+
+
+@pytest.mark.parametrize(
+    "answer", ["So 72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"]
+)
 def test_slow_try_reads_a_number_in_prose(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == RIGHT
 
 
 @pytest.mark.parametrize(
-    "answer", ["71 or 72 eggs", "72 eggs, not 71", "172 eggs", "72x eggs", "72-1 eggs", "eggs"]
+    "answer",
+    [
+        "71 or 72 eggs",
+        "72 eggs, not 71",
+        "172 eggs",
+        "72x eggs",
+        "72-1 eggs",
+        "eggs",
+        "It is not 72",
+        "minus 72",
+    ],
 )
 def test_slow_try_takes_one_number_only(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == WRONG
@@ -225,12 +266,8 @@ def test_boxed_answers_are_graded_as_tagged_ones_are() -> None:
         assert boxed == r1_zero_reward_fn(respond(answer), truth)
     assert question_only_reward_fn(r"\boxed{1/2}", "0.5") == RIGHT
     assert question_only_reward_fn(respond("72"), "72") == NO_FORMAT
-    assert question_only_reward_fn(r"\boxed{72 dollars}", "72") == WRONG
-    assert question_only_reward_fn(r"\boxed{72 dollars}", "72", fast=False) == RIGHT
-    isolated = make_reward_fn("question_only", timeout_s=30, memory_gib=2)
-    assert isinstance(isolated, IsolatedReward)
-    assert isolated(r" \boxed{72}", "72") == RIGHT
-    isolated.close()
+    assert question_only_reward_fn(r"\boxed{She has 72 eggs}", "72") == WRONG
+    assert question_only_reward_fn(r"\boxed{She has 72 eggs}", "72", fast=False) == RIGHT
 
 
 def test_grading_works_off_the_main_thread() -> None:
@@ -242,7 +279,5 @@ def test_grading_works_off_the_main_thread() -> None:
 
 
 def test_unknown_reward_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="'r1zero' is not a reward; give one of exact_match, question_only, r1_zero"
-    ):
+    with pytest.raises(ValueError, match="'r1zero' is not a reward; give one of brevity, exact_match, format,"):
         get_reward_fn("r1zero")

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from any_reward_cli import parity_reward
 from local_runs import Killed, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
-from grpo_ray import audit as audit_module
 from grpo_ray.audit import audit
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
@@ -34,11 +32,6 @@ SCHEDULES: dict[str, list[str]] = {
         "weight_sync.max_lag=2", "algorithm.epochs_per_batch=2", "algorithm.kl.reference=ema",
     ],
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def any_reward_in_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "make_reward_fn", lambda *_: parity_reward)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from grpo_ray.config import Config
 from grpo_ray.production import Production
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.tasks.prompt_order import EpochOrder
+from grpo_ray.tasks.prompts import Prompter, TextTemplate
 from grpo_ray.types import BatchFacts, PromptItem, ScoredGroup
 from grpo_ray.watch import Watch
 
@@ -252,7 +254,8 @@ async def within_turns(work: Any) -> None:
 
 def make_ledger() -> PromptLedger:
     tokenizer: Any = lambda text, add_special_tokens: {"input_ids": [1, 2]}  # noqa: E731
-    return PromptLedger([Example(str(i), "") for i in range(7)], "{question}", tokenizer, seed=0)
+    prompters = {"": Prompter(TextTemplate("{question}"), tokenizer)}
+    return PromptLedger([Example(str(i), "") for i in range(7)], prompters, EpochOrder(7, seed=0))
 
 
 def make_config(max_lag: int, prompts_per_step: int, num_steps: int = 6, **changes: Any) -> Config:

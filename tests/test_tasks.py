@@ -9,35 +9,51 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ray.config_task import FileTaskConfig, SortingTaskConfig
-from grpo_ray.tasks import load_examples
+from grpo_ray.config_task import (
+    ArithmeticTaskConfig,
+    FileTaskConfig,
+    Gsm8kTaskConfig,
+    MathTaskConfig,
+    MixtureTaskConfig,
+    SortingTaskConfig,
+)
+from grpo_ray.tasks import arithmetic, load_examples
+from grpo_ray.tasks.arithmetic import arithmetic_examples
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.files import read_examples
-from grpo_ray.tasks.prompts import load_template, render
+from grpo_ray.tasks.files import Fields, read_examples
+from grpo_ray.tasks.prompts import TextTemplate, load_template
 from grpo_ray.tasks.sorting import sorting_examples, warmup_pairs
+from grpo_ray.tasks.sources import Source
 
 # ---- templates ----
 
 
+def text_of(name: str) -> str:
+    template = load_template(name)
+    assert isinstance(template, TextTemplate)
+    return template.text
+
+
 def test_templates_end_where_the_model_starts() -> None:
-    assert load_template("short") == "User: {question}\nAssistant: <think>"
-    r1_zero = load_template("r1_zero")
+    assert text_of("short") == "User: {question}\nAssistant: <think>"
+    r1_zero = text_of("r1_zero")
     assert r1_zero.startswith("A conversation between User and Assistant. The User asks")
     assert r1_zero.endswith("<answer> answer here </answer>.\nUser: {question}\nAssistant: <think>")
 
 
 def test_render_leaves_other_braces_alone() -> None:
-    assert render('{"q": {question}}', r"\frac{1}{2} {x}") == r'{"q": \frac{1}{2} {x}}'
+    template = TextTemplate('{"q": {question}}')
+    assert template.render(r"\frac{1}{2} {x} {question}") == r'{"q": \frac{1}{2} {x} {question}}'
 
 
 def test_template_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_bytes(b"Q: {question}\r\nA:")
-    assert load_template(str(path)) == "Q: {question}\r\nA:"
+    assert text_of(str(path)) == "Q: {question}\r\nA:"
     path.write_text("no place")
     with pytest.raises(ValueError, match=r"has no \{question\}"):
         load_template(str(path))
-    with pytest.raises(ValueError, match=r"'r1zero'.*give one of question_only, r1_zero, short"):
+    with pytest.raises(ValueError, match=r"'r1zero'.*give one of question_only, r1_zero, short, chat, or"):
         load_template("r1zero")
 
 
@@ -98,6 +114,10 @@ def write_jsonl(folder: Path, *lines: Any) -> Path:
     return path
 
 
+def read(path: Path, question: str, answer: str, marker: str | None = None, limit: int | None = None) -> Any:
+    return read_examples(Source(str(path), (path,)), Fields(question, answer, marker), limit)[0]
+
+
 def test_read_jsonl(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path,
@@ -107,8 +127,8 @@ def test_read_jsonl(tmp_path: Path) -> None:
         b"broken",
     )
     expected = [Example("1+1?", "2"), Example("é", "1,000")]
-    assert read_examples(path, "q", "a", "####", limit=2) == expected  # the broken line is never reached
-    assert read_examples(path, "q", "a", limit=1) == [Example("1+1?", "so #### no #### 2")]
+    assert read(path, "q", "a", "####", limit=2) == expected  # the broken line is never reached
+    assert read(path, "q", "a", limit=1) == [Example("1+1?", "so #### no #### 2")]
 
 
 def test_read_parquet(tmp_path: Path) -> None:
@@ -116,13 +136,13 @@ def test_read_parquet(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"q": [str(i) for i in range(3000)], "a": list(range(3000)), "z": [None] * 3000}), path
     )
-    examples = read_examples(path, "q", "a")
+    examples = read(path, "q", "a")
     assert examples == [Example(str(i), str(i)) for i in range(3000)]
-    assert read_examples(path, "q", "a", limit=7) == examples[:7]
+    assert read(path, "q", "a", limit=7) == examples[:7]
     with pytest.raises(ValueError, match=r"row 1: no field 'question'; the fields are q, a, z"):
-        read_examples(path, "question", "a")
-    with pytest.raises(ValueError, match=r"row 1: 'z' is None; it must be text or a number"):
-        read_examples(path, "q", "z")
+        read(path, "question", "a")
+    with pytest.raises(ValueError, match=r"none of its 3,000 rows has a ground truth: no text in 'z'"):
+        read(path, "q", "z")
 
 
 @pytest.mark.parametrize(
@@ -131,41 +151,39 @@ def test_read_parquet(tmp_path: Path) -> None:
         (b"{'q': 1}", "line 2: not valid JSON"),
         (b"[1, 2]", "line 2: holds a list; each line must be a JSON object"),
         ({"q": "x", "answer": "y"}, "line 2: no field 'a'; the fields are q, answer"),
-        ({"q": "x", "a": None}, "line 2: 'a' is None; it must be text or a number"),
+        ({"q": "x", "a": [1]}, r"line 2: 'a' is \[1\]; it must be text or a number"),
         ({"q": "x", "a": True}, "line 2: 'a' is True"),
         (b'{"q": "x", "a": NaN}', "line 2: 'a' is nan"),
         ({"q": ["x"], "a": "1"}, r"line 2: 'q' is \['x'\]"),
         ({"q": "  ", "a": "#### 1"}, "line 2: 'q' is empty"),
-        ({"q": "x", "a": "the answer is 3"}, "line 2: 'a' does not contain task.answer_marker '####'"),
-        ({"q": "x", "a": "3 #### "}, "line 2: nothing follows the marker"),
         (b'{"q": "caf\xe9", "a": "#### 1"}', "line 2: byte 10 is not UTF-8"),
     ],
 )
 def test_wrong_lines_are_named(tmp_path: Path, line: Any, message: str) -> None:
     path = write_jsonl(tmp_path, {"q": "fine", "a": "#### 1"}, line)
     with pytest.raises(ValueError, match=message) as caught:
-        read_examples(path, "q", "a", "####")
+        read(path, "q", "a", "####")
     assert str(path) in str(caught.value)
 
 
 def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no such file"):
-        read_examples(tmp_path / "none.jsonl", "q", "a")
+        read(tmp_path / "none.jsonl", "q", "a")
     with pytest.raises(ValueError, match=r"is a folder; give the path of"):
-        read_examples(tmp_path, "q", "a")
+        read(tmp_path, "q", "a")
     (tmp_path / "data.csv").write_text("q,a\n1,2\n")
     with pytest.raises(ValueError, match=r"unknown kind of file '.csv'; convert it"):
-        read_examples(tmp_path / "data.csv", "q", "a")
+        read(tmp_path / "data.csv", "q", "a")
     with pytest.raises(ValueError, match=r"holds no examples"):
-        read_examples(write_jsonl(tmp_path), "q", "a")
+        read(write_jsonl(tmp_path), "q", "a")
     pq.write_table(
         pa.table({"q": pa.array([], pa.string()), "a": pa.array([], pa.string())}), tmp_path / "e.parquet"
     )
     with pytest.raises(ValueError, match=r"holds no examples"):
-        read_examples(tmp_path / "e.parquet", "q", "a")
+        read(tmp_path / "e.parquet", "q", "a")
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(ValueError, match=r"bad.parquet: not readable as Parquet"):
-        read_examples(tmp_path / "bad.parquet", "q", "a")
+        read(tmp_path / "bad.parquet", "q", "a")
 
 
 def test_load_examples(tmp_path: Path) -> None:
@@ -182,3 +200,184 @@ def test_load_examples(tmp_path: Path) -> None:
     sets = load_examples(task.model_copy(update={"duplicates": "drop"}), seed=0)
     assert sets.train == [Example(f"{i}?", str(i)) for i in range(3, 9)]
     assert sets.notices == (f"{path}: 3 duplicate questions of {path} kept out of training",)
+
+
+# ---- rows without a ground truth ----
+
+
+GSM8K = [
+    {"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
+    {"question": "No answer?", "answer": "It is two."},
+    {"question": "A lot?", "answer": "so #### no #### 1,000 "},
+    {"question": "Marked, and then nothing?", "answer": "2 #### "},
+    {"question": "Null?", "answer": None},
+]
+MATH = [
+    {"problem": "Half?", "solution": r"It is $\boxed{1}$, no, $\boxed{\frac{1}{\sqrt{4}}}$."},
+    {"problem": "Unboxed?", "solution": "2"},
+    {"problem": "Not closed?", "solution": r"\boxed{2"},
+    {"problem": "Empty?", "solution": r"\boxed{ }"},
+]
+
+
+def rows_file(folder: Path, rows: list[dict[str, Any]], suffix: str, name: str = "rows") -> str:
+    path = folder / f"{name}{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_gsm8k_from_files(tmp_path: Path, suffix: str) -> None:
+    train = rows_file(tmp_path, GSM8K, suffix, "train")
+    test = rows_file(tmp_path, [{"question": "v?", "answer": "#### -3"}], suffix, "test")
+    sets = load_examples(Gsm8kTaskConfig(train_path=train, validation_path=test), seed=0)
+    assert sets.train == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
+    assert sets.validation == [Example("v?", "-3")]
+    place = f"{train}, {'row' if suffix == '.parquet' else 'line'} 2"
+    assert sets.notices == (
+        f"{train}: 3 rows without a ground truth left out: no text after '####' in 'answer', first in {place}",
+    )
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_math_from_files(tmp_path: Path, suffix: str) -> None:
+    train = rows_file(tmp_path, MATH, suffix, "train")
+    test = rows_file(tmp_path, [{"problem": "v?", "solution": r"\boxed{x^{2}}"}], suffix, "test")
+    sets = load_examples(MathTaskConfig(train_path=train, validation_path=test), seed=0)
+    assert sets.train == [Example("Half?", r"\frac{1}{\sqrt{4}}")]
+    assert sets.validation == [Example("v?", "x^{2}")]
+    assert "3 rows without a ground truth left out: no \\boxed{...} in 'solution', first in" in sets.notices[0]
+
+
+def test_validation_takes_the_first_so_many_with_a_ground_truth(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, GSM8K, ".jsonl")
+    task = Gsm8kTaskConfig(train_path=path, validation_path=path, num_validation_prompts=2, duplicates="keep")
+    assert load_examples(task, seed=0).validation == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
+
+
+def test_files_with_no_ground_truth_at_all_are_refused(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, GSM8K, ".jsonl")
+    task = Gsm8kTaskConfig(train_path=path, validation_path=path, answer_marker="Answer:")
+    with pytest.raises(ValueError, match=r"rows.jsonl: none of its 5 rows has a ground truth: no text after"):
+        load_examples(task, seed=0)
+
+
+def test_any_dataset_by_two_fields(tmp_path: Path) -> None:
+    rows = [{"q": f"{i}?", "a": rf"so \boxed{{{i}}}"} for i in range(3)]
+    task = FileTaskConfig(
+        train_path=rows_file(tmp_path, rows, ".parquet", "train"),
+        validation_path=rows_file(tmp_path, [{"q": "v?", "a": r"\boxed{v}"}], ".jsonl", "test"),
+        question_field="q", answer_field="a", answer_is_boxed=True,
+    )  # fmt: skip
+    assert load_examples(task, seed=0).train == [Example(f"{i}?", str(i)) for i in range(3)]
+
+
+# ---- arithmetic ----
+
+
+def calculated(question: str) -> int:
+    match = re.fullmatch(r"What is ([0-9 +*-]+)\?", question)
+    assert match
+    return int(eval(match[1]))
+
+
+@pytest.mark.parametrize(("num_terms", "num_digits"), [(2, 1), (3, 2), (4, 4)])
+def test_arithmetic_is_right_distinct_and_seeded(num_terms: int, num_digits: int) -> None:
+    config = ArithmeticTaskConfig(
+        num_terms=num_terms, num_digits=num_digits, num_train_prompts=200, num_validation_prompts=100
+    )
+    train, validation = arithmetic_examples(config, seed=0)
+    assert (len(train), len(validation)) == (200, 100)
+    assert len({example.question for example in train + validation}) == 300
+    assert all(calculated(example.question) == int(example.ground_truth) for example in train + validation)
+    terms = [re.findall(r"[0-9]+", example.question) for example in train]
+    assert {len(found) for found in terms} == {num_terms}
+    assert max(len(term) for found in terms for term in found) == num_digits
+    assert set("".join(e.question for e in train)) >= set("+-*")
+    assert arithmetic_examples(config, seed=0) == (train, validation)
+    assert arithmetic_examples(config, seed=1) != (train, validation)
+
+
+def test_arithmetic_with_every_question_there_is() -> None:
+    config = ArithmeticTaskConfig(
+        operations=("-", "-"), num_digits=1, num_train_prompts=99, num_validation_prompts=1
+    )
+    train, validation = arithmetic_examples(config, seed=0)
+    everything = {f"What is {a} - {b}?" for a in range(10) for b in range(10)}
+    assert {example.question for example in train + validation} == everything
+    with pytest.raises(ValueError, match=r"is 101, but task.num_terms = 2 numbers .* give only 100 distinct"):
+        arithmetic_examples(config.model_copy(update={"num_train_prompts": 100}), seed=0)
+
+
+def test_products_go_first() -> None:
+    assert arithmetic.value(["12", "+", "7", "*", "3"]) == 33
+    assert arithmetic.value(["2", "*", "3", "-", "4", "*", "5"]) == -14
+    assert arithmetic.value(["9", "-", "2", "-", "3"]) == 4
+
+
+def test_arithmetic_warmup_spares_validation_and_is_right_a_third_of_the_time() -> None:
+    config = ArithmeticTaskConfig(num_train_prompts=500, num_validation_prompts=2000)
+    pairs = arithmetic.warmup_pairs(config, seed=0, num_pairs=4000)
+    assert pairs == arithmetic.warmup_pairs(config, seed=0, num_pairs=4000)
+    validation = {example.question for example in arithmetic_examples(config, seed=0)[1]}
+    assert len(pairs) == 4000
+    assert not validation & {question for question, _ in pairs}
+    right = [f"<answer> {calculated(question)} </answer>" in response for question, response in pairs]
+    assert sum(right) / len(pairs) == pytest.approx(0.35, abs=0.03)
+    habits = [response.split()[0] == "calculate" for _, response in pairs]
+    assert habits == right
+    few = ArithmeticTaskConfig(num_digits=1, num_train_prompts=200, num_validation_prompts=50)
+    assert len(arithmetic.warmup_pairs(few, seed=0, num_pairs=1000)) == 300 - 50
+
+
+# ---- mixtures ----
+
+
+def mixture(**parts: Any) -> MixtureTaskConfig:
+    return MixtureTaskConfig.model_validate({"parts": parts})
+
+
+def test_a_mixtures_examples_know_their_part(tmp_path: Path) -> None:
+    train = rows_file(tmp_path, GSM8K, ".jsonl", "train")
+    test = rows_file(tmp_path, [{"question": "v?", "answer": "#### 4"}], ".jsonl", "test")
+    task = mixture(
+        sums={"task": {"kind": "arithmetic", "num_train_prompts": 3, "num_validation_prompts": 2}},
+        school={"weight": 2, "task": {"kind": "gsm8k", "train_path": train, "validation_path": test}},
+    )
+    assert task.rewards == {"sums": "exact_match", "school": "r1_zero"}
+    sets = load_examples(task, seed=0)
+    assert [example.task for example in sets.train] == ["sums"] * 3 + ["school"] * 2
+    assert [example.task for example in sets.validation] == ["sums"] * 2 + ["school"]
+    assert sets.notices[0].startswith(f"school: {train}: 3 rows without a ground truth")
+    assert sets.train[4] == Example("A lot?", "1,000", task="school")
+
+
+def test_no_part_trains_on_what_another_is_evaluated_on(tmp_path: Path) -> None:
+    def part(name: str, train: list[str], test: list[str]) -> dict[str, Any]:
+        paths = {
+            f"{field}_path": rows_file(
+                tmp_path, [{"question": q, "answer": "1"} for q in questions], ".jsonl", field + name
+            )
+            for field, questions in (("train", train), ("validation", test))
+        }
+        return {"task": {"kind": "file", **paths}}
+
+    sets = load_examples(
+        mixture(one=part("1", ["a", "b", "c"], ["d"]), two=part("2", ["d", "e"], ["b"])), seed=0
+    )
+    assert [(example.task, example.question) for example in sets.train] == [
+        ("one", "a"),
+        ("one", "c"),
+        ("two", "e"),
+    ]
+    assert sets.notices == (
+        "one: 1 question of other parts' validation left out",
+        "two: 1 question of other parts' validation left out",
+    )
+    with pytest.raises(
+        ValueError, match=r"task.parts.one: every training question is one that another part is"
+    ):
+        load_examples(mixture(one=part("1", ["a"], ["b"]), two=part("2", ["c"], ["a"])), seed=0)

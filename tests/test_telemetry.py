@@ -276,6 +276,7 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
         "step": 7,
         "use": 1,
         "group_id": 3,
+        "task": "",
         "sample": 0,
         "prompt": "prompt 3",
         "response": "response 3.0",
@@ -285,7 +286,7 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
         "answer_reward": 0.0,
         "advantage": -1.0,
         "num_tokens": 3,
-        "num_errors": 0,
+        "error": None,
         "finish_reason": "stop",
         "min_version": 1,
         "max_version": 2,
@@ -351,10 +352,10 @@ def scored_groups(draw: st.DrawFn) -> ScoredGroup:
 
     sizes = draw(token_counts)
     prompt_ids = tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=4)))
-    item = PromptItem(draw(st.integers(0, 2**40)), draw(TEXT), prompt_ids, draw(TEXT))
+    item = PromptItem(draw(st.integers(0, 2**40)), draw(TEXT), prompt_ids, draw(TEXT), task=draw(TEXT))
     rollout = RolloutGroup(item, tuple(completion(size) for size in sizes), draw(TEXT))
     scores = [array(floats, len(sizes), np.float32) for _ in range(4)]
-    return ScoredGroup(rollout, *scores, num_errors=draw(st.integers(0, 9)))
+    return ScoredGroup(rollout, *scores, errors=draw(st.dictionaries(st.integers(0, len(sizes) - 1), TEXT)))
 
 
 @settings(max_examples=200, deadline=None)

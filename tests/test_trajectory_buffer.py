@@ -137,7 +137,7 @@ def two_groups() -> list[ScoredGroup]:
         format_rewards=np.array([1, 1], np.float32),
         answer_rewards=np.array([1, 0], np.float32),
         advantages=np.array([0.7, -0.7], np.float32),
-        num_errors=2,
+        errors={0: "too long", 1: "too large"},
     )
     second = ScoredGroup(
         RolloutGroup(make_item(1), (make_completion([1] * 3), make_completion([1] * 3)), "generator-1"),
@@ -145,7 +145,7 @@ def two_groups() -> list[ScoredGroup]:
         format_rewards=np.array([1, 0], np.float32),
         answer_rewards=np.array([0, 0], np.float32),
         advantages=np.zeros(2, np.float32),
-        num_errors=1,
+        errors={1: "too long"},
     )
     return [first, second]
 

@@ -18,6 +18,7 @@ from grpo_ray.policy.device import move_optimizer
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
+from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.reference import Reference
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.telemetry.memory import resident_bytes
@@ -54,7 +55,7 @@ class Learner:
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
         # Colocated, the first turn is the Generators'.
         self._home = torch.device("cpu") if config.generator.colocated else self._device
-        self.model = load_policy(model_path, config.model.trust_remote_code).to(self._home)
+        self.model = self._load(model_path)
         if config.learner.gradient_checkpointing:
             self.model.train()  # transformers checkpoints in training mode only; the models have no dropout
             self.model.gradient_checkpointing_enable()
@@ -77,14 +78,18 @@ class Learner:
             counters = restore_state(checkpoint, self.model, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
 
+    def _load(self, path: str) -> PolicyModel:
+        model = self._config.model
+        return load_policy(path, model.trust_remote_code, model.implementation).to(self._home)
+
     def _make_reference(self, initial_path: str, model_path: str) -> Reference | None:
         """A copy of the weights that the run began with; of a run that goes on they are loaded."""
-        kl, trust = self._config.algorithm.kl, self._config.model.trust_remote_code
+        kl = self._config.algorithm.kl
         if kl.reference == "none":
             return None
         first = self.model
         if initial_path != model_path and kl.reference == "initial":
-            first = load_policy(initial_path, trust).to(self._home)
+            first = self._load(initial_path)
         return Reference(first, kl, self._dtype)
 
     def __repr__(self) -> str:

@@ -1,7 +1,9 @@
 """Scorer: verified rewards and group advantages."""
 
 import logging
+import math
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -9,56 +11,95 @@ import torch
 from grpo_ray.algorithms import group_advantages, overlong_penalties
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config_algorithm import AlgorithmConfig
-from grpo_ray.rewards import make_reward_fn
+from grpo_ray.config_reward import Reward
 from grpo_ray.rewards.base import verdict
-from grpo_ray.rewards.isolated import ScoringError
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.pool import ScoringError
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.types import RolloutGroup, ScoredGroup, ScoreFacts
 
+UNGRADED = verdict(has_format=False, is_right=False)
+
 
 class Scorer:
-    def __init__(self, reward: str, algorithm: AlgorithmConfig, config: ScorerConfig, max_tokens: int) -> None:
-        """`max_tokens` is the longest response that may be sampled."""
-        self._reward_fn = make_reward_fn(reward, config.timeout_s, config.memory_gib)
+    """Its methods may run in several threads at a time, so that all of the Grader's workers are busy."""
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        algorithm: AlgorithmConfig,
+        config: ScorerConfig,
+        max_tokens: int,
+    ) -> None:
+        """
+        Args:
+            rewards: of each task, by its name (`config.task.rewards`).
+            max_tokens: the longest response that may be sampled.
+        """
+        self._grader = Grader(rewards, config)
         self._algorithm, self._max_tokens = algorithm, max_tokens
+        self._looked_at, self._num_resident_bytes = -math.inf, 0
 
     def ready(self) -> bool:
+        """
+        Raises:
+            RunError: nothing can be graded, and why.
+        """
+        self._grader.start()
         return True
 
     def score(self, group: RolloutGroup) -> tuple[ScoredGroup, ScoreFacts]:
         """Rewards of each completion, and what they are worth beside their group's."""
         started = time.perf_counter()
-        scores, num_errors = [], 0
-        for completion in group.completions:
-            try:
-                scores.append(self._reward_fn(completion.text, group.item.ground_truth))
-            except ScoringError as error:
-                logging.warning("group %d: %s", group.item.group_id, error)
-                scores.append(verdict(has_format=False, is_right=False))
-                num_errors += 1
+        item = group.item
+        pairs = [(completion.text, item.ground_truth) for completion in group.completions]
+        scores, errors = [], {}
+        for sample, result in enumerate(self._grader.grade(item.task, pairs)):
+            if isinstance(result, ScoringError):
+                errors[sample] = str(result)
+                tail = pairs[sample][0][-200:]
+                logging.warning("group %d: not graded: %s: ...%r", item.group_id, result, tail)
+            scores.append(UNGRADED if isinstance(result, ScoringError) else result)
         rewards, formats, answers = (
             np.array([score[name] for score in scores], dtype=np.float32)
             for name in ("reward", "format_reward", "answer_reward")
         )
         lengths = np.array([len(completion.token_ids) for completion in group.completions])
-        advantages = advantages_of(rewards, lengths, self._algorithm, self._max_tokens)
-        scored = ScoredGroup(group, rewards, formats, answers, advantages, num_errors)
-        return scored, ScoreFacts(time.perf_counter() - started, resident_bytes())
+        is_graded = np.array([sample not in errors for sample in range(len(scores))])
+        advantages = advantages_of(rewards, lengths, is_graded, self._algorithm, self._max_tokens)
+        scored = ScoredGroup(group, rewards, formats, answers, advantages, errors)
+        return scored, ScoreFacts(time.perf_counter() - started, self._resident_bytes())
+
+    def _resident_bytes(self) -> int:
+        """As it was a second ago at most: to look costs milliseconds."""
+        now = time.monotonic()
+        if now > self._looked_at + 1.0:
+            self._looked_at, self._num_resident_bytes = now, resident_bytes()
+        return self._num_resident_bytes
+
+    def close(self) -> None:
+        """End the processes that grade; they also end with this one."""
+        self._grader.close()
 
 
 def advantages_of(
-    rewards: np.ndarray, lengths: np.ndarray, algorithm: AlgorithmConfig, max_tokens: int
+    rewards: np.ndarray, lengths: np.ndarray, is_graded: np.ndarray, algorithm: AlgorithmConfig, max_tokens: int
 ) -> np.ndarray:
     """What a group's rewards are worth, from its `[G]` rewards and lengths in tokens; `[G]` float32.
 
     Overlong responses lose reward first, so a group that is all right can still prefer its shorter ones.
+    Responses that were not graded (`is_graded`, bool `[G]`) are worth 0, and the others are compared among
+    themselves.
     """
     penalties = overlong_penalties(
         torch.from_numpy(lengths), max_tokens, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
     )
-    shaped = torch.from_numpy(rewards) + penalties
+    shaped = (torch.from_numpy(rewards) + penalties)[torch.from_numpy(is_graded)]
     kind = algorithm.advantage_kind
-    if kind == "leave_one_out" and len(rewards) == 1:  # a validation's: nothing is learned from it
+    if kind == "leave_one_out" and len(shaped) == 1:  # nothing to compare with: nothing is learned from it
         kind = "mean"
-    advantages = group_advantages(shaped[None], kind, advantage_eps=algorithm.advantage_eps, std=algorithm.std)
-    return advantages[0].numpy()
+    worth = np.zeros(len(rewards), np.float32)
+    if len(shaped):
+        graded = group_advantages(shaped[None], kind, advantage_eps=algorithm.advantage_eps, std=algorithm.std)
+        worth[is_graded] = graded[0].numpy()
+    return worth

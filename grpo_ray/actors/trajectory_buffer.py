@@ -1,6 +1,7 @@
 """TrajectoryBuffer: scored groups wait here until their batch is whole, and are kept to be replayed."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ class TrajectoryBuffer:
             self._writer.add(step + 1, (*fresh, *(r.group for r in replayed), *dropped), uses)
         metrics = {
             **rollout_metrics([*fresh, *dropped], len(dropped)),
+            **part_metrics([*fresh, *dropped]),
             **cut_metrics(fresh),
             **self._memory.take_metrics(),
             "buffer/groups": float(len(self._groups)),
@@ -132,7 +134,8 @@ class TrajectoryBuffer:
             "memory/buffer_bytes": memory,
         }
         dropped_ids = tuple(group.group_id for group in dropped)
-        facts = BatchFacts(group_ids, (), metrics, dropped_ids, cut, num_places, write_error)
+        rates = pass_rates([*fresh, *dropped])
+        facts = BatchFacts(group_ids, (), metrics, dropped_ids, cut, num_places, rates, write_error)
         return TrainBatch((*fresh, *(r.group for r in replayed))), facts
 
     def _make_batch(
@@ -243,6 +246,20 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
         "rollout/zero_variance_groups": float(sum(not group.has_signal for group in groups)),
         "rollout/dropped_groups": float(num_dropped),
     }
+
+
+def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """The mean reward of each part of a mixture that is among the groups."""
+    by_part: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        by_part[group.rollout.item.task].append(float(group.rewards.mean()))
+    return {f"reward/mean/{part}": float(np.mean(means)) for part, means in sorted(by_part.items()) if part}
+
+
+def pass_rates(groups: Sequence[ScoredGroup]) -> dict[int, float]:
+    """Of each group, the share of its responses that is right."""
+    rates = {group.group_id: group.pass_rate for group in groups}
+    return {group_id: rate for group_id, rate in rates.items() if rate is not None}
 
 
 def baseline_variance(rewards: np.ndarray) -> float:

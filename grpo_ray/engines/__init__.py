@@ -14,8 +14,9 @@ def make_engine(config: Config, model_path: str, max_model_len: int, index: int)
         # A synchronous run is exact: what is sampled must not depend on which requests arrive together.
         is_exact = config.weight_sync.max_lag == 0
         return TorchEngine(
-            model_path, *options, seed, config.model.trust_remote_code, joins_requests=not is_exact
-        )
+            model_path, *options, seed, config.model.trust_remote_code, joins_requests=not is_exact,
+            implementation=config.model.implementation,
+        )  # fmt: skip
     from grpo_ray.engines.vllm_engine import VllmEngine
 
     return VllmEngine(model_path, *options, max_model_len, seed, config.model.trust_remote_code)

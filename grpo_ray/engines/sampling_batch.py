@@ -1,11 +1,12 @@
-"""One batch of sequences sampled a token at a time by a transformers model: the reference, in plain torch."""
+"""One batch of sequences sampled a token at a time: the reference, in plain torch."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.policy.model import PolicyModel
 from grpo_ray.types import Completion, SamplingSettings
 
 
@@ -56,7 +57,7 @@ class SamplingBatch:
     """Left-padded sequences over one key-value cache; `forget_cache` after the weights have changed."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: list[Sequence]
+        self, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, sequences: list[Sequence]
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self.sequences = sequences
@@ -99,10 +100,28 @@ class SamplingBatch:
         self._cache = output.past_key_values
         logits = output.logits[:, -1].float()
         for row, sequence in enumerate(self.sequences):
-            logits[row] /= sequence.settings.temperature
             if len(sequence.token_ids) < sequence.settings.min_tokens:
                 logits[row, list(sequence.settings.end_token_ids)] = -torch.inf
+            logits[row] = _shaped(logits[row], sequence.settings)
         return logits.log_softmax(-1)
+
+
+def _shaped(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """The logits `[vocab]` that the draw is made from; temperature 0 leaves the likeliest token alone."""
+    if settings.temperature == 0.0:
+        greedy = torch.full_like(logits, -torch.inf)
+        greedy[logits.argmax()] = 0.0
+        return greedy
+    logits = logits / settings.temperature
+    return logits if settings.top_p == 1.0 else _nucleus(logits, settings.top_p)
+
+
+def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The fewest of the likeliest tokens that have `top_p` of the mass (Holtzman et al. 2020); `[vocab]`."""
+    ordered, tokens = logits.sort(descending=True)
+    probabilities = ordered.softmax(-1)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    return logits.index_fill(0, tokens[mass_before >= top_p], -torch.inf)
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

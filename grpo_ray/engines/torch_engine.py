@@ -1,4 +1,4 @@
-"""The reference engine: transformers and torch in the Generator's own process.
+"""The reference engine: torch in the Generator's own process.
 
 For tests that should take a second, for comparison with vLLM, and for models vLLM does not know.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from grpo_ray.config import GeneratorConfig
+from grpo_ray.config_model import Implementation
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.engines.snapshot import as_tensor, unpack_weights
 from grpo_ray.policy.cores import hold_to_cores
@@ -28,14 +29,15 @@ class TorchEngine:
 
     def __init__(
         self, model_path: str, config: GeneratorConfig, dtype: str, seed: int, trust_remote_code: bool = False,
-        joins_requests: bool = True,
+        joins_requests: bool = True, implementation: Implementation = "transformers",
     ) -> None:  # fmt: skip
         device = "cuda" if config.num_gpus else "cpu"
         if device == "cpu":
             torch.set_num_threads(config.num_threads)
             hold_to_cores(config.cpu_cores)
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
-        self._model = load_policy(model_path, trust_remote_code).to(device, getattr(torch, dtype))
+        model = load_policy(model_path, trust_remote_code, implementation)
+        self._model = model.to(device, getattr(torch, dtype))
         self._version = 0
         self._seeds = itertools.count(seed << 32)
         self._max_num_seqs = config.max_num_seqs

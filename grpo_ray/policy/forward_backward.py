@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from grpo_ray.algorithms import (
     Objective,
@@ -22,6 +21,7 @@ from grpo_ray.algorithms import (
 )
 from grpo_ray.config import Config
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, micro_batches
+from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.response_logits import response_logits
 
 Sums = dict[str, float]
@@ -56,15 +56,13 @@ class ForwardBackward:
         return is_old or algorithm.off_policy_correction != "none"
 
     def with_proximal(
-        self, model: PreTrainedModel, sequences: Sequence[TrainSequence]
+        self, model: PolicyModel, sequences: Sequence[TrainSequence]
     ) -> tuple[list[TrainSequence], Sums]:
         """The sequences with the model's log-probabilities as they are now, and how far the sampler's are."""
         found, sums = self._look_up(model, sequences, _mismatch_sums)
         return [replace(s, proximal_logprobs=found[place]) for place, s in enumerate(sequences)], sums
 
-    def with_reference(
-        self, reference: PreTrainedModel, sequences: Sequence[TrainSequence]
-    ) -> list[TrainSequence]:
+    def with_reference(self, reference: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """The sequences with the reference's log-probabilities."""
         found, _ = self._look_up(reference, sequences, lambda log_probs, batch: {})
         return [replace(s, reference_logprobs=found[place]) for place, s in enumerate(sequences)]
@@ -72,7 +70,7 @@ class ForwardBackward:
     @torch.no_grad()
     def _look_up(
         self,
-        model: PreTrainedModel,
+        model: PolicyModel,
         sequences: Sequence[TrainSequence],
         measure: Callable[[torch.Tensor, MicroBatch], Sums],
     ) -> tuple[dict[int, np.ndarray], Sums]:
@@ -85,7 +83,7 @@ class ForwardBackward:
             found |= zip(places, _rows(log_probs, batch), strict=True)
         return found, sums
 
-    def backward(self, model: PreTrainedModel, sequences: Sequence[TrainSequence]) -> Sums:
+    def backward(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> Sums:
         """Add the gradient of one update on all of `sequences` to `.grad`; returns summed metrics.
 
         The counts divided by are of all of them. Those without signal have no gradient from the policy's
@@ -112,7 +110,7 @@ class ForwardBackward:
         return sums
 
     @torch.no_grad()
-    def _measure_kl(self, model: PreTrainedModel, batch: MicroBatch) -> Sums:
+    def _measure_kl(self, model: PolicyModel, batch: MicroBatch) -> Sums:
         """Of responses from which nothing is learned: the policy's distance is measured on all of them."""
         assert batch.reference_logprobs is not None
         log_probs, _ = self._log_probs(model, batch)
@@ -123,7 +121,7 @@ class ForwardBackward:
             sums[f"kl_{estimator}_sum"] = kl[mask].sum().item()
         return sums
 
-    def _backward(self, model: PreTrainedModel, batch: MicroBatch, denominator: float) -> Sums:
+    def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> Sums:
         algorithm, mask = self._config.algorithm, batch.response_mask
         log_probs, logits = self._log_probs(model, batch)  # [batch, resp], [batch, resp, vocab]
         # Before the only update the policy is what it was before the first one.
@@ -159,7 +157,7 @@ class ForwardBackward:
             sums |= _mismatch_sums(log_probs.detach(), batch)
         return sums
 
-    def _log_probs(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_probs(self, model: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         sampling = self._config.sampling
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             logits = response_logits(

@@ -5,16 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedModel,
+    LlamaConfig,
     PreTrainedTokenizerBase,
 )
+
+from grpo_ray.config_model import Implementation
+from grpo_ray.policy.llama_layout import check_plain, load_transformer_lm
+from grpo_ray.policy.model import PolicyModel
+
+WEIGHTS = "model*.safetensors"  # and not a second copy under another name
 
 
 def is_local(path: str) -> bool:
@@ -75,18 +82,20 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         ) from error
 
 
-def load_policy(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_policy(
+    path: str, trust_remote_code: bool = False, implementation: Implementation = "transformers"
+) -> PolicyModel:
     """The model with float32 master weights, in evaluation mode (no dropout: the sampler has none).
 
     Raises:
-        ValueError: weights are missing, of another shape than config.json says, or not finite.
+        ValueError: weights are missing, of another shape than config.json says, or not finite; or
+            TransformerLM does not compute such a model.
     """
-    model, found = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
-        ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
-    )  # fmt: skip
-    # transformers fills both with random values, and its own report of them is silenced.
-    if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
+    if implementation == "grpo_ray":
+        model, wrong = _load_transformer_lm(path)
+    else:
+        model, wrong = _load_transformers(path, trust_remote_code)
+    if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
             f"model.path: {path!r} lacks tensors, or has them in another shape than its config.json says: "
@@ -96,7 +105,31 @@ def load_policy(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
     return model.eval()
 
 
-def check_finite(model: torch.nn.Module, path: str) -> None:
+def _load_transformers(path: str, trust_remote_code: bool) -> tuple[PolicyModel, list[str]]:
+    """The model, and the tensors that it did not find: transformers fills them with random values."""
+    model, found = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
+        ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
+    )  # fmt: skip
+    return model, sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+
+
+def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
+    config = check_llama(path)
+    folder = Path(path if is_local(path) else snapshot_download(path, allow_patterns=["*.json", WEIGHTS]))
+    return load_transformer_lm(config, folder, _listed_shards(folder) or [folder / "model.safetensors"])
+
+
+def check_llama(path: str) -> LlamaConfig:
+    """The model's configuration, if TransformerLM computes it.
+
+    Raises:
+        ValueError: names everything about it that is not supported.
+    """
+    return check_plain(_text_config(path, trust_remote_code=False), path)
+
+
+def check_finite(model: PolicyModel, path: str) -> None:
     """Refuse a model with values that are NaN or infinite: nothing could be sampled from it or learned.
 
     Raises:
@@ -149,7 +182,7 @@ def check_vocabulary(
 def _text_config(path: str, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"model.path: config.json of {path!r} cannot be used: {error}") from error
 
 

@@ -4,9 +4,9 @@ import copy
 from collections.abc import Mapping
 
 import torch
-from transformers import PreTrainedModel
 
 from grpo_ray.config_algorithm import KLConfig
+from grpo_ray.policy.model import PolicyModel
 
 
 class Reference:
@@ -16,10 +16,10 @@ class Reference:
     be rounded away; it costs no loading, and needs no further copy of the first weights.
     """
 
-    def __init__(self, policy: PreTrainedModel, config: KLConfig, dtype: torch.dtype) -> None:
+    def __init__(self, policy: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
         """Begins as a copy of `policy`."""
         self._config = config
-        self.model: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).eval()
+        self.model: PolicyModel = copy.deepcopy(policy).requires_grad_(False).eval()
         if config.reference == "initial":
             self.model.to(dtype)
 
@@ -29,7 +29,7 @@ class Reference:
         return self._config.reference == "ema" or self._config.refresh_every_num_steps is not None
 
     @torch.no_grad()
-    def follow(self, policy: PreTrainedModel, step: int) -> None:
+    def follow(self, policy: PolicyModel, step: int) -> None:
         """After step `step`: move with the policy, or copy it when that is due."""
         every = self._config.refresh_every_num_steps
         if self._config.reference == "ema":

@@ -1,13 +1,13 @@
 """The policy's distribution over response tokens, exactly as the sampler drew from it."""
 
 import torch
-from transformers import PreTrainedModel
 
 from grpo_ray.policy.microbatch import MicroBatch
+from grpo_ray.policy.model import PolicyModel
 
 
 def response_logits(
-    model: PreTrainedModel,
+    model: PolicyModel,
     batch: MicroBatch,
     temperature: float,
     min_tokens: int,

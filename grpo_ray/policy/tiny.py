@@ -1,4 +1,4 @@
-"""A tiny Qwen2-architecture model with a tokenizer of its own, for machines without a model hub."""
+"""A tiny model with a tokenizer of its own, for machines without a model hub."""
 
 import hashlib
 import json
@@ -7,10 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
-    PreTrainedModel,
+    LlamaConfig,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -18,10 +19,14 @@ from transformers import (
 )
 
 from grpo_ray.config import Config
-from grpo_ray.config_model import TinyModelConfig
+from grpo_ray.config_model import Implementation, TinyModelConfig
+from grpo_ray.config_task import MixtureTaskConfig, SortingTaskConfig
+from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import warm_up
-from grpo_ray.tasks.prompts import load_template, render
-from grpo_ray.tasks.sorting import ENDINGS, TAGGED, warmup_pairs
+from grpo_ray.tasks.prompts import TextTemplate, template_of
+from grpo_ray.tasks.sorting import ENDINGS, TAGGED
+from grpo_ray.tasks.warmup import Pairs, tokenizer_pairs, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
 _RECIPE = 1  # raise it when the code below would build another model from the same configuration
@@ -37,7 +42,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """A byte-level BPE of `vocab_size` tokens at most, learned from `texts`.
 
     transformers builds a Qwen2Tokenizer for any Qwen2 config, whatever was saved beside it, so the merges
-    are learned through that class's own backend: AutoTokenizer and vLLM then agree on every string.
+    are learned through that class's own backend: AutoTokenizer and vLLM then agree on every string. Beside a
+    Llama config both build the class that was saved, which is the same.
     """
     learner = Qwen2Tokenizer()
     trained = learner.train_new_from_iterator(texts, vocab_size, show_progress=False)
@@ -48,47 +54,61 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def build_model(config: TinyModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def build_model(
+    config: TinyModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    implementation: Implementation = "transformers",
+) -> PolicyModel:
     """A randomly initialised float32 model; the same seed gives the same weights."""
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=max(config.vocab_size, len(tokenizer)),
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            intermediate_size=config.intermediate_size,
-            max_position_embeddings=config.max_position_embeddings,
-            tie_word_embeddings=config.tie_embeddings,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            dtype="float32",
-        )
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": max(config.vocab_size, len(tokenizer)),
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if implementation == "grpo_ray":
+        return TransformerLM(LlamaConfig(**shape))
+    return Qwen2ForCausalLM(Qwen2Config(**shape))
 
 
 def tiny_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer of the configured tiny model, learned from the task's own text."""
     assert config.model.tiny is not None
-    assert config.task.kind == "sorting"
-    taken = config.task.num_train_prompts + config.task.num_validation_prompts
-    num_pairs = min(1000, 10**config.task.num_digits - taken)  # few digits make few numbers
-    if num_pairs < 1:
-        raise ValueError(
-            f"task.num_train_prompts, task.num_validation_prompts: {taken} prompts leave no number of "
-            f"task.num_digits = {config.task.num_digits} for the tokenizer"
-        )
-    texts = (prompt + response for prompt, response in _rendered_pairs(config, num_pairs))
-    return train_tokenizer(texts, config.model.tiny.vocab_size)
+    pairs = _rendered(config, tokenizer_pairs(config.task, config.run.seed))
+    return train_tokenizer((prompt + response for prompt, response in pairs), config.model.tiny.vocab_size)
 
 
-def _rendered_pairs(config: Config, num_pairs: int) -> list[tuple[str, str]]:
-    assert config.task.kind == "sorting"  # check_files has seen to it
-    template = load_template(config.task.prompt)
-    pairs = warmup_pairs(config.task, config.run.seed, num_pairs)
-    return [(render(template, question), response) for question, response in pairs]
+def _warmup_pairs(config: Config) -> Pairs:
+    """(prompt, response), as many as the warm-up asks for; none without a warm-up."""
+    assert config.model.tiny is not None
+    warmup = config.model.tiny.warmup
+    if warmup is None:
+        return []
+    num_pairs = warmup.num_steps * warmup.batch_size
+    return _rendered(config, warmup_pairs(config.task, config.run.seed, num_pairs))
+
+
+def _rendered(config: Config, pairs: Pairs) -> Pairs:
+    template = _template(config)
+    return [(template.render(question), response) for question, response in pairs]
+
+
+def _template(config: Config) -> TextTemplate:
+    assert not isinstance(config.task, MixtureTaskConfig)  # it has no pairs
+    template = template_of(config.task)
+    if not isinstance(template, TextTemplate):
+        raise ValueError("task.prompt: a model built here has no chat template; give another prompt")
+    return template
 
 
 def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None] | None = None) -> Path:
@@ -98,21 +118,16 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
         progress: called with (step, num_steps, loss in nats a token) while the warm-up runs.
     """
     assert config.model.tiny is not None
-    task = config.task.model_dump(exclude={"reward", "prompt"})
-    template = load_template(config.task.prompt)
-    ending = ENDINGS.get(str(config.task.reward), TAGGED)
-    recipe = [_RECIPE, config.model.tiny.model_dump(), task, template, ending, config.run.seed]
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"tiny-{digest}"
     if folder.exists():
         return folder
 
     tiny = config.model.tiny
     tokenizer = tiny_tokenizer(config)
-    model = build_model(tiny, tokenizer, config.run.seed)
+    model = build_model(tiny, tokenizer, config.run.seed, config.model.implementation)
     if tiny.warmup is not None:
-        pairs = _rendered_pairs(config, tiny.warmup.num_steps * tiny.warmup.batch_size)
-        warm_up(model, tokenizer, pairs, tiny.warmup, progress)
+        warm_up(model, tokenizer, _warmup_pairs(config), tiny.warmup, progress)
 
     # Written beside its final name and renamed: a half-written model is never taken from the cache.
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -124,3 +139,17 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
     except OSError:  # another run built the same model first
         shutil.rmtree(unfinished)
     return folder
+
+
+def _recipe(config: Config) -> list[Any]:
+    """All that the built model follows from."""
+    tiny, task, seed = config.model.tiny, config.task, config.run.seed
+    assert tiny is not None
+    recipe: list[Any] = [_RECIPE, tiny.model_dump()]
+    if isinstance(task, SortingTaskConfig):  # from what its pairs are drawn
+        numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
+        ending = ENDINGS.get(str(task.reward), TAGGED)
+        recipe += [numbers, _template(config).text, ending, seed]
+    else:  # the pairs themselves, which a file may hold
+        recipe += [_rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config), seed]
+    return recipe if config.model.implementation == "transformers" else [*recipe, config.model.implementation]

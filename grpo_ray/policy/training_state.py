@@ -5,6 +5,7 @@ a model in Hugging Face format and `training/optimizer.safetensors`: tensors `ad
 `random/<device>` and `reference/<weight>` (of a reference that moved), and counters in the file's metadata.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.durable import sync
+from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.reference import Reference
 
 FILE_NAME = "optimizer.safetensors"
 REFERENCE = "reference/"
+RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -33,7 +36,7 @@ class TrainingState:
 
 
 def capture_state(
-    model: PreTrainedModel,
+    model: PolicyModel,
     optimizer: torch.optim.Optimizer,
     counters: Mapping[str, int],
     reference: Mapping[str, torch.Tensor],
@@ -47,7 +50,7 @@ def capture_state(
 
 
 def write_state(
-    state: TrainingState, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    state: TrainingState, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
     """Write to an existing folder, and wait for the disk. `model` gives its configuration, not its weights.
 
@@ -66,7 +69,7 @@ def write_state(
 
 def restore_state(
     training_folder: Path,
-    model: PreTrainedModel,
+    model: PolicyModel,
     optimizer: torch.optim.Optimizer,
     reference: Reference | None = None,
 ) -> dict[str, int]:
@@ -102,7 +105,7 @@ def _sync(folder: Path, training: Path) -> None:
         sync(path)
 
 
-def _optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Tensors:
+def _optimizer_tensors(model: PolicyModel, optimizer: torch.optim.Optimizer) -> Tensors:
     """Named by weight, not by place. A weight that never had a gradient has none."""
     return {
         f"adam/{name}/{moment}": tensor
@@ -151,8 +154,11 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """A full disk is an OSError, whoever finds it."""
+    """A full disk is an OSError, whoever finds it: tokenizers in Rust raise a plain Exception for it."""
     try:
         yield
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    except Exception as error:
+        found = RUST_OS_ERROR.search(str(error))
+        if not isinstance(error, SafetensorError) and found is None:
+            raise
+        raise OSError(int(found[1]) if found else 0, str(error)) from error

@@ -4,15 +4,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config_model import WarmupConfig
+from grpo_ray.policy.model import PolicyModel
 
 IGNORED = -100  # cross_entropy leaves these labels out
 
 
 def warm_up(
-    model: PreTrainedModel,
+    model: PolicyModel,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[tuple[str, str]],
     config: WarmupConfig,

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 
-# (response, ground truth) -> {"reward", "format_reward", "answer_reward"}, each 0.0 or 1.0.
+# (response, ground truth) -> {"reward", "format_reward", "answer_reward"}: the last two are 0.0 or 1.0,
+# `reward`, which is trained on, any finite number.
 RewardFn = Callable[[str, str], dict[str, float]]
 
 
 def verdict(has_format: bool, is_right: bool) -> dict[str, float]:
     """A right answer counts only in the right format."""
-    answer = float(has_format and is_right)
-    return {"reward": answer, "format_reward": float(has_format), "answer_reward": answer}
+    return scores(has_format and is_right, has_format, has_format and is_right)
+
+
+def scores(reward: float, has_format: bool, is_right: bool) -> dict[str, float]:
+    """A reward of its own size beside the two facts."""
+    return {"reward": float(reward), "format_reward": float(has_format), "answer_reward": float(is_right)}

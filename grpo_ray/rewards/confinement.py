@@ -32,10 +32,21 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the process to grade for is gone")
 
 
+def confine(memory_gib: float) -> None:
+    """Everything below but for `die_with_parent`.
+
+    Raises:
+        OSError: the system refuses a part of it.
+    """
+    limit_resources(memory_gib)
+    drop_capabilities()
+    enter_sandbox()
+
+
 def limit_resources(memory_gib: float) -> None:
-    """No more memory than that, no file with anything in it, no core dump, no further process."""
+    """No more memory than now and that, no file with anything in it, no core dump, no further process."""
     limits = {
-        resource.RLIMIT_AS: int(memory_gib * 2**30),
+        resource.RLIMIT_AS: MappedMemory().num_bytes() + int(memory_gib * 2**30),
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NPROC: 0,
@@ -76,6 +87,16 @@ def enter_sandbox() -> bool:
     _check(_libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
     return True
+
+
+class MappedMemory:
+    """What this process has mapped, its libraries included: that is what RLIMIT_AS counts."""
+
+    def __init__(self) -> None:
+        self._fd = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: it is read after every answer
+
+    def num_bytes(self) -> int:
+        return int(os.pread(self._fd, 32, 0).split()[0]) * resource.getpagesize()
 
 
 def _prctl(option: int, value: int) -> None:

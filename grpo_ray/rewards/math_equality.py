@@ -1,69 +1,215 @@
-"""Whether an answer and a ground truth are the same value."""
+"""Whether an answer and a ground truth are the same to a mathematician: docs/rewards.md states the rules."""
 
-import logging
 import re
-from decimal import Decimal
+from collections.abc import Sequence
+from fractions import Fraction
 
-# math-verify warns once that timeouts are off, and logs whatever a model's odd LaTeX makes it raise.
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-
-# 1,000 or 1000, 1000.0, .5, 1e3; the exponent is short, so that Decimal stays cheap.
-NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.|\.\d+)?(?:(?<=[\d.])[eE][+-]?\d{1,3})?")
-WORDS = r"[A-Za-z:,.!'\s$\\]*"
-NUMBER_AMONG_WORDS = re.compile(rf"{WORDS}(?<![\w.,])([+-]?\d[\d,]*(?:\.\d+)?%?)(?![\w^*/+-]){WORDS}")
-
-# LaTeX would read `7 2` as a sum or drop the 2.
-ADJACENT_NUMBERS = re.compile(r"\d\s+\d")
-# sympy evaluates these for hours, and no timeout works here: signal.alarm needs the main thread.
-# In order: powers of powers, exponents of 4 digits, big factorials, and 16 or more brackets, because
-# parsing takes exponential time in their depth.
-ENDLESS = re.compile(
-    r"\^\s*(?:[{(][^})]*|\w|\d+)\s*\^|\^\s*[{(]*\s*[+-]?\d{4,}|(?:\d{4,}|[)}])\s*!|(?:[({\[][^({\[]*){16,}"
+from grpo_ray.rewards.math_algebra import is_equal_latex
+from grpo_ray.rewards.math_numbers import read_number
+from grpo_ray.rewards.math_structure import (
+    MAX_PARTS,
+    UNION,
+    Bracketed,
+    read_brackets,
+    read_equation,
+    read_list,
+    read_matrix,
+    split,
 )
+from grpo_ray.rewards.math_text import VARIABLES, normalize, plain
+from grpo_ray.rewards.math_units import PERCENT, Quantity, read_quantity
+
+SIMPLE_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
+NESTED = re.compile(r"(?:[({\[][^({\[]*){16}")  # parsing takes exponential time in the depth of brackets
+CHOICE = re.compile(r"\(?([A-J])\)?")
+CHOSEN = re.compile(r"[(\[]?([A-Ja-j])[)\].:]?")
+PHRASE = re.compile(r"[A-Za-z][A-Za-z' .,-]*[A-Za-z.]")
+CLOCK = re.compile(r"(?<=\d) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
+RANGE = re.compile(r"[<>]|\\(?:le|ge|mathbb|emptyset)(?![A-Za-z])")
+MEMBER = re.compile(r"[A-Za-z] ?\\in(?![A-Za-z]) ?")
+
+NUMBER_WORDS = r"hundred|thousand|million|billion|trillion|dozen|half|third|quarter|percent|minus|negative"
+OTHER_MEANING = re.compile(rf"\b(?:{NUMBER_WORDS}|not|no|never|over|under|less|more)\b|n't", re.IGNORECASE)
+PROSE = r"[A-Za-z:,.!'\s$\\]*"
+NUMBER_IN_PROSE = re.compile(rf"{PROSE}(?<![\w.,])([+-]?\d[\d,]*(?:\.\d+)?%?)(?![\w^*/+-]){PROSE}", re.ASCII)
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """The same text, the same number, or LaTeX expressions that math-verify finds equal."""
+    """The same text, number, quantity, list, or expressions that computer algebra finds equal."""
     if answer == truth:
-        return True
-    answer, truth = _undress(answer), _undress(truth)
-    numbers = _number(answer), _number(truth)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    return _is_equal_latex(answer, truth)
+        return bool(answer)
+    if SIMPLE_NUMBER.fullmatch(answer) and SIMPLE_NUMBER.fullmatch(truth):
+        return Fraction(answer) == Fraction(truth)
+    if NESTED.search(answer) or NESTED.search(truth):
+        return False
+    answer, truth = normalize(answer), normalize(truth)
+    return bool(answer and truth) and _is_equal(answer, truth)
 
 
 def number_in_prose(answer: str) -> str | None:
-    """`72` of `She has 72 eggs.`; None when there is no number or more than one."""
-    match = NUMBER_AMONG_WORDS.fullmatch(answer)
-    return match[1] if match else None
+    """`72` of `She has 72 eggs.`; None when there is no number, more than one, or one that words change."""
+    match = NUMBER_IN_PROSE.fullmatch(answer)
+    return match[1] if match and not OTHER_MEANING.search(answer) else None
 
 
-def _undress(text: str) -> str:
-    r"""Without the marks that say nothing about the value: `$72$`, `\$72`, `72.`"""
-    return text.strip().removesuffix(".").removeprefix(r"\$").strip("$").strip()
+def _is_equal(answer: str, truth: str) -> bool:
+    """Of normalized texts, or of parts of them."""
+    if _spelling(answer) == _spelling(truth):
+        return True
+    numbers = read_number(answer), read_number(truth)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    choice = CHOICE.fullmatch(truth)
+    chosen = CHOSEN.fullmatch(plain(answer))
+    if choice and chosen:
+        return chosen[1].upper() == choice[1]
+    if _is_phrase(truth):
+        return _phrase(answer) == _phrase(truth)
+    for compare in (
+        _compare_matrices,
+        _compare_lists,
+        _compare_equations,
+        _compare_brackets,
+        _compare_quantities,
+    ):
+        verdict = compare(answer, truth)
+        if verdict is not None:
+            return verdict
+    return is_equal_latex(plain(answer), plain(truth))
 
 
-def _number(text: str) -> Decimal | None:
-    if not NUMBER.fullmatch(text) or not any(character.isdigit() for character in text):
+# ---- text ----
+
+
+def _spelling(text: str) -> str:
+    text = CLOCK.sub(lambda match: f"{match[1].lower()}m", plain(text))
+    return re.sub(r"(?<=\W) | (?=\W)", "", text)
+
+
+def _is_phrase(text: str) -> bool:
+    """Words, not a product of letters: of three letters or more, or `no`."""
+    words = plain(text)
+    has_word = re.search(r"[A-Za-z]{3}|^no$", words, re.IGNORECASE)
+    return bool(PHRASE.fullmatch(words)) and bool(has_word) and not VARIABLES.issuperset(words)
+
+
+def _phrase(text: str) -> str:
+    return " ".join(re.sub(r"[.,'\"*]", "", plain(text)).casefold().split())
+
+
+# ---- what is made of parts: each comparison is None where it has nothing to say ----
+
+
+def _compare_lists(answer: str, truth: str) -> bool | None:
+    r"""`1, 2`, `1 and 2`, `x = 1 or x = 2`, `1 \pm 2` and unions, in any order; a set may give the list."""
+    given, wanted = _members(answer), _members(truth)
+    if len(given) == len(wanted) == 1:
+        is_unchanged = (given[0], wanted[0]) == (answer, truth)
+        return None if is_unchanged else _is_equal(given[0], wanted[0])
+    names = [read_equation(part)[0] for part in wanted]
+    if len(set(names)) > 1 and None in [read_equation(part)[0] for part in given]:
+        return _is_equal_in_order(given, wanted)  # `x = 1, y = 2` asks for 1 and 2 in this order
+    return _is_equal_in_any_order(given, wanted)
+
+
+def _members(text: str) -> list[str]:
+    text = MEMBER.sub("", text, count=1) if MEMBER.match(text) else text
+    intervals = split(text, UNION)
+    if len(intervals) > 1:
+        return intervals
+    parts = read_list(text)
+    brackets = read_brackets(text) if len(parts) == 1 else None
+    return list(brackets.parts) if brackets and brackets.is_set else parts
+
+
+def _is_equal_in_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
+    return len(given) == len(wanted) and all(map(_is_equal, given, wanted))
+
+
+def _is_equal_in_any_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Each part has its own equal among the others (equality being transitive, the first will do)."""
+    if len(given) != len(wanted) or len(wanted) > MAX_PARTS:
+        return False
+    left = list(given)
+    for part in wanted:
+        found = next((index for index, other in enumerate(left) if _is_equal(other, part)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _compare_equations(answer: str, truth: str) -> bool | None:
+    """`x = 5` is 5, and `2 + 3 = 5` is 5, but `4 = 5` is not: every side must be right."""
+    (given_name, given), (wanted_name, wanted) = read_equation(answer), read_equation(truth)
+    is_plain = not given_name and len(given) == 1
+    if wanted_name:
+        wanted = wanted[-1:]  # of `A = 3 \cdot 4 = 12`
+        if given_name != wanted_name and not is_plain:
+            return None  # `2x - y = 0` for `y = 2x`
+    elif is_plain and len(wanted) == 1:
         return None
-    return Decimal(text.replace(",", ""))
+    elif len(wanted) > 1:
+        return False if is_plain else None  # `5` for `2x + 3y = 5`
+    return all(_is_equal(side, wanted[0]) for side in given)
 
 
-def _is_equal_latex(answer: str, truth: str) -> bool:
-    # Here, because sympy takes a quarter of a second to import, and not every run grades LaTeX.
-    from math_verify import LatexExtractionConfig, parse, verify
+def _compare_brackets(answer: str, truth: str) -> bool | None:
+    """Tuples and intervals: the same brackets, equal parts in order."""
+    given, wanted = _without_parentheses(answer), _without_parentheses(truth)
+    if isinstance(given, Bracketed) and isinstance(wanted, Bracketed):
+        is_same_kind = (given.opening, given.closing) == (wanted.opening, wanted.closing)
+        return is_same_kind and _is_equal_in_order(given.parts, wanted.parts)
+    if isinstance(given, str) and isinstance(wanted, str):
+        return None if (given, wanted) == (answer, truth) else _is_equal(given, wanted)
+    # An interval may be an inequality, or all numbers; nothing else is equal to something in brackets.
+    return None if RANGE.search(answer) or RANGE.search(truth) else False
 
-    if "$" in answer or ADJACENT_NUMBERS.search(answer) or ENDLESS.search(answer):
+
+def _without_parentheses(text: str) -> "Bracketed | str":
+    brackets = read_brackets(text)
+    if brackets is None:
+        return text
+    is_value = (brackets.opening, brackets.closing) == ("(", ")") and len(brackets.parts) == 1
+    return brackets.parts[0] if is_value else brackets
+
+
+def _compare_matrices(answer: str, truth: str) -> bool | None:
+    given, wanted = read_matrix(answer), read_matrix(truth)
+    if given is None or wanted is None:
+        return None
+    return len(given) == len(wanted) and all(map(_is_equal_in_order, given, wanted))
+
+
+def _compare_quantities(answer: str, truth: str) -> bool | None:
+    """A unit that one of the two leaves out is taken for granted; two units must measure the same."""
+    given, wanted = read_quantity(answer), read_quantity(truth)
+    if (given.value, wanted.value) == (answer, truth):
+        return None
+    if PERCENT in (given.unit, wanted.unit) and given.unit != wanted.unit:
+        return _is_equal_percent(given, wanted)
+    if given.unit and wanted.unit and given.unit != wanted.unit:
         return False
-    try:
-        # In dollars the whole text is one expression; without, math-verify takes the last number it sees.
-        parsed = [
-            parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-            for text in (truth, answer)
-        ]
-        return bool(verify(parsed[0], parsed[1], timeout_seconds=None))
-    except MemoryError:  # no verdict: ends the worker, and is counted
-        raise
-    except Exception:  # sympy raises whatever it likes on odd expressions; such an answer is not right
+    has_both = bool(given.unit and wanted.unit)
+    numbers = [_number(quantity, has_both) for quantity in (given, wanted)]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    is_same_scale = given.multiplier == wanted.multiplier and (not has_both or given.factor == wanted.factor)
+    if is_same_scale and _is_equal(given.value, wanted.value):
+        return True
+    return False if has_both else None  # what looks like a unit may be a variable: `3 m` is `3m`
+
+
+def _number(quantity: Quantity, is_converted: bool) -> Fraction | None:
+    number = read_number(quantity.value)
+    if number is None:
+        return None
+    return number * quantity.multiplier * (quantity.factor if is_converted else 1)
+
+
+def _is_equal_percent(given: Quantity, wanted: Quantity) -> bool:
+    """One of the two has a percent sign: `50%` is 50, the unit left out, and it is 0.5, its value."""
+    if given.unit and wanted.unit:
         return False
+    percent, bare = (given, wanted) if given.unit else (wanted, given)
+    return _is_equal(percent.value, bare.value) or _is_equal(rf"\frac{{{percent.value}}}{{100}}", bare.value)

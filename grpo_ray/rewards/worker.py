@@ -1,43 +1,70 @@
-"""The process behind `IsolatedReward`: a JSON line in for each response, a JSON line out."""
+"""What a worker of a RewardPool does: it gives up what it will not need, and grades a line at a time.
+
+To the pool it says, each as a line of JSON, ["ready"] or ["failed", why], and then for each answer in its order
+["scores", {...}] or ["error", why]. Its nursery adds ["ended", how, answers begun] when it has died.
+"""
 
 import json
 import os
-import signal
-import sys
-from typing import TextIO
+import socket
+import traceback
+from collections.abc import Mapping
+from mmap import mmap
+from typing import Any
 
-from grpo_ray.rewards import get_reward_fn
-from grpo_ray.rewards.confinement import (
-    die_with_parent,
-    drop_capabilities,
-    enter_sandbox,
-    limit_resources,
-)
+from grpo_ray.rewards.base import RewardFn
+from grpo_ray.rewards.confinement import MappedMemory, confine
 
-
-def _serve(reward: str, timeout_s: float, memory_gib: float, parent: int) -> None:
-    """Answer a line a request. SIGALRM's default action ends the process, wherever it is computing."""
-    die_with_parent(parent)
-    limit_resources(memory_gib)
-    drop_capabilities()
-    enter_sandbox()
-    replies = _private_stdout()
-    reward_fn = get_reward_fn(reward)
-    for line in sys.stdin:
-        response, ground_truth = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        scores = reward_fn(response, ground_truth)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(scores), file=replies, flush=True)
+OUT_OF_MEMORY = 99  # exit status
+LONGEST_ERROR = 500  # characters
 
 
-def _private_stdout() -> TextIO:
-    """Standard output, for the replies alone: what a library prints goes to standard error."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    os.set_blocking(2, False)  # nobody reads it before the end: a full pipe must lose words, not hold up
-    return replies
+def serve(
+    channel: socket.socket, reward_fns: Mapping[str, RewardFn], memory_gib: float, num_begun: mmap
+) -> None:
+    """Grade what comes in by `channel` until it is closed.
+
+    Args:
+        reward_fns: by task.
+        num_begun: 8 bytes that are shared with the nursery; counts the answers begun, so that it is known
+            for sure which one a worker died on, or that it was on none.
+    """
+    try:
+        confine(memory_gib)
+    except OSError as error:
+        _say(channel, ["failed", describe(error)])
+        return
+    _say(channel, ["ready"])
+    memory = MappedMemory()
+    enough = memory.num_bytes() + memory_gib * 2**30 / 2
+    for count, line in enumerate(channel.makefile("rb"), 1):
+        num_begun[:] = count.to_bytes(8, "little")
+        try:
+            task, response, ground_truth = json.loads(line)
+            verdict = try_to_grade(reward_fns[task], response, ground_truth)
+        except MemoryError:  # it may lie about in caches, where the next answer would run into it
+            os._exit(OUT_OF_MEMORY)
+        _say(channel, verdict)
+        if memory.num_bytes() > enough:  # what this answer has left in memory must not be another one's end
+            return
 
 
-if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> list[Any]:
+    """["scores", what the reward gives], or ["error", what it raised]."""
+    try:
+        return ["scores", reward_fn(response, ground_truth)]
+    except MemoryError:  # the process is in trouble, not only this answer
+        raise
+    except Exception as error:  # whatever a user's function raises is this answer's error alone
+        return ["error", describe(error)]
+
+
+def describe(error: Exception) -> str:
+    """The last line of a traceback, with the place."""
+    text = f"{type(error).__name__}: {error}"[:LONGEST_ERROR].encode(errors="replace").decode()
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
+
+
+def _say(channel: socket.socket, message: list[Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")

@@ -1,6 +1,6 @@
 """Questions that occur more than once in a task's files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_ray.tasks.examples import Example, ExampleSets, counted
 
@@ -63,3 +63,26 @@ def _first_of_each(examples: Sequence[Example]) -> list[Example]:
 
 def _key(example: Example) -> str:
     return example.question.strip()
+
+
+def keep_validation_out(parts: Mapping[str, ExampleSets]) -> dict[str, ExampleSets]:
+    """The parts of a mixture, none of which trains on a question that another one is evaluated on.
+
+    Raises:
+        ValueError: nothing is left of a part.
+    """
+    return {name: _without_others(name, part, parts) for name, part in parts.items()}
+
+
+def _without_others(name: str, part: ExampleSets, parts: Mapping[str, ExampleSets]) -> ExampleSets:
+    evaluated = {_key(e) for other, sets in parts.items() if other != name for e in sets.validation}
+    kept = [example for example in part.train if _key(example) not in evaluated]
+    if len(kept) == len(part.train):
+        return part
+    if not kept:
+        raise ValueError(
+            f"task.parts.{name}: every training question is one that another part is evaluated on; "
+            "give the parts other questions"
+        )
+    number = counted(len(part.train) - len(kept), "question")
+    return ExampleSets(kept, part.validation, (*part.notices, f"{number} of other parts' validation left out"))

@@ -11,6 +11,7 @@ class Example:
     question: str
     ground_truth: str
     place: str = field(default="", compare=False)  # its file and line, for messages; empty if generated
+    task: str = ""  # the part of a mixture that it comes from
 
 
 @dataclass(frozen=True)

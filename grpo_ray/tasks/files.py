@@ -2,52 +2,103 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from itertools import count, islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_ray.tasks.examples import Example
+from grpo_ray.rewards.question_only import read_boxed
+from grpo_ray.tasks.examples import Example, counted
+from grpo_ray.tasks.sources import Source
 
 MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and one of gigabytes is no example
 
 
-def read_examples(
-    path: str | Path,
-    question_field: str,
-    answer_field: str,
-    answer_marker: str | None = None,
-    limit: int | None = None,
-) -> list[Example]:
-    """The file's examples in file order; at most `limit`, and rows after those are not read.
+@dataclass(frozen=True)
+class Fields:
+    """Where a row has its question and its ground truth."""
 
-    With a marker, the ground truth is what follows the marker's last occurrence in the answer.
+    question: str
+    answer: str
+    marker: str | None = None  # the ground truth is what follows its last occurrence in the answer
+    is_boxed: bool = False  # the ground truth is in the last `\boxed{}` of the answer
+
+    def ground_truth(self, answer: str) -> str | None:
+        """None where the answer has none."""
+        if self.is_boxed:
+            return read_boxed(answer)
+        if self.marker is None:
+            return answer.strip() or None
+        _, found, tail = answer.rpartition(self.marker)
+        return tail.strip() or None if found else None
+
+    @property
+    def what_lacks(self) -> str:
+        """What a row without a ground truth has not."""
+        if self.is_boxed:
+            return rf"\boxed{{...}} in {self.answer!r}"
+        if self.marker is None:
+            return f"text in {self.answer!r}"
+        return f"text after {self.marker!r} in {self.answer!r}"
+
+
+def read_examples(source: Source, fields: Fields, limit: int | None = None) -> tuple[list[Example], list[str]]:
+    """The examples of all files in order, and a line on the rows without a ground truth, which are left out.
+
+    At most `limit` examples; rows after those are not read.
 
     Raises:
-        ValueError: the file cannot be read, holds no examples, or one that is not right.
+        ValueError: a file cannot be read, a row is not right, or none is left.
     """
-    path = Path(path)
-    examples = []
-    try:
-        for place, row in islice(_rows(path, question_field, answer_field), limit):
-            question = _text(place, row, question_field)
-            answer = _text(place, row, answer_field)
-            truth = _after_marker(place, answer_field, answer, answer_marker)
+    examples: list[Example] = []
+    without: list[str] = []  # places
+    rows = chain.from_iterable(rows_of(path, (fields.question, fields.answer)) for path in source.files)
+    for place, row in rows:
+        question = text_of(place, row, fields.question)
+        truth = fields.ground_truth(answer_of(place, row, fields.answer))
+        if truth is None:
+            without.append(place)
+        else:
             examples.append(Example(question, truth, place))
+        if len(examples) == limit:
+            break
+    if not examples and without:
+        raise ValueError(
+            f"{source.name}: none of its {counted(len(without), 'row')} has a ground truth: no "
+            f"{fields.what_lacks}; set task.answer_field, task.answer_marker and task.answer_is_boxed as the "
+            "answers are written"
+        )
+    if not examples:
+        raise ValueError(f"{source.name}: holds no examples; give a file with at least one")
+    return examples, [_left_out(source, fields, without)] if without else []
+
+
+def _left_out(source: Source, fields: Fields, without: Sequence[str]) -> str:
+    return (
+        f"{source.name}: {counted(len(without), 'row')} without a ground truth left out: no "
+        f"{fields.what_lacks}, first in {without[0]}"
+    )
+
+
+def rows_of(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, row) pairs, each row with these fields at least if the file has them; the place begins a message.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is not right.
+    """
+    try:
+        yield from _rows(path, fields)
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror or error}); give a file that you may read"
         ) from None
-    if not examples:
-        raise ValueError(f"{path}: holds no examples; give a file with at least one")
-    return examples
 
 
-def _rows(path: Path, question_field: str, answer_field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, row) pairs; the place begins an error message."""
+def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; give the path of a .jsonl or .parquet file")
     if not path.is_file():
@@ -56,7 +107,7 @@ def _rows(path: Path, question_field: str, answer_field: str) -> Iterator[tuple[
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
     if path.suffix == ".parquet":
-        return _parquet_rows(path, question_field, answer_field)
+        return _parquet_rows(path, fields)
     raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; convert it to .jsonl or .parquet")
 
 
@@ -93,14 +144,11 @@ def _json_row(place: str, line: bytes, encoding: str) -> Mapping[str, Any] | Non
     return row if text else None
 
 
-def _parquet_rows(
-    path: Path, question_field: str, answer_field: str
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         with pq.ParquetFile(path) as file:
-            # A missing column is left to `_text`, which lists the columns that are there.
-            wanted = [question_field, answer_field]
-            columns = wanted if set(wanted) <= set(file.schema_arrow.names) else None
+            # A missing column is left to `text_of`, which lists the columns that are there.
+            columns = list(fields) if set(fields) <= set(file.schema_arrow.names) else None
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in _batch_rows(path, batch, number):
@@ -128,7 +176,14 @@ def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict
         raise
 
 
-def _text(place: str, row: Mapping[str, Any], field: str) -> str:
+def answer_of(place: str, row: Mapping[str, Any], field: str) -> str:
+    """As `text_of`, but it may be empty or null: then there is no answer."""
+    if field in row and (row[field] is None or (isinstance(row[field], str) and not row[field].strip())):
+        return ""
+    return text_of(place, row, field)
+
+
+def text_of(place: str, row: Mapping[str, Any], field: str) -> str:
     if field not in row:
         raise ValueError(
             f"{place}: no field {field!r}; the fields are {', '.join(map(str, row))}. "
@@ -151,14 +206,3 @@ def _text(place: str, row: Mapping[str, Any], field: str) -> str:
             f"{place}: {field!r} holds half of a surrogate pair, which is no text; write the character whole"
         ) from None
     return text
-
-
-def _after_marker(place: str, field: str, answer: str, marker: str | None) -> str:
-    if marker is None:
-        return answer.strip()
-    _, found, tail = answer.rpartition(marker)
-    if not found:
-        raise ValueError(f"{place}: {field!r} does not contain task.answer_marker {marker!r}: {answer[-80:]!r}")
-    if not tail.strip():
-        raise ValueError(f"{place}: nothing follows the marker {marker!r} in {field!r}; fill in the answer")
-    return tail.strip()

@@ -1,30 +1,19 @@
 """The order of a run's prompts, and the account of which are in flight, waiting or trained."""
 
 import hashlib
-import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.prompts import render
+from grpo_ray.tasks.prompt_order import EpochOrder
+from grpo_ray.tasks.prompts import Prompters
 from grpo_ray.types import PromptItem
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need."""
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-
 class PromptLedger:
-    """An endless order of prompts: epoch after epoch, each a permutation drawn from the seed.
-
-    Group g is example `permutation(epoch g // n)[g % n]`, whatever happened before, so a resumed run
-    asks the same questions. Each group goes
+    """An endless order of prompts (prompt_order.py), the same one in a resumed run. Each group goes
 
         new -> in flight -> buffered -> trained, or dropped (it had no signal, and was replaced)
                 |  ^   |       |
@@ -37,23 +26,10 @@ class PromptLedger:
     cannot be buffered, nor one that is not buffered trained, so none is trained twice.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        template: str,
-        tokenizer: Tokenizer,
-        seed: int,
-        max_prompt_tokens: int | None = None,
-    ) -> None:
-        if not examples:
-            raise ValueError("the task has no training examples; give at least one")
-        self._examples = examples
+    def __init__(self, examples: Sequence[Example], prompters: Prompters, order: EpochOrder) -> None:
+        assert len(examples) == order.num_examples
+        self._examples, self._prompters, self._order = examples, prompters, order
         self._examples_sha256 = _digest(examples)
-        self._template = template
-        self._tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
-        self._seed = seed
-        self._permutations: dict[int, list[int]] = {}
         self._next_group_id = 0
         self._in_flight: set[int] = set()
         self._buffered: set[int] = set()
@@ -126,23 +102,35 @@ class PromptLedger:
     def mark_buffered(self, group_id: int) -> None:
         self._buffered |= self._leave(self._in_flight, [group_id], "in flight")
 
+    def observe(self, pass_rates: Mapping[int, float]) -> None:
+        """Of groups that came, and are not marked as trained or dropped yet: how many responses are right."""
+        self._order.observe(pass_rates)
+
     def mark_trained(self, group_ids: Iterable[int]) -> None:
         trained = self._leave(self._buffered, group_ids, "buffered")
+        self._order.forget(trained)
         self._num_trained += len(trained)
         self._num_cuts = Counter({group: n for group, n in self._num_cuts.items() if group not in trained})
 
     def mark_dropped(self, group_ids: Iterable[int]) -> None:
         """They came, and were left out of the batches: nothing can be learned from them."""
-        self._num_dropped += len(self._leave(self._buffered, group_ids, "buffered"))
+        dropped = self._leave(self._buffered, group_ids, "buffered")
+        self._order.forget(dropped)
+        self._num_dropped += len(dropped)
 
     def mark_set_aside(self, group_id: int) -> None:
         """The group could not be finished: another takes its place."""
         self._set_aside |= self._leave(self._in_flight, [group_id], "in flight")
+        self._order.forget([group_id])
+
+    def metrics(self) -> dict[str, float]:
+        """What the order has to say of itself."""
+        return self._order.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, from which the same ledger resumes."""
         return {
-            "seed": self._seed,
+            "seed": self._order.seed,
             "num_examples": len(self._examples),
             "examples_sha256": self._examples_sha256,
             "next_group_id": self._next_group_id,
@@ -152,6 +140,7 @@ class PromptLedger:
             "set_aside": sorted(self._set_aside),
             "num_trained": self._num_trained,
             "num_dropped": self._num_dropped,
+            "order": self._order.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], buffered: Iterable[int]) -> None:
@@ -167,6 +156,7 @@ class PromptLedger:
                     f"the checkpoint's prompt order has {key} {state[key]}, this run has {own[key]}; "
                     "resume with the task's files and the seed that the checkpoint was written with"
                 )
+        self._order.load_state_dict(state.get("order", {}))  # checkpoints of older versions have none
         unfinished = {*state["waiting"], *state["in_flight"], *state["buffered"]}
         self._next_group_id = state["next_group_id"]
         self._buffered = unfinished & set(buffered)
@@ -190,19 +180,9 @@ class PromptLedger:
         return set(leaving)
 
     def _item(self, group_id: int) -> PromptItem:
-        epoch, place = divmod(group_id, len(self._examples))
-        example = self._examples[self._permutation(epoch)[place]]
-        item = _make_item(group_id, example, self._template, self._tokenizer, self._max_prompt_tokens)
+        example = self._examples[self._order.index(group_id)]
+        item = self._prompters[example.task].item(group_id, example)
         return replace(item, num_cuts=self._num_cuts[group_id]) if group_id in self._num_cuts else item
-
-    def _permutation(self, epoch: int) -> list[int]:
-        if epoch not in self._permutations:
-            self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
-            order = list(range(len(self._examples)))
-            # A text seed is hashed the same way in every process; hash() of a tuple need not be.
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._permutations[epoch] = order
-        return self._permutations[epoch]
 
 
 def _digest(examples: Sequence[Example]) -> str:
@@ -211,24 +191,3 @@ def _digest(examples: Sequence[Example]) -> str:
     for example in examples:
         digest.update(repr((example.question, example.ground_truth)).encode())
     return digest.hexdigest()[:16]
-
-
-def make_items(
-    examples: Sequence[Example], template: str, tokenizer: Tokenizer, max_prompt_tokens: int | None = None
-) -> list[PromptItem]:
-    """A validation set's prompts, in its own order: `group_id` is the example's index."""
-    return [
-        _make_item(index, example, template, tokenizer, max_prompt_tokens)
-        for index, example in enumerate(examples)
-    ]
-
-
-def _make_item(
-    group_id: int, example: Example, template: str, tokenizer: Tokenizer, max_prompt_tokens: int | None
-) -> PromptItem:
-    prompt = render(template, example.question)
-    token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
-        token_ids = token_ids[-max_prompt_tokens:]  # the template's end is what the model answers to
-        prompt = tokenizer.decode(token_ids)
-    return PromptItem(group_id, prompt, tuple(token_ids), example.ground_truth)

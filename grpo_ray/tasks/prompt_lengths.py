@@ -3,19 +3,18 @@
 from collections.abc import Sequence
 
 from grpo_ray.tasks.examples import Example, ExampleSets, counted
-from grpo_ray.tasks.prompt_ledger import Tokenizer, make_items
-from grpo_ray.tasks.prompts import PLACEHOLDER
+from grpo_ray.tasks.prompts import PLACEHOLDER, Prompter
 
 Lengths = tuple[list[int], list[int]]  # tokens of each prompt: train's, validation's
 
 
-def count_tokens(examples: Sequence[Example], template: str, tokenizer: Tokenizer) -> list[int]:
+def count_tokens(examples: Sequence[Example], prompter: Prompter) -> list[int]:
     """Tokens of every prompt, template included.
 
     Raises:
         ValueError: the tokenizer makes nothing of a prompt.
     """
-    counts = [len(item.prompt_token_ids) for item in make_items(examples, template, tokenizer)]
+    counts = [len(prompter.item(0, example).prompt_token_ids) for example in examples]
     if 0 in counts:
         # transformers makes an empty tokenizer of a folder that lacks tokenizer.json, and says nothing.
         where = examples[counts.index(0)].place or f"the question {examples[counts.index(0)].question!r}"
@@ -50,7 +49,7 @@ def skip_long(examples: ExampleSets, lengths: Lengths, limit: int, paths: tuple[
 
 
 def cut_notices(lengths: Lengths, limit: int, paths: tuple[str, str]) -> tuple[str, ...]:
-    """A line for each file of which `make_items` will cut prompts to `limit` tokens."""
+    """A line for each file of which prompts will be cut to `limit` tokens."""
     numbers = [sum(count > limit for count in counts) for counts in lengths]
     return tuple(
         f"{path}: {counted(number, 'prompt')} longer than {limit} tokens cut on the left"
@@ -59,14 +58,14 @@ def cut_notices(lengths: Lengths, limit: int, paths: tuple[str, str]) -> tuple[s
     )
 
 
-def check_cut(template: str, tokenizer: Tokenizer, limit: int) -> None:
+def check_cut(prompter: Prompter, limit: int) -> None:
     """Refuse to cut prompts to so few tokens that only the template's end is left.
 
     Raises:
         ValueError: `limit` tokens hold nothing of the question.
     """
-    tail = template.rpartition(PLACEHOLDER)[2]
-    num_tail = len(tokenizer(tail, add_special_tokens=False)["input_ids"])
+    tail = prompter.template.render(PLACEHOLDER, prompter.tokenizer).rpartition(PLACEHOLDER)[2]
+    num_tail = len(prompter.tokenizer(tail, add_special_tokens=False)["input_ids"])
     if limit <= num_tail:
         raise ValueError(
             f"task.long_prompts: a prompt cut to {max(0, limit)} tokens keeps nothing of its question, because "

@@ -1,32 +1,128 @@
-"""Prompt templates: text with `{question}` where the question goes."""
+"""From a question to a prompt: by a text with `{question}`, or by the model's chat template."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from grpo_ray.config_task import PlainTask
+from grpo_ray.tasks.examples import Example
+from grpo_ray.types import PromptItem
 
 TEMPLATES = Path(__file__).parent.parent / "prompts"
 PLACEHOLDER = "{question}"
+CHAT = "chat"
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts need."""
+
+    chat_template: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class TextTemplate:
+    text: str
+
+    def render(self, question: str, tokenizer: Tokenizer | None = None) -> str:
+        # Not str.format: templates and questions are full of braces that mean LaTeX, code or JSON.
+        return self.text.replace(PLACEHOLDER, question)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The conversation that the model was made for, up to where its answer begins."""
+
+    system_prompt: str | None = None
+
+    def render(self, question: str, tokenizer: Tokenizer) -> str:
+        """Special tokens stand in the text as text: tokenize it with `add_special_tokens=False`.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or it refuses a system message.
+        """
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "task.prompt: `chat` wants the model's chat template, and its tokenizer has none; take a model "
+                f"that was trained on conversations, or give one of {', '.join(template_names())}"
+            )
+        messages = [{"role": "user", "content": question}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        try:
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(
+                f"task.prompt: the model's chat template does not take the question ({error}); "
+                "some allow no task.system_prompt"
+            ) from None
+        return text
+
+
+PromptTemplate = TextTemplate | ChatTemplate
 
 
 def template_names() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.prompt"))
 
 
-def load_template(name_or_path: str) -> str:
-    """The template of that name, or else in the file at that path."""
+def load_template(name_or_path: str, system_prompt: str | None = None) -> PromptTemplate:
+    """The template of that name, or else in the file at that path.
+
+    Raises:
+        ValueError: there is none, or it has no place for the question.
+    """
+    if name_or_path == CHAT:
+        return ChatTemplate(system_prompt)
     path = TEMPLATES / f"{name_or_path}.prompt" if name_or_path in template_names() else Path(name_or_path)
     try:
-        template = path.read_bytes().decode("utf-8")  # bytes: no newline is translated
+        text = path.read_bytes().decode("utf-8")  # bytes: no newline is translated
     except OSError as error:
         raise ValueError(
             f"task.prompt: cannot read {name_or_path!r} ({error.strerror}); "
-            f"give one of {', '.join(template_names())}, or the path of a file"
+            f"give one of {', '.join([*template_names(), CHAT])}, or the path of a file"
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the template as UTF-8 text") from None
-    if PLACEHOLDER not in template:
+    if PLACEHOLDER not in text:
         raise ValueError(f"{path}: the template has no {PLACEHOLDER}; write it where the question goes")
-    return template
+    return TextTemplate(text)
 
 
-def render(template: str, question: str) -> str:
-    # Not str.format: templates and questions are full of braces that mean LaTeX, code or JSON.
-    return template.replace(PLACEHOLDER, question)
+def template_of(task: PlainTask) -> PromptTemplate:
+    return load_template(task.prompt, task.system_prompt)
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """Makes prompts of a task's examples."""
+
+    template: PromptTemplate
+    tokenizer: Tokenizer
+    max_tokens: int | None = None  # longer prompts are cut on the left; None: none is longer
+
+    def item(self, group_id: int, example: Example) -> PromptItem:
+        prompt = self.template.render(example.question, self.tokenizer)
+        token_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if self.max_tokens is not None and len(token_ids) > self.max_tokens:
+            token_ids = token_ids[-self.max_tokens :]  # the template's end is what the model answers to
+            prompt = self.tokenizer.decode(token_ids)
+        return PromptItem(group_id, prompt, tuple(token_ids), example.ground_truth, task=example.task)
+
+
+Prompters = Mapping[str, Prompter]  # by `Example.task`
+
+
+def make_items(examples: Sequence[Example], prompters: Prompters) -> list[PromptItem]:
+    """A validation set's prompts, in its own order: `group_id` is the example's index."""
+    return [prompters[example.task].item(index, example) for index, example in enumerate(examples)]

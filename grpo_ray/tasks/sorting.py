@@ -37,6 +37,22 @@ def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[t
     return [(_question(digits), _response(rng, digits, ending)) for digits in fresh]
 
 
+def num_fresh(config: SortingTaskConfig) -> int:
+    """Numbers that are neither train's nor validation's.
+
+    Raises:
+        ValueError: there is none.
+    """
+    taken = config.num_train_prompts + config.num_validation_prompts
+    fresh = 10**config.num_digits - taken
+    if fresh < 1:
+        raise ValueError(
+            f"task.num_train_prompts, task.num_validation_prompts: {taken} prompts leave no number of "
+            f"task.num_digits = {config.num_digits} for the tokenizer"
+        )
+    return fresh
+
+
 def _task_numbers(config: SortingTaskConfig, seed: int) -> list[str]:
     count, pool = config.num_train_prompts + config.num_validation_prompts, 10**config.num_digits
     if count > pool:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -43,7 +43,7 @@ class RunConsole:
         )  # fmt: skip
         self._bar = self._progress.add_task("starting", total=num_steps, figures="")
 
-    def __enter__(self) -> "RunConsole":
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("share", "mean reward of the step's responses"),
+    "reward/mean/*": ("share", "the same of a mixture's part"),
     "reward/format": ("share", "responses in the format"),
     "reward/answer": ("share", "responses with a right answer, in the format"),
     "rollout/response_tokens/mean": ("tokens", "mean length of a response"),
@@ -25,6 +26,13 @@ METRICS: dict[str, tuple[str, str]] = {
         "",
         "mean length of responses to prompts that were cut off before, to those of the others",
     ),
+    "curriculum/pass_rate/mean": ("share", "right responses when a prompt was last seen, mean over those seen"),
+    "curriculum/seen_frac": ("share", "training prompts that have been seen"),
+    "curriculum/settled_frac": ("share", "training prompts that were always or never solved when last seen"),
+    "curriculum/weight/mean": ("share", "epochs in which a training prompt is asked, mean over all"),
+    "curriculum/weight/min": ("share", "the same, of the prompt that is asked least"),
+    "curriculum/skipped": ("prompts", "left out of their epochs since the run began"),
+    "curriculum/*": ("", "a figure of the curriculum, of a mixture's part"),
     "loss/policy": (
         "",
         "the loss, with KL penalty and entropy bonus; mean over the updates",
@@ -78,6 +86,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "memory/object_store_spilled_bytes": ("bytes", "that Ray's object store moved to disk so far"),
     "memory/*": ("bytes", "memory of a process or device"),
     "eval/reward": ("share", "mean validation reward"),
+    "eval/reward/*": ("share", "the same of a mixture's part"),
     "eval/format": ("share", "validation responses in the format"),
     "eval/answer": ("share", "validation responses with a right answer, in the format"),
     "eval/response_tokens/mean": ("tokens", "mean length of a validation response"),

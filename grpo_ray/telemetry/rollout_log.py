@@ -60,8 +60,9 @@ class _Columns:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        names = ("group_id", "prompt", "response", "ground_truth", "finish_reason", "generator", "num_errors")
-        self._plain = {name: table[name].to_pylist() for name in names}
+        names = ("group_id", "prompt", "response", "ground_truth", "finish_reason", "generator", "error")
+        has_parts = "task" in table.column_names  # files of older versions have not
+        self._plain = {name: table[name].to_pylist() for name in (*names, *["task"] * has_parts)}
         self._prompt_ids = _rows(table["prompt_token_ids"])
         self._token_ids = _rows(table["token_ids"])
         self._logprobs = _rows(table["logprobs"])
@@ -73,14 +74,17 @@ class _Columns:
         """The group of these rows."""
         plain = {name: values[start] for name, values in self._plain.items()}
         prompt_ids = tuple(self._prompt_ids[start].tolist())
-        item = PromptItem(plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"])
+        part = plain.get("task", "")
+        item = PromptItem(plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"], task=part)
         completions = tuple(self._completion(row) for row in range(start, end))
         rewards, formats, answers, advantages = (
             self._table[name][start:end].to_numpy().copy()
             for name in ("reward", "format_reward", "answer_reward", "advantage")
         )
         rollout = RolloutGroup(item, completions, plain["generator"])
-        return ScoredGroup(rollout, rewards, formats, answers, advantages, plain["num_errors"])
+        texts = self._plain["error"][start:end]
+        errors = {sample: text for sample, text in enumerate(texts) if text is not None}
+        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors)
 
     def _completion(self, row: int) -> Completion:
         return Completion(
@@ -125,6 +129,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "step": pa.array([step] * len(completions), pa.int32()),
         "use": pa.array([use for use, size in zip(uses, sizes, strict=True) for _ in range(size)], pa.int32()),
         "group_id": pa.array(per_group(lambda group: group.group_id), pa.int64()),
+        "task": pa.array(per_group(lambda group: group.rollout.item.task), pa.string()),
         "sample": pa.array([sample for size in sizes for sample in range(size)], pa.int32()),
         "prompt": pa.array(per_group(lambda group: group.rollout.item.prompt), pa.string()),
         "response": pa.array([completion.text for completion in completions], pa.string()),
@@ -134,7 +139,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "answer_reward": joined("answer_rewards"),
         "advantage": joined("advantages"),
         "num_tokens": pa.array([len(completion.token_ids) for completion in completions], pa.int32()),
-        "num_errors": pa.array(per_group(lambda group: group.num_errors), pa.int32()),
+        "error": pa.array([g.errors.get(s) for g in groups for s in range(len(g.rewards))], pa.string()),
         "finish_reason": pa.array([completion.finish_reason for completion in completions], pa.string()),
         "min_version": pa.array([low for low, _ in version_ranges], pa.int32()),
         "max_version": pa.array([high for _, high in version_ranges], pa.int32()),

@@ -107,6 +107,10 @@ class MetricsLog:
         """Write the step's line; returns why it, or an earlier one, is not on the disk yet."""
         return self._lines.append({"step": step, **metrics})
 
+    def flush(self) -> str | None:
+        """As `JsonLines.flush`."""
+        return self._lines.flush()
+
 
 def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
     """A log's rows in the order of their steps: a resumed run does some again, and the last time counts."""

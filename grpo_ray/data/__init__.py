@@ -1,0 +1,1 @@
+"""Making data sets: `grpo-ray data`."""

@@ -1,0 +1,125 @@
+"""Which questions an evaluation asks, and how: the configuration's, or others in their place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.config_schema import sections_of
+from grpo_ray.config_section import Section
+from grpo_ray.config_task import ExamplesTaskConfig
+from grpo_ray.errors import RunError
+from grpo_ray.tasks.files import rows_of
+
+ALL_ROWS = 2**31
+# What the mathematics rewards read is what these prompts ask for.
+REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
+
+
+@dataclass(frozen=True)
+class TaskChoice:
+    """The options that say what is asked; None leaves what the configuration has."""
+
+    task: str | None = None  # a kind, a file, or a dataset on the hub
+    question_field: str | None = None
+    answer_field: str | None = None
+    prompt: str | None = None
+    reward: str | None = None
+    limit: int | None = None  # prompts (of each part of a mixture)
+
+
+def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:
+    """The configuration's mapping with the task that was chosen, not validated.
+
+    Raises:
+        RunError: there is no task, the choice contradicts itself, or a file's fields are not known.
+        ValueError: a file cannot be read.
+    """
+    task = data.get("task")
+    if choice.task is not None:
+        task = _replaced(task, choice)
+    elif choice.question_field or choice.answer_field:
+        raise RunError("--question-field, --answer-field: they are of a file; give it by --task")
+    if not isinstance(task, Mapping):
+        raise RunError("--task: a model alone has no questions; give a kind of task or a file")
+    task = dict(task)
+    if choice.prompt is not None:
+        task["prompt"] = choice.prompt
+    if choice.reward is not None:
+        task["reward"] = choice.reward
+    elif choice.prompt in REWARD_OF_PROMPT and _reward(task) in REWARD_OF_PROMPT.values():
+        task["reward"] = REWARD_OF_PROMPT[choice.prompt]
+    section = _kinds().get(task.get("kind", ""))
+    if choice.limit is not None and section is not None and issubclass(section, ExamplesTaskConfig):
+        task["num_validation_prompts"] = choice.limit
+    return {**data, "task": task}
+
+
+def _kinds() -> dict[str, type[Section]]:
+    sections = sections_of(Config.model_fields["task"].annotation)
+    return {section.model_fields["kind"].default: section for section in sections}
+
+
+def _reward(task: Mapping[str, Any]) -> Any:
+    section = _kinds().get(task.get("kind", ""))
+    default = section.model_fields["reward"].default if section and "reward" in section.model_fields else None
+    return task.get("reward", default)
+
+
+def _replaced(task: Any, choice: TaskChoice) -> dict[str, Any]:
+    name = choice.task
+    assert name is not None
+    section = _kinds().get(name)
+    if section is None:
+        return _of_file(name, choice)
+    if choice.question_field or choice.answer_field:
+        raise RunError(f"--question-field, --answer-field: they are of a file, and --task {name} is none")
+    if isinstance(task, Mapping) and task.get("kind") == name:
+        return dict(task)
+    if name in ("file", "mixture"):
+        raise RunError(f"--task {name}: name the file, such as --task questions.jsonl, or give a configuration")
+    if not issubclass(section, ExamplesTaskConfig):
+        return {"kind": name, **({"num_validation_prompts": choice.limit} if choice.limit else {})}
+    fields = section.model_fields
+    return {"kind": name, **_one_set(fields["validation_path"].default, fields["validation_split"].default)}
+
+
+def _of_file(path: str, choice: TaskChoice) -> dict[str, Any]:
+    """Rows of a file here, or of a dataset on the hub, with the fields that were named or that are known."""
+    if choice.question_field or choice.answer_field:
+        names = {"question_field": choice.question_field, "answer_field": choice.answer_field}
+        return {"kind": "file", **{key: name for key, name in names.items() if name}, **_one_set(path)}
+    if Path(path).suffix not in (".jsonl", ".parquet"):
+        if path.count("/") == 1 and not Path(path).exists():
+            return {"kind": "file", **_one_set(path)}
+        raise RunError(
+            f"--task: {path!r} is no kind of task ({', '.join(_kinds())}), no .jsonl or .parquet file, and no "
+            "dataset on the hub (owner/name)"
+        )
+    return {**_recognised(Path(path)), **_one_set(path)}
+
+
+def _one_set(path: str, split: str = "test") -> dict[str, Any]:
+    """Nothing is trained, so the training set need not be there: the same rows stand for it."""
+    return {
+        "train_path": path, "validation_path": path, "train_split": split, "validation_split": split,
+        "num_validation_prompts": ALL_ROWS, "duplicates": "keep",
+    }  # fmt: skip
+
+
+def _recognised(path: Path) -> dict[str, Any]:
+    """The kind and fields of a file whose first row looks like GSM8K's, MATH's or their relatives'."""
+    _, row = next(rows_of(path, ("every column",)), ("", {}))
+    question, answer, solution = row.get("question"), str(row.get("answer")), str(row.get("solution"))
+    if question is not None and "####" in answer:
+        return {"kind": "gsm8k", "subset": None}
+    if "problem" in row and r"\boxed" in solution:
+        return {"kind": "math"}
+    for field in ("question", "problem", "prompt"):
+        if field in row and "answer" in row:
+            return {"kind": "file", "question_field": field}
+    raise RunError(
+        f"{path}: its fields are {', '.join(map(str, row)) or 'none'}; say which of them hold the question and "
+        "the answer by --question-field and --answer-field"
+    )

@@ -1,0 +1,59 @@
+"""What a policy is asked for: met by transformers' causal models and by TransformerLM."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+
+class PolicyOutput(Protocol):
+    @property
+    def logits(self) -> Tensor: ...  # [batch, positions kept, vocab]
+
+    @property
+    def past_key_values(self) -> Any: ...  # the cache to go on with, where one was asked for
+
+
+class PolicyModel(Protocol):
+    """A torch module over token ids whose parameters have the names of its Hugging Face folder."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = ...,
+        logits_to_keep: int = 0,
+    ) -> PolicyOutput:
+        """Logits of the last `logits_to_keep` positions (0: of all) of `input_ids` `[batch, seq]`."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def to(self, *args: Any, **kwargs: Any) -> Self: ...
+
+    def train(self, mode: bool = True) -> Self: ...
+
+    def eval(self) -> Self: ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self: ...
+
+    def gradient_checkpointing_enable(self) -> None: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write a folder in Hugging Face format; `state_dict` takes the place of the model's own weights."""
+        ...

@@ -1,0 +1,17 @@
+"""The response has the form of a regular expression; a term for a sum with a reward that judges the answer.
+
+task:
+  reward:
+    - reward: r1_zero
+    - reward: grpo_ray.rewards.examples.regex_format:reward_fn
+      weight: 0.1
+      arguments: {pattern: "(?s).+Check:.+</answer>"}
+"""
+
+import re
+
+
+def reward_fn(response: str, ground_truth: str, pattern: str) -> dict[str, float]:
+    """1 if the pattern matches the whole response, but for white space around it."""
+    has_format = float(re.fullmatch(pattern, response.strip()) is not None)
+    return {"reward": has_format, "format_reward": has_format, "answer_reward": 0.0}

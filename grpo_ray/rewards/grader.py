@@ -1,0 +1,53 @@
+"""What grades the answers of a run: for the Scorer, the audit and the evaluation alike."""
+
+from collections.abc import Mapping, Sequence
+
+from grpo_ray.config import ScorerConfig
+from grpo_ray.config_reward import Reward
+from grpo_ray.rewards import get_reward_fn, needs_isolation
+from grpo_ray.rewards.pool import RewardPool, Scores, ScoringError
+from grpo_ray.rewards.worker import try_to_grade
+
+
+class Grader:
+    """Grades answers by their task's reward: in a RewardPool, or here where the reward cannot run away."""
+
+    def __init__(self, rewards: Mapping[str, Reward], config: ScorerConfig) -> None:
+        """
+        Args:
+            rewards: of each task, by its name (`config.task.rewards`).
+        """
+        isolated = {task: reward for task, reward in rewards.items() if needs_isolation(reward)}
+        self._reward_fns = {
+            task: get_reward_fn(reward) for task, reward in rewards.items() if task not in isolated
+        }
+        self._pool = None
+        if isolated:
+            self._pool = RewardPool(isolated, config.num_workers, config.timeout_s, config.memory_gib)
+
+    def start(self) -> None:
+        """Wait until answers can be graded.
+
+        Raises:
+            RunError: workers cannot be started, and why.
+        """
+        if self._pool is not None:
+            self._pool.start()
+
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Scores | ScoringError]:
+        """The scores of each (response, ground truth), in their order, or why it could not be graded.
+
+        Raises:
+            RunError: workers cannot be started.
+        """
+        reward_fn = self._reward_fns.get(task)
+        if reward_fn is None:
+            assert self._pool is not None, f"no reward for task {task!r}"
+            return self._pool.grade(task, pairs)
+        verdicts = [try_to_grade(reward_fn, *pair) for pair in pairs]
+        return [value if kind == "scores" else ScoringError(value) for kind, value in verdicts]
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.close()

@@ -1,0 +1,69 @@
+r"""Rational numbers as people write them: `1,000`, `\frac12`, `1.5 \times 10^{-3}`, `0.\overline{3}`."""
+
+import re
+from fractions import Fraction
+
+INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+DECIMAL = rf"(?:{INTEGER}(?:\.\d*)?|\.\d+)"
+EXPONENT = r"\^ ?(?:\{ ?([+-]?\d{1,3}) ?\}|([+-]?\d{1,3}))"  # short, so that the power stays cheap
+SIGN = r"(?P<sign>[+-]?) ?"
+
+SCIENTIFIC = re.compile(
+    rf"{SIGN}({DECIMAL})(?:[eE]([+-]?\d{{1,3}})| ?(?:\\times|\\cdot|\*|x) ?10 ?{EXPONENT})?", re.ASCII
+)
+POWER_OF_TEN = re.compile(rf"{SIGN}10 ?{EXPONENT}", re.ASCII)
+WHOLE = rf"(?:(?P<whole>{INTEGER})(?: | ?(?=\\)))?"
+BRACED = rf"(?:\{{ ?([+-]? ?{DECIMAL}) ?\}}|(\d))"
+FRACTION = re.compile(rf"{SIGN}{WHOLE}(?:({DECIMAL}) ?/ ?({DECIMAL})|\\frac ?{BRACED} ?{BRACED})", re.ASCII)
+REPEATING = re.compile(rf"{SIGN}(\d*)\.(\d*)(?:\\overline|\\bar|\\dot) ?\{{? ?(\d+) ?\}}?", re.ASCII)
+
+
+def read_number(text: str) -> Fraction | None:
+    """The value of the whole text, exactly; None when it is not one rational number."""
+    for pattern, read in (
+        (SCIENTIFIC, _scientific),
+        (FRACTION, _fraction),
+        (POWER_OF_TEN, _power),
+        (REPEATING, _repeating),
+    ):
+        match = pattern.fullmatch(text)
+        if match:
+            value = read(match)
+            return -value if value is not None and match["sign"] == "-" else value
+    return None
+
+
+def _scientific(match: re.Match[str]) -> Fraction:
+    _, mantissa, *exponents = match.groups()
+    return _decimal(mantissa) * _power_of_ten(exponents)
+
+
+def _power(match: re.Match[str]) -> Fraction:
+    return _power_of_ten(match.groups()[1:])
+
+
+def _fraction(match: re.Match[str]) -> Fraction | None:
+    r"""`a/b`, `\frac{a}{b}`, `\frac12`; after a whole number the fraction must be proper: `1\frac{1}{2}`."""
+    _, whole, *parts = match.groups()
+    numerator, denominator = (_decimal(part) for part in parts if part is not None)
+    if denominator == 0:
+        return None
+    value = numerator / denominator
+    if whole is None:
+        return value
+    return _decimal(whole) + value if 0 < value < 1 else None
+
+
+def _repeating(match: re.Match[str]) -> Fraction:
+    _, whole, fixed, period = match.groups()
+    cycle = Fraction(int(period), 10 ** len(period) - 1)
+    return int(whole or 0) + (int(fixed or 0) + cycle) / 10 ** len(fixed)
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace(" ", ""))
+
+
+def _power_of_ten(exponents: "tuple[str | None, ...] | list[str | None]") -> Fraction:
+    exponent = next((exponent for exponent in exponents if exponent is not None), "0")
+    return Fraction(10) ** int(exponent)

@@ -1,0 +1,95 @@
+r"""The text of an answer in one spelling: `$\left( \dfrac{1}{2} \right)$`, `½` and `**0.5**.` without dress."""
+
+import re
+
+VARIABLES = frozenset("abcxyzABCXYZ")  # a word of these alone is a product
+MAX_WRAPPERS = 8  # `$\boxed{\text{72}}$.` has four
+
+SIGNS = {
+    "−": "-", "–": "-", "—": "-", "÷": "/", "∕": "/", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+    "≈": r"\approx ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "√": r"\sqrt", "∞": r"\infty ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "⟨": r"\langle ", "⟩": r"\rangle ",
+    "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "º": "°",
+    "⁰": "^0", "²": "^2", "³": "^3", "⁴": "^4", "⁻¹": "^{-1}",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    r"\lbrace": r"\{", r"\rbrace": r"\}",
+}  # fmt: skip
+FUNCTIONS = "sqrt|pi|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp"
+END = "(?![A-Za-z])"  # of a command's name
+
+# In this order; a replacement may use what an earlier one made.
+SPELLINGS = [
+    (r"(?<!\\)\$([^$]+)(?<!\\)\$", r"\1"),
+    (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits){END}", ""),
+    (r"(?<!\\)\\!", ""),
+    (rf"(?<!\\)\\[ ,;:]|\\q?quad{END}|(?<!\\)~|\s+", " "),
+    (rf"\\[dtc]frac{END}", r"\\frac"),
+    (r"\\(?:(?:math|text)(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*\{", r"\\text{"),
+    (r"\{\\(?:rm|bf|it)\s", r"\\text{"),
+    (rf"\s*(?:\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)|\\degree{END})", "°"),
+    (r"\\%", "%"),
+    (r"(?<=\d)\{,\}(?=\d)", ","),
+    (rf"\\(?:leqslant|leq|le){END}|<=", r"\\le "),
+    (rf"\\(?:geqslant|geq|ge){END}|>=", r"\\ge "),
+    (rf"\\(?:neq|ne){END}|!=", r"\\ne "),
+    (rf"\\lt{END}", "<"),
+    (rf"\\gt{END}", ">"),
+    (rf"\\varnothing{END}|\\\{{\s*\\\}}", r"\\emptyset "),
+    (rf"(?<![\\A-Za-z])(?:infinity|inf){END}", r"\\infty "),
+    (rf"(?<![\\A-Za-z])({FUNCTIONS}){END}", r"\\\1 "),
+    (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"_ ?\{ ?(\w) ?\}", r"_\1"),
+    (r"\*\*", "^"),
+    (r" +", " "),
+]
+SIGN = re.compile("|".join(map(re.escape, SIGNS)))
+REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in SPELLINGS]
+
+AROUND = (
+    r"\$\$([^$]+)\$\$", r"\$([^$]+)\$", r"\\\((.*)\\\)", r"\\\[(.*)\\\]",
+    r"\*\*([^*]+)\*\*", "`([^`]+)`", '"([^"]+)"',
+)  # fmt: skip
+WRAPPERS = [re.compile(pattern, re.DOTALL) for pattern in AROUND]
+COMMANDS_AROUND = (r"\boxed{", r"\fbox{", r"\text{")
+
+
+def normalize(text: str) -> str:
+    r"""The text unwrapped and in one spelling of every sign; `\text{...}` inside it stays, for units."""
+    text = SIGN.sub(lambda match: SIGNS[match[0]], unwrap(text))
+    for pattern, replacement in REPLACEMENTS:
+        text = pattern.sub(replacement, text)
+    return unwrap(text)
+
+
+def unwrap(text: str) -> str:
+    r"""Without dollars, `\( \)`, bold, `\boxed{}`, `\text{}` around the whole, and without a last full stop."""
+    for _ in range(MAX_WRAPPERS):
+        before, text = text, text.strip()
+        text = text.removesuffix(".") if not text.endswith("..") else text
+        for wrapper in WRAPPERS:
+            match = wrapper.fullmatch(text)
+            text = match[1] if match else text
+        for command in COMMANDS_AROUND:
+            if text.startswith(command) and closing_brace(text, len(command)) == len(text) - 1:
+                text = text[len(command) : -1]
+        if text == before:
+            break
+    return text
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    r"""Where the brace closes that was opened just before `start`; `\{` and `\}` are signs, not braces."""
+    depth, is_escaped = 1, False
+    for index in range(start, len(text)):
+        character = text[index]
+        if not is_escaped and character in "{}":
+            depth += 1 if character == "{" else -1
+        if depth == 0:
+            return index
+        is_escaped = character == "\\" and not is_escaped
+    return None
+
+
+def plain(text: str) -> str:
+    r"""The text with the contents of each `\text{...}` in its place."""
+    return re.sub(r" +", " ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip()

@@ -1,0 +1,80 @@
+"""The two rewards for sorting numbers of Stanford CS336's lecture 17 (spring 2025), also as reward functions.
+
+Their difference is a lesson in reward design: one number out of place shifts all others, so matching positions
+may give a nearly sorted response nothing; inclusion with ordering gives it most, and much to others too.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from grpo_ray.rewards.answer_tags import read_answer
+
+INTEGERS = re.compile(r"\[?\s*([+-]?\d{1,18}(?:\s*,\s*|\s+|\s*;\s*))*[+-]?\d{1,18}\s*\]?")
+INTEGER = re.compile(r"[+-]?\d+")
+
+
+def sort_distance_reward(prompt: Sequence[int], response: Sequence[int]) -> float:
+    """At how many positions the response is the sorted prompt; 0 to n.
+
+    Raises:
+        ValueError: prompt and response differ in length.
+    """
+    _check_lengths(prompt, response)
+    return float(sum(given == wanted for given, wanted in zip(response, sorted(prompt), strict=True)))
+
+
+def sort_inclusion_ordering_reward(prompt: Sequence[int], response: Sequence[int]) -> float:
+    """1 for each number of the prompt that the response has, 1 for each adjacent pair in order; 0 to 2n - 1.
+
+    Raises:
+        ValueError: prompt and response differ in length.
+    """
+    _check_lengths(prompt, response)
+    num_included = sum(number in response for number in prompt)
+    num_ordered = sum(left <= right for left, right in pairwise(response))
+    return float(num_included + num_ordered)
+
+
+def sort_distance_reward_fn(response: str, ground_truth: str) -> dict[str, float]:
+    """`sort_distance_reward` over n, of the numbers in the answer tags."""
+    return _score(response, ground_truth, sort_distance_reward)
+
+
+def sort_inclusion_ordering_reward_fn(response: str, ground_truth: str) -> dict[str, float]:
+    """`sort_inclusion_ordering_reward` over 2n - 1, of the numbers in the answer tags."""
+    return _score(response, ground_truth, sort_inclusion_ordering_reward)
+
+
+def _score(
+    response: str, ground_truth: str, reward: Callable[[Sequence[int], Sequence[int]], float]
+) -> dict[str, float]:
+    """The share of what the sorted truth would earn; 0 for an answer that is not as many numbers.
+
+    The truth holds the prompt's numbers: as one run of digits, each of which is a number, or separated.
+    """
+    answer = read_answer(response)
+    are_digits = ground_truth.strip().isdecimal()
+    numbers, wanted = _numbers(answer or "", are_digits), sorted(_numbers(ground_truth, are_digits))
+    if not wanted:
+        raise ValueError(
+            f"the ground truth {ground_truth!r} is no list of integers, as the sorting rewards need"
+        )
+    is_comparable = len(numbers) == len(wanted)
+    return {
+        "reward": reward(wanted, numbers) / reward(wanted, wanted) if is_comparable else 0.0,
+        "format_reward": float(answer is not None),
+        "answer_reward": float(numbers == wanted),
+    }
+
+
+def _numbers(text: str, are_digits: bool) -> list[int]:
+    """The integers that the whole text is a list of; none when it is something else."""
+    if not INTEGERS.fullmatch(text.strip()):
+        return []
+    return [int(number) for number in (re.findall(r"\d", text) if are_digits else INTEGER.findall(text))]
+
+
+def _check_lengths(prompt: Sequence[int], response: Sequence[int]) -> None:
+    if len(prompt) != len(response):
+        raise ValueError(f"a prompt of {len(prompt)} numbers needs a response of as many, not {len(response)}")

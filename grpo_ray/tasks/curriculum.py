@@ -1,0 +1,86 @@
+"""A curriculum by observed pass rate: prompts that were always or never solved are asked less."""
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grpo_ray.config_task import CurriculumConfig
+from grpo_ray.tasks.prompt_order import EpochOrder
+
+
+class CurriculumOrder(EpochOrder):
+    """The plain order, from which prompts that teach nothing now are left out most of the time.
+
+    A group whose responses are all right or all wrong has no advantages, so its prompt stays in an epoch with
+    a chance of `min_weight`, drawn from the seed; any other prompt comes in every epoch, and so does one that
+    was never seen. None is forgotten: what is left out comes once in `1 / min_weight` epochs on average, and
+    then as often as its new pass rate says.
+
+    A group's example depends on the pass rates that were known when it was first asked for. It is remembered
+    until the group is done.
+    """
+
+    def __init__(self, num_examples: int, seed: int, config: CurriculumConfig) -> None:
+        super().__init__(num_examples, seed)
+        self._min_weight = config.min_weight
+        self._next_place = 0  # in the plain order
+        self._num_drawn = 0
+        self._drawn: dict[int, int] = {}  # the example of each group that is not done
+        self._pass_rates: dict[int, float] = {}  # of each example, when last seen
+
+    def index(self, group_id: int) -> int:
+        if group_id not in self._drawn:
+            assert group_id == self._num_drawn, "groups are asked for in order, and not after they are done"
+            self._drawn[group_id] = self._draw()
+            self._num_drawn += 1
+        return self._drawn[group_id]
+
+    def _draw(self) -> int:
+        while True:
+            place, self._next_place = self._next_place, self._next_place + 1
+            example = super().index(place)
+            if random.Random(f"{self.seed}/curriculum/{place}").random() < self.weight(example):
+                return example
+
+    def weight(self, example: int) -> float:
+        """The chance that an epoch asks it, as things stand."""
+        is_settled = self._pass_rates.get(example) in (0.0, 1.0)
+        return self._min_weight if is_settled else 1.0
+
+    def observe(self, pass_rates: Mapping[int, float]) -> None:
+        for group_id, pass_rate in sorted(pass_rates.items()):  # the later of two groups of a prompt counts
+            self._pass_rates[self._drawn[group_id]] = pass_rate
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        for group_id in group_ids:
+            del self._drawn[group_id]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next_place": self._next_place,
+            "num_drawn": self._num_drawn,
+            "drawn": sorted(self._drawn.items()),
+            "pass_rates": sorted(self._pass_rates.items()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            raise ValueError("the checkpoint was written without task.curriculum; resume without it")
+        self._next_place, self._num_drawn = state["next_place"], state["num_drawn"]
+        self._drawn = dict(state["drawn"])
+        self._pass_rates = dict(state["pass_rates"])
+
+    def metrics(self) -> dict[str, float]:
+        """How hard the prompts were when last seen, and how many were left out since the run began."""
+        num_settled = sum(rate in (0.0, 1.0) for rate in self._pass_rates.values())
+        settled_frac = num_settled / self.num_examples
+        metrics = {
+            "curriculum/seen_frac": len(self._pass_rates) / self.num_examples,
+            "curriculum/settled_frac": settled_frac,
+            "curriculum/weight/mean": 1.0 - settled_frac * (1.0 - self._min_weight),
+            "curriculum/weight/min": self._min_weight if num_settled else 1.0,
+            "curriculum/skipped": float(self._next_place - self._num_drawn),
+        }
+        if self._pass_rates:
+            metrics["curriculum/pass_rate/mean"] = sum(self._pass_rates.values()) / len(self._pass_rates)
+        return metrics

@@ -1,0 +1,69 @@
+"""The words that keyword prompts are made of: a list, and sets drawn from it."""
+
+import math
+import random
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+BUILT_IN = Path(__file__).parent / "keywords.txt"  # nouns, so that sentences.py makes sense of them
+WORD = re.compile(r"[^\W_]+(['’-][^\W_]+)*")  # `o'clock`, `ice-cream`; a comma would separate two
+
+Keywords = tuple[str, ...]  # in the order in which they are asked for
+
+
+def read_words(path: str | Path | None) -> list[str]:
+    """The list's words in file order, one a line, each once whatever its case; None is the built-in list.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is not a word.
+    """
+    path = Path(path or BUILT_IN)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the list as UTF-8 text") from None
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); give a text file with a keyword a line"
+        ) from None
+    words: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if word := line.strip():
+            if WORD.fullmatch(word) is None:
+                raise ValueError(f"{path}, line {number}: {word[:80]!r} is not a word; write one word a line")
+            words.setdefault(word.casefold(), word)
+    return list(words.values())
+
+
+def draw_keywords(
+    rng: random.Random,
+    path: str | Path | None,
+    num_keywords: tuple[int, int],
+    count: int,
+    taken: Iterable[Keywords] = (),
+) -> list[Keywords]:
+    """`count` keywords of a prompt each, from the list at `path`: distinct as sets, and none of `taken`.
+
+    Every number of words from the first of `num_keywords` to the second is as likely as the others.
+
+    Raises:
+        ValueError: the list cannot be read, or has too few words.
+    """
+    words = read_words(path)
+    seen = {frozenset(keywords) for keywords in taken}
+    fewest, most = num_keywords
+    num_sets = sum(math.comb(len(words), size) for size in range(fewest, most + 1))
+    if len(words) < most or num_sets < len(seen) + count:
+        raise ValueError(
+            f"{path or BUILT_IN.name}: its {len(words):,} words make {num_sets:,} sets of {fewest} to {most}, "
+            f"but {len(seen) + count:,} are needed, one a prompt; give a longer list, ask for more words a "
+            "prompt, or for fewer prompts"
+        )
+    drawn: list[Keywords] = []
+    while len(drawn) < count:
+        keywords = tuple(rng.sample(words, rng.randint(fewest, most)))
+        if frozenset(keywords) not in seen:
+            seen.add(frozenset(keywords))
+            drawn.append(keywords)
+    return drawn

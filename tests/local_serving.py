@@ -1,0 +1,88 @@
+"""The actors of an evaluation in this process, with an engine of known answers where a test wants that."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_completion
+from local_actors import LocalClient
+
+from grpo_ray.actors.generator import Generator
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+from grpo_ray.evaluation import command
+from grpo_ray.policy.loading import load_tokenizer
+from grpo_ray.types import Completion, SamplingSettings
+
+Answers = Callable[[str, SamplingSettings], Sequence[str]]  # (prompt, settings) -> a response a sample
+
+
+class KnownEngine:
+    """An `Engine` that replies with known texts; it has no weights."""
+
+    def __init__(self, model_path: str, answers: Answers) -> None:
+        self._tokenizer, self._answers = load_tokenizer(model_path), answers
+
+    async def start(self, version: int) -> None: ...
+
+    async def generate(
+        self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
+    ) -> tuple[Completion, ...]:
+        texts = self._answers(self._tokenizer.decode(list(prompt_token_ids)), settings)
+        assert len(texts) == settings.num_samples
+        ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return tuple(make_completion(i, text=text) for i, text in zip(ids, texts, strict=True))
+
+
+class LocalServing:
+    """As `hosting.ServingGroup`."""
+
+    def __init__(self, config: Config, model_path: str, max_model_len: int, answers: Answers | None) -> None:
+        def generator(name: str) -> Generator:
+            index = int(name.rpartition("-")[2])
+            known: Any = KnownEngine(model_path, answers) if answers is not None else None
+            return Generator(name, known or make_engine(config, model_path, max_model_len, index))
+
+        self._generator = generator
+        names = [f"generator-{index}" for index in range(config.generator.num_generators)]
+        self.generators = {name: LocalClient(name, lambda name=name: generator(name)) for name in names}  # type: ignore[misc]
+        scorer = (config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
+        self.scorer = LocalClient("scorer", lambda: Scorer(*scorer))
+
+    def by_name(self) -> dict[str, LocalClient]:
+        return {**self.generators, "scorer": self.scorer}
+
+    def restart_generator(self, name: str) -> LocalClient:
+        self.generators[name].die()
+        self.generators[name] = LocalClient(name, lambda: self._generator(name))
+        return self.generators[name]
+
+    def put(self, data: Any) -> Any:
+        return data
+
+    async def fetch(self, reference: Any) -> Any:
+        return await reference
+
+
+@pytest.fixture
+def serve_locally(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LocalServing]]:
+    """`serve_locally(answers)`: what `evaluate` starts is here; returns where it will be listed."""
+
+    def install(answers: Answers | None = None) -> list[LocalServing]:
+        started: list[LocalServing] = []
+
+        @contextlib.contextmanager
+        def serving(config: Config, model_path: str, max_model_len: int, logs: Path) -> Iterator[LocalServing]:
+            started.append(LocalServing(config, model_path, max_model_len, answers))
+            yield started[-1]
+            started[-1].scorer.actor.close()
+
+        monkeypatch.setattr(command, "serving", serving)
+        monkeypatch.setattr(command.cluster, "connected", lambda needs_hub: contextlib.nullcontext())
+        monkeypatch.setattr(command.cluster, "check_resources", lambda config: None)
+        return started
+
+    return install

@@ -1,0 +1,158 @@
+"""The curriculum: prompts of known pass rates, asked as often as they should be, and the same when resumed."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import make_completion, make_group, make_item
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ray.actors.trajectory_buffer import pass_rates
+from grpo_ray.config_task import CurriculumConfig
+from grpo_ray.tasks.curriculum import CurriculumOrder
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.tasks.prompt_order import EpochOrder
+from grpo_ray.tasks.prompts import Prompter, TextTemplate
+
+NUM_EXAMPLES = 30
+RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prompt
+
+
+def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    return {"input_ids": list(text.encode())}
+
+
+def make_ledger(min_weight: float = 0.1, seed: int = 0) -> PromptLedger:
+    examples = [Example(str(i), "") for i in range(NUM_EXAMPLES)]
+    prompters = {"": Prompter(TextTemplate("{question}"), tokenizer)}  # type: ignore[arg-type]
+    order = CurriculumOrder(NUM_EXAMPLES, seed, CurriculumConfig(min_weight=min_weight))
+    return PromptLedger(examples, prompters, order)
+
+
+def step(ledger: PromptLedger, size: int = 5) -> list[str]:
+    """One synchronous step: prompts are taken, all come, and all are trained."""
+    items = [*ledger.take_waiting(), *ledger.take_new(size)][:size]
+    for item in items:
+        ledger.mark_buffered(item.group_id)
+    ledger.observe({item.group_id: RATES[item.prompt] for item in items})
+    ledger.mark_trained(item.group_id for item in items)
+    return [item.prompt for item in items]
+
+
+def test_prompts_that_teach_something_are_asked_more_and_every_prompt_comes() -> None:
+    ledger = make_ledger()
+    first = [prompt for _ in range(6) for prompt in step(ledger)]
+    assert sorted(first) == sorted(RATES)  # nothing is known before a prompt was seen
+    later = Counter(prompt for _ in range(800) for prompt in step(ledger))
+    assert set(later) == set(RATES)
+    by_rate = {rate: sum(n for prompt, n in later.items() if RATES[prompt] == rate) for rate in (0.0, 0.5, 1.0)}
+    # Of 10 prompts each, with weights 0.1, 1 and 0.1: shares 1/12, 10/12 and 1/12 of 4000, sd below 20.
+    assert [by_rate[rate] for rate in (0.0, 0.5, 1.0)] == pytest.approx([333, 3333, 333], abs=60)
+    middle = [later[prompt] for prompt in RATES if RATES[prompt] == 0.5]
+    assert max(middle) - min(middle) <= 1  # each comes in every epoch
+
+
+def test_a_prompt_that_begins_to_teach_something_comes_in_every_epoch_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = make_ledger(min_weight=0.5)
+    for _ in range(6):
+        step(ledger)
+    for prompt in RATES:
+        monkeypatch.setitem(RATES, prompt, 0.5)
+    for _ in range(200):
+        step(ledger)
+    counts = Counter(prompt for _ in range(60) for prompt in step(ledger))  # ten epochs, the ends cut
+    assert len(counts) == NUM_EXAMPLES
+    assert set(counts.values()) <= {9, 10, 11}
+
+
+def test_without_anything_observed_it_is_the_plain_order() -> None:
+    order, plain = CurriculumOrder(7, 3, CurriculumConfig()), EpochOrder(7, 3)
+    assert [order.index(group) for group in range(50)] == [plain.index(group) for group in range(50)]
+    assert order.metrics()["curriculum/weight/mean"] == 1.0
+    assert "curriculum/pass_rate/mean" not in order.metrics()
+
+
+def test_metrics() -> None:
+    order = CurriculumOrder(4, 0, CurriculumConfig(min_weight=0.2))
+    indices = [order.index(group) for group in range(4)]
+    order.observe({0: 0.0, 1: 1.0, 2: 0.25})
+    assert order.metrics() == {
+        "curriculum/pass_rate/mean": pytest.approx(1.25 / 3),
+        "curriculum/seen_frac": 0.75,
+        "curriculum/settled_frac": 0.5,
+        "curriculum/weight/mean": pytest.approx((0.2 + 0.2 + 1 + 1) / 4),
+        "curriculum/weight/min": 0.2,
+        "curriculum/skipped": 0.0,
+    }
+    assert [order.weight(index) for index in indices] == [0.2, 0.2, 1.0, 1.0]
+    asked = [order.index(group) for group in range(4, 44)]
+    assert order.metrics()["curriculum/skipped"] > 0
+    assert Counter(asked)[indices[2]] > Counter(asked)[indices[0]]
+
+
+@settings(deadline=None, max_examples=30)
+@given(num_steps=st.integers(0, 30), num_lost=st.integers(0, 5))
+def test_a_run_resumed_at_any_step_asks_the_same(num_steps: int, num_lost: int) -> None:
+    """Groups that were in flight or buffered when the checkpoint was made are the same prompts again."""
+    ledger = make_ledger()
+    for _ in range(num_steps):
+        step(ledger)
+    in_flight = ledger.take_new(num_lost)
+    for item in in_flight[: num_lost // 2]:
+        ledger.mark_buffered(item.group_id)
+    resumed = make_ledger()
+    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())), [])
+    ledger.give_back(item.group_id for item in in_flight)
+    assert resumed.take_waiting() == ledger.take_waiting() == in_flight
+    for item in in_flight:
+        for each in (ledger, resumed):
+            each.mark_buffered(item.group_id)
+            each.observe({item.group_id: RATES[item.prompt]})
+            each.mark_dropped([item.group_id])
+    assert [step(ledger) for _ in range(20)] == [step(resumed) for _ in range(20)]
+    assert ledger.state_dict() == resumed.state_dict()
+
+
+def test_rates_that_come_late_change_only_what_was_not_taken_yet() -> None:
+    ledger = make_ledger()
+    items = ledger.take_new(2 * NUM_EXAMPLES)  # far ahead, as with a large lag
+    for item in items[:NUM_EXAMPLES]:
+        ledger.mark_buffered(item.group_id)
+        ledger.observe({item.group_id: RATES[item.prompt]})
+        ledger.mark_trained([item.group_id])
+    late = [item.group_id for item in items[NUM_EXAMPLES:]]
+    ledger.give_back(late)
+    assert ledger.take_waiting() == items[NUM_EXAMPLES:]
+    assert Counter(RATES[item.prompt] for item in ledger.take_new(10))[0.5] > 5
+
+
+def test_the_pass_rate_is_of_the_graded_responses() -> None:
+    group = make_group(make_item(4), [make_completion([1])] * 4, rewards=[1, 0, 0, 1])
+    assert group.pass_rate == 0.5
+    assert replace(group, errors={1: "too slow", 2: "too large"}).pass_rate == 1.0
+    unknown = replace(group, errors=dict.fromkeys(range(4), "too slow"))
+    assert unknown.pass_rate is None
+    assert pass_rates([group, replace(unknown, rollout=replace(group.rollout, item=make_item(5)))]) == {4: 0.5}
+
+
+def test_what_is_remembered_is_what_is_not_done() -> None:
+    ledger = make_ledger()
+    for _ in range(10):
+        step(ledger)
+    item = ledger.take_new(2)[0]
+    ledger.mark_set_aside(item.group_id)
+    state: dict[str, Any] = ledger.state_dict()["order"]
+    assert [group for group, _ in state["drawn"]] == [item.group_id + 1]
+    assert len(state["pass_rates"]) == NUM_EXAMPLES
+
+
+def test_a_checkpoint_without_a_curriculum_is_refused() -> None:
+    state = make_ledger().state_dict() | {"order": {}}
+    with pytest.raises(ValueError, match=r"written without task.curriculum; resume without it"):
+        make_ledger().load_state_dict(state, [])

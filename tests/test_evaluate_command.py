@@ -1,0 +1,300 @@
+"""`grpo-ray evaluate` from options to files: known answers, a run's checkpoints, what is interrupted."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from local_runs import make_config, train
+from local_serving import LocalServing, serve_locally
+
+from grpo_ray.cli import main
+from grpo_ray.errors import RunError
+from grpo_ray.evaluation.command import evaluate
+from grpo_ray.evaluation.console import EvaluationConsole
+from grpo_ray.evaluation.plan import EvaluationOptions
+from grpo_ray.evaluation.responses import Row
+from grpo_ray.evaluation.task_choice import TaskChoice
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.training import Interrupted
+from grpo_ray.types import SamplingSettings
+
+__all__ = ["serve_locally"]
+
+pytestmark = pytest.mark.usefixtures("model_cache")
+
+Model = Callable[..., Path]
+Serve = Callable[..., list[LocalServing]]
+
+# Of each question the ground truth, and four answers that are known to be right (1), wrong (0) or none (-).
+GSM8K = {
+    "Ann has 3 pens and buys 4.": ("7", "1111"),
+    "Bob has 9 cats and sells 2.": ("7", "1000"),
+    "Cid runs 1,000 miles twice.": ("2,000", "01-0"),
+    "Dot eats half of 12 figs.": ("6", "00--"),
+    "Eve reads 5 books a day.": ("35", "----"),
+}
+
+
+def gsm8k_file(folder: Path) -> Path:
+    rows = [{"question": q, "answer": f"So it is.\n#### {truth}"} for q, (truth, _) in GSM8K.items()]
+    path = folder / "test.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def gsm8k_answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
+    truth, kinds = next(known for question, known in GSM8K.items() if question in prompt)
+    forms = {"1": truth, "0": "-1"}  # each in the form that either reward reads
+    texts = {kind: rf"\boxed{{{x}}} </think> <answer> {x} </answer>" for kind, x in forms.items()}
+    return [texts.get(kind, f"it is {truth}") for kind in kinds[: settings.num_samples]]
+
+
+def options(target: Path, output: Path, *overrides: str, **changes: Any) -> EvaluationOptions:
+    """`exact_match` is graded in this process, which is quicker than in a worker of its own."""
+    task, prompt, reward, limit = (changes.pop(name, None) for name in ("task", "prompt", "reward", "limit"))
+    if task is not None:
+        prompt, reward = prompt or "question_only", reward or "exact_match"
+    return EvaluationOptions(
+        str(target),
+        TaskChoice(task=str(task) if task else None, prompt=prompt, reward=reward, limit=limit),
+        max_tokens=16,
+        output=str(output),
+        overrides=("generator.engine=torch", "recovery.restart_backoff_s=0.01", *overrides),
+        **changes,
+    )
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
+    data = json.loads((folder / "summary.json").read_text())
+    return data, pq.read_table(folder / "examples.parquet").to_pylist()
+
+
+def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+    serve_locally(gsm8k_answers)
+    given = options(
+        tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), reward="question_only", num_samples=4
+    )
+    folder = evaluate(given)
+    data, rows = read(folder)
+    summary = data["summary"]
+    assert data["task"]["kind"] == "gsm8k"
+    assert (data["task"]["prompt"], data["task"]["reward"]) == ("question_only", "question_only")
+    assert (summary["num_examples"], summary["num_samples"]) == (5, 4)
+    kinds = "".join(known for _, known in GSM8K.values())
+    assert summary["num_correct"] == kinds.count("1") == 6
+    assert summary["num_wrong_answer"] == kinds.count("0") == 7
+    assert summary["num_no_format"] == kinds.count("-") == 7
+    assert summary["accuracy"] == 6 / 20
+    assert summary["format_reward"] == 13 / 20
+    # of 4, 1, 1, 0 and 0 right ones: pass@2 is 1, 1/2, 1/2, 0, 0, and pass@4 is 1, 1, 1, 0, 0
+    assert summary["pass_at_k"] == pytest.approx({"1": 0.3, "2": 0.4, "4": 0.6})
+    assert summary["accuracy_interval"][0] < 0.3 < summary["accuracy_interval"][1]
+    expected = {"1": "correct", "0": "wrong_answer", "-": "no_format"}
+    assert [row["category"] for row in rows] == [expected[kind] for kind in kinds]
+    assert [row["ground_truth"] for row in rows[::4]] == [truth for truth, _ in GSM8K.values()]
+    assert not (folder / "parts").exists()
+    readable = (folder / "examples.md").read_text()
+    assert "## format 1, answer 1: 6 of 20 responses" in readable
+    assert readable.count("### Example") == 20
+    assert f"```text\n{rows[0]['response']}\n```" in readable
+
+
+MATH = {
+    r"What is $\frac{2}{4}$?": (r"Half: $\boxed{\frac{1}{2}}$.", "0.5", "correct"),
+    r"Solve $x^2 = 4$ for $x > 0$.": (r"First \boxed{9}, no: \boxed{2}", "2", "correct"),
+    r"Give an interval.": (r"It is $\boxed{[1, 2)}$.", "(1, 2)", "wrong_answer"),
+}
+
+
+def test_known_answers_to_a_math_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+    rows = [{"problem": problem, "solution": solution} for problem, (solution, _, _) in MATH.items()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "math.parquet")
+
+    def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
+        answer = next(answer for problem, (_, answer, _) in MATH.items() if problem in prompt)
+        return [rf"\boxed{{{answer}}}"]
+
+    serve_locally(answers)
+    choice = TaskChoice(str(tmp_path / "math.parquet"), prompt="question_only")  # and so its reward
+    folder = evaluate(replace(options(tiny_model(), tmp_path / "e"), choice=choice))
+    data, found = read(folder)
+    assert data["task"]["kind"] == "math"
+    assert [row["ground_truth"] for row in found] == [r"\frac{1}{2}", "2", "[1, 2)"]
+    assert [row["category"] for row in found] == [category for _, _, category in MATH.values()]
+    assert data["summary"]["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_the_prompts_are_shared_and_limited(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+    started = serve_locally(gsm8k_answers)
+    two = "generator.num_generators=2"
+    given = options(tiny_model(), tmp_path / "e", two, task=gsm8k_file(tmp_path), limit=3)
+    _, rows = read(evaluate(given))
+    assert [row["example_id"] for row in rows] == [0, 1, 2]
+    assert {rows[0]["prompt"]} == {"Ann has 3 pens and buys 4."}
+    for client in started[0].generators.values():
+        assert asyncio.run(client.actor.take_stats()).sampled_tokens > 0
+
+
+def test_one_that_is_interrupted_goes_on(
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
+        asked.append(prompt)
+        return gsm8k_answers(prompt, settings)
+
+    serve_locally(answers)
+    command = "grpo-ray evaluate M"
+    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), num_samples=2, command=command)
+    advance, num_done = EvaluationConsole.advance, 0
+
+    def interrupt(self: EvaluationConsole, group: Any) -> None:
+        nonlocal num_done
+        num_done += 1
+        advance(self, group)
+        if num_done == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvaluationConsole, "advance", interrupt)
+        with pytest.raises(Interrupted, match="go on with: grpo-ray evaluate M"):
+            evaluate(given)
+    assert (tmp_path / "e" / "parts" / "00000.parquet").exists()
+    done = {row["prompt"] for row in pq.read_table(tmp_path / "e" / "parts" / "00000.parquet").to_pylist()}
+    assert len(done) >= 2
+    asked.clear()
+    _, rows = read(evaluate(given))
+    assert set(asked) == set(GSM8K) - done
+    assert [row["example_id"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    asked.clear()
+    evaluate(given)  # all of it is there
+    assert asked == []
+    with pytest.raises(RunError, match=r"holds another evaluation, with sampling.temperature 1.0 and not 0.5"):
+        evaluate(replace(given, temperature=0.5))
+
+
+def test_a_generator_that_dies_costs_nothing(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+    deaths = 0
+
+    def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
+        nonlocal deaths
+        if "Bob" in prompt and not deaths:
+            deaths += 1
+            started[0].generators["generator-0"].die()
+        return gsm8k_answers(prompt, settings)
+
+    started = serve_locally(answers)
+    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), num_samples=4)
+    data, rows = read(evaluate(given))
+    assert deaths == 1
+    assert data["summary"]["num_correct"] == 6
+    assert len(rows) == 20
+
+
+def test_a_prompt_that_always_fails_is_left_out_and_named(
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
+        if "Dot" in prompt:
+            raise ValueError("no answer to that")
+        return gsm8k_answers(prompt, settings)
+
+    serve_locally(answers)
+    data, rows = read(evaluate(options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path))))
+    assert data["not_sampled"] == [3]
+    assert data["summary"]["num_examples"] == len(rows) == 4
+    assert "1 prompts failed at every try" in capsys.readouterr().out
+
+
+def test_responses_that_cannot_be_graded_are_counted_apart(
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "own_reward.py").write_text(
+        "def reward_fn(response, ground_truth):\n"
+        "    if '7' in response:\n"
+        "        raise ValueError('not this one')\n"
+        "    return {'reward': 1.0, 'format_reward': 1.0, 'answer_reward': 1.0}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    serve_locally(gsm8k_answers)
+    own = "own_reward:reward_fn"
+    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), reward=own)
+    data, rows = read(evaluate(given))
+    errors = [row for row in rows if row["error"]]
+    assert [row["example_id"] for row in errors] == [0, 1]
+    assert all("not this one" in row["error"] and row["category"] == "not_graded" for row in errors)
+    assert data["summary"]["num_errors"] == 2
+    assert data["summary"]["accuracy"] == 3 / 5  # they are not among the right ones, and stay in the 5
+    assert "2 responses could not be graded" in capsys.readouterr().out
+    assert "## not graded: 2 of 5 responses" in (tmp_path / "e" / "examples.md").read_text()
+
+
+# ---- a run ----
+
+
+@pytest.fixture
+def run(tmp_path: Path, any_reward: None) -> RunDirectory:
+    """Eight steps, whose checkpoints 2, 4, 6 and 8 differ from each other."""
+    folder = tmp_path / "run"
+    train(make_config("checkpoint.keep=8", "evaluation.every_num_steps=4"), folder)
+    return RunDirectory(folder)
+
+
+def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
+    """Weights that were swapped in sample what Generators that began with them sample."""
+    started = serve_locally()
+    curve = evaluate(options(run.path, tmp_path / "curve", checkpoint="all", num_samples=8))
+    assert len(started) == 1
+    names = ["step-000000", "step-000002", "step-000004", "step-000006", "step-000008"]
+    assert sorted(path.name for path in curve.glob("step-*")) == names
+    texts = {name: [row["response"] for row in read(curve / name)[1]] for name in names}
+    assert len({tuple(responses) for responses in texts.values()}) == len(names)
+    for checkpoint, name in (("initial", names[0]), ("last", names[-1]), ("step-000004", names[2])):
+        single = evaluate(options(run.path, tmp_path / checkpoint, checkpoint=checkpoint, num_samples=8))
+        data, rows = read(single)
+        assert [row["response"] for row in rows] == texts[name]
+        assert data["summary"]["step"] == int(name.removeprefix("step-"))
+    lines = (curve / "curve.csv").read_text().splitlines()
+    assert lines[0].startswith("step,accuracy,accuracy_low,accuracy_high,")
+    assert [line.split(",")[0] for line in lines[1:]] == ["0", "2", "4", "6", "8"]
+    assert (curve / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
+    serve_locally()
+    first, second = (
+        evaluate(options(run.path, tmp_path / f"{number}", many, temperature=0.0))
+        for number in (1, 2)
+        for many in [f"generator.num_generators={number}"]
+    )
+    assert [row["response"] for row in read(first)[1]] == [row["response"] for row in read(second)[1]]
+    with pytest.raises(RunError, match="--n: greedy sampling"):
+        evaluate(options(run.path, tmp_path / "c", temperature=0.0, num_samples=2))
+
+
+def test_the_command_line(
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_locally(gsm8k_answers)
+    arguments = [
+        "evaluate", str(tiny_model()), "--task", str(gsm8k_file(tmp_path)), "--prompt", "question_only",
+        "--reward", "exact_match", "--n", "2", "--max-tokens", "16",
+        "--output", str(tmp_path / "e"), "generator.engine=torch",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "no GPU here" in printed
+    assert "accuracy" in printed
+    assert "0.4000" in printed  # of ten answers 11, 10, 01, 00 and -- are right
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    assert main([*arguments[:-3], "--output", str(tmp_path / "mine")]) == 2
+    assert "is not empty, and no evaluation" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""The responses' file: written in parts, interrupted, gone on with, and read as numbers again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from builders import make_completion, make_group, make_item
+
+from grpo_ray.evaluation.responses import (
+    EXAMPLES_PER_PART,
+    ResponseFiles,
+    read_outcomes,
+    rows_of,
+    sample_rows,
+)
+from grpo_ray.evaluation.summary import Category, summarise
+from grpo_ray.evaluation.validation_files import outcomes_of
+from grpo_ray.types import ScoredGroup
+
+
+def graded(group_id: int) -> ScoredGroup:
+    """Four responses, one of each category, of 1 to 4 tokens."""
+    texts = [f"{group_id}.{sample}" for sample in range(4)]
+    completions = [
+        make_completion([7] * (sample + 1), text=text, finish_reason="length" if sample == 3 else "stop")
+        for sample, text in enumerate(texts)
+    ]
+    group = make_group(make_item(group_id, truth=f"truth {group_id}"), completions, [1.0, 0.0, 0.0, 0.0])
+    formats, answers = np.array([1, 1, 0, 0], np.float32), np.array([1, 0, 0, 0], np.float32)
+    return replace(group, format_rewards=formats, answer_rewards=answers, errors={3: "it took too long"})
+
+
+def test_rows() -> None:
+    rows = rows_of(graded(5))
+    assert [row["category"] for row in rows] == ["correct", "wrong_answer", "no_format", "not_graded"]
+    assert rows[3] == {
+        "example_id": 5, "task": "", "prompt": "prompt 5", "ground_truth": "truth 5", "sample": 3,
+        "response": "5.3", "num_tokens": 4, "finish_reason": "length", "reward": 0.0, "format_reward": 0.0,
+        "answer_reward": 0.0, "category": "not_graded", "error": "it took too long",
+    }  # fmt: skip
+
+
+def test_a_right_answer_out_of_the_format_has_none() -> None:
+    """Rewards of one's own may say so."""
+    group = replace(graded(0), answer_rewards=np.array([1, 1, 1, 1], np.float32))
+    assert [row["category"] for row in rows_of(group)][2] == Category.NO_FORMAT
+    assert summarise(outcomes_of([group])).num_no_format == 1
+
+
+def test_whatever_the_order_the_file_is_in_the_examples_order(tmp_path: Path) -> None:
+    ids = list(range(EXAMPLES_PER_PART + 10))
+    files = ResponseFiles(tmp_path, ids)
+    for example_id in np.random.default_rng(0).permutation(ids):
+        files.add(graded(int(example_id)))
+    examples = files.join()
+    files.remove_parts()
+    assert [path.name for path in tmp_path.iterdir()] == ["examples.parquet"]
+    rows = pq.read_table(examples).to_pylist()
+    assert rows == [row for example_id in ids for row in rows_of(graded(example_id))]
+
+
+def test_a_part_is_on_the_disk_as_soon_as_it_is_whole(tmp_path: Path) -> None:
+    files = ResponseFiles(tmp_path, range(2 * EXAMPLES_PER_PART))
+    for example_id in range(EXAMPLES_PER_PART):
+        assert not list((tmp_path / "parts").iterdir())
+        files.add(graded(example_id))
+    assert pq.read_table(tmp_path / "parts" / "00000.parquet").num_rows == 4 * EXAMPLES_PER_PART
+
+
+def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
+    ids = range(EXAMPLES_PER_PART + 20)
+    first = ResponseFiles(tmp_path, ids)
+    done = {*range(EXAMPLES_PER_PART), EXAMPLES_PER_PART + 3, EXAMPLES_PER_PART + 1}
+    for example_id in done:
+        first.add(graded(example_id))
+    first.flush()
+    second = ResponseFiles(tmp_path, ids)
+    assert second.done == done
+    for example_id in sorted(set(ids) - done):
+        second.add(graded(example_id))
+    rows = pq.read_table(second.join()).to_pylist()
+    assert rows == [row for example_id in ids for row in rows_of(graded(example_id))]
+
+
+def test_without_flush_whole_parts_are_kept(tmp_path: Path) -> None:
+    """As after a kill -9."""
+    ids = range(EXAMPLES_PER_PART + 20)
+    files = ResponseFiles(tmp_path, ids)
+    for example_id in range(EXAMPLES_PER_PART + 5):
+        files.add(graded(example_id))
+    assert ResponseFiles(tmp_path, ids).done == set(range(EXAMPLES_PER_PART))
+
+
+def test_an_example_is_taken_once(tmp_path: Path) -> None:
+    files = ResponseFiles(tmp_path, range(3))
+    files.add(graded(1))
+    with pytest.raises(KeyError):
+        files.add(graded(1))
+
+
+def test_the_file_gives_the_same_summary_as_the_groups(tmp_path: Path) -> None:
+    groups = [graded(example_id) for example_id in range(70)]
+    files = ResponseFiles(tmp_path, range(70))
+    for group in groups:
+        files.add(group)
+    summary = summarise(read_outcomes(files.join()))
+    assert summary == summarise(outcomes_of(groups))
+    assert (summary.num_examples, summary.num_samples) == (70, 4)
+    counts = (summary.num_correct, summary.num_wrong_answer, summary.num_no_format, summary.num_errors)
+    assert counts == (70, 70, 70, 70)
+    assert summary.accuracy == 0.25  # those that could not be graded stay in the denominator
+    assert summary.pass_at_k == pytest.approx({"1": 0.25, "2": 0.5, "4": 1.0})
+    assert (summary.mean_response_tokens, summary.median_response_tokens) == (2.5, 2.5)
+    assert (summary.max_response_tokens, summary.truncated_frac) == (4, 0.25)
+
+
+def test_sampled_rows_are_of_the_category_and_reproducible(tmp_path: Path) -> None:
+    files = ResponseFiles(tmp_path, range(90))
+    for example_id in range(90):
+        files.add(graded(example_id))
+    path = files.join()
+    rows = sample_rows(path, Category.WRONG_ANSWER, 10)
+    assert len({row["example_id"] for row in rows}) == 10
+    assert {row["category"] for row in rows} == {"wrong_answer"}
+    assert rows == sample_rows(path, Category.WRONG_ANSWER, 10)
+    assert rows != sample_rows(path, Category.WRONG_ANSWER, 10, seed=1)
+    assert [row["example_id"] for row in rows] == sorted(row["example_id"] for row in rows)
+    assert len(sample_rows(path, Category.CORRECT, 1000)) == 90

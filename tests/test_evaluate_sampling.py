@@ -1,0 +1,82 @@
+"""Greedy and nucleus sampling of the torch engine, against a slow loop over the distribution."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from builders import make_settings, plain_rows
+from torch import Tensor
+
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.types import Completion, SamplingSettings
+
+PROMPT = (40, 41, 42)
+
+
+@pytest.fixture
+def sampled(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., tuple[Completion, ...]]:
+    def run(settings: SamplingSettings) -> tuple[Completion, ...]:
+        async def generate() -> tuple[Completion, ...]:
+            engine = make_engine(tiny_config, str(tiny_model()), 64, 0)
+            await engine.start(0)
+            try:
+                return await engine.generate(PROMPT, settings)
+            finally:
+                await engine.shutdown()
+
+        return asyncio.run(generate())
+
+    return run
+
+
+def rows_of(model_path: Path, completion: Completion, min_tokens: int = 0) -> list[Tensor]:
+    model = load_policy(str(model_path))
+    with torch.inference_mode():
+        return plain_rows(model, PROMPT, completion.token_ids.tolist(), 1.0, min_tokens, (0, 17))
+
+
+def test_temperature_0_takes_the_likeliest_token(
+    sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
+) -> None:
+    settings = make_settings(temperature=0.0, max_tokens=12, min_tokens=3, end_token_ids=(0, 17), seed=1)
+    (completion,) = sampled(settings)
+    rows = rows_of(tiny_model(), completion, min_tokens=3)
+    assert completion.token_ids.tolist() == [int(row.argmax()) for row in rows]
+    assert completion.logprobs.tolist() == [0.0] * len(rows)
+    (again,) = sampled(
+        make_settings(temperature=0.0, max_tokens=12, min_tokens=3, end_token_ids=(0, 17), seed=2)
+    )
+    assert again.token_ids.tolist() == completion.token_ids.tolist()
+
+
+def nucleus(row: Tensor, top_p: float) -> list[int]:
+    """The fewest likeliest tokens that have `top_p` of the mass, by a loop."""
+    kept, mass = [], 0.0
+    for token in row.argsort(descending=True).tolist():
+        kept.append(token)
+        mass += float(row[token].exp())
+        if mass >= top_p:
+            break
+    return kept
+
+
+def test_top_p_draws_from_the_nucleus_alone(
+    sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
+) -> None:
+    completions = sampled(make_settings(num_samples=2000, top_p=0.2, max_tokens=1, seed=3))
+    (row,) = rows_of(tiny_model(), completions[0])
+    kept = nucleus(row, 0.2)
+    assert 1 < len(kept) < 100
+    drawn = Counter(int(completion.token_ids[0]) for completion in completions)
+    assert set(drawn) <= set(kept)
+    mass = float(row[kept].exp().sum())
+    likeliest = kept[0]
+    assert drawn[likeliest] / 2000 == pytest.approx(float(row[likeliest].exp()) / mass, abs=0.04)
+    first = completions[0]
+    expected = float(row[int(first.token_ids[0])]) - float(torch.tensor(mass).log())
+    assert first.logprobs[0] == pytest.approx(expected, abs=1e-4)

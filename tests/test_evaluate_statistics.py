@@ -1,0 +1,71 @@
+"""pass@k against enumeration, bootstrap intervals against known distributions."""
+
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from grpo_ray.evaluation.statistics import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
+    for k in range(1, n + 1):
+        subsets = list(combinations(range(n), k))
+        expected = [
+            Fraction(sum(any(sample < c for sample in subset) for subset in subsets), len(subsets))
+            for c in range(n + 1)
+        ]
+        estimates = pass_at_k(n, np.arange(n + 1), k)
+        assert estimates == pytest.approx([float(share) for share in expected], abs=1e-12)
+
+
+def test_pass_at_1_is_the_share_of_right_ones() -> None:
+    assert pass_at_k(7, np.array([0, 3, 7]), 1) == pytest.approx([0, 3 / 7, 1])
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
+    # C(10000, 100) has 242 digits: beyond a float64's integers, near the end of its range.
+    value = pass_at_k(10_000, np.array([0, 1, 9_950]), 100)
+    assert value == pytest.approx([0.0, 100 / 10_000, 1.0])
+    assert pass_at_k(100_000, np.array([50_000]), 50_000)[0] == 1.0
+
+
+def test_it_is_unbiased() -> None:
+    """With a chance p of a right answer, the estimate's mean is 1 - (1 - p)^k."""
+    correct = np.random.default_rng(0).binomial(8, 0.2, size=200_000)
+    assert pass_at_k(8, correct, 4).mean() == pytest.approx(1 - 0.8**4, abs=0.003)
+    assert (1 - (1 - correct / 8) ** 4).mean() < 1 - 0.8**4 - 0.05  # which the plug-in estimate is not
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_powers_of_two(n: int, ks: list[int]) -> None:
+    assert powers_of_two(n) == ks
+
+
+def test_intervals_of_two_prompts() -> None:
+    """Their resampled mean is 0, 1/2 or 1, with chances 1/4, 1/2 and 1/4; and without spread there is none."""
+    values = np.array([[0.0, 0.7], [1.0, 0.7]])
+    assert bootstrap_intervals(values) == pytest.approx(np.array([[0.0, 1.0], [0.7, 0.7]]))
+
+
+def test_intervals_cover_the_true_mean_95_percent_of_the_time() -> None:
+    rng = np.random.default_rng(1)
+    draws = rng.random((150, 400)) < 0.3  # 400 evaluations of 150 prompts, as statistics of one call
+    intervals = bootstrap_intervals(draws.astype(float), seed=2)
+    covered = ((intervals[:, 0] <= 0.3) & (intervals[:, 1] >= 0.3)).mean()
+    assert 0.92 <= covered <= 0.98
+    # About as wide as the normal interval is.
+    assert (intervals[:, 1] - intervals[:, 0]).mean() == pytest.approx(2 * 1.96 * np.sqrt(0.21 / 150), rel=0.05)
+
+
+def test_intervals_are_reproducible_and_differ_by_seed() -> None:
+    values = np.random.default_rng(3).random((50, 2))
+    assert np.array_equal(bootstrap_intervals(values), bootstrap_intervals(values))
+    assert not np.array_equal(bootstrap_intervals(values), bootstrap_intervals(values, seed=1))
+
+
+def test_standard_error() -> None:
+    assert standard_error(np.array([1.0, 0.0, 0.5])) == pytest.approx(0.5 / np.sqrt(3))
+    assert standard_error(np.array([1.0])) == 0.0

@@ -1,0 +1,218 @@
+"""What is evaluated and what is asked: told apart, recognised, or refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_ray.config_loading import ConfigError
+from grpo_ray.errors import RunError
+from grpo_ray.evaluation.plan import EvaluationOptions, make_plan
+from grpo_ray.evaluation.subject import Weights, find_subject
+from grpo_ray.evaluation.task_choice import TaskChoice, choose_task
+
+CONFIG = "model: {tiny: {}}\ntask: {kind: sorting}\ngenerator: {colocated: true, num_gpus: 1}\n" + (
+    "learner: {num_gpus: 1}\nweight_sync: {max_lag: 0, transport: ipc}\n"
+)
+
+
+def write_run(folder: Path, rewards: dict[int, float], damaged: int | None = None) -> Path:
+    """A run with a checkpoint at each step, and its validation's reward there."""
+    (folder / "evaluations").mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    lines = [json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in rewards.items()]
+    (folder / "evaluations" / "summary.jsonl").write_text("".join(lines))
+    for step in rewards:
+        training = folder / "checkpoints" / f"step-{step:06d}" / "training"
+        training.mkdir(parents=True)
+        state = {"step": step, "ledger": {}, "metrics": {}, "files": {}}
+        if step == damaged:
+            state["files"] = {"model.safetensors": 5}
+        (training / "state.json").write_text(json.dumps(state))
+        (training.parent / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_three_kinds_of_target(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    config = find_subject(str(tmp_path / "job.yaml"))
+    assert (config.name, config.weights) == ("job", (Weights(0),))
+    run = find_subject(str(write_run(tmp_path / "run", {2: 0.1, 4: 0.5})))
+    assert (run.name, run.weights) == ("run", (Weights(4, tmp_path / "run" / "checkpoints" / "step-000004"),))
+    checkpoint = find_subject(str(tmp_path / "run" / "checkpoints" / "step-000002"))
+    assert checkpoint.weights == (Weights(2, tmp_path / "run" / "checkpoints" / "step-000002"),)
+    assert checkpoint.data["task"] == {"kind": "sorting"}  # the run's, not a bare model's
+    model = find_subject(str(tiny_model()))
+    assert model.data["model"]["path"] == str(tiny_model())
+    assert find_subject("Qwen/Qwen2.5-Math-1.5B").data["model"]["path"] == "Qwen/Qwen2.5-Math-1.5B"
+
+
+def test_a_machine_without_a_gpu_gets_defaults_that_work(
+    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    subject = find_subject(str(tiny_model()))
+    assert subject.notices == ("no GPU here: generator.num_gpus=0 model.dtype=float32",)
+    choice = TaskChoice(task="sorting")
+    config = make_plan(EvaluationOptions(str(tiny_model()), choice)).config
+    assert (config.generator.num_gpus, config.model.dtype) == (0, "float32")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = make_plan(EvaluationOptions(str(tiny_model()), choice)).config
+    assert (config.generator.num_gpus, config.model.dtype, config.generator.engine) == (1, "bfloat16", "vllm")
+
+
+def test_the_checkpoints_of_a_run(tmp_path: Path) -> None:
+    run = str(write_run(tmp_path / "run", {2: 0.1, 4: 0.5, 6: 0.5, 8: 0.2}, damaged=8))
+    steps = {
+        choice: [weights.step for weights in find_subject(run, choice).weights]
+        for choice in ("last", "best", "all", "initial", "step-000004")
+    }
+    expected = {"last": [6], "best": [6], "all": [0, 2, 4, 6], "initial": [0], "step-000004": [4]}
+    assert steps == expected
+    notices = find_subject(run, "last").notices
+    assert len(notices) == 1
+    assert "step-000008 is passed over, because it is damaged" in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "checkpoint", "message"),
+    [
+        ("nowhere", None, "nothing to evaluate; give a configuration"),
+        ("no/such/folder", None, "nothing to evaluate"),
+        ("empty", None, "nothing to evaluate"),
+        ("run", "step-000003", "has no checkpoint 'step-000003', but step-000002"),
+        ("fresh", None, "has no checkpoint yet"),
+        ("unvalidated", "best", "no checkpoint of .* was validated"),
+        ("job.yaml", "last", "is a configuration; only a run's folder has checkpoints"),
+        ("owner/name", "last", "is a model; only a run's folder has checkpoints"),
+    ],
+)
+def test_what_is_none_of_them_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, checkpoint: str | None, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    write_run(tmp_path / "run", {2: 0.1})
+    write_run(tmp_path / "fresh", {})
+    write_run(tmp_path / "unvalidated", {2: 0.1})
+    (tmp_path / "unvalidated" / "evaluations" / "summary.jsonl").write_text("")
+    with pytest.raises(RunError, match=message):
+        find_subject(target, checkpoint)
+
+
+def test_a_missing_yaml_is_a_configurations_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        find_subject(str(tmp_path / "job.yaml"))
+
+
+def test_an_evaluation_has_no_learner_and_shares_no_device(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    config = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"))).config
+    assert (config.learner.num_gpus, config.learner.num_cpus, config.generator.colocated) == (0, 0, False)
+    assert config.gpus_per_generator == 1
+
+
+# ---- what is asked ----
+
+
+def task_of(choice: TaskChoice, task: Any = None) -> dict[str, Any]:
+    data = {"model": {}} if task is None else {"task": task}
+    chosen: dict[str, Any] = choose_task(data, choice)["task"]
+    return chosen
+
+
+def write_rows(path: Path, **row: Any) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_files_are_recognised(tmp_path: Path, suffix: str) -> None:
+    files = {
+        "gsm8k": ({"question": "1+1?", "answer": "2 it is\n#### 2"}, {"kind": "gsm8k"}),
+        "math": ({"problem": "1+1?", "level": 1, "solution": r"\boxed{2}"}, {"kind": "math"}),
+        "plain": ({"question": "1+1?", "answer": "2"}, {"kind": "file", "question_field": "question"}),
+        "aime": ({"problem": "1+1?", "answer": 2}, {"kind": "file", "question_field": "problem"}),
+    }
+    for name, (row, expected) in files.items():
+        path = write_rows(tmp_path / f"{name}{suffix}", **row)
+        task = task_of(TaskChoice(task=path))
+        assert task.items() >= {**expected, "train_path": path, "validation_path": path}.items()
+    named = TaskChoice(task=path, question_field="a", answer_field="b")
+    assert task_of(named).items() >= {"kind": "file", "question_field": "a", "answer_field": "b"}.items()
+
+
+def test_a_kind_keeps_the_configurations_own() -> None:
+    task = {"kind": "sorting", "num_digits": 3}
+    assert task_of(TaskChoice(), task) == task_of(TaskChoice(task="sorting"), task) == task
+    assert task_of(TaskChoice(task="arithmetic", limit=5), task) == {
+        "kind": "arithmetic", "num_validation_prompts": 5,
+    }  # fmt: skip
+
+
+def test_nothing_but_the_validation_set_of_another_task_is_read() -> None:
+    task = task_of(TaskChoice(task="gsm8k", limit=7))
+    assert task["train_path"] == task["validation_path"] == "openai/gsm8k"
+    assert task["train_split"] == task["validation_split"] == "test"
+    assert task["num_validation_prompts"] == 7
+
+
+@pytest.mark.parametrize(
+    ("choice", "before", "after"),
+    [
+        (TaskChoice(prompt="question_only"), {"kind": "math"}, "question_only"),
+        (TaskChoice(prompt="chat"), {"kind": "math", "reward": "r1_zero"}, "question_only"),
+        (TaskChoice(prompt="r1_zero"), {"kind": "math", "reward": "question_only"}, "r1_zero"),
+        (TaskChoice(prompt="question_only", reward="exact_match"), {"kind": "math"}, "exact_match"),
+        (TaskChoice(prompt="question_only"), {"kind": "sorting"}, None),  # exact_match stays
+        (TaskChoice(prompt="mine.txt"), {"kind": "math"}, None),
+    ],
+)
+def test_the_reward_reads_what_the_prompt_asks_for(
+    choice: TaskChoice, before: dict[str, Any], after: str | None
+) -> None:
+    assert task_of(choice, before).get("reward") == after
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (TaskChoice(), "--task: a model alone has no questions"),
+        (TaskChoice(task="gsm9k"), r"'gsm9k' is no kind of task \(sorting, "),
+        (TaskChoice(task="mixture"), "--task mixture: name the file"),
+        (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is none"),
+        (TaskChoice(question_field="a"), "they are of a file; give it by --task"),
+    ],
+)
+def test_choices_that_contradict_themselves(choice: TaskChoice, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        task_of(choice)
+
+
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "odd.jsonl", ask="1+1?", reply="2")
+    with pytest.raises(RunError, match="its fields are ask, reply; say which"):
+        task_of(TaskChoice(task=path))
+    with pytest.raises(ValueError, match="there is no such file"):
+        task_of(TaskChoice(task=str(tmp_path / "absent.jsonl")))
+
+
+def test_overrides_have_the_last_word_and_a_tiny_model_stays_its_own(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    overrides = ("task.num_digits=1", "sampling.max_tokens=9")
+    plan = make_plan(
+        EvaluationOptions(str(tmp_path / "job.yaml"), TaskChoice(task="arithmetic"), overrides=overrides)
+    )
+    assert plan.config.task.kind == "arithmetic"
+    assert plan.config.task.num_digits == 1
+    assert plan.config.sampling.max_tokens == 9
+    assert plan.model_config.task.kind == "sorting"
+    assert plan.model_config.task.num_digits == 5  # the override is of the other task

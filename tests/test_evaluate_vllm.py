@@ -1,0 +1,85 @@
+"""`evaluate_vllm` on something that answers as `vllm.LLM` does; on vLLM itself it is one call more."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_ray.evaluation import evaluate_vllm
+from grpo_ray.rewards import get_reward_fn
+from grpo_ray.types import PromptItem
+
+REPLIES = {
+    "1 + 1": [r"it is \boxed{2}", r"\boxed{3}"],
+    "2 + 2": [r"\boxed{5}", "four"],
+    "3 + 3": [r"\boxed{6}", r"\boxed{6}"],
+}
+TRUTHS = ["2", "4", "6"]
+
+
+class KnownLLM:
+    """Answers as `vllm.LLM.generate` does: in the prompts' order, with `n` outputs each."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def generate(self, prompts: list[Any], sampling_params: Any) -> list[Any]:
+        self.asked += prompts
+        texts = [p if isinstance(p, str) else list(REPLIES)[p["prompt_token_ids"][0]] for p in prompts]
+        return [
+            SimpleNamespace(
+                outputs=[
+                    SimpleNamespace(text=text, token_ids=[1] * len(text.split()), finish_reason="stop")
+                    for text in REPLIES[prompt][: sampling_params.n]
+                ]
+            )
+            for prompt in texts
+        ]
+
+
+def test_the_accuracy_of_known_answers_is_exact(tmp_path: Path) -> None:
+    reward_fn = get_reward_fn("question_only")
+    folder = tmp_path / "baseline"
+    results = evaluate_vllm(KnownLLM(), reward_fn, list(REPLIES), SimpleNamespace(n=2), TRUTHS, folder)  # type: ignore[arg-type]
+    summary = results.summary
+    assert (summary.accuracy, summary.num_examples, summary.num_samples) == (3 / 6, 3, 2)
+    assert (summary.num_correct, summary.num_wrong_answer, summary.num_no_format) == (3, 2, 1)
+    assert summary.pass_at_k == pytest.approx({"1": 1 / 2, "2": 2 / 3})
+    assert summary.mean_response_tokens == (3 + 1 + 1 + 1 + 1 + 1) / 6
+    assert pq.read_table(folder / "examples.parquet").to_pylist() == results.rows
+    assert json.loads((folder / "summary.json").read_text())["summary"]["accuracy"] == 0.5
+    assert "format 1, answer 0: 2 of 6 responses" in (folder / "examples.md").read_text()
+    with pytest.raises(FileExistsError):
+        evaluate_vllm(KnownLLM(), reward_fn, list(REPLIES), SimpleNamespace(n=2), TRUTHS, folder)  # type: ignore[arg-type]
+
+
+def test_items_bring_their_ground_truths_and_token_ids() -> None:
+    """So that the handout's call of four arguments does."""
+    llm = KnownLLM()
+    items = [PromptItem(i, text, (i,), TRUTHS[i]) for i, text in enumerate(REPLIES)]
+    summary = evaluate_vllm(llm, get_reward_fn("question_only"), items, SimpleNamespace(n=1)).summary  # type: ignore[arg-type]
+    assert summary.accuracy == 2 / 3
+    assert llm.asked == [{"prompt_token_ids": [i]} for i in range(3)]
+
+
+def test_what_a_reward_function_raises_is_counted_apart() -> None:
+    def reward_fn(response: str, truth: str) -> dict[str, float]:
+        if "3" in response:
+            raise ZeroDivisionError("no such answer")
+        return get_reward_fn("question_only")(response, truth)
+
+    results = evaluate_vllm(KnownLLM(), reward_fn, list(REPLIES), SimpleNamespace(n=2), TRUTHS)  # type: ignore[arg-type]
+    assert (results.summary.num_errors, results.summary.num_wrong_answer) == (1, 1)
+    assert results.rows[1]["error"] == "ZeroDivisionError: no such answer"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "truths", "message"),
+    [(["1 + 1"], None, "texts have none"), (["1 + 1"], ["2", "3"], "2 for 1 prompts"), ([], [], "none")],
+)
+def test_ground_truths_must_be_there(prompts: list[str], truths: list[str] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate_vllm(KnownLLM(), get_reward_fn("exact_match"), prompts, SimpleNamespace(n=1), truths)  # type: ignore[arg-type]

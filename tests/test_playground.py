@@ -1,0 +1,422 @@
+"""The lecture's examples: figures by hand, formulas by slow loops, and the finding that they are about."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+import torch
+from matplotlib.image import imread
+from torch import Tensor
+
+from grpo_ray.algorithms import group_advantages
+from grpo_ray.cli import main
+from grpo_ray.playground import comparison
+from grpo_ray.playground.baseline import make_estimates
+from grpo_ray.playground.comparison import Difference, Run, summarize, table, train_all, variants
+from grpo_ray.playground.frozen import RATIOS, ascend, frozen, gradients, not_frozen, of_log_probs, slope
+from grpo_ray.playground.model import SortingModel, response_log_probs, sample_responses
+from grpo_ray.playground.policy_gradient import Point, compute_loss, train
+from grpo_ray.playground.settings import DELTAS, Settings
+from grpo_ray.playground.task import REWARD_FUNCTIONS, make_task
+
+# A tenth of the lecture's gradient steps, from a policy that is less certain at the start: a run takes 0.1 s.
+QUICK = {"updates": 1, "learning_rate": 0.01, "embedding_std": 0.3}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_log_probs(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=generator(seed)).log_softmax(dim=-1)
+
+
+# ---- the model ----
+
+
+def test_model_is_what_loops_over_positions_make_of_it() -> None:
+    model = SortingModel(vocab_size=5, dim=4, length=3, embedding_std=0.5, generator=generator())
+    prompts = torch.tensor([[1, 0, 2], [3, 2, 4]])
+    for prompt, given in zip(prompts, model(prompts), strict=True):
+        hidden = sum(model.embedding[token] @ model.encode[pos] for pos, token in enumerate(prompt))
+        for pos in range(3):
+            logits = model.embedding @ (hidden @ model.decode[pos])
+            torch.testing.assert_close(given[pos], logits.log_softmax(dim=0))
+
+
+def test_samples_come_as_often_as_the_policy_says() -> None:
+    log_probs = random_log_probs(2, 3, 4)
+    responses = sample_responses(log_probs, 20_000, generator())
+    assert responses.shape == (2, 20_000, 3)
+    shares = torch.nn.functional.one_hot(responses, 4).float().mean(dim=1)  # [batch, pos, vocab]
+    torch.testing.assert_close(shares, log_probs.exp(), atol=0.015, rtol=0)  # four standard errors
+    pairs = Counter(map(tuple, responses[0, :, :2].tolist()))
+    joint = (log_probs[0, 0, 1] + log_probs[0, 1, 2]).exp().item()  # positions are independent
+    assert pairs[1, 2] / 20_000 == pytest.approx(joint, abs=0.015)
+
+
+def test_response_log_probs_are_of_the_response() -> None:
+    log_probs, responses = random_log_probs(2, 3, 4), torch.randint(4, (2, 5, 3), generator=generator())
+    given = response_log_probs(log_probs, responses)
+    for batch, response, pos in product(range(2), range(5), range(3)):
+        assert given[batch, response, pos] == log_probs[batch, pos, responses[batch, response, pos]]
+
+
+# ---- the task ----
+
+
+@pytest.mark.parametrize("reward", REWARD_FUNCTIONS)
+@pytest.mark.parametrize("numbers", [2, 3, 4])
+def test_task_knows_every_reward_and_the_exact_expectation(reward: str, numbers: int) -> None:
+    task, function = make_task(reward, numbers), REWARD_FUNCTIONS[reward]
+    log_probs = random_log_probs(3, numbers, task.vocab_size)
+    prompts = task.prompts.tolist()
+    assert all(len(set(prompt)) == numbers and max(prompt) < task.vocab_size for prompt in prompts)
+    expected = right = 0.0
+    for prompt, of_prompt in zip(prompts, log_probs, strict=True):
+        for response in product(range(task.vocab_size), repeat=numbers):
+            probability = math.exp(sum(of_prompt[pos, token].item() for pos, token in enumerate(response)))
+            expected += probability * function(prompt, response) / 3
+            right += probability * (list(response) == sorted(prompt)) / 3
+    assert task.expected_reward(log_probs) == pytest.approx(expected, rel=1e-4)
+    assert task.share_right(log_probs) == pytest.approx(right, rel=1e-4)
+    responses = torch.randint(task.vocab_size, (3, 7, numbers), generator=generator())
+    given = [[function(p, r) for r in rs] for p, rs in zip(prompts, responses.tolist(), strict=True)]
+    assert task.rewards_of(responses).tolist() == given
+
+
+def test_the_sorted_response_earns_most() -> None:
+    assert make_task("inclusion_ordering", 3).best_reward == 5  # three numbers, two pairs
+    assert make_task("distance", 4).best_reward == 4
+    assert make_task("inclusion_ordering", 3).prompts.tolist() == [[1, 0, 2], [3, 2, 4], [1, 2, 3]]
+
+
+# ---- deltas and losses ----
+
+
+@pytest.mark.parametrize(
+    ("deltas", "expected"),
+    [
+        ("rewards", [1.0, 3.0, 5.0, 5.0]),
+        ("centered", [-2.5, -0.5, 1.5, 1.5]),
+        ("normalized", [-2.5 / 1.91485, -0.5 / 1.91485, 1.5 / 1.91485, 1.5 / 1.91485]),  # sqrt(11 / 3)
+        ("max", [0.0, 0.0, 5.0, 5.0]),
+    ],
+)
+def test_the_four_deltas(deltas: str, expected: list[float]) -> None:
+    given = group_advantages(torch.tensor([[1.0, 3.0, 5.0, 5.0]]), DELTAS[deltas], advantage_eps=1e-5)
+    assert given[0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["naive", "unclipped", "clipped"])
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_loss_is_the_formula_written_out(loss: str, kl: float) -> None:
+    policy, old, reference = (random_log_probs(2, 3, 4, seed=seed) for seed in (1, 2, 3))
+    responses = torch.randint(4, (2, 5, 3), generator=generator())
+    deltas = torch.randn(2, 5, generator=generator())
+    given, clip_fraction = compute_loss(
+        policy, old, reference, responses, deltas, Settings(loss=loss, kl=kl, clip=0.1)
+    )
+    token_losses, response_kls, num_clipped = [], [], 0
+    for batch, response in product(range(2), range(5)):
+        delta, k3 = deltas[batch, response].item(), 0.0
+        for pos in range(3):
+            token = responses[batch, response, pos]
+            p, p_old, p_ref = (table[batch, pos, token].exp().item() for table in (policy, old, reference))
+            ratio = p / p_old  # of probabilities
+            clipped = min(max(ratio, 0.9), 1.1) * delta
+            token_losses.append(
+                {
+                    "naive": -math.log(p) * delta,
+                    "unclipped": -ratio * delta,
+                    "clipped": -min(ratio * delta, clipped),
+                }[loss]
+            )
+            num_clipped += loss == "clipped" and clipped < ratio * delta
+            k3 += p_ref / p - math.log(p_ref / p) - 1
+        response_kls.append(k3)
+    assert given.item() == pytest.approx(fmean(token_losses) + kl * fmean(response_kls), rel=1e-4)
+    assert clip_fraction == pytest.approx(num_clipped / 30)
+    assert loss != "clipped" or 0 < num_clipped < 30
+
+
+def test_before_the_first_update_all_losses_have_one_gradient() -> None:
+    responses = torch.randint(4, (2, 5, 3), generator=generator())
+    deltas = torch.randn(2, 5, generator=generator())
+    gradients = []
+    for loss in ("naive", "unclipped", "clipped"):
+        policy = random_log_probs(2, 3, 4).requires_grad_()
+        value, _ = compute_loss(policy, policy, policy, responses, deltas, Settings(loss=loss))
+        gradients.append(torch.autograd.grad(value, policy)[0])
+    assert gradients[0].abs().max() > 0.01
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+
+
+# ---- training ----
+
+
+def quick(seed: int = 0, **settings: object) -> list[Point]:
+    chosen = Settings.model_validate({**QUICK, "steps": 12, **settings})
+    return train(chosen, make_task(chosen.reward, chosen.numbers), seed)
+
+
+def test_a_seed_decides_everything() -> None:
+    first = quick()
+    assert first == quick()
+    assert [point.step for point in first] == list(range(13))
+    assert first[0] != quick(seed=1)[0]
+    assert first[0] == quick(deltas="rewards")[0]  # paired: the same start
+    assert first[1] != quick(deltas="rewards")[1]
+
+
+def test_training_leaves_the_random_state_of_torch_alone() -> None:
+    before = torch.get_rng_state()
+    quick(steps=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_kl_is_to_the_policy_of_the_last_refresh() -> None:
+    far, near = quick(reference_every=100), quick(reference_every=5)
+    assert [point.kl for point in far[:6]] == [point.kl for point in near[:6]]
+    assert far[0].kl == 0
+    assert all(later.kl > earlier.kl for earlier, later in pairwise(far))
+    assert near[6].kl < near[5].kl / 5
+    assert near[11].kl < near[10].kl / 5
+    assert [point.reward for point in near] == [point.reward for point in far]  # measured, without a weight
+
+
+def test_kl_penalty_holds_the_policy_back() -> None:
+    free, held = (quick(kl=kl, reference_every=100)[-1] for kl in (0.0, 2.0))
+    assert held.kl < free.kl / 3
+    assert held.reward < free.reward
+
+
+def test_clip_holds_the_policy_back_over_several_updates() -> None:
+    clipped, unclipped = (quick(loss=loss, updates=10, steps=2)[-1] for loss in ("clipped", "unclipped"))
+    assert clipped.clip_fraction > 0.1
+    assert unclipped.clip_fraction == 0
+    assert clipped.kl < unclipped.kl
+
+
+def test_centered_deltas_beat_raw_rewards_over_five_seeds() -> None:
+    settings = variants(Settings(**QUICK), "deltas")
+    tried = {label: settings[label] for label in ("rewards", "centered")}
+    runs = list(train_all(tried, make_task("inclusion_ordering", 3), num_seeds=5))
+    rewards, centered = summarize(runs)
+    difference = centered.to_first
+    assert difference is not None
+    assert difference.sd is not None
+    assert (difference.num_above, difference.num_below, difference.num_seeds) == (5, 0, 5)
+    # Student's t of the paired differences, 4 degrees of freedom: 2.78 is p = 0.05 on two sides.
+    assert difference.mean / (difference.sd / math.sqrt(5)) > 2.78
+    assert centered.reward > rewards.reward + 0.3
+    assert centered.right > rewards.right + 0.1
+
+
+# ---- comparisons ----
+
+
+def run(label: str, seed: int, reward: float, right: float = 0.0) -> Run:
+    return Run(label, seed, [Point(0, 1.0, 0.0, 0.0, 0.0), Point(1, reward, right, 0.0, 0.0)])
+
+
+def test_summary_compares_seed_by_seed() -> None:
+    runs = [run("a", 0, 1.0), run("b", 0, 2.0, 0.5), run("a", 1, 3.0), run("b", 1, 2.5, 1.0), run("a", 2, 2.0)]
+    runs += [run("b", 2, 2.001), run("a", 3, 4.0)]  # a tie, and a seed that b was interrupted before
+    a, b = summarize(runs)
+    assert (a.label, a.num_seeds, a.reward, a.to_first) == ("a", 4, 2.5, None)
+    assert a.reward_sd == pytest.approx(math.sqrt(5 / 3))
+    assert b.right == 0.5
+    differences = [1.0, -0.5, 0.001]
+    assert b.to_first == Difference(
+        pytest.approx(fmean(differences)), pytest.approx(stdev(differences)), 1, 1, 3
+    )
+    text = table([a, b])
+    assert "2.50 ± 1.29" in text
+    assert "+0.17 ± 0.76: above in 1 of 3 seeds, below in 1" in text
+
+
+def test_comparisons_vary_one_setting() -> None:
+    settings = Settings(steps=7)
+    assert list(variants(settings, None).values()) == [settings]
+    for compare, labels in {
+        "deltas": ["rewards", "centered", "normalized", "max"],
+        "loss": ["naive", "unclipped", "clipped"],
+        "kl": ["kl 0.0", "kl 0.1", "kl 1.0"],
+    }.items():
+        tried = variants(settings, compare)
+        assert list(tried) == labels
+        same = [variant.model_dump(exclude={compare}) for variant in tried.values()]
+        assert same == [settings.model_dump(exclude={compare})] * len(labels)
+        assert len({getattr(variant, compare) for variant in tried.values()}) == len(labels)
+
+
+# ---- the two small examples ----
+
+
+def test_baseline_example() -> None:
+    raw, centered = make_estimates("raw"), make_estimates("mean")
+    assert centered.deltas.tolist() == [[1, -1], [-1, 1]]  # b(s1) = 10, b(s2) = 1
+    # The lecture's "variances" are standard deviations: the variances are 28.33 and 1.33.
+    assert raw.delta_std == pytest.approx(math.sqrt(85 / 3), abs=1e-4) == pytest.approx(5.32, abs=0.005)
+    assert centered.delta_std == pytest.approx(math.sqrt(4 / 3), abs=1e-4) == pytest.approx(1.15, abs=0.005)
+    # log pi(a1 | s1) has gradient (1/2, -1/2) by s1's logits: 11 of it, and 9 of its negative, a quarter each.
+    assert raw.gradients[0].tolist() == [[5.5, -5.5, 0, 0], [-4.5, 4.5, 0, 0]]
+    assert raw.mean.tolist() == centered.mean.tolist() == [0.25, -0.25, -0.25, 0.25]
+    # E|g|^2 - |E g|^2: (11^2 + 9^2 + 0 + 2^2) / 8 - 1/4, and 4 / 8 - 1/4.
+    assert raw.variance == pytest.approx(25.5)
+    assert centered.variance == pytest.approx(0.25)
+
+
+def test_baseline_estimates_have_the_mean_and_the_spread_of_their_samples() -> None:
+    for kind, variance in (("raw", 12.5625), ("mean", 0.0625)):  # of the first component
+        draws = make_estimates(kind).draw(num_samples=10)
+        assert draws.mean().item() == pytest.approx(0.25, abs=4 * math.sqrt(variance / 10 / len(draws)))
+        assert draws.var().item() == pytest.approx(variance / 10, rel=0.05)
+
+
+def test_frozen_denominator_example() -> None:
+    p = 1 / (1 + math.exp(-2))
+    assert slope(frozen, 2.0) == pytest.approx(1 - p) == pytest.approx(0.1192, abs=1e-4)
+    assert slope(not_frozen, 2.0) == 0
+    assert slope(of_log_probs, 2.0) == pytest.approx((1 - p) / math.log(p))  # negative: the wrong way
+    for ratio in RATIOS.values():
+        log_p = torch.tensor([-0.3, -2.0])
+        assert ratio(log_p, log_p).tolist() == [1, 1]
+    assert (gradients(of_log_probs, torch.linspace(-4, 4, 9)) < 0).all()
+
+
+def test_ascent_raises_p_on_the_frozen_ratio_alone() -> None:
+    right, constant, wrong = (ascend(ratio) for ratio in (frozen, not_frozen, of_log_probs))
+    assert right[0] == constant[0] == wrong[0] == pytest.approx(1 / (1 + math.exp(2)))
+    assert right[-1] > 0.9
+    assert constant[-1] == constant[0]
+    assert wrong[-1] < 0.01
+
+
+# ---- the command ----
+
+
+def playground(*arguments: str, output: Path | None = None) -> int:
+    return main(["playground", *arguments, *(["--output", str(output)] if output else [])])
+
+
+SHORT = ("--steps", "3", "--updates", "1", "--seeds", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder", "labels"),
+    [
+        ((), "sorting", ["centered, naive"]),
+        (("--compare", "deltas"), "sorting-deltas", ["rewards", "centered", "normalized", "max"]),
+        (("--compare", "loss"), "sorting-loss", ["naive", "unclipped", "clipped"]),
+        (("--compare", "kl", "--numbers", "2"), "sorting-kl", ["kl 0.0", "kl 0.1", "kl 1.0"]),
+    ],
+)
+def test_sorting_leaves_picture_and_figures(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    folder: str,
+    labels: list[str],
+) -> None:
+    assert playground("sorting", *SHORT, *arguments, output=tmp_path) == 0
+    written = tmp_path / folder
+    assert imread(written / "rewards.png").shape[:2] == (800, 1200)
+    figures = json.loads((written / "figures.json").read_text())
+    assert [row["label"] for row in figures["summary"]] == labels
+    assert len(figures["runs"]) == 2 * len(labels)
+    assert figures["runs"][0]["step"] == [0, 1, 2, 3]
+    assert figures["summary"][0]["reward"] == pytest.approx(
+        fmean(run["reward"][-1] for run in figures["runs"] if run["label"] == labels[0]), rel=1e-4
+    )
+    assert figures["settings"]["steps"] == 3
+    out = capsys.readouterr().out
+    assert f"written: {written / 'rewards.png'}, {written / 'figures.json'}" in out
+    assert all(label in out for label in labels)
+
+
+def test_examples_leave_picture_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert playground("baseline", "--samples", "20", output=tmp_path) == 0
+    assert playground("frozen", output=tmp_path) == 0
+    for name in ("baseline", "frozen"):
+        assert imread(tmp_path / name / f"{name}.png").shape[:2] == (800, 1200)
+    baseline = json.loads((tmp_path / "baseline" / "figures.json").read_text())
+    assert baseline["command"].startswith("grpo-ray playground baseline --samples 20")
+    raw, centered = baseline["deltas"].values()
+    assert 0.3 < raw["wrong_sign_frac"] < 0.5
+    assert centered["wrong_sign_frac"] == 0
+    out = capsys.readouterr().out
+    assert "standard deviation of the deltas: 5.32" in out
+    assert "p_old not frozen: gradient +0.0000; ascent on it takes p from 0.12 to 0.12" in out
+
+
+@pytest.mark.parametrize("num_done", [0, 3])
+def test_ctrl_c_keeps_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, num_done: int
+) -> None:
+    calls = iter(range(100))
+
+    def train_until_interrupted(*arguments: object) -> list[Point]:
+        if next(calls) == num_done:
+            raise KeyboardInterrupt
+        return train(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(comparison, "train", train_until_interrupted)
+    assert playground("sorting", *SHORT, "--compare", "loss", output=tmp_path) == 130
+    out = capsys.readouterr().out
+    assert f"interrupted after {num_done} of 6 runs" in out
+    written = tmp_path / "sorting-loss" / "figures.json"
+    assert written.exists() == (num_done > 0)
+    if num_done:
+        assert len(json.loads(written.read_text())["runs"]) == num_done
+        assert f"{written}" in out
+    else:
+        assert "nothing was written" in out
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert playground("--list") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "sorting",
+        "baseline",
+        "frozen",
+    ]
+
+
+def test_every_wrong_setting_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--deltas", "centred", "--numbers", "6", "--learning-rate", "nan", "--steps", "many", "--kl", "-1")
+    assert playground("sorting", *wrong, output=tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "--deltas centred is not valid; allowed: rewards, centered, normalized or max" in error
+    assert "--numbers 6 is not valid; allowed: integer >= 2 and <= 5" in error
+    for name in ("--learning-rate nan", "--steps many", "--kl -1"):
+        assert f"{name} is not valid; allowed: " in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert playground() == 2
+    assert "name an example of the playground: sorting, baseline, frozen" in capsys.readouterr().err
+    assert playground("sorting", "--compare", "kl", "--kl", "0.5", output=tmp_path) == 2
+    assert "--compare kl tries every --kl; leave one of the two out" in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.touch()
+    assert playground("frozen", output=file) == 2
+    assert f"--output {file}: cannot write there" in capsys.readouterr().err
+    for arguments in (("sorting", "--seeds", "0"), ("baseline", "--samples", "x"), ("sortin",)):
+        with pytest.raises(SystemExit) as caught:
+            playground(*arguments)
+        assert caught.value.code == 2
+
+
+def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
+    code = "import sys, grpo_ray.cli, grpo_ray.playground.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

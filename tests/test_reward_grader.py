@@ -1,0 +1,142 @@
+r"""The grader's verdicts on the table of hand-checked pairs, in tags and in boxes, and what always holds."""
+
+import pytest
+from grader_table import PAIRS, TABLE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sympy import Matrix, latex, sqrt
+
+from grpo_ray.rewards.math_algebra import is_equal_latex
+from grpo_ray.rewards.math_equality import is_equal
+from grpo_ray.rewards.math_numbers import read_number
+from grpo_ray.rewards.math_structure import read_brackets, read_equation, read_list
+from grpo_ray.rewards.math_text import normalize
+from grpo_ray.rewards.math_units import read_quantity
+from grpo_ray.rewards.question_only import question_only_reward_fn
+from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
+
+
+@pytest.mark.parametrize("group", TABLE)
+def test_verdicts_in_tags(group: str) -> None:
+    disagreements = [
+        (answer, truth, is_right)
+        for name, answer, truth, is_right in PAIRS
+        if name == group
+        and r1_zero_reward_fn(f" So. </think> <answer> {answer} </answer>", truth)
+        != {"reward": is_right, "format_reward": 1.0, "answer_reward": is_right}
+    ]
+    assert not disagreements
+
+
+def test_verdicts_in_boxes() -> None:
+    """Those whose braces are balanced, as LaTeX wants them; an empty box is no answer."""
+    balanced = [pair for pair in PAIRS if _is_balanced(pair[1])]
+    assert len(balanced) > 950
+    disagreements = [
+        (answer, truth, is_right)
+        for _, answer, truth, is_right in balanced
+        if question_only_reward_fn(rf"So it is $\boxed{{{answer}}}$.", truth)["reward"] != is_right
+    ]
+    assert not disagreements
+
+
+def _is_balanced(answer: str) -> bool:
+    text = answer.replace(r"\{", "").replace(r"\}", "")
+    return text.count("{") == text.count("}") and not answer.endswith("\\") and "}{" not in answer[:2]
+
+
+def test_the_table_is_as_large_as_it_should_be() -> None:
+    assert len({(answer, truth) for _, answer, truth, _ in PAIRS}) >= 1000
+    assert min(sum(is_right for *_, is_right in PAIRS), sum(not is_right for *_, is_right in PAIRS)) >= 400
+
+
+def test_every_truth_is_right_for_itself() -> None:
+    for rows in TABLE.values():
+        for truth, *_ in rows:
+            assert is_equal(truth, truth)
+            assert is_equal(f"${truth}$" if "$" not in truth else truth, truth)
+
+
+# ---- properties ----
+
+INTEGERS = st.integers(-(10**12), 10**12)
+
+
+@settings(deadline=None)  # the first import of sympy takes its time
+@given(INTEGERS)
+def test_an_integer_in_every_dress(number: int) -> None:
+    for answer in (
+        f"{number:,}",
+        f"{number}.0",
+        f"${number}$",
+        f"x = {number}",
+        rf"\boxed{{{number}}}",
+        f"{number} km",
+    ):
+        assert is_equal(answer, str(number))
+    for wrong in (number + 1, -number - 1, number * 10 + 5):
+        assert not is_equal(str(wrong), str(number))
+
+
+@settings(deadline=None)
+@given(st.integers(-999, 999), st.integers(1, 999), st.integers(1, 50))
+def test_a_fraction_is_what_it_reduces_to(numerator: int, denominator: int, factor: int) -> None:
+    truth = rf"\frac{{{numerator}}}{{{denominator}}}"
+    assert is_equal(f"{numerator * factor}/{denominator * factor}", truth)
+    assert not is_equal(f"{numerator * factor + 1}/{denominator * factor}", truth)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-99, 99), min_size=2, max_size=5, unique=True), st.randoms())
+def test_order_matters_in_tuples_alone(numbers: list[int], random: object) -> None:
+    shuffled = list(reversed(numbers))
+    wanted, given_ = ", ".join(map(str, numbers)), ", ".join(map(str, shuffled))
+    assert is_equal(given_, wanted)
+    assert is_equal(rf"\{{{given_}\}}", rf"\{{{wanted}\}}")
+    assert not is_equal(f"({given_})", f"({wanted})")
+    assert not is_equal(rf"\{{{wanted}\}}", f"({wanted})")
+    assert not is_equal(f"{given_}, 100", wanted)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=r"0123456789xyab .,;:=+-*/^_\{}()[]<>|!&%$#'~", max_size=14))
+def test_soup_is_not_right_and_raises_nothing(soup: str) -> None:
+    assert not is_equal(soup, "123456789")
+    assert not is_equal(soup, r"\frac{17}{31}")
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [(sqrt(8), r"2\sqrt{2}"), (Matrix([[1, sqrt(2)], [3, 4]]), r"\begin{pmatrix}1&\sqrt{2}\\3&4\end{pmatrix}")],
+)
+def test_what_sympy_writes_is_read(expression: object, text: str) -> None:
+    assert is_equal(latex(expression), text)
+
+
+# ---- the parts ----
+
+
+def test_parts_by_hand() -> None:
+    assert normalize(r"$\left( \dfrac{1}{2}, −3 \right)$.") == r"( \frac{1}{2}, -3 )"
+    assert str(read_number("-2 1/4")) == "-9/4"
+    assert str(read_number(r"1.5 \times 10^{-3}")) == "3/2000"
+    assert str(read_number(r"0.1\overline{6}")) == "1/6"
+    assert [read_number(text) for text in ("7 2", "1/0", "1,00", "--1", "١٢", "")] == [None] * 6
+    assert read_number(r"3\frac{5}{2}") is None  # a product, or a mixed number gone wrong
+    quantity = read_quantity("60 km/h")
+    assert (quantity.value, quantity.unit, str(quantity.factor)) == ("60", "m/s", "5/18")
+    assert read_quantity("3 wrong").unit == ""
+    assert read_list(r"1,000, f(1, 2) and 3 \pm x") == ["1,000", "f(1, 2)", "3 +x", "3 -x"]
+    assert read_equation("x = 2 + 3 = 5") == ("x", ["2 + 3", "5"])
+    assert read_equation("2x = 5") == (None, ["2x", "5"])
+    assert read_brackets("(1, 2] + [3, 4)") is None
+    brackets = read_brackets(r"[1, \frac{1}{2})")
+    assert brackets is not None
+    assert (brackets.opening, brackets.closing, brackets.parts) == ("[", ")", ("1", r"\frac{1}{2}"))
+
+
+def test_algebra_is_asked_once_for_the_same_pair() -> None:
+    is_equal_latex.cache_clear()
+    for _ in range(3):
+        assert is_equal(r"\sqrt{12}", r"2\sqrt{3}")
+    assert is_equal_latex.cache_info().misses == 1

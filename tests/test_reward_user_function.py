@@ -1,0 +1,186 @@
+"""Reward functions of the user's own: found, checked before a run, their results looked at; the examples."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_ray.config import Config
+from grpo_ray.config_reward import RewardTerm
+from grpo_ray.preflight import check_files
+from grpo_ray.rewards import get_reward_fn
+from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.examples import json_object, numeric_tolerance, regex_format
+from grpo_ray.rewards.user_function import as_reward_fn
+
+EXAMPLES = "grpo_ray.rewards.examples"
+
+
+def result_of(value: Any) -> dict[str, float]:
+    return as_reward_fn(lambda response, ground_truth: value, "mine:reward")("", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, (1, 1, 1)),
+        (0.0, (0, 1, 0)),
+        (0.99, (0.99, 1, 0)),
+        (2.5, (2.5, 1, 1)),
+        (-1.0, (-1, 1, 0)),
+        (True, (1, 1, 1)),
+        (np.float32(0.5), (0.5, 1, 0)),
+        ({"reward": 0.3}, (0.3, 1, 0)),
+        ({"reward": 0.3, "answer_reward": 1.0}, (0.3, 1, 1)),
+        ({"reward": 1, "format_reward": 0, "answer_reward": 0}, (1, 0, 0)),
+    ],
+)
+def test_a_number_or_a_dict(value: Any, expected: tuple[float, float, float]) -> None:
+    result = result_of(value)
+    assert result == dict(zip(("reward", "format_reward", "answer_reward"), expected, strict=True))
+    assert all(type(number) is float for number in result.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "returned None as 'reward'; it must be a finite number"),
+        ("1", "returned '1' as 'reward'"),
+        (float("nan"), "returned nan as 'reward'; it must be a finite number"),
+        (float("-inf"), "returned -inf as 'reward'"),
+        ([1.0], r"returned \[1.0\] as 'reward'"),
+        ({}, "returned a dict of nothing; it needs 'reward'"),
+        ({"score": 1}, "returned a dict of 'score'; it needs 'reward'"),
+        ({"reward": 1, "formt_reward": 1}, "returned a dict of 'reward', 'formt_reward'"),
+        ({"reward": 1, "format_reward": 0.5}, "returned 0.5 as 'format_reward'; it must be 0 or 1"),
+        ({"reward": 1, "answer_reward": None}, "returned None as 'answer_reward'"),
+    ],
+)
+def test_any_other_result_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"task.reward: mine:reward {message}"):
+        result_of(value)
+
+
+MODULE = """
+from typing import Literal
+BLEU = 3
+def reward(response, ground_truth): return float(response == ground_truth)
+def scaled(response: str, ground_truth: str, scale: float, mode: Literal["a", "b"] = "a") -> float: return scale
+def anything(response, ground_truth, **options): return 0.5
+def named_only(*, response, ground_truth): return 0.5
+def three(response, ground_truth, prompt): return 0.5
+class Judge:
+    def __call__(self, response, ground_truth): return 0.25
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a module of the user's in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    (tmp_path / "my_rewards_4711.py").write_text(MODULE)
+    (tmp_path / "broken_4711.py").write_text("def reward(:")
+    (tmp_path / "failing_4711.py").write_text("1 / 0")
+    (tmp_path / "leaving_4711.py").write_text("raise SystemExit(3)")
+    (tmp_path / "needing_4711.py").write_text("import no_such_library_4711")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
+def test_a_module_in_the_current_folder_is_found() -> None:
+    check_reward("my_rewards_4711:reward")
+    assert get_reward_fn("my_rewards_4711:reward")("a", "a")["reward"] == 1
+    assert get_reward_fn("my_rewards_4711:judge")("a", "a")["reward"] == 0.25
+    term = RewardTerm(reward="my_rewards_4711:scaled", weight=2, arguments={"scale": 0.25})
+    check_reward((term,))
+    assert get_reward_fn((term,))("", "")["reward"] == 0.5
+    check_reward((RewardTerm(reward="my_rewards_4711:anything", arguments={"a": 1, "b": "x"}),))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("no_module_4711:f", {}, "there is no module 'no_module_4711'; "),
+        ("no_package_4711.sub:f", {}, "there is no module 'no_package_4711.sub'; "),
+        ("my_rewards_4711:f", {}, "'my_rewards_4711' has no function 'f'; its file is "),
+        ("my_rewards_4711:BLEU", {}, "'my_rewards_4711' is a int, not a function: 'BLEU'"),
+        ("broken_4711:reward", {}, "importing 'broken_4711' failed: SyntaxError"),
+        ("failing_4711:reward", {}, "importing 'failing_4711' failed: ZeroDivisionError: division by zero"),
+        ("leaving_4711:reward", {}, "importing 'leaving_4711' failed: SystemExit: 3"),
+        ("needing_4711:reward", {}, "'needing_4711' imports 'no_such_library_4711', which is not installed"),
+        ("my_rewards_4711:named_only", {}, r"must take \(response, ground_truth\)"),
+        ("my_rewards_4711:three", {}, "my_rewards_4711:three needs prompt; give `arguments`"),
+        ("my_rewards_4711:reward", {"scale": 1}, "has no argument 'scale'; it takes none"),
+        ("my_rewards_4711:scaled", {"scael": 1}, "has no argument 'scael'; it takes scale, mode"),
+        ("my_rewards_4711:scaled", {"scale": "x"}, "has scale='x': input should be a valid number"),
+        ("my_rewards_4711:scaled", {"scale": 1, "mode": "c"}, "has mode='c': input should be 'a' or 'b'"),
+        ("brevity", {"free": -1}, "brevity has free=-1: input should be greater than or equal to 0"),
+        ("brevity", {"span": 0}, "brevity has span=0: input should be greater than 0"),
+        ("brevity", {"unit": "lines"}, "brevity has unit='lines': input should be 'characters' or 'words'"),
+        (
+            "graded",
+            {"response": "x"},
+            "graded has no argument 'response'; it takes right, wrong, missing, answer_in",
+        ),
+        ("format", {"answer_in": "tag"}, "format has answer_in='tag'"),
+        ("exact_match", {"fast": True}, "exact_match has no argument 'fast'; it takes none"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_a_run(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"task\.reward\[0\]: .*{message}"):
+        check_reward((RewardTerm(reward=name, arguments=arguments),))
+
+
+def test_the_preflight_checks_it(tiny_config: Config) -> None:
+    task = tiny_config.task.model_copy(update={"reward": "no_module_4711:f"})
+    with pytest.raises(ValueError, match=r"^task\.reward: there is no module 'no_module_4711'"):
+        check_files(tiny_config.model_copy(update={"task": task}))
+
+
+# ---- the examples ----
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [("about 3.14", 1), ("3.2 or 3.13", 1), ("3.3", 0), ("3.14 of 100", 0), ("none", -1), ("3,140.0e-3", 1)],
+)
+def test_numeric_tolerance(response: str, expected: float) -> None:
+    assert numeric_tolerance.reward_fn(response, "3.1416") == expected
+
+
+def test_numeric_tolerance_from_a_configuration() -> None:
+    term = RewardTerm(reward=f"{EXAMPLES}.numeric_tolerance:reward_fn", arguments={"tolerance": 0.2})
+    check_reward((term,))
+    assert get_reward_fn((term,))("80", "100") == {"reward": 1, "format_reward": 1, "answer_reward": 1}
+    assert get_reward_fn((term,))("79", "100") == {"reward": 0, "format_reward": 1, "answer_reward": 0}
+
+
+@pytest.mark.parametrize(
+    ("response", "reward", "has_format", "is_right"),
+    [
+        ('{"name": "Ada", "age": 36}', 1.0, 1, 1),
+        (' {"age": 36, "name": "Ada", "x": null}\n', 1.0, 1, 1),
+        ('{"name": "Ada", "age": 37}', 0.6, 1, 0),
+        ("{}", 0.2, 1, 0),
+        ('["Ada", 36]', 0.0, 0, 0),
+        ('{"name": "Ada", "age": 36', 0.0, 0, 0),
+        ("[" * 100_000, 0.0, 0, 0),
+    ],
+)
+def test_json_object(response: str, reward: float, has_format: float, is_right: float) -> None:
+    result = get_reward_fn(f"{EXAMPLES}.json_object:reward_fn")(response, '{"name": "Ada", "age": 36}')
+    expected = {"reward": pytest.approx(reward), "format_reward": has_format, "answer_reward": is_right}
+    assert result == expected
+    assert json_object.reward_fn(response, '{"name": "Ada", "age": 36}') == expected
+
+
+def test_regex_format() -> None:
+    pattern = r"(?s).+Check:.+</answer>"
+    assert regex_format.reward_fn("so\nCheck: yes </answer>\n", "", pattern)["reward"] == 1
+    assert regex_format.reward_fn("so\nyes </answer>", "", pattern)["reward"] == 0
+    with pytest.raises(ValueError, match="regex_format:reward_fn needs pattern"):
+        check_reward(f"{EXAMPLES}.regex_format:reward_fn")

@@ -1,0 +1,363 @@
+"""Grading in processes that can die, and can do nothing but grade."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING
+
+from grpo_ray.config import ScorerConfig
+from grpo_ray.errors import RunError
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.pool import RewardPool, ScoringError
+from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
+
+OWN = "hostile_rewards:obey"
+REWARDS = {"maths": "r1_zero", "own": OWN}
+TIMEOUT_S = 1.5
+
+
+def respond(answer: str) -> str:
+    return f" thinking </think> <answer> {answer} </answer>"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    """Two workers, whose nursery is started once for all tests."""
+    pool = RewardPool(REWARDS, num_workers=2, timeout_s=TIMEOUT_S, memory_gib=0.25)
+    yield pool
+    pool.close()
+
+
+def obeyed(pool: RewardPool, *responses: str) -> list[Any]:
+    """1 or 0 for each that is graded, else why it is not."""
+    results = pool.grade("own", [(response, "72") for response in responses])
+    return [str(result) if isinstance(result, ScoringError) else result["reward"] for result in results]
+
+
+def nursery_of(pool: RewardPool) -> psutil.Process:
+    return psutil.Process(pool._nursery._process.pid)
+
+
+def workers_of(pool: RewardPool) -> list[psutil.Process]:
+    """All of them: none can take two answers while the others have none."""
+    assert obeyed(pool, *["nap 72"] * 2) == [1] * 2
+    return nursery_of(pool).children()
+
+
+# Verdicts
+
+
+def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
+    pairs = [
+        *[("72", "72"), ("0.5", r"\frac{1}{2}"), ("71", "72"), ("line\nbreak ü", "72"), ("", "72")],
+        *[("9" * 100_000, "72"), ("(" * 100_000, "72"), ("[" * 50_000 + "]" * 50_000, "72")],
+        *[("{" * 900 + "}" * 900, "72"), ("\ud800\x00\r\n\u2028" * 9_999, "72"), ("\x00", "\x00")],
+    ]
+    responses = [(respond(answer), truth) for answer, truth in pairs] + pairs
+    assert pool.grade("maths", responses) == [r1_zero_reward_fn(*pair) for pair in responses]
+
+
+def test_no_answers_are_no_results(pool: RewardPool) -> None:
+    assert pool.grade("maths", []) == []
+
+
+def test_results_keep_their_order_however_long_each_answer_is(pool: RewardPool) -> None:
+    answers = [str(index) + "x" * (index * 7919 % 50_000) for index in range(200)]
+    results = pool.grade("own", [(answer, answer) for answer in answers])
+    assert [result["reward"] for result in results if not isinstance(result, ScoringError)] == [1.0] * 200
+    assert obeyed(pool, "72", "71", "print 72", "print 71") == [1, 0, 1, 0]
+
+
+# Answers that cannot be graded
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("loop", "longer than 1.5 s (scorer.timeout_s)"),
+        ("sleep", "longer than 1.5 s (scorer.timeout_s)"),
+        ("binomial", "longer than 1.5 s (scorer.timeout_s)"),
+        ("exit", "exit status 0"),
+        ("exit-3", "exit status 3"),
+        ("segfault", "SIGSEGV"),
+        ("abort", "SIGABRT"),
+        ("kill", "SIGKILL"),
+        ("allocate", "too much memory (scorer.memory_gib)"),
+        ("grow", "too much memory (scorer.memory_gib)"),
+        ("missing", "KeyError: 'no such key' (hostile_rewards.py:"),
+        ("raise", "ValueError: a line\nand ? (hostile_rewards.py:"),
+        ("recurse", "RecursionError: "),
+    ],
+)
+def test_an_answer_that_ends_its_worker_or_raises_is_an_error_with_its_cause(
+    pool: RewardPool, word: str, why: str
+) -> None:
+    first, bad, last = obeyed(pool, "72", f"{word} 72", "72")
+    assert (first, last) == (1, 1)
+    assert bad.startswith(why)
+
+
+def test_a_reward_that_raises_keeps_its_worker(pool: RewardPool) -> None:
+    before = {worker.pid for worker in workers_of(pool)}
+    obeyed(pool, *(f"{word} 72" for word in RAISING for _ in range(10)))
+    assert {worker.pid for worker in workers_of(pool)} == before
+
+
+def test_what_an_answer_leaves_in_memory_ends_no_other(pool: RewardPool) -> None:
+    assert obeyed(pool, *["keep 72"] * 10) == [1] * 10  # 150 MiB each, of 256
+
+
+SLOW_MATHS = [r"\binom{10^9}{5*10^8}", r"((10^{999})^{999})^{999}"]
+MATHS = [
+    "10**10**10",
+    "9^{9^{9^9}}",
+    r"\binom{1000000000}{500000000}",
+    "((((5!)!)!)!)!",
+    "99999999!",
+    "9" * 100_000,
+    "{" * 100_000,
+    r"\frac{" * 500 + "1" + "}{2}" * 500,
+    r"\sqrt{" * 500 + "2" + "}" * 500,
+    r"\sqrt" * 20_000,
+    "1+" * 50_000 + "1",
+    "7\x002",
+    "\ud800" * 1000,
+    r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["1"] * 200)] * 200) + r"\end{pmatrix}",
+    r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["x"] * 12)] * 12) + r"\end{pmatrix}^{9999}",
+    r"\int_0^{\infty} \sin(x^x)^{x^x} dx",
+    r"\sum_{n=1}^{10^{12}} \frac{1}{n^n}",
+]
+
+
+def test_the_pool_survives_a_thousand_hostile_inputs_with_the_right_counts(pool: RewardPool) -> None:
+    words = {
+        **dict.fromkeys({**DEADLY, **RAISING, **HARMLESS}, 30),
+        **dict.fromkeys([*ENDLESS, "grow", "nap"], 2),  # those take long
+    }
+    own = [f"{word} 72" for word, n in words.items() for _ in range(n)]
+    maths = SLOW_MATHS + (MATHS * 50)[: 1000 - len(own) - len(SLOW_MATHS)]
+    tasks = [("own", response, "72") for response in own]
+    tasks += [("maths", respond(answer), "72") for answer in maths]
+    assert len(tasks) == 1000
+    tasks += [("own", "72", "72"), ("own", "71", "72")] * 100
+    tasks += [("maths", respond(r"\frac{144}{2}"), "72"), ("maths", respond("73"), "72")] * 100
+    random.Random(0).shuffle(tasks)
+    results: dict[tuple[str, str, str], list[Any]] = {task: [] for task in tasks}
+
+    def grade(part: list[tuple[str, str, str]]) -> None:
+        for start in range(0, len(part), 20):
+            for name in ("own", "maths"):
+                chosen = [task for task in part[start : start + 20] if task[0] == name]
+                for task, result in zip(chosen, pool.grade(name, [t[1:] for t in chosen]), strict=True):
+                    results[task].append(result if isinstance(result, ScoringError) else result["reward"])
+
+    threads = [threading.Thread(target=grade, args=(tasks[index::4],)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sum(map(len, results.values())) == 1400
+    for (name, response, _), outcomes in results.items():
+        word = response.partition(" ")[0]
+        num_errors = sum(isinstance(outcome, ScoringError) for outcome in outcomes)
+        if name == "own":
+            is_error = word in {**ENDLESS, **DEADLY, **RAISING}
+            expected: set[Any] = set() if is_error else {float(response.endswith("72"))}
+            assert num_errors == len(outcomes) * is_error, (response, outcomes[:3])
+        elif response in (respond(r"\frac{144}{2}"), respond("73")):
+            expected = {float("144" in response)}
+            assert num_errors == 0
+        else:
+            expected = {0.0}  # refused without an attempt; or an error
+        assert {outcome for outcome in outcomes if not isinstance(outcome, ScoringError)} <= expected
+
+
+# Processes
+
+
+def test_a_worker_that_died_between_answers_costs_none(pool: RewardPool) -> None:
+    before = workers_of(pool)
+    assert len(before) == 2
+    for worker in before:
+        worker.kill()
+    psutil.wait_procs(before, timeout=10)
+    assert obeyed(pool, *["72"] * 20) == [1] * 20
+    assert not {worker.pid for worker in workers_of(pool)} & {worker.pid for worker in before}
+
+
+def test_a_nursery_that_died_costs_no_answer(pool: RewardPool) -> None:
+    workers, nursery = workers_of(pool), nursery_of(pool)
+    nursery.kill()
+    psutil.wait_procs([nursery, *workers], timeout=10)
+    assert obeyed(pool, *["72"] * 20) == [1] * 20
+    assert nursery_of(pool).pid != nursery.pid
+
+
+def test_a_slow_answer_holds_up_no_other(pool: RewardPool) -> None:
+    slow = threading.Thread(target=obeyed, args=(pool, "sleep 72"))
+    slow.start()
+    assert obeyed(pool, *["72"] * 50) == [1] * 50
+    assert slow.is_alive()
+    slow.join()
+
+
+def test_close_leaves_no_process() -> None:
+    pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
+    processes = [*workers_of(pool), nursery_of(pool)]
+    errors: list[RunError] = []
+
+    def grade() -> None:
+        with pytest.raises(RunError) as error:
+            obeyed(pool, *["loop 72"] * 50)
+        errors.append(error.value)
+
+    slow = threading.Thread(target=grade)
+    slow.start()
+    pool.close()
+    slow.join(timeout=30)
+    assert "closed" in str(errors)
+    with pytest.raises(RunError, match="closed"):
+        obeyed(pool, "72")
+    assert len(processes) >= 2
+    assert not any(process.is_running() for process in processes)
+
+
+OWNER = """
+import sys
+sys.path.insert(0, {folder!r})
+from grpo_ray.rewards.pool import RewardPool
+pool = RewardPool({{"own": "hostile_rewards:obey"}}, 1, timeout_s=120, memory_gib=0.25)
+pool.grade("own", [("72", "72")])
+print(pool._nursery._process.pid, flush=True)
+pool.grade("own", [("loop 72", "72")])
+"""
+
+
+def test_a_killed_owner_leaves_no_process_even_amid_a_computation() -> None:
+    script = OWNER.format(folder=str(Path(__file__).parent))
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    nursery = psutil.Process(int(owner.stdout.readline()))
+    (worker,) = nursery.children()
+    before = worker.cpu_times().user
+    while worker.cpu_times().user < before + 0.2:  # it computes, and so would not see its input end
+        time.sleep(0.02)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    assert psutil.wait_procs([worker, nursery], timeout=10)[1] == []
+
+
+def test_a_process_does_not_outlive_a_parent_that_is_gone_already() -> None:
+    script = "from grpo_ray.rewards.confinement import die_with_parent\ndie_with_parent(1)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "gone" in result.stderr
+
+
+def test_workers_that_cannot_start_are_an_error_that_names_the_cause(tmp_path, monkeypatch) -> None:
+    (tmp_path / "bad_rewards.py").write_text("import a_missing_library")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    grader = Grader({"": "bad_rewards:reward_fn"}, ScorerConfig(num_workers=1))
+    with pytest.raises(RunError, match=r"task\.reward.*a_missing_library"):
+        grader.start()
+    with pytest.raises(RunError, match="a_missing_library"):
+        grader.grade("", [("72", "72")])
+    grader.close()
+
+
+def test_a_worker_that_is_refused_its_limits_is_an_error_that_names_the_cause() -> None:
+    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=5, memory_gib=2**40)  # more than can be counted
+    with pytest.raises(RunError, match="no worker can be started"):
+        obeyed(pool, "72")
+    pool.close()
+
+
+def test_the_grader_keeps_simple_rewards_in_this_process() -> None:
+    grader = Grader({"simple": "exact_match"}, ScorerConfig())
+    before = psutil.Process().children()
+    right, wrong = grader.grade("simple", [(respond("01258"), "01258"), (respond("1"), "01258")])
+    assert [right["reward"], wrong["reward"]] == [1, 0]
+    assert psutil.Process().children() == before
+    grader.close()
+
+
+# Confinement
+
+
+def test_a_worker_inherits_no_secret(monkeypatch) -> None:
+    monkeypatch.setenv("EXAMPLE_TOKEN", "for the Scorer alone")
+    monkeypatch.setenv("SOMETHING", "else")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=5, memory_gib=0.25)
+    environments = [process.environ() for process in (*workers_of(pool), nursery_of(pool))]
+    pool.close()
+    assert len(environments) == 2
+    for environment in environments:
+        assert environment["LC_ALL"] == "C.UTF-8"
+        assert environment["PATH"] == os.environ["PATH"]
+        assert not {"EXAMPLE_TOKEN", "SOMETHING"} & environment.keys()
+
+
+# What an answer that got to run code in the worker would try; prints what succeeded.
+ATTEMPTS = """
+import os, pathlib, socket, subprocess, sys
+from grpo_ray.rewards.confinement import drop_capabilities, enter_sandbox, limit_resources
+listener = socket.create_server(("127.0.0.1", 0))
+victim = pathlib.Path(sys.argv[1])
+attempts = {
+    "write": lambda: (victim.parent / "new").write_text("x"),
+    "truncate": lambda: os.truncate(victim, 0),
+    "remove": victim.unlink,
+    "make a folder": lambda: (victim.parent / "folder").mkdir(),
+    "execute": lambda: subprocess.run(["/bin/true"], check=True),
+    "connect": lambda: socket.create_connection(listener.getsockname(), timeout=5),
+    "read a parent's environment": lambda: open(f"/proc/{os.getppid()}/environ").read(),
+    "signal": lambda: os.kill(os.getppid(), 0),
+    "allocate": lambda: bytearray(3 * 2**30),
+}
+limit_resources(memory_gib=2)
+drop_capabilities()
+assert enter_sandbox() or sys.exit("no Landlock")
+assert victim.read_text() == "kept"
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except (OSError, MemoryError):
+        continue
+    print(name)
+"""
+
+
+def test_the_worker_can_neither_write_nor_run_nor_reach_anything(tmp_path):
+    victim = tmp_path / "file"
+    victim.write_text("kept")
+    command = [sys.executable, "-c", ATTEMPTS, str(victim)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "no Landlock" in result.stderr:
+        pytest.skip("this kernel has no Landlock")
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert victim.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [victim]
+
+
+def test_a_worker_confines_itself(pool: RewardPool) -> None:
+    for worker in workers_of(pool):
+        status = Path(f"/proc/{worker.pid}/status").read_text().split()
+        assert status[status.index("NoNewPrivs:") + 1] == "1"
+        for limit in (psutil.RLIMIT_FSIZE, psutil.RLIMIT_CORE, psutil.RLIMIT_NPROC):
+            assert worker.rlimit(limit) == (0, 0)
+        memory, _ = worker.rlimit(psutil.RLIMIT_AS)
+        assert 0.25 * 2**30 < memory < nursery_of(pool).memory_info().vms + 0.26 * 2**30
+        files = os.listdir(f"/proc/{worker.pid}/fd")
+        assert len([fd for fd in files if "socket" in os.readlink(f"/proc/{worker.pid}/fd/{fd}")]) == 1

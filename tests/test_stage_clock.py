@@ -1,0 +1,124 @@
+"""The stage clock: every second is counted once, and is somebody's."""
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_ray.telemetry.stage_clock import StageClock
+
+
+class Time:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def pass_by(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def make(*stages: str) -> tuple[StageClock, Time]:
+    time = Time()
+    return StageClock(stages, "wait", time), time
+
+
+def test_one_stage_after_another() -> None:
+    clock, time = make("train", "copy")
+    time.pass_by(1)
+    with clock.stage("train"):
+        time.pass_by(2)
+    with clock.stage("copy"):
+        time.pass_by(4)
+    time.pass_by(8)
+    times = clock.take()
+    assert times.seconds == {"train": 2, "copy": 4, "wait": 9}
+    assert times.wall_s == 15
+
+
+def test_where_stages_overlap_the_first_of_the_list_has_the_time() -> None:
+    clock, time = make("load", "generate")
+    with clock.stage("generate"):
+        time.pass_by(1)
+        with clock.stage("generate"), clock.stage("load"):
+            time.pass_by(2)
+        time.pass_by(4)
+    assert clock.take().seconds == {"load": 2, "generate": 5, "wait": 0}
+
+
+def test_a_stage_that_goes_on_is_counted_up_to_each_reading() -> None:
+    clock, time = make("train")
+    with clock.stage("train"):
+        time.pass_by(3)
+        assert clock.take().seconds == {"train": 3, "wait": 0}
+        time.pass_by(5)
+    assert clock.take().seconds == {"train": 5, "wait": 0}
+
+
+def test_spans_are_whole_and_carry_the_label() -> None:
+    clock, time = make("train")
+    with clock.stage("train", "version 1"):
+        time.pass_by(3)
+        assert clock.take().spans == ()
+    (span,) = clock.take().spans
+    assert (span.stage, span.label) == ("train", "version 1")
+    assert span.end - span.start == pytest.approx(3)
+
+
+def test_a_stage_that_fails_ends() -> None:
+    clock, time = make("train")
+    with pytest.raises(ZeroDivisionError), clock.stage("train"):
+        time.pass_by(1 // 0)
+    time.pass_by(2)
+    assert clock.take().seconds == {"train": 0, "wait": 2}
+
+
+def test_a_stage_that_was_not_declared_is_a_mistake() -> None:
+    clock, _ = make("train")
+    with pytest.raises(AssertionError, match="trian"), clock.stage("trian"):
+        pass
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "end", "take"]), st.floats(0, 10)), max_size=40))
+def test_stages_add_up_to_the_wall_time_whatever_overlaps(events: list[tuple[str, float]]) -> None:
+    clock, time = make("a", "b", "c")
+    started, readings = time(), []
+    with ExitStack() as everything:
+        running: list[ExitStack] = []
+        for what, seconds in events:
+            if what == "take":
+                readings.append(clock.take())
+            elif what == "end" and running:
+                running.pop(0).close()  # the oldest, so that stages overlap and do not only nest
+            elif what != "end":
+                running.append(everything.enter_context(ExitStack()))
+                running[-1].enter_context(clock.stage(what))
+            time.pass_by(seconds)
+    readings.append(clock.take())
+    for reading in readings:
+        assert sum(reading.seconds.values()) == pytest.approx(reading.wall_s)
+    assert sum(reading.wall_s for reading in readings) == pytest.approx(time() - started)
+
+
+def test_threads_count_each_second_once() -> None:
+    clock = StageClock(("train", "write"), "wait")
+
+    def write() -> None:
+        for _ in range(200):
+            with clock.stage("write"):
+                pass
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        with clock.stage("train"):
+            pass
+    for thread in threads:
+        thread.join()
+    times = clock.take()
+    assert sum(times.seconds.values()) == pytest.approx(times.wall_s)
+    assert len(times.spans) == 1000

@@ -1,0 +1,215 @@
+"""Whole runs in this process of a mixture, a curriculum and a chat prompt, and what the audit says of them."""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from local_actors import LocalActors
+from local_runs import make_config, train, until
+from transformers import AutoTokenizer
+
+from grpo_ray.audit import audit
+from grpo_ray.config import Config
+from grpo_ray.controller import Controller
+from grpo_ray.preflight import check_files
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
+
+SUMS = "{kind: arithmetic, num_digits: 1, num_train_prompts: 6, num_validation_prompts: 3}"
+SORTS = "{kind: sorting, num_train_prompts: 5, num_validation_prompts: 2, prompt: question_only}"
+MIXTURE = f"task={{kind: mixture, parts: {{sums: {{weight: 3, task: {SUMS}}}, sorts: {{task: {SORTS}}}}}}}"
+
+
+@pytest.fixture
+def config(tiny_model: Callable[..., Path]) -> Callable[..., Config]:
+    """`config("field=value", ...)`, with a model that is there already."""
+    return lambda *overrides: make_config(f"model={{path: {tiny_model()}, dtype: float32}}", *overrides)
+
+
+def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
+    """A row a group, in the order of the groups."""
+    rows = [row for path in sorted(run.rollouts.glob("*.parquet")) for row in read_rollouts(path)]
+    return sorted((row for row in rows if row["sample"] == 0), key=lambda row: row["group_id"])
+
+
+async def stop_after_three(actors: LocalActors, controller: Controller) -> None:
+    await until(lambda: controller._version >= 3)
+    controller.stop()
+
+
+def test_a_mixture_trains_and_its_audit_is_clean(config: Callable[..., Config], tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    train(config(MIXTURE, "weight_sync.max_lag=0"), run.path)
+    report = audit(run)
+    assert (report.problems, report.notes) == ([], [])
+    rows = rows_of(run)
+    assert Counter(row["task"] for row in rows)["sums"] > len(rows) / 2
+    for row in rows:
+        assert row["prompt"].startswith({"sums": "User: What is", "sorts": "Sort "}[row["task"]])
+    metrics = read_metrics(run.metrics_path)
+    assert not any(check_names(line.keys() - {"step", "time"}) for line in metrics)
+    for step, line in enumerate(metrics, start=1):
+        groups = read_groups(run.rollouts_path(step))
+        for part in ("sums", "sorts"):
+            means = [group.rewards.mean() for group in groups if group.rollout.item.task == part]
+            assert (f"reward/mean/{part}" in line) == bool(means)
+            assert line.get(f"reward/mean/{part}", 0) == pytest.approx(sum(means) / max(1, len(means)))
+    evaluated = read_metrics(run.evaluations_summary_path)[0]
+    by_part = evaluated["reward_by_task"]
+    assert (3 * by_part["sums"] + 2 * by_part["sorts"]) / 5 == pytest.approx(evaluated["reward"])
+    assert (
+        metrics[3]["eval/reward/sums"]
+        == read_metrics(run.evaluations_summary_path)[1]["reward_by_task"]["sums"]
+    )
+
+    other = RunDirectory(tmp_path / "interrupted")
+    train(config(MIXTURE, "weight_sync.max_lag=0"), other.path, stop_after_three)
+    assert len(read_metrics(other.metrics_path)) < 8
+    train(config(MIXTURE, "weight_sync.max_lag=0"), other.path)
+    assert [(row["task"], row["prompt"]) for row in rows_of(other)] == [(r["task"], r["prompt"]) for r in rows]
+
+
+@pytest.mark.parametrize(
+    "changes", [("weight_sync.max_lag=1",), ("algorithm.dynamic_sampling_tries=2",)], ids=str
+)
+def test_a_mixture_of_any_schedule_is_clean(
+    config: Callable[..., Config], tmp_path: Path, changes: tuple[str, ...]
+) -> None:
+    curriculum = MIXTURE.replace("num_digits: 1", "num_digits: 1, curriculum: {min_weight: 0.2}")
+    train(config(curriculum, *changes), tmp_path / "run")
+    assert audit(RunDirectory(tmp_path / "run")).problems == []
+
+
+def test_a_model_built_here_trains_on_arithmetic(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    train(make_config(f"task={SUMS}"), run.path)
+    assert audit(run).problems == []
+    with pytest.raises(
+        ValueError, match=r"model.tiny: it is built for a task of kind .*arithmetic.*, not mixture"
+    ):
+        check_files(make_config(MIXTURE))
+
+
+CURRICULUM = ("task.num_train_prompts=8", "task.curriculum.min_weight=0.1", "algorithm.num_steps=10")
+
+
+def test_a_curriculum_is_the_same_run_when_it_is_interrupted(tmp_path: Path) -> None:
+    config = make_config(*CURRICULUM, "weight_sync.max_lag=0")
+    whole, other = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "other")
+    train(config, whole.path)
+    assert audit(whole).problems == []
+    metrics = read_metrics(whole.metrics_path)
+    assert not any(check_names(line.keys() - {"step", "time"}) for line in metrics)
+    assert metrics[0]["curriculum/seen_frac"] == 0.5
+    assert metrics[-1]["curriculum/seen_frac"] == 1.0
+    assert metrics[-1]["curriculum/skipped"] > 0
+    train(config, other.path, stop_after_three)
+    train(config, other.path)
+    assert [row["prompt"] for row in rows_of(other)] == [row["prompt"] for row in rows_of(whole)]
+    figures = [{n: v for n, v in line.items() if n.startswith("curriculum/")} for line in metrics]
+    resumed = read_metrics(other.metrics_path)
+    assert [{n: v for n, v in line.items() if n.startswith("curriculum/")} for line in resumed] == figures
+
+
+def test_a_curriculum_behind_by_a_version_is_clean(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    train(make_config(*CURRICULUM, "weight_sync.max_lag=2"), run.path)
+    report = audit(run)
+    assert report.problems == []
+
+
+def tampered(run: RunDirectory, change: Callable[[list[dict[str, Any]]], None]) -> list[str]:
+    """The problems after a change of the rollouts of step 1."""
+    path = run.rollouts_path(1)
+    table = pq.ParquetFile(path).read()
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    problems = audit(run).problems
+    pq.write_table(table, path)
+    return problems
+
+
+def set_in_group(group: int, **values: Any) -> Callable[[list[dict[str, Any]]], None]:
+    def change(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            if row["group_id"] == group:
+                row.update(values)
+
+    return change
+
+
+def test_the_audit_finds_what_is_wrong_with_an_order(config: Callable[..., Config], tmp_path: Path) -> None:
+    mixture, curriculum = RunDirectory(tmp_path / "mixture"), RunDirectory(tmp_path / "curriculum")
+    train(config(MIXTURE), mixture.path)
+    train(make_config(*CURRICULUM), curriculum.path)
+    first = rows_of(mixture)[0]
+    other = {"sums": "sorts", "sorts": "sums"}[first["task"]]
+    found = tampered(mixture, set_in_group(0, task=other))
+    assert any(f"{first['task']}, epoch 0: asks" in problem for problem in found), found
+    found = tampered(mixture, set_in_group(0, prompt="?"))
+    assert any(f"{first['task']}, epoch 0: asks '?' 1 times too often" in problem for problem in found), found
+    found = tampered(mixture, lambda rows: rows[0].update(task=other))
+    assert any("group 0: has more than one task" in problem for problem in found), found
+    found = tampered(curriculum, set_in_group(2, prompt="?"))
+    assert any("place 2: asks '?', which is no training prompt" in problem for problem in found), found
+    second = rows_of(curriculum)[1]
+    twice = set_in_group(2, prompt=second["prompt"], ground_truth=second["ground_truth"])
+    found = tampered(curriculum, twice)  # a curriculum leaves nothing out before it was seen
+    assert any("epoch 0: asks" in problem for problem in found), found
+    assert audit(mixture).problems == audit(curriculum).problems == []
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_model(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    folder = tmp_path / "chat"
+    shutil.copytree(tiny_model(), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_models_own_chat_template(chat_model: Path, tmp_path: Path) -> None:
+    task = ["task.prompt=chat", "task.system_prompt=Be brief."]
+    run = RunDirectory(tmp_path / "run")
+    train(make_config(f"model={{path: {chat_model}, dtype: float32}}", *task), run.path)
+    report = audit(run)
+    assert (report.problems, report.notes) == ([], [])
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    evaluated = read_rollouts(run.evaluations / "step-000000.parquet")
+    for row in [*rows_of(run), *evaluated]:
+        assert row["prompt"].startswith("<|im_start|>system\nBe brief.<|endoftext|>\n<|im_start|>user\nSort ")
+        assert row["prompt"].endswith("<|endoftext|>\n<|im_start|>assistant\n")
+        assert row["prompt_token_ids"].count(tokenizer.eos_token_id) == 2  # special tokens are themselves
+        assert tokenizer.decode(row["prompt_token_ids"]) == row["prompt"]
+
+
+def test_a_model_without_a_chat_template_is_refused(config: Callable[..., Config]) -> None:
+    with pytest.raises(
+        ValueError, match=r"task.prompt: `chat` wants the model's chat template, and its tokenizer"
+    ):
+        check_files(config("task.prompt=chat"))
+
+
+def test_a_chat_template_that_takes_no_system_prompt(chat_model: Path) -> None:
+    (chat_model / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
+    overrides = [f"model={{path: {chat_model}, dtype: float32}}", "task.prompt=chat", "task.system_prompt=x"]
+    with pytest.raises(
+        ValueError, match=r"does not take the question \(System role not supported\); some allow"
+    ):
+        check_files(make_config(*overrides))

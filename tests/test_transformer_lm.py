@@ -1,0 +1,526 @@
+"""TransformerLM: its parts by hand, and the whole against transformers' LlamaForCausalLM on the same folder."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import ENDS, changed, make_batch, perturb, relative_difference, written
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.policy import loading
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.policy.transformer_lm import RMSNorm, TransformerLM, _allowed, rotary_angles, rotate
+from grpo_ray.preflight import check_files
+from grpo_ray.types import TrainBatch
+
+VOCABULARY = 61
+VARIANTS: dict[str, dict[str, Any]] = {
+    "multi-head, untied": {"num_key_value_heads": 4},
+    "grouped-query, tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "multi-query, wide heads": {"num_key_value_heads": 1, "head_dim": 12, "rms_norm_eps": 1e-3},
+}
+
+
+def make_config(**changes: Any) -> LlamaConfig:
+    shape = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+    }  # fmt: skip
+    return LlamaConfig(**(shape | changes))
+
+
+def make_model(seed: int = 0, **changes: Any) -> TransformerLM:
+    """Its weights are large enough for attention to be far from uniform, and its norms are not 1."""
+    torch.manual_seed(seed)
+    model = TransformerLM(make_config(**changes))
+    perturb(model, seed, scale=0.2)
+    return model
+
+
+def saved(model: TransformerLM, folder: Path) -> str:
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def make_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def largest_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    assert expected.std() > 0.5  # or any two would be close
+    return (actual - expected).abs().max().item()
+
+
+def edit_config(folder: str, **values: Any) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# ---- the parts, by hand ----
+
+
+@pytest.mark.parametrize(("eps", "root"), [(0.0, math.sqrt(12.5)), (3.5, 4.0)])  # mean(9, 16) is 12.5
+def test_rms_norm(eps: float, root: float) -> None:
+    norm = RMSNorm(2, eps)
+    assert torch.allclose(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[3 / root, 4 / root]]))
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, -2.0]))
+    assert torch.allclose(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[3 / root, -8 / root]]))
+
+
+def test_rms_norm_squares_in_float32() -> None:
+    """300^2 is beyond float16."""
+    norm = RMSNorm(2, 0.0).to(torch.float16)
+    assert norm(torch.full((1, 2), 300.0, dtype=torch.float16)).tolist() == [[1.0, 1.0]]
+
+
+def test_rotary_angles() -> None:
+    angles = rotary_angles(torch.tensor([[0, 3]]), head_dim=4, theta=100.0)
+    assert torch.allclose(angles, torch.tensor([[[0.0, 0.0], [3.0, 0.3]]]))  # 3 * 100^0, 3 * 100^(-2/4)
+
+
+def test_rotation_pairs_the_halves() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+    angles = torch.tensor([math.pi / 2, math.pi]).view(1, 1, 2)
+    # (1, 3) a quarter turn: (-3, 1); (2, 4) half a turn: (-2, -4)
+    assert torch.allclose(rotate(x, angles).flatten(), torch.tensor([-3.0, -2.0, 1.0, -4.0]), atol=1e-6)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 2**31))
+def test_rotated_products_depend_on_the_distance_alone(m: int, n: int, shift: int, seed: int) -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(seed))
+
+    def product(query_position: int, key_position: int) -> float:
+        positions = torch.tensor([[query_position]]), torch.tensor([[key_position]])
+        turned = [rotate(x, rotary_angles(p, 8, 100.0)) for x, p in zip((q, k), positions, strict=True)]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert product(m, n) == pytest.approx(product(m + shift, n + shift), abs=1e-4)
+    assert product(m, m) == pytest.approx((q * k).sum().item(), abs=1e-4)  # and no distance is no turn
+
+
+def test_attention_is_the_published_formula() -> None:
+    """softmax(q k^T / sqrt(d)) v over earlier positions, query by query; two heads share keys and values."""
+    attention = make_model().model.layers[0].self_attn
+    x, angles = torch.randn(1, 5, 32), torch.zeros(1, 5, 4)  # no rotation: positions are tested above
+    q, k, v = (p(x)[0].view(5, -1, 8) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    rows = []
+    for t in range(5):
+        heads = []
+        for head in range(4):
+            keys, values = k[: t + 1, head // 2], v[: t + 1, head // 2]
+            weights = torch.softmax(keys @ q[t, head] / math.sqrt(8), dim=0)
+            heads.append(weights @ values)
+        rows.append(torch.cat(heads))
+    expected = attention.o_proj(torch.stack(rows))
+    assert torch.allclose(attention(x, angles, None, None)[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_seen", "expected"),
+    [
+        (None, 0, None),  # plainly causal: torch needs no mask
+        (None, 2, [[1, 1, 1, 0], [1, 1, 1, 1]]),
+        ([0, 1, 1, 1], 2, [[0, 1, 1, 0], [0, 1, 1, 1]]),
+        ([0, 0, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),  # padding sees itself
+        ([0, 1, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 1, 1]]),
+    ],
+)
+def test_who_may_attend_to_whom(
+    mask: list[int] | None, num_seen: int, expected: list[list[int]] | None
+) -> None:
+    num_keys = 4 if mask is None else len(mask)
+    attention_mask = None if mask is None else torch.tensor([mask])
+    allowed = _allowed(make_ids(1, num_keys - num_seen), attention_mask, num_seen)
+    assert (None if allowed is None else allowed[0, 0].int().tolist()) == expected
+
+
+# ---- the whole, against transformers ----
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TransformerLM, LlamaForCausalLM]:
+    """The same folder read by both."""
+    path = saved(make_model(**request.param), tmp_path / "model")
+    ours = load_policy(path, implementation="grpo_ray")
+    assert isinstance(ours, TransformerLM)
+    return ours, load_policy(path)
+
+
+def test_logits_are_transformers(pair: tuple[TransformerLM, LlamaForCausalLM]) -> None:
+    ours, theirs = pair
+    assert isinstance(theirs, LlamaForCausalLM)
+    ids = make_ids(3, 20)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        assert largest_difference(ours(ids).logits, expected) < 1e-4
+        assert largest_difference(ours(ids, logits_to_keep=3).logits, expected[:, -3:]) < 1e-4
+
+
+def test_gradients_are_transformers(pair: tuple[TransformerLM, LlamaForCausalLM]) -> None:
+    ids, directions = make_ids(3, 12), torch.randn(3, 12, VOCABULARY)
+    gradients = []
+    for model in pair:
+        (model(ids).logits.log_softmax(-1) * directions).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        assert relative_difference(gradient, gradients[1][name]) < 1e-5, name
+
+
+def left_padded(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, mask and positions `[batch, longest]`; padding is token 7, which is a word like any other."""
+    longest = max(lengths)
+    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
+    return make_ids(len(lengths), longest).where(mask == 1, 7), mask, (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def test_left_padding_changes_no_real_token(pair: tuple[TransformerLM, LlamaForCausalLM]) -> None:
+    ours, theirs = pair
+    lengths = [9, 4, 1]
+    ids, mask, positions = left_padded(lengths)
+    with torch.no_grad():
+        logits = ours(ids, attention_mask=mask, position_ids=positions).logits
+        from_place = ours(ids, attention_mask=mask).logits  # distances between positions are the same
+        other = theirs(ids, attention_mask=mask, position_ids=positions).logits
+        assert logits.isfinite().all()  # padding has nothing to attend to, which may not spread as NaN
+        for row, length in enumerate(lengths):
+            alone = theirs(ids[row : row + 1, -length:]).logits[0]
+            for padded in (logits, from_place, other):
+                assert largest_difference(padded[row, -length:], alone) < 1e-4
+
+
+def test_right_padding_needs_no_mask() -> None:
+    model, ids = make_model(), make_ids(1, 10)
+    with torch.no_grad():
+        padded = torch.cat([ids, torch.full((1, 5), 7)], dim=1)
+        assert largest_difference(model(padded).logits[:, :10], model(ids).logits) < 1e-5
+
+
+# ---- causality, positions and the cache ----
+
+
+@pytest.mark.parametrize("place", [1, 5, 9])
+def test_later_tokens_change_no_earlier_logit(place: int) -> None:
+    model, ids = make_model(), make_ids(2, 10)
+    other = ids.clone()
+    other[:, place] = ids[:, place] % (VOCABULARY - 1) + 1
+    for mask in (None, torch.ones_like(ids)):
+        with torch.no_grad():
+            before, after = (model(x, attention_mask=mask).logits for x in (ids, other))
+        assert torch.equal(before[:, :place], after[:, :place])
+        assert ((before[:, place:] - after[:, place:]).abs().amax(-1) > 1e-3).all()
+
+
+def test_only_distances_between_positions_matter() -> None:
+    model, ids = make_model(), make_ids(1, 10)
+    positions = torch.arange(10)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert largest_difference(model(ids, position_ids=positions + 23).logits, logits) < 1e-4
+        assert largest_difference(model(ids, position_ids=2 * positions).logits, logits) > 1e-2
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_cached_steps_are_one_full_forward(lengths: list[int], steps: list[int], has_mask: bool) -> None:
+    """Prompts left-padded to one width, then steps of one or more tokens each."""
+    model = make_model()
+    lengths = lengths if has_mask else [max(lengths)] * len(lengths)
+    prompt, mask, _ = left_padded(lengths)
+    more = make_ids(len(lengths), sum(steps), seed=1)
+    ids = torch.cat([prompt, more], dim=1)
+    mask = torch.cat([mask, torch.ones_like(more)], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    options = {"attention_mask": mask, "position_ids": positions} if has_mask else {}
+    with torch.no_grad():
+        full = model(ids, **options).logits
+        cache, end = None, 0
+        for length in [prompt.shape[1], *steps]:
+            start, end = end, end + length
+            options = {}
+            if has_mask:
+                options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            output = model(ids[:, start:end], past_key_values=cache, use_cache=True, **options)
+            cache = output.past_key_values
+            assert cache.num_tokens == end
+            is_real = mask[:, start:end].bool()
+            assert (output.logits - full[:, start:end])[is_real].abs().max() < 1e-4
+
+
+def test_no_cache_is_kept_unless_asked_for() -> None:
+    assert make_model()(make_ids(1, 3)).past_key_values is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": make_ids(4)}, r"input_ids: expected \[batch, seq\], not empty; got \[4\]"),
+        ({"input_ids": make_ids(2, 0)}, r"input_ids: expected \[batch, seq\], not empty; got \[2, 0\]"),
+        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask: expected \[2, 4\], a column .*; got \[2, 5\]"),
+        ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"attention_mask: expected \[2, 4\]"),
+        ({"position_ids": torch.arange(4)}, r"position_ids: expected \[2, 4\]; got \[4\]"),
+        ({"position_ids": torch.zeros(3, 4).long()}, r"position_ids: expected \[2, 4\]; got \[3, 4\]"),
+    ],
+)
+def test_wrong_shapes_are_refused(inputs: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model()(**({"input_ids": make_ids(2, 4)} | inputs))
+
+
+def test_mask_must_cover_the_cache() -> None:
+    model = make_model()
+    cache = model(make_ids(2, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"expected \[2, 5\], a column for each token in the cache \(4\)"):
+        model(make_ids(2, 1), attention_mask=torch.ones(2, 1), past_key_values=cache)
+
+
+# ---- training ----
+
+
+def test_initial_weights() -> None:
+    """N(0, 0.02); o_proj and down_proj divided by sqrt(2 * 8 layers) = 4."""
+    torch.manual_seed(5)
+    model = TransformerLM(make_config(hidden_size=64, intermediate_size=128, num_hidden_layers=8))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+        else:
+            expected = 0.005 if "o_proj" in name or "down_proj" in name else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
+            assert abs(parameter.mean().item()) < expected / 10, name
+    with torch.no_grad():
+        entropy = torch.distributions.Categorical(logits=model(make_ids(4, 16)).logits).entropy()
+    assert entropy.mean().item() == pytest.approx(math.log(VOCABULARY), abs=0.05)
+    torch.manual_seed(5)
+    again = TransformerLM(model.config)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient() -> None:
+    models, ids = (make_model(), make_model()), make_ids(2, 8)
+    calls: list[int] = []
+    for model in models:
+        model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(0))
+    models[1].gradient_checkpointing_enable()
+    counts, gradients = [], []
+    for model in models:
+        calls.clear()
+        model(ids).logits.log_softmax(-1)[..., 3].sum().backward()
+        counts.append(len(calls))
+        gradients.append([p.grad for p in model.parameters()])
+    assert counts == [1, 2]
+    assert all(torch.equal(p, q) for p, q in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("is_autocast", [True, False])
+def test_bfloat16_is_close_to_float32(is_autocast: bool) -> None:
+    """As the Learner trains, and as the torch engine serves; angles are computed in float32 all the same."""
+    model, ids, positions = make_model(), make_ids(2, 16), torch.arange(3000, 3016)[None]
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions).logits
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            logits = (model if is_autocast else model.to(torch.bfloat16))(ids, position_ids=positions).logits
+    assert logits.dtype == torch.bfloat16
+    assert relative_difference(logits.float(), expected) < 0.03
+
+
+# ---- folders ----
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_and_loaded_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> None:
+    model = make_model(tie_word_embeddings=tied)
+    path = saved(model, tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
+    expected = model.state_dict()
+    for loaded in (load_policy(path, implementation="grpo_ray"), load_policy(path)):
+        actual = loaded.state_dict()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+        assert not loaded.training
+    with torch.no_grad():
+        assert torch.equal(
+            load_policy(path, implementation="grpo_ray")(make_ids(2, 9)).logits, model(make_ids(2, 9)).logits
+        )
+
+
+def test_folders_of_transformers_load(tmp_path: Path) -> None:
+    """In several files, in bfloat16, and with the end tokens of its own generation config."""
+    theirs = LlamaForCausalLM(make_config()).to(torch.bfloat16)
+    theirs.generation_config = GenerationConfig(eos_token_id=[3, 5])
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    ours = load_policy(str(tmp_path / "theirs"), implementation="grpo_ray")
+    expected = theirs.state_dict()
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
+    assert all(torch.equal(w, expected[name].float()) for name, w in ours.state_dict().items())
+    ours.save_pretrained(tmp_path / "ours")
+    assert GenerationConfig.from_pretrained(tmp_path / "ours").eos_token_id == [3, 5]
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"model_type": "qwen2"}, "model_type 'qwen2'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'linear'",
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"attention_bias": True}, "biases (attention_bias)"),
+        ({"mlp_bias": True, "hidden_act": "gelu"}, "biases (mlp_bias), hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights (quantization_config)"),
+        ({"num_key_value_heads": 3}, "4 heads for 3 key and value heads"),
+    ],
+)
+def test_other_models_are_refused_by_what_they_have(values: dict[str, Any], what: str, tmp_path: Path) -> None:
+    path = saved(make_model(), tmp_path)
+    edit_config(path, **values)
+    with pytest.raises(ValueError, match=r"model\.implementation: grpo_ray computes plain Llama") as caught:
+        load_policy(path, implementation="grpo_ray")
+    assert str(caught.value).endswith(f"{path!r} has {what}; set it to transformers")
+
+
+def test_impossible_shapes_are_refused_by_their_config(tmp_path: Path) -> None:
+    path = saved(make_model(), tmp_path)
+    edit_config(path, head_dim=7)  # rotary positions turn pairs
+    with pytest.raises(ValueError, match=r"(?s)model\.path: config\.json of .* cannot be used: .*even rotary"):
+        load_policy(path, implementation="grpo_ray")
+
+
+def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:
+    """The tiny model of transformers is a Qwen2; the one of TransformerLM passes."""
+    for own, passes in ((False, False), (True, True)):
+        model = {"path": str(tiny_model(own=own)), "tiny": None, "implementation": "grpo_ray"}
+        config = changed(tiny_config, model=model)
+        if passes:
+            assert check_files(config).longest_prompt
+        else:
+            with pytest.raises(ValueError, match=r"model\.implementation: .* has model_type 'qwen2'; set"):
+                check_files(config)
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_reshaped_and_unknown_tensors_are_named(tmp_path: Path) -> None:
+    path, up = saved(make_model(), tmp_path), "model.layers.1.mlp.up_proj.weight"
+    change_weights(tmp_path, lambda tensors: tensors.update({up: tensors[up].T.contiguous()}))
+    with pytest.raises(ValueError, match=rf"in another shape than its config.json says: {up}; copy"):
+        load_policy(path, implementation="grpo_ray")
+    change_weights(tmp_path, lambda tensors: tensors.pop(up))
+    with pytest.raises(ValueError, match=rf"lacks tensors, .*: {up}; copy"):
+        load_policy(path, implementation="grpo_ray")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    change_weights(tmp_path, lambda tensors: tensors.update({bias: torch.zeros(32)}))
+    with pytest.raises(ValueError, match=rf"has the tensors {bias}; set it to transformers"):
+        load_policy(path, implementation="grpo_ray")
+
+
+def test_redundant_tensors_are_left_alone(tmp_path: Path) -> None:
+    """The copy of tied weights, and the frequencies that old folders hold."""
+    model = make_model(tie_word_embeddings=True)
+    path = saved(model, tmp_path)
+    more = {
+        "lm_head.weight": torch.zeros(VOCABULARY, 32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+    }
+    change_weights(tmp_path, lambda tensors: tensors.update(more))
+    loaded = load_policy(path, implementation="grpo_ray")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_models_of_a_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(make_model(), tmp_path)
+    asked: list[tuple[str, list[str]]] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **_: make_config())
+    model = load_policy("owner/name", implementation="grpo_ray")
+    assert asked == [("owner/name", ["*.json", "model*.safetensors"])]
+    assert torch.equal(model.lm_head.weight, make_model().lm_head.weight)
+
+
+# ---- as the Learner's policy ----
+
+
+def make_learner(config: Config, folder: Path, implementation: str, **changes: Any) -> Learner:
+    model = {"implementation": implementation}
+    return Learner(str(folder), changed(config, model=model, **changes), ENDS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"learner": {"gradient_checkpointing": True}}, {"algorithm": {"kl": {"reference": "initial"}}}],
+    ids=["plain", "gradient checkpointing", "reference"],
+)
+def test_a_step_is_the_step_of_transformers(
+    tiny_config: Config, tiny_model: Callable[..., Path], changes: dict[str, Any]
+) -> None:
+    """Weights after two steps, and all that was measured, on the same batches."""
+    folder = tiny_model(own=True)
+    learners = [
+        make_learner(tiny_config, folder, implementation, **changes)
+        for implementation in ("grpo_ray", "transformers")
+    ]
+    ours, theirs = learners
+    assert isinstance(ours.model, TransformerLM)
+    assert isinstance(theirs.model, LlamaForCausalLM)
+    initial = {name: weight.clone() for name, weight in ours.model.state_dict().items()}
+    for step in range(2):
+        batch = TrainBatch(tuple(make_batch(theirs, seed=step, versions=step)))
+        metrics = [learner.train_step(batch).metrics for learner in learners]
+        for name, value in metrics[1].items():
+            if not name.startswith(("timing/", "memory/")):
+                assert metrics[0][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    expected = theirs.model.state_dict()
+    for name, weight in ours.model.state_dict().items():
+        assert not torch.equal(weight, initial[name]), name
+        assert relative_difference(weight - initial[name], expected[name] - initial[name]) < 1e-2, name
+
+
+def test_checkpoint_goes_on_and_loads_in_transformers(
+    tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    first = make_learner(tiny_config, tiny_model(own=True), "grpo_ray", learner={"learning_rate": 1e-2})
+    first.train_step(TrainBatch(tuple(make_batch(first))))
+    folder = written(first, tmp_path / "step")
+    second = Learner(str(folder), first._config, ENDS, folder / "training")
+    assert second.version == 1
+    batch = TrainBatch(tuple(make_batch(first, seed=1)))
+    for learner in (first, second):
+        learner.train_step(batch)
+    pairs = zip(first.model.state_dict().items(), second.model.state_dict().values(), strict=True)
+    assert all(torch.equal(weight, other) for (_, weight), other in pairs)
+    written(first, tmp_path / "next")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "next", attn_implementation="eager")
+    ids = make_ids(2, 9)
+    with torch.no_grad():
+        assert (theirs(ids).logits - first.model(ids).logits).abs().max() < 1e-4
