@@ -2,9 +2,9 @@
 
     python profiling/scoring.py [--pairs 4000] [--rounds 3]
 
-Grades the same answers in this process and in pools of one and two workers, as one large batch and in groups of
-eight (what a Scorer does), each round in turn, and prints the fastest round's answers per second. No answer comes
-twice, so no cache helps. Then the cost of a worker that is killed. The ratios hold; the rates are this machine's.
+Grades such answers in this process and in pools of one and two workers, as one large batch and in groups of
+eight (as a Scorer does), in turn, and prints the fastest round's answers per second. No answer comes twice, so
+no cache helps. Then the cost of a worker that is killed. The ratios hold; the rates are this machine's.
 """
 
 import argparse

@@ -225,6 +225,7 @@ TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {
          [r"(-\infty,3]", "(-∞, 3]", r"x \le 3", r"\left(-\infty, 3\right]", "(-inf, 3]", r"x \leq 3",
           "3 >= x"],
          [r"(-\infty,3)", "x<3", r"[3,\infty)", r"x \ge 3", "3"]),
+        (r"(\sqrt{2}, \infty)", [r"x > \sqrt{2}"], ["x > 1.414214", r"(1.414214, \infty)"]),
         (r"x > \sqrt{2}", [r"\sqrt{2} < x", r"(\sqrt{2}, \infty)"], ["x > 1.414214", "x > 2", r"x < \sqrt{2}"]),
         (r"x > 3",
          [r"(3,\infty)", "3 < x", "x>3", r"x \gt 3"],

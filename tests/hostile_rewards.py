@@ -84,6 +84,7 @@ HARMLESS = {
     "close-stdin": lambda: sys.stdin.close(),
     "keep": _keep,
     "nap": lambda: time.sleep(0.05),
+    "doze": lambda: time.sleep(0.3),
     "handle": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
 DEEDS: dict[str, Any] = {**ENDLESS, **DEADLY, **RAISING, **HARMLESS}

@@ -16,7 +16,6 @@ from grpo_ray.config import ScorerConfig
 from grpo_ray.config_algorithm import AlgorithmConfig
 from grpo_ray.types import (
     Completion,
-    PromptItem,
     RolloutGroup,
     SamplingSettings,
     ScoredGroup,

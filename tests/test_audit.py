@@ -227,8 +227,9 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_none(run: RunDirectory) -> 
         group = [other for other in rows if other["group_id"] == row["group_id"]]
         rewards = torch.tensor([float(other["reward"]) for other in group if other in among])
         for other in group:
-            advantage = (other["reward"] - rewards.mean()) / (rewards.std() + 1e-6)
-            other["advantage"] = float(advantage) if other in among else 0.0
+            is_alone = len(rewards) == 1 or other not in among  # with nothing to compare with
+            advantage = 0.0 if is_alone else (other["reward"] - rewards.mean()) / (rewards.std() + 1e-6)
+            other["advantage"] = float(advantage)
 
     def fail_silently(rows: Rows) -> None:
         compare(rows, zero(rows), rows)

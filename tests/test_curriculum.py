@@ -1,12 +1,13 @@
 """The curriculum: prompts of known pass rates, asked as often as they should be, and the same when resumed."""
 
+import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import make_completion, make_group, make_item
+from builders import make_buffer, make_completion, make_group, make_item, simple_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
+from grpo_ray.types import BatchFacts
 
 NUM_EXAMPLES = 30
 RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prompt
@@ -141,14 +143,28 @@ def test_the_pass_rate_is_of_the_graded_responses() -> None:
     assert pass_rates([group, replace(unknown, rollout=replace(group.rollout, item=make_item(5)))]) == {4: 0.5}
 
 
+def test_the_buffer_tells_the_pass_rates_of_trained_and_of_dropped_groups() -> None:
+    async def facts() -> BatchFacts:
+        buffer = make_buffer(2, max_dropped=2)
+        for group_id, has_signal in enumerate([True, False, True]):
+            await buffer.put(simple_group(group_id, has_signal=has_signal))
+        return (await buffer.take(0, 0))[1]
+
+    found = asyncio.run(facts())
+    assert (found.group_ids, found.dropped_ids) == ((0, 2), (1,))
+    assert found.pass_rates == {0: 0.5, 1: 0.0, 2: 0.5}
+
+
 def test_what_is_remembered_is_what_is_not_done() -> None:
     ledger = make_ledger()
     for _ in range(10):
         step(ledger)
-    item = ledger.take_new(2)[0]
-    ledger.mark_set_aside(item.group_id)
+    aside, dropped, in_flight = ledger.take_new(3)
+    ledger.mark_set_aside(aside.group_id)
+    ledger.mark_buffered(dropped.group_id)
+    ledger.mark_dropped([dropped.group_id])
     state: dict[str, Any] = ledger.state_dict()["order"]
-    assert [group for group, _ in state["drawn"]] == [item.group_id + 1]
+    assert [group for group, _ in state["drawn"]] == [in_flight.group_id]
     assert len(state["pass_rates"]) == NUM_EXAMPLES
 
 

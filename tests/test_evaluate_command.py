@@ -270,12 +270,16 @@ def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -
 
 def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
     serve_locally()
-    first, second = (
-        evaluate(options(run.path, tmp_path / f"{number}", many, temperature=0.0))
-        for number in (1, 2)
-        for many in [f"generator.num_generators={number}"]
-    )
-    assert [row["response"] for row in read(first)[1]] == [row["response"] for row in read(second)[1]]
+
+    def responses(name: str, temperature: float, num_generators: int) -> list[str]:
+        many = f"generator.num_generators={num_generators}"
+        given = options(run.path, tmp_path / name, many, temperature=temperature, limit=3)
+        return [row["response"] for row in read(evaluate(given))[1]]
+
+    greedy = responses("one", 0.0, 1)
+    assert len(greedy) == 3  # of the task's four prompts
+    assert responses("two", 0.0, 2) == greedy
+    assert responses("hot", 1.0, 1) != greedy
     with pytest.raises(RunError, match="--n: greedy sampling"):
         evaluate(options(run.path, tmp_path / "c", temperature=0.0, num_samples=2))
 

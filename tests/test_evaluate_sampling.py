@@ -43,14 +43,12 @@ def rows_of(model_path: Path, completion: Completion, min_tokens: int = 0) -> li
 def test_temperature_0_takes_the_likeliest_token(
     sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
 ) -> None:
-    settings = make_settings(temperature=0.0, max_tokens=12, min_tokens=3, end_token_ids=(0, 17), seed=1)
-    (completion,) = sampled(settings)
+    greedy = {"temperature": 0.0, "max_tokens": 12, "min_tokens": 3, "end_token_ids": (0, 17)}
+    (completion,) = sampled(make_settings(**greedy, seed=1))
     rows = rows_of(tiny_model(), completion, min_tokens=3)
     assert completion.token_ids.tolist() == [int(row.argmax()) for row in rows]
     assert completion.logprobs.tolist() == [0.0] * len(rows)
-    (again,) = sampled(
-        make_settings(temperature=0.0, max_tokens=12, min_tokens=3, end_token_ids=(0, 17), seed=2)
-    )
+    (again,) = sampled(make_settings(**greedy, seed=2))
     assert again.token_ids.tolist() == completion.token_ids.tolist()
 
 

@@ -208,9 +208,8 @@ def test_unknown_fields_are_named(tmp_path: Path) -> None:
 def test_overrides_have_the_last_word_and_a_tiny_model_stays_its_own(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
     overrides = ("task.num_digits=1", "sampling.max_tokens=9")
-    plan = make_plan(
-        EvaluationOptions(str(tmp_path / "job.yaml"), TaskChoice(task="arithmetic"), overrides=overrides)
-    )
+    choice = TaskChoice(task="arithmetic")
+    plan = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"), choice, overrides=overrides))
     assert plan.config.task.kind == "arithmetic"
     assert plan.config.task.num_digits == 1
     assert plan.config.sampling.max_tokens == 9

@@ -13,6 +13,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 from torch import Tensor
+from torch.distributions import Categorical
 
 from grpo_ray.algorithms import group_advantages
 from grpo_ray.cli import main
@@ -174,6 +175,32 @@ def test_a_seed_decides_everything() -> None:
     assert first[0] != quick(seed=1)[0]
     assert first[0] == quick(deltas="rewards")[0]  # paired: the same start
     assert first[1] != quick(deltas="rewards")[1]
+
+
+def test_training_is_the_loop_written_out() -> None:
+    settings, task = (
+        Settings(steps=2, updates=2, learning_rate=0.01, embedding_std=0.3),
+        make_task("distance", 3),
+    )
+    draws = generator(3)
+    model = SortingModel(5, settings.dim, 3, settings.embedding_std, draws)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    reference = Categorical(logits=model(task.prompts).detach())
+    for point in train(settings, task, seed=3)[1:]:
+        responses = sample_responses(model(task.prompts).detach(), 10, draws)
+        rewards = task.rewards_of(responses)
+        deltas = rewards - rewards.mean(dim=1, keepdim=True)
+        for _ in range(2):
+            log_probs = Categorical(logits=model(task.prompts)[:, None]).log_prob(responses)  # [3, 10, 3]
+            gradients = torch.autograd.grad(-(log_probs * deltas[:, :, None]).mean(), list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        policy = Categorical(logits=model(task.prompts).detach())
+        assert point.reward == pytest.approx(task.expected_reward(policy.logits), rel=1e-5)
+        assert point.right == pytest.approx(task.share_right(policy.logits), rel=1e-5)
+        kl = torch.distributions.kl_divergence(policy, reference).sum(dim=1).mean().item()
+        assert point.kl == pytest.approx(kl, rel=1e-3)
 
 
 def test_training_leaves_the_random_state_of_torch_alone() -> None:
@@ -407,6 +434,8 @@ def test_other_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "name an example of the playground: sorting, baseline, frozen" in capsys.readouterr().err
     assert playground("sorting", "--compare", "kl", "--kl", "0.5", output=tmp_path) == 2
     assert "--compare kl tries every --kl; leave one of the two out" in capsys.readouterr().err
+    assert playground("baseline", "--samples", "1001", output=tmp_path) == 2
+    assert "--samples 1001: give at most 1000" in capsys.readouterr().err
     file = tmp_path / "file"
     file.touch()
     assert playground("frozen", output=file) == 2

@@ -142,7 +142,7 @@ MATHS = [
 def test_the_pool_survives_a_thousand_hostile_inputs_with_the_right_counts(pool: RewardPool) -> None:
     words = {
         **dict.fromkeys({**DEADLY, **RAISING, **HARMLESS}, 30),
-        **dict.fromkeys([*ENDLESS, "grow", "nap"], 2),  # those take long
+        **dict.fromkeys([*ENDLESS, "grow", "nap", "doze"], 2),  # those take long
     }
     own = [f"{word} 72" for word, n in words.items() for _ in range(n)]
     maths = SLOW_MATHS + (MATHS * 50)[: 1000 - len(own) - len(SLOW_MATHS)]
@@ -204,12 +204,31 @@ def test_a_nursery_that_died_costs_no_answer(pool: RewardPool) -> None:
     assert nursery_of(pool).pid != nursery.pid
 
 
-def test_a_slow_answer_holds_up_no_other(pool: RewardPool) -> None:
-    slow = threading.Thread(target=obeyed, args=(pool, "sleep 72"))
-    slow.start()
-    assert obeyed(pool, *["72"] * 50) == [1] * 50
-    assert slow.is_alive()
-    slow.join()
+@pytest.mark.parametrize("slow", ["doze 72", "sleep 72"])
+def test_a_slow_answer_holds_up_none_that_were_sent_with_it(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    settled: list[int] = []
+    settle = pool._settle
+
+    def record(answer: Any, result: Any) -> None:
+        settled.append(answer.place)
+        settle(answer, result)
+
+    monkeypatch.setattr(pool, "_settle", record)
+    draw = random.Random(0)
+    values = [draw.randrange(2) for _ in range(50)]
+    results = obeyed(pool, slow, *(("71", "72")[value] for value in values))
+    assert results[1:] == values
+    assert (results[0] == 1) == (slow == "doze 72")
+    assert settled[-1] == 0
+    assert sorted(settled) == list(range(51))
+
+
+def test_a_worker_that_takes_too_long_is_ended(pool: RewardPool) -> None:
+    workers = workers_of(pool)
+    obeyed(pool, "loop 72", "sleep 72")
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
 
 
 def test_close_leaves_no_process() -> None:

@@ -209,7 +209,7 @@ GSM8K = [
     {"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
     {"question": "No answer?", "answer": "It is two."},
     {"question": "A lot?", "answer": "so #### no #### 1,000 "},
-    {"question": "Marked, and then nothing?", "answer": "2 #### "},
+    {"question": "Marked, and then nothing?", "answer": "2 ####"},
     {"question": "Null?", "answer": None},
 ]
 MATH = [

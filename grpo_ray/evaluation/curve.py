@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from grpo_ray.durable import replacing
@@ -27,6 +28,7 @@ def plot_curve(summaries: Sequence[EvaluationSummary], title: str, path: Path) -
         axis.annotate(
             f"{s.accuracy:.2f}", (s.step, s.accuracy), textcoords="offset points", xytext=(0, -20),
             ha="center", color=COLORS[0], fontsize=12, fontweight="bold",
+            path_effects=[withStroke(linewidth=4, foreground="white")],
         )  # fmt: skip
     axis.set_ylim(-0.06, 1.02)
     tidy(axis, "step", f"share ({summaries[0].num_examples:,} prompts x {k})")

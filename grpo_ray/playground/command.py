@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from grpo_ray.playground.policy_gradient import Point
 
 INTERRUPTED = 130
+MAX_SAMPLES = 1000  # of which 20,000 estimates still fit into memory
 
 
 def run_sorting(
@@ -79,6 +80,8 @@ def run_sorting(
 
 def run_baseline(num_samples: int, output: str, command: str) -> None:
     """The two states: what the baseline does to the deltas, and to estimates from so many samples each."""
+    if num_samples > MAX_SAMPLES:
+        raise RunError(f"--samples {num_samples}: give at most {MAX_SAMPLES}")
     folder = _make_folder(output, "baseline")
     from grpo_ray.playground.baseline import make_estimates
     from grpo_ray.playground.drawing import plot_baseline

@@ -27,7 +27,7 @@ PATIENCE_S = 0.1  # so long answers wait for one that was sent before them; to r
 MAX_FRUITLESS = 3  # workers in a row that ended without having begun an answer
 
 Scores = dict[str, float]
-CLOSED = RunError("no answer can be graded: the pool is closed")
+CLOSED = "no answer can be graded: the pool is closed"
 
 
 class ScoringError(RuntimeError):
@@ -95,7 +95,7 @@ class RewardPool:
         lines = [json.dumps([task, *pair]).encode() + b"\n" for pair in pairs]
         with self._changed:
             if self._is_closed:
-                raise CLOSED
+                raise RunError(CLOSED)
             self._waiting.extend(_Answer(line, batch, place) for place, line in enumerate(lines))
             self._changed.notify_all()
         return batch.done.result()
@@ -108,7 +108,7 @@ class RewardPool:
         self._nursery.close()
         for thread in self._threads:
             thread.join()
-        self._fail(self._waiting, CLOSED)
+        pass
 
     def _work(self) -> None:
         """What the thread of each worker does."""

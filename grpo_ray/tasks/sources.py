@@ -92,7 +92,7 @@ def _hub_files(name: str, subset: str | None, split: str, revision: str | None) 
 
 def _listed(configs: Sequence[Mapping[str, Any]], subset: str | None, split: str) -> list[str]:
     """The patterns that the dataset's card gives for the files of a split."""
-    subsets = {str(config["config_name"]): config for config in configs}
+    subsets = {str(config.get("config_name", "default")): config for config in configs}
     if subset is None:
         defaults = [name for name, config in subsets.items() if config.get("default") or name == "default"]
         candidates = defaults or list(subsets)

@@ -47,7 +47,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "optim/skipped_in_a_row": ("updates", "steps up to this one without a finite update"),
     "optim/num_updates": ("updates", "optimizer updates on the batch"),
     "reward/baseline_variance": ("", "estimated variance of a group's mean reward, mean over the groups"),
-    "reward/errors": ("responses", "could not be graded in time or memory; their reward is 0"),
+    "reward/errors": ("responses", "could not be graded; reward 0, but left out of their groups"),
     "mismatch/kl": ("nats a token", "KL of the sampler to the Learner, on the sampled tokens"),
     "mismatch/logprob_diff/max": ("nats", "largest |behaviour - Learner's logprob| of a token"),
     "mismatch/ess_frac": ("share", "effective sample size of the weights Learner / sampler, of the tokens"),

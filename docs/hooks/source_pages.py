@@ -1,0 +1,54 @@
+"""mkdocs hook: what pages link to outside of docs/ becomes a page of the site, so that no link leads nowhere.
+
+`[x](../grpo_ray/x.py)` works in the repository; in the site it leads to `source/grpo_ray/x.py`, with colours.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"\]\(\.\./([^)#\s]+?)/?\)")
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".md": "markdown"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    pages = [file for file in files.documentation_pages() if file.abs_src_path]
+    linked = {path for page in pages for path in LINK.findall(page.content_string)}
+    for path in sorted({each for path in linked for each in _with_content(ROOT / path)}):
+        name = path.relative_to(ROOT).as_posix()
+        if path.exists():  # what is missing has no page, and its link is an error of the build
+            content = f"---\nsearch: {{exclude: true}}\n---\n# {name}\n\n{_page(path)}\n"
+            source = File.generated(config, f"source/{name}.md", content=content)
+            source.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(source)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return markdown if page.file.src_uri.startswith("source/") else LINK.sub(r"](source/\1.md)", markdown)
+
+
+def _with_content(path: Path) -> Iterator[Path]:
+    """A folder comes with its modules."""
+    yield path
+    if path.is_dir():
+        yield from sorted(path.glob("*.py"))
+
+
+def _page(path: Path) -> str:
+    if path.is_dir():
+        modules = [module for module in _with_content(path) if module != path]
+        return "\n".join(
+            f"- [{module.name}]({path.name}/{module.name}.md): {_summary(module)}" for module in modules
+        )
+    return f'`````{LANGUAGES.get(path.suffix, "text")} linenums="1"\n{path.read_text()}`````'
+
+
+def _summary(module: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(module.read_text())) or ""
+    return docstring.split("\n\n")[0].replace("\n", " ")

@@ -1,0 +1,1 @@
+"""`grpo-ray plan`: whether a configuration fits its devices, and how long a step would take; starts nothing."""

@@ -1,0 +1,116 @@
+"""What docs/extending.md adds to the package, at work: test_docs.py runs this with a changed copy as PYTHONPATH.
+
+python tests/extended_job.py COPY
+"""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from local_runs import make_config, train
+
+import grpo_ray
+from grpo_ray.algorithms import compute_policy_gradient_loss
+from grpo_ray.audit import audit
+from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.policy.loading import load_tokenizer
+from grpo_ray.policy.tiny import tiny_model_folder
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+
+def train_with_own_task_loss_and_engine(folder: Path) -> None:
+    model_path = tiny_model_folder(make_config())
+    config = make_config(
+        f"model.path={model_path}",
+        "model.tiny=null",
+        "task={kind: reversal, num_train_prompts: 24, num_validation_prompts: 4}",
+        "generator.engine=uniform",
+        "algorithm.loss=spo",
+        "run.seed=3",
+    )
+    recorder, run = train(config, folder), RunDirectory(folder)
+    assert recorder.steps == [1, 2, 3, 4, 5, 6, 7, 8], recorder.steps
+    report = audit(run)
+    assert report.is_clean, str(report)
+    assert max(line["lag/max"] for line in read_metrics(run)) == 1
+
+    num_tokens = len(load_tokenizer(str(model_path)))
+    versions = set()
+    for path in sorted(run.rollouts.glob("*.parquet")):
+        for row in read_rollouts(path):
+            question = row["prompt"].split("Reverse ")[1][:4]
+            assert row["ground_truth"] == question[::-1]
+            # From the fifth token on the end may be drawn as well.
+            expected = [-math.log(num_tokens - (place < 4)) for place in range(len(row["logprobs"]))]
+            assert torch.allclose(torch.tensor(row["logprobs"]), torch.tensor(expected)), row
+            versions |= set(row["versions"])
+    assert versions == set(range(8)), versions
+
+
+def own_loss() -> None:
+    def loss_and_gradient(advantage: float, ratio: float) -> tuple[float, float]:
+        log_probs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+        loss, _ = compute_policy_gradient_loss(
+            log_probs,
+            "spo",  # type: ignore[arg-type]
+            advantages=torch.tensor([[advantage]], dtype=torch.float64),
+            old_log_probs=torch.zeros(1, 1, dtype=torch.float64),
+            cliprange=0.2,
+        )
+        loss.sum().backward()
+        assert log_probs.grad is not None
+        return loss.item(), log_probs.grad.item()
+
+    assert math.isclose(loss_and_gradient(2.0, 1.1)[0], -(2.2 - 2 / 0.4 * 0.01))  # worked out by hand
+    assert math.isclose(loss_and_gradient(2.0, 1.0)[1], -2.0)  # REINFORCE's
+    for advantage, optimum in ((2.0, 1.2), (-0.5, 0.8)):
+        assert abs(loss_and_gradient(advantage, optimum)[1]) < 1e-12
+        assert (
+            loss_and_gradient(advantage, optimum - 0.1)[1] < 0 < loss_and_gradient(advantage, optimum + 0.1)[1]
+        )
+
+
+def own_transport() -> None:
+    from grpo_ray.engines.file_buffer import FileBuffer  # type: ignore[import-not-found]
+    from grpo_ray.engines.weight_transfer import (
+        SharedMemoryTransferEngine,
+        SharedMemoryUpdateInfo,
+        update_info,
+    )
+
+    class Model:
+        def named_parameters(self) -> dict[str, torch.Tensor]:
+            return {"weight": torch.empty(0)}
+
+        def load_weights(self, weights: Any) -> set[str]:
+            self.loaded = {name: tensor.clone() for name, tensor in weights}
+            return set(self.loaded)
+
+    worker = object.__new__(SharedMemoryTransferEngine)
+    worker.model, worker.model_config = Model(), _Anything()
+    buffer = FileBuffer()
+    for version in (1, 2):
+        weight = torch.arange(6.0).view(2, 3) + version
+        snapshot = pack_weights([("weight", weight)], version, torch.float32)
+        buffer.write(snapshot)
+        worker.receive_weights(SharedMemoryUpdateInfo(**update_info(buffer, snapshot)))
+        assert torch.equal(worker.model.loaded["weight"], weight)
+    path = Path(buffer.path)
+    assert path.exists()
+    buffer.close()
+    assert not path.exists()
+
+
+class _Anything:
+    hf_text_config = None
+
+
+if __name__ == "__main__":
+    copy = Path(sys.argv[1])
+    assert Path(grpo_ray.__file__).is_relative_to(copy), grpo_ray.__file__
+    own_loss()
+    train_with_own_task_loss_and_engine(copy / "run")
+    own_transport()

@@ -1,0 +1,250 @@
+"""The documentation: the site builds without a warning, its tables are whole, and what its pages show works."""
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from grpo_ray.cli import _parse
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.config_schema import leaves
+from grpo_ray.config_section import Section
+from grpo_ray.preflight import check_files
+from grpo_ray.rewards import get_reward_fn
+from grpo_ray.tasks import load_examples
+from grpo_ray.telemetry.metrics_catalog import METRICS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """(language, title, text) of the page's fenced blocks."""
+    return BLOCK.findall((DOCS / page).read_text())
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "hooks" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a link that leads nowhere, or a page that no menu has, is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+# ---- the site ----
+
+
+def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
+    for page in DOCS.glob("*.md"):
+        name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"
+        assert (site / name).exists(), name
+    assert not (site / "hooks").exists()
+    fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=[\"']?(?:https?:)?//[^>]+>")
+    for html in site.rglob("*.html"):
+        assert not fetched.findall(html.read_text()), html
+
+
+def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
+    assert "../source/grpo_ray/types.py/" in (site / "concepts" / "index.html").read_text()
+    assert "class PromptItem" in re.sub(
+        r"<[^>]+>", "", (site / "source/grpo_ray/types.py/index.html").read_text()
+    )
+
+
+def test_links_between_files_of_the_repository_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", BLOCK.sub("", page.read_text())):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+# ---- the reference pages ----
+
+
+def rows(markdown: str) -> dict[str, dict[str, list[str]]]:
+    """The cells of each table's rows, by heading and the name in the first cell."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in markdown.splitlines():
+        if line.startswith("## "):
+            heading = found.setdefault(line.removeprefix("## ").strip("`"), {})
+        elif line.startswith("| `"):
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            heading[cells[0].strip("`")] = cells[1:]
+    return found
+
+
+def sections(base: type[Section] = Section) -> Iterator[type[Section]]:
+    for section in base.__subclasses__():
+        yield section
+        yield from sections(section)
+
+
+def test_every_field_of_every_section_stands_in_the_reference(reference: ModuleType) -> None:
+    tables = rows(reference.configuration_reference())
+    field_sets = [set(table) for table in tables.values()]
+    for section in sections():
+        is_part_of_config = section.__module__.startswith("grpo_ray.config") and not section.__subclasses__()
+        if is_part_of_config and section is not Config:
+            assert set(section.model_fields) in field_sets, section.__name__
+    for path, value in leaves(load_config(ROOT / "configs/quickstart.yaml").model_dump()).items():
+        heading, _, name = path.rpartition(".")
+        if heading.startswith("task"):
+            heading = heading.replace("task", "task (kind: sorting)", 1)
+        assert name in tables[heading], (path, value)
+
+
+def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
+    tables = rows(reference.configuration_reference())
+    assert tables["learner"]["learning_rate"] == ["number >= 0", "`1e-05`", "Peak AdamW rate."]
+    assert tables["algorithm"]["advantage"][0] == "mean_std, mean, leave_one_out, max_only or raw"
+    assert tables["algorithm.kl"]["ema_decay"][:2] == ["number >= 0 and < 1", "`0.99`"]
+    assert tables["task (kind: math)"]["answer_is_boxed"][1] == "`true`"
+    assert tables["task (kind: file)"]["train_path"][1] == "required"
+    assert tables["task.parts.NAME"]["weight"][1] == "`1.0`"
+    assert tables["sampling"]["stop"][1] == '`["</answer>"]`'
+
+
+def test_every_metric_stands_in_the_reference(reference: ModuleType, site: Path) -> None:
+    tables = rows(reference.metrics_reference())
+    listed = {name: tuple(cells) for table in tables.values() for name, cells in table.items()}
+    assert listed == {name: (unit, meaning.replace("|", "\\|")) for name, (unit, meaning) in METRICS.items()}
+    page = (site / "metrics" / "index.html").read_text()
+    assert all(f"<code>{name}</code>" in page for name in METRICS)
+
+
+# ---- what the pages say ----
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `grpo-ray ...` in the page's blocks of code."""
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    for line in re.findall(r"^(?:    |\t)?\$? ?(?:\.venv/bin/)?grpo-ray (.+)$", text, re.M):
+        yield shlex.split(line, comments=True)
+
+
+def test_every_command_in_the_pages_is_one() -> None:
+    found = [(page.name, arguments) for page in PAGES for arguments in commands(page)]
+    assert len(found) > 15
+    for name, arguments in found:
+        try:
+            options = _parse(arguments)
+        except SystemExit as error:
+            raise AssertionError(f"{name}: grpo-ray {shlex.join(arguments)}") from error
+        if arguments[0] in ("train", "check") and (ROOT / options.config).exists():
+            load_config(ROOT / options.config, options.overrides)
+
+
+def literals() -> str:
+    """Every text in the package's code; `…` where a value is put in."""
+    texts = []
+    for path in (ROOT / "grpo_ray").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                texts.append("".join(map(str, parts)))
+    return "\n".join(texts)
+
+
+def test_the_messages_under_troubleshooting_are_the_programs() -> None:
+    known, page = literals(), (DOCS / "troubleshooting.md").read_text()
+    symptoms = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    quoted = [
+        part.strip() for cell in symptoms for code in re.findall(r"`(.+?)`", cell) for part in code.split("…")
+    ]
+    assert len(quoted) > 40
+    assert [part for part in quoted if part not in known] == []
+
+
+def test_config_keys_in_the_pages_exist() -> None:
+    """Of the pages by hand: what looks like `section.key` is one."""
+    known = set(leaves(load_config(ROOT / "configs/quickstart.yaml").model_dump()))
+    tops = "|".join(name for name in Config.model_fields if name not in ("task", "model"))
+    for page in DOCS.glob("*.md"):
+        for path in re.findall(rf"`((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)(?:[:=][^`]*)?`", page.read_text()):
+            is_section = any(name.startswith(f"{path}.") for name in known)
+            assert path in known or is_section, f"{page.name}: {path}"
+
+
+# ---- extending ----
+
+
+def write_files(folder: Path) -> None:
+    """The page's files that have a name."""
+    for _, title, text in blocks("extending.md"):
+        if title:
+            (folder / title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / title).write_text(text)
+
+
+def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = load_config("my_reward.yaml")
+    check_files(config)
+    reward_fn = get_reward_fn(config.task.rewards[""])
+    by_length = [reward_fn(" word" * n, "3")["reward"] for n in range(7)]
+    assert by_length == [0, 0.5, 1, 1, 1, 0.5, 0]
+    assert reward_fn("one two three four five", "3")["answer_reward"] == 0
+
+
+def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("make_squares.py")
+    sets = load_examples(load_config("squares.yaml").task, seed=0)
+    assert (len(sets.train), len(sets.validation)) == (900, 100)
+    every = {example.question: example.ground_truth for example in [*sets.train, *sets.validation]}
+    assert len(every) == 1000
+    assert every["What is 12 squared?"] == "144"
+
+
+def test_a_task_a_loss_an_engine_and_a_transport_of_ones_own(tmp_path: Path) -> None:
+    """The page's changes apply to a copy of the package, and work there (extended_job.py)."""
+    shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray", ignore=shutil.ignore_patterns("__pycache__"))
+    write_files(tmp_path)
+    changes = "".join(text for language, _, text in blocks("extending.md") if language == "diff")
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    applied = subprocess.run(
+        ["git", "apply", "-"], input=changes, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert applied.returncode == 0, applied.stderr
+    environment |= {
+        "PYTHONPATH": str(tmp_path),
+        "GRPO_RAY_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    job = subprocess.run(
+        [sys.executable, ROOT / "tests/extended_job.py", tmp_path],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
