@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from grpo_ray.cli_data import add_data
 from grpo_ray.cli_evaluate import add_evaluate
 from grpo_ray.cli_numbers import positive
+from grpo_ray.cli_plan import add_plan
 from grpo_ray.cli_playground import add_playground
 from grpo_ray.config_loading import ConfigError, load_config
 from grpo_ray.errors import RunError, shown_plainly
@@ -75,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_config_arguments(check)
     check.set_defaults(command=_check)
+    add_plan(commands.add_parser(
+        "plan",
+        help="whether a configuration fits its devices",
+        description="Memory against the devices, and the time of a step; starts nothing. See docs/plan.md.",
+    ))  # fmt: skip
     _add_experiment(commands.add_parser(
         "experiment",
         help="compare variants of a job over seeds",

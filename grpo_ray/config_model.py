@@ -10,6 +10,9 @@ from grpo_ray.config_section import Section
 Implementation = Literal["transformers", "grpo_ray"]
 
 
+DEFAULT_INITIALIZER_RANGE = 0.02  # as in Llama's and Qwen2's own configurations
+
+
 class WarmupConfig(Section):
     """The supervised run that gives the tiny model something to improve on."""
 
@@ -39,6 +42,8 @@ class TinyModelConfig(Section):
     max_position_embeddings: PositiveInt = 512
     """Longest sequence, in tokens."""
     tie_embeddings: bool = True
+    initializer_range: PositiveFloat = DEFAULT_INITIALIZER_RANGE
+    """Standard deviation of the random initial weights."""
     warmup: WarmupConfig | None = WarmupConfig()
     """`null` leaves the weights at their random initial values."""
 

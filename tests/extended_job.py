@@ -1,4 +1,4 @@
-"""What docs/extending.md adds to the package, at work: test_docs.py runs this with a changed copy as PYTHONPATH.
+"""What docs/extending.md adds to the package, at work: test_docs.py runs it with a changed copy as PYTHONPATH.
 
 python tests/extended_job.py COPY
 """
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from local_runs import make_config, train
 
@@ -17,7 +18,7 @@ from grpo_ray.audit import audit
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.policy.tiny import tiny_model_folder
-from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
 
@@ -35,18 +36,18 @@ def train_with_own_task_loss_and_engine(folder: Path) -> None:
     assert recorder.steps == [1, 2, 3, 4, 5, 6, 7, 8], recorder.steps
     report = audit(run)
     assert report.is_clean, str(report)
-    assert max(line["lag/max"] for line in read_metrics(run)) == 1
+    assert max(line["lag/max"] for line in read_metrics(run.metrics_path)) == 1
 
     num_tokens = len(load_tokenizer(str(model_path)))
     versions = set()
-    for path in sorted(run.rollouts.glob("*.parquet")):
-        for row in read_rollouts(path):
-            question = row["prompt"].split("Reverse ")[1][:4]
-            assert row["ground_truth"] == question[::-1]
-            # From the fifth token on the end may be drawn as well.
-            expected = [-math.log(num_tokens - (place < 4)) for place in range(len(row["logprobs"]))]
-            assert torch.allclose(torch.tensor(row["logprobs"]), torch.tensor(expected)), row
-            versions |= set(row["versions"])
+    for group in (group for path in run.rollouts.glob("*.parquet") for group in read_groups(path)):
+        item = group.rollout.item
+        assert item.prompt.split("Reverse ")[1][:4] == item.ground_truth[::-1]
+        for completion in group.rollout.completions:
+            # Before the fifth token no end of the response is drawn.
+            expected = [-math.log(num_tokens - (place < 4)) for place in range(len(completion.logprobs))]
+            assert np.allclose(completion.logprobs, expected), completion
+            versions |= set(completion.versions.tolist())
     assert versions == set(range(8)), versions
 
 
@@ -75,6 +76,7 @@ def own_loss() -> None:
 
 def own_transport() -> None:
     from grpo_ray.engines.file_buffer import FileBuffer  # type: ignore[import-not-found]
+
     from grpo_ray.engines.weight_transfer import (
         SharedMemoryTransferEngine,
         SharedMemoryUpdateInfo,

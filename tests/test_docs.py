@@ -20,8 +20,8 @@ from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
 from grpo_ray.config_schema import leaves
 from grpo_ray.config_section import Section
-from grpo_ray.preflight import check_files
 from grpo_ray.rewards import get_reward_fn
+from grpo_ray.rewards.checking import check_reward
 from grpo_ray.tasks import load_examples
 from grpo_ray.telemetry.metrics_catalog import METRICS
 
@@ -189,7 +189,7 @@ def test_config_keys_in_the_pages_exist() -> None:
     known = set(leaves(load_config(ROOT / "configs/quickstart.yaml").model_dump()))
     tops = "|".join(name for name in Config.model_fields if name not in ("task", "model"))
     for page in DOCS.glob("*.md"):
-        for path in re.findall(rf"`((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)(?:[:=][^`]*)?`", page.read_text()):
+        for path in re.findall(rf"`((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)(?:[:=][^`]*)?`(?!\])", page.read_text()):
             is_section = any(name.startswith(f"{path}.") for name in known)
             assert path in known or is_section, f"{page.name}: {path}"
 
@@ -210,7 +210,7 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     config = load_config("my_reward.yaml")
-    check_files(config)
+    check_reward(config.task.rewards[""])
     reward_fn = get_reward_fn(config.task.rewards[""])
     by_length = [reward_fn(" word" * n, "3")["reward"] for n in range(7)]
     assert by_length == [0, 0.5, 1, 1, 1, 0.5, 0]

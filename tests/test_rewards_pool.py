@@ -225,6 +225,11 @@ def test_a_slow_answer_holds_up_none_that_were_sent_with_it(
     assert sorted(settled) == list(range(51))
 
 
+def test_a_time_limit_may_be_very_short(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_timeout_s", 0.05)
+    assert obeyed(pool, "sleep 72") == ["longer than 0.05 s (scorer.timeout_s)"]
+
+
 def test_a_worker_that_takes_too_long_is_ended(pool: RewardPool) -> None:
     workers = workers_of(pool)
     obeyed(pool, "loop 72", "sleep 72")

@@ -19,7 +19,7 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".md": "markdown"}
 def on_files(files: Files, config: Any) -> Files:
     pages = [file for file in files.documentation_pages() if file.abs_src_path]
     linked = {path for page in pages for path in LINK.findall(page.content_string)}
-    for path in sorted({each for path in linked for each in _with_content(ROOT / path)}):
+    for path in sorted({path for name in linked for path in _with_content(ROOT / name)}):
         name = path.relative_to(ROOT).as_posix()
         if path.exists():  # what is missing has no page, and its link is an error of the build
             content = f"---\nsearch: {{exclude: true}}\n---\n# {name}\n\n{_page(path)}\n"

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 GIB = 2**30
+Owner = Literal["Generator", "Learner", "host"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Item:
 class Budget:
     """One device, or several that hold the same; or a moment of one."""
 
+    owner: Owner
     device: str
     items: Sequence[Item]
     capacity_bytes: float | None

@@ -12,7 +12,9 @@ _QWEN3 = {"model_type": "qwen3", "head_dim": 128}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256}
 
 
-def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool) -> dict[str, Any]:
+def _sizes(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -88,8 +90,8 @@ def _cached_shape(path: str) -> ModelShape:
     cached = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
     if not isinstance(cached, str):
         raise ValueError(
-            f"model.path: {path!r} is no folder with a config.json, no model that a plan knows by name, and not in "
-            f"the local cache; fetch it (hf download {path} config.json), or name a shape like it with "
+            f"model.path: {path!r} is no folder with a config.json, no model that a plan knows by name, and "
+            f"not in the local cache; fetch it (hf download {path} config.json), or name a shape like it with "
             f"--model-shape: {', '.join(KNOWN)}"
         )
     return _read_shape(Path(cached))

@@ -41,9 +41,9 @@ def micro_batch_tokens(config: Config, prompt_tokens: int) -> MicroBatchTokens:
 def kept_per_token(shape: ModelShape, config: Config) -> int:
     """Bytes that one layer keeps of a token for its backward pass.
 
-    As Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1) count them, for RMSNorm, SwiGLU and
-    attention that keeps no scores, with a float32 residual stream: norms keep their input and what they scale;
-    matrices and attention their inputs. Under autocast those are copied to bfloat16, once for each matrix.
+    As Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1) count them, for RMSNorm, SwiGLU
+    and attention that keeps no scores, with a float32 residual stream: norms keep their input and what they
+    scale; matrices and attention their inputs. Under autocast those are copied, once for each matrix.
     """
     h, q, kv, i = shape.hidden_size, shape.query_width, shape.kv_width, shape.intermediate_size
     width = served_width(config)
@@ -75,7 +75,9 @@ def working_items(shape: ModelShape, config: Config, tokens: MicroBatchTokens) -
     """What a micro-batch's forward and backward pass hold at their fullest."""
     copies = LOGITS_COPIES_OF_ENTROPY_BONUS if config.algorithm.entropy_bonus else LOGITS_COPIES
     one_copy = FLOAT32 * tokens.response * shape.vocab_size
-    logits = Item("logits", copies * one_copy, f"{copies} float32 copies of {tokens.response:,} x {shape.vocab_size:,}")
+    logits = Item(
+        "logits", copies * one_copy, f"{copies} float32 copies of {tokens.response:,} x {shape.vocab_size:,}"
+    )
     cast = 0 if served_width(config) == FLOAT32 else served_width(config)  # autocast's bytes a matrix value
     if config.learner.gradient_checkpointing:
         return _recomputing_items(shape, config, tokens, logits, cast)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from grpo_ray.config import Config
-from grpo_ray.config_model import Implementation, TinyModelConfig
+from grpo_ray.config_model import DEFAULT_INITIALIZER_RANGE, Implementation, TinyModelConfig
 from grpo_ray.config_task import MixtureTaskConfig, SortingTaskConfig
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import TransformerLM
@@ -71,6 +71,7 @@ def build_model(
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initializer_range,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -145,11 +146,16 @@ def _recipe(config: Config) -> list[Any]:
     """All that the built model follows from."""
     tiny, task, seed = config.model.tiny, config.task, config.run.seed
     assert tiny is not None
-    recipe: list[Any] = [_RECIPE, tiny.model_dump()]
+    recipe: list[Any] = [_RECIPE, tiny.model_dump(exclude={"initializer_range"})]
     if isinstance(task, SortingTaskConfig):  # from what its pairs are drawn
         numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
         ending = ENDINGS.get(str(task.reward), TAGGED)
         recipe += [numbers, _template(config).text, ending, seed]
     else:  # the pairs themselves, which a file may hold
         recipe += [_rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config), seed]
-    return recipe if config.model.implementation == "transformers" else [*recipe, config.model.implementation]
+    # Added where they are not what every model once was, so that those built before are found again.
+    if config.model.implementation != "transformers":
+        recipe.append(config.model.implementation)
+    if tiny.initializer_range != DEFAULT_INITIALIZER_RANGE:
+        recipe.append(tiny.initializer_range)
+    return recipe

@@ -108,7 +108,7 @@ class RewardPool:
         self._nursery.close()
         for thread in self._threads:
             thread.join()
-        pass
+        self._fail(self._waiting, RunError(CLOSED))
 
     def _work(self) -> None:
         """What the thread of each worker does."""
@@ -177,7 +177,7 @@ class RewardPool:
         Raises:
             TimeoutError: it says nothing within the time limit.
         """
-        patience_s = min(PATIENCE_S, self._timeout_s)
+        patience_s = min(PATIENCE_S, self._timeout_s / 2)
         with contextlib.suppress(TimeoutError):
             return worker.receive(patience_s)
         with self._changed:

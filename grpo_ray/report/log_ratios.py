@@ -1,0 +1,49 @@
+"""How much likelier a checkpoint's policy finds each token than the policy that sampled it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_ray.config import Config
+from grpo_ray.policy.forward_backward import ForwardBackward
+from grpo_ray.policy.loading import end_token_ids, load_policy, load_tokenizer
+from grpo_ray.policy.microbatch import TrainSequence
+
+
+def log_ratios(
+    config: Config, model_path: Path, rows: Sequence[dict[str, Any]], max_tokens: int
+) -> list[np.ndarray]:
+    """`log pi_checkpoint - log pi_behaviour`, nats, of each row's first response tokens: `[response_tokens]`.
+
+    Both at the sampling temperature, as everything the Learner compares. Of what was sampled by the
+    checkpoint itself, it is the numerical difference of the engines.
+
+    Args:
+        config: the run's.
+        model_path: the checkpoint, in Hugging Face format.
+        rows: rollouts, with `prompt_token_ids`, `token_ids` and `logprobs`.
+        max_tokens: response tokens that are looked at; the others do not change what is before them.
+
+    Raises:
+        ValueError: the checkpoint cannot be loaded.
+    """
+    path, model_config = str(model_path), config.model
+    model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ends = end_token_ids(path, load_tokenizer(path, model_config.trust_remote_code))
+    sequences = [_sequence(row, max_tokens) for row in rows]
+    found, _ = ForwardBackward(config, ends, device).with_proximal(model.to(device), sequences)
+    return [s.proximal_logprobs - s.behaviour_logprobs for s in found if s.proximal_logprobs is not None]
+
+
+def _sequence(row: dict[str, Any], max_tokens: int) -> TrainSequence:
+    logprobs = [np.nan if value is None else value for value in row["logprobs"][:max_tokens]]
+    return TrainSequence(
+        prompt_token_ids=tuple(row["prompt_token_ids"]),
+        response_token_ids=np.array(row["token_ids"][:max_tokens], dtype=np.int32),
+        behaviour_logprobs=np.array(logprobs, dtype=np.float32),
+        advantage=0.0,
+    )

@@ -1,0 +1,56 @@
+"""The charts of the run's web page: which metrics stand together, and in which unit."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart over steps; `series` are (metric, label), drawn as they are in `metrics.jsonl`."""
+
+    title: str
+    unit: str
+    series: tuple[tuple[str, str], ...]
+    is_share: bool = False  # drawn from 0 to 1, unless a value lies outside
+    bands: bool = False  # of the series that have standard errors
+
+
+REWARD, VALIDATION = "reward/mean", "eval/reward"  # the series with standard errors
+
+PANELS: dict[str, tuple[Panel, ...]] = {
+    "Reward": (
+        Panel("Reward while training", "mean of a step's responses", ((REWARD, "training"),), True, True),
+        Panel("Validation reward", "mean", ((VALIDATION, "validation"),), True, True),
+        Panel("Format and answer", "share", (("reward/format", "format"), ("reward/answer", "answer")), True),
+    ),
+    "Lag and staleness": (
+        Panel("Age of trained tokens", "versions", (("lag/mean", "mean"), ("lag/max", "max"))),
+        Panel("Groups that wait, and that were too old", "groups",
+              (("buffer/groups", "waiting"), ("lag/rejected", "too old"))),
+    ),
+    "KL and entropy": (
+        Panel("Entropy", "nats a token", (("policy/entropy", "entropy"),)),
+        Panel("KL of sampler and policy to the Learner's and the reference", "nats a token",
+              (("mismatch/kl", "sampler to Learner"), ("loss/kl_ref_k3", "policy to reference"))),
+        Panel("Clipped tokens", "share", (("loss/clip_frac", "clipped"),)),
+    ),
+    "Response length": (
+        Panel("Response tokens", "tokens",
+              (("rollout/response_tokens/mean", "mean"), ("rollout/response_tokens/max", "max"))),
+        Panel("Truncated responses", "share", (("rollout/truncated_frac", "truncated"),), True),
+    ),
+    "Throughput": (
+        Panel("Tokens per second", "tokens/s",
+              (("throughput/sampled_tokens_per_s", "sampled"), ("throughput/trained_tokens_per_s", "trained"))),
+        Panel("Utilization", "share",
+              (("utilization/learner", "Learner"), ("utilization/generators", "Generators")), True),
+    ),
+    "Optimizer": (
+        Panel("Gradient norm", "", (("optim/grad_norm", "norm"),)),
+        Panel("Loss", "", (("loss/policy", "loss"),)),
+    ),
+}  # fmt: skip
+
+
+def charted() -> set[str]:
+    """Every metric that some chart shows."""
+    return {metric for panels in PANELS.values() for panel in panels for metric, _ in panel.series}
