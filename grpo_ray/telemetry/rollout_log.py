@@ -60,9 +60,11 @@ class _Columns:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        names = ("group_id", "prompt", "response", "ground_truth", "finish_reason", "generator", "error")
-        has_parts = "task" in table.column_names  # files of older versions have not
-        self._plain = {name: table[name].to_pylist() for name in (*names, *["task"] * has_parts)}
+        names = ("group_id", "prompt", "response", "ground_truth", "finish_reason", "generator")
+        self._plain = {name: table[name].to_pylist() for name in names}
+        for name, default in (("task", ""), ("error", None)):  # which files of older versions have not
+            is_there = name in table.column_names
+            self._plain[name] = table[name].to_pylist() if is_there else [default] * table.num_rows
         self._prompt_ids = _rows(table["prompt_token_ids"])
         self._token_ids = _rows(table["token_ids"])
         self._logprobs = _rows(table["logprobs"])
@@ -74,8 +76,8 @@ class _Columns:
         """The group of these rows."""
         plain = {name: values[start] for name, values in self._plain.items()}
         prompt_ids = tuple(self._prompt_ids[start].tolist())
-        part = plain.get("task", "")
-        item = PromptItem(plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"], task=part)
+        task = plain["task"]
+        item = PromptItem(plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"], task=task)
         completions = tuple(self._completion(row) for row in range(start, end))
         rewards, formats, answers, advantages = (
             self._table[name][start:end].to_numpy().copy()
