@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from builders import same_groups
 from hypothesis import given, settings
@@ -300,6 +301,14 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no partial file stays
     write_rollouts(path, 8, [])
     assert read_rollouts(path) == []
+
+
+def test_files_of_an_older_version_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-000007.parquet"
+    groups = [make_group(3, [[1, 1, 2], [2]])]
+    write_rollouts(path, 7, groups)
+    pq.write_table(pq.read_table(path).drop_columns(["task", "error"]), path)
+    assert same_groups(read_groups(path), groups)
 
 
 def test_uses_are_each_group_s_own(tmp_path: Path) -> None:
