@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 TORCH  := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements/cpu.txt)
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test lint format docs clean
 
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
@@ -23,8 +23,12 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Into site/; a warning is an error. The tests build it too. The variable silences a notice of what comes after mkdocs.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache site
 
 # torch comes first: its CPU wheel is found locally (pip's find-links) or on PyTorch's own index.
 # Everything else is pinned and needs no resolving, so --no-deps is both faster and exact.

@@ -110,8 +110,11 @@ class LearnerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear ramp from 0 to the peak rate; constant after."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's decay rates of the gradient's mean and of its square's."""
     adam_eps: PositiveFloat = 1e-8
+    """Added to AdamW's denominator."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled: each update shrinks the weights by this times the learning rate."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     micro_batch_tokens: PositiveInt = 8192

@@ -33,15 +33,21 @@ class TinyModelConfig(Section):
     """
 
     hidden_size: PositiveInt = 128
+    """Width of the residual stream."""
     num_layers: PositiveInt = 4
+    """Transformer blocks."""
     num_heads: PositiveInt = 4
+    """Attention heads of a block."""
     num_kv_heads: PositiveInt = 2
+    """Heads of keys and values, each shared by as many of the queries'."""
     intermediate_size: PositiveInt = 352
+    """Width of a block's MLP."""
     vocab_size: Annotated[int, Field(ge=260)] = 384
     """Tokens: 256 bytes, the end token, and merges learned from the task's text."""
     max_position_embeddings: PositiveInt = 512
     """Longest sequence, in tokens."""
     tie_embeddings: bool = True
+    """The output layer uses the embeddings' weights."""
     initializer_range: PositiveFloat = DEFAULT_INITIALIZER_RANGE
     """Standard deviation of the random initial weights."""
     warmup: WarmupConfig | None = WarmupConfig()

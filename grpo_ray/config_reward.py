@@ -49,6 +49,7 @@ class RewardTerm(Section):
     reward: RewardName
     """A reward's name, or `module:function`."""
     weight: float = 1.0
+    """What the term is multiplied by."""
     arguments: dict[str, Argument] = Field(default_factory=dict)
     """Further keyword arguments of the reward function."""
 

@@ -12,7 +12,7 @@ Operation = Literal["+", "-", "*"]
 
 
 class CurriculumConfig(Section):
-    """Prompts that were always or never solved when last seen are asked less: they teach nothing now."""
+    """Prompts whose group had no signal when last seen (equal rewards) are asked less: they teach nothing."""
 
     min_weight: Annotated[float, Field(ge=0.01, le=1)] = 0.1
     """Share of the epochs in which such a prompt is asked; every other prompt is asked in each."""
@@ -28,7 +28,7 @@ class PlainTaskConfig(Section):
     reward: Reward = "r1_zero"
     """A reward's name, `module:function`, or a list of weighted terms."""
     curriculum: CurriculumConfig | None = None
-    """Ask prompts that were always or never solved less often; default: every prompt once an epoch."""
+    """Ask prompts that taught nothing when last seen less often; default: every prompt once an epoch."""
 
     @property
     def rewards(self) -> dict[str, Reward]:
@@ -50,8 +50,11 @@ class SortingTaskConfig(PlainTaskConfig):
 
     kind: Literal["sorting"] = "sorting"
     num_digits: Annotated[int, Field(ge=2, le=9)] = 5
+    """Of each number."""
     num_train_prompts: PositiveInt = 2000
+    """Numbers to train on, all different."""
     num_validation_prompts: PositiveInt = 64
+    """Further numbers, to validate with."""
     prompt: str = "short"
     reward: Reward = "exact_match"
 
@@ -63,10 +66,13 @@ class ArithmeticTaskConfig(PlainTaskConfig):
     operations: tuple[Operation, ...] = ("+", "-", "*")
     """Drawn at random between the terms; `*` goes before `+` and `-`."""
     num_terms: Annotated[int, Field(ge=2, le=4)] = 2
+    """Numbers of a question."""
     num_digits: Annotated[int, Field(ge=1, le=4)] = 2
     """Terms are numbers of at most so many digits."""
     num_train_prompts: PositiveInt = 2000
+    """Questions to train on, all different."""
     num_validation_prompts: PositiveInt = 64
+    """Further questions, to validate with."""
     prompt: str = "short"
     reward: Reward = "exact_match"
 
@@ -85,6 +91,7 @@ class KeywordsTaskConfig(PlainTaskConfig):
     train_path: str | None = None
     """`.jsonl` or `.parquet` with `prompt`, `answer` (for a warm-up) and `keywords`; default: generated."""
     validation_path: str | None = None
+    """The same, to validate with."""
     keywords_path: str | None = None
     """What prompts are generated from: a text file, a word a line; default: 256 nouns that come along."""
     num_keywords: tuple[PositiveInt, PositiveInt] = (2, 3)
@@ -113,6 +120,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
     train_path: str
     """`.jsonl` or `.parquet`, one example a row; or a dataset on the hub as `owner/name`."""
     validation_path: str
+    """The same, to validate with."""
     subset: str | None = None
     """Of a dataset on the hub, if it has several; default: the one that the dataset itself calls default."""
     train_split: str = "train"
@@ -124,7 +132,9 @@ class ExamplesTaskConfig(PlainTaskConfig):
     num_validation_prompts: PositiveInt = 256
     """The first so many examples for validation are evaluated."""
     question_field: str = "question"
+    """The field of a row that holds the question."""
     answer_field: str = "answer"
+    """The field of a row that holds the ground truth, or ends in it."""
     answer_marker: str | None = None
     """Keep only what follows the marker's last occurrence as ground truth: GSM8K's is `####`."""
     answer_is_boxed: bool = False

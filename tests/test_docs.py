@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site; a link that leads nowhere, or a page that no menu has, is an error."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
@@ -120,6 +120,14 @@ def test_every_field_of_every_section_stands_in_the_reference(reference: ModuleT
         assert name in tables[heading], (path, value)
 
 
+def test_every_field_says_what_it_is_for(reference: ModuleType) -> None:
+    tables = rows(reference.configuration_reference())
+    silent = [
+        f"{path}.{name}" for path, table in tables.items() for name, cells in table.items() if not cells[2]
+    ]
+    assert silent == []
+
+
 def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     tables = rows(reference.configuration_reference())
     assert tables["learner"]["learning_rate"] == ["number >= 0", "`1e-05`", "Peak AdamW rate."]
@@ -128,6 +136,8 @@ def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     assert tables["task (kind: math)"]["answer_is_boxed"][1] == "`true`"
     assert tables["task (kind: file)"]["train_path"][1] == "required"
     assert tables["task.parts.NAME"]["weight"][1] == "`1.0`"
+    assert tables["task.reward[N]"]["reward"][1] == "required"
+    assert tables["model"]["tiny"][0] == "a section, below, or null"
     assert tables["sampling"]["stop"][1] == '`["</answer>"]`'
 
 
@@ -194,6 +204,14 @@ def test_config_keys_in_the_pages_exist() -> None:
             assert path in known or is_section, f"{page.name}: {path}"
 
 
+def test_what_the_algorithms_page_says_to_set_is_valid() -> None:
+    table = (DOCS / "objectives.md").read_text().partition("## Where to start")[2].partition("\n## ")[0]
+    settings = [re.findall(r"`([a-z_.]+): (.+?)`", line) for line in table.splitlines()]
+    assert sum(map(bool, settings)) > 5
+    for row in settings:
+        load_config(ROOT / "configs/quickstart.yaml", [f"algorithm.{key}={value}" for key, value in row])
+
+
 # ---- extending ----
 
 
@@ -228,6 +246,7 @@ def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert every["What is 12 squared?"] == "144"
 
 
+@pytest.mark.slow
 def test_a_task_a_loss_an_engine_and_a_transport_of_ones_own(tmp_path: Path) -> None:
     """The page's changes apply to a copy of the package, and work there (extended_job.py)."""
     shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray", ignore=shutil.ignore_patterns("__pycache__"))

@@ -2,18 +2,16 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from grpo_ray.config import Config
-from grpo_ray.config_reward import RewardTerm
-from grpo_ray.config_schema import describe, resolve, sections_of
+from grpo_ray.config_schema import describe, sections_of
 from grpo_ray.config_section import Section
 from grpo_ray.telemetry.metrics_catalog import METRICS
-
-Location = tuple[str, ...]  # as pydantic's: of a task it holds the kind
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -29,56 +27,61 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def configuration_reference() -> str:
     """A part for every section of the configuration, a row for every field."""
-    return "\n\n".join(_section(*found) for found in sections())
+    return "\n\n".join(_section(path, section) for path, section in sections(Config).items())
 
 
-def sections() -> Iterator[tuple[str, Location, type[Section]]]:
-    """Every section by its heading, depth first, and where it is; each kind of a task has one."""
-    yield from _below((), Config)
-    # What stands in a list of a union is not found by the way down.
-    yield "task.reward[0]", (), RewardTerm
+def sections(top: type[Section]) -> dict[str, type[Section]]:
+    """Every section below by its heading, depth first; what may stand at several places, at the first."""
+    found: dict[str, type[Section]] = {}
+    _collect("", top, found)
+    return found
 
 
-def _below(location: Location, section: type[Section]) -> Iterator[tuple[str, Location, type[Section]]]:
-    for name in section.model_fields:
-        path, annotation = resolve((*location, name))
-        found = sections_of(annotation) or sections_of(_value_of(annotation))
-        where = (*location, name) if sections_of(annotation) else (*location, name, "NAME")
-        for one in found:
-            kind = one.model_fields["kind"].default if len(found) > 1 else None
-            heading = ".".join([path, "NAME"]) if where[-1] == "NAME" else path
-            heading = f"{heading} (kind: {kind})" if kind else heading
-            here = (*where, kind) if kind else where
-            if location[:1] == ("task",) and "NAME" in location:
-                continue  # a part of a mixture is a task, and stands there already
-            yield heading, here, one
-            yield from _below(here, one)
+def _collect(path: str, section: type[Section], found: dict[str, type[Section]]) -> None:
+    for name, field in section.model_fields.items():
+        for place, inner in _inside(f"{path}.{name}".lstrip("."), field.annotation):
+            if inner not in found.values():
+                kind = inner.model_fields.get("kind")
+                found[f"{place} (kind: {kind.default})" if kind else place] = inner
+                _collect(place, inner, found)
 
 
-def _value_of(annotation: Any) -> Any:
-    """What a mapping's names lead to."""
-    arguments = getattr(annotation, "__args__", ())
-    return arguments[1] if getattr(annotation, "__origin__", None) is dict else None
+def _inside(path: str, annotation: Any) -> Iterator[tuple[str, type[Section]]]:
+    """The sections that an annotation leads to, and where they stand."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield path, annotation
+        return
+    inside = {dict: f"{path}.NAME", tuple: f"{path}[N]"}.get(get_origin(annotation), path)
+    for argument in get_args(annotation):
+        yield from _inside(inside, argument)
 
 
-def _section(heading: str, location: Location, section: type[Section]) -> str:
+def _section(heading: str, section: type[Section]) -> str:
     lines = [f"## `{heading}`", ""]
-    own = section.__doc__
-    if own and own != Section.__doc__:
-        lines += [" ".join(own.split()), ""]
+    if section.__doc__ and section.__doc__ != Section.__doc__:
+        lines += [" ".join(section.__doc__.split()), ""]
     lines += ["| field | values | default | |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        annotation = resolve((*location, name))[1] if location else field.annotation
-        cells = [f"`{name}`", _values(annotation), _default(field), field.description or ""]
+        cells = [f"`{name}`", _values(field), _default(field), _meaning(section, name)]
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines)
 
 
-def _values(annotation: Any) -> str:
-    inside = sections_of(annotation)
-    if inside:
-        return "a section, below" + (", or null" if type(None) in getattr(annotation, "__args__", ()) else "")
-    return describe(annotation)
+def _values(field: FieldInfo) -> str:
+    if sections_of(field.annotation):
+        return "a section, below" + (", or null" if NoneType in get_args(field.annotation) else "")
+    # pydantic keeps the bounds apart from the type.
+    return describe(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+
+
+def _meaning(section: type[Section], name: str) -> str:
+    """The docstring under the field, also where a subclass only gives it another default."""
+    if name == "kind":
+        return "Which kind of task it is."
+    fields = [base.model_fields.get(name) for base in section.__mro__ if issubclass(base, Section)]
+    written = [field.description for field in fields if field is not None and field.description]
+    inside = sections_of(section.model_fields[name].annotation)
+    return written[0] if written else (inside[0].__doc__ or "" if len(inside) == 1 else "")
 
 
 def _default(field: FieldInfo) -> str:

@@ -44,7 +44,7 @@ def _page(path: Path) -> str:
     if path.is_dir():
         modules = [module for module in _with_content(path) if module != path]
         return "\n".join(
-            f"- [{module.name}]({path.name}/{module.name}.md): {_summary(module)}" for module in modules
+            f"- [`{module.name}`]({path.name}/{module.name}.md): {_summary(module)}" for module in modules
         )
     return f'`````{LANGUAGES.get(path.suffix, "text")} linenums="1"\n{path.read_text()}`````'
 
