@@ -160,6 +160,7 @@ def _audit_account(checkpoint: CheckpointFacts, due: set[int]) -> Iterator[str]:
 
 def _add(report: AuditReport, facts: RolloutFacts) -> None:
     report.problems += facts.problems
+    report.notes += facts.notes
     report.num_errors += facts.num_errors
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from grpo_ray.actors.scorer import UNGRADED, advantages_of
 from grpo_ray.config import Config
 from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.pool import Scores, ScoringError
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
 
 Row = dict[str, Any]
@@ -28,7 +29,7 @@ class RolloutRows:
 
     @property
     def num_errors(self) -> int:
-        return sum(row["error"] is not None for row in self.rows)
+        return sum(row.get("error") is not None for row in self.rows)
 
     def mean(self, column: str) -> float:
         return sum(row[column] for row in self.rows) / max(1, len(self.rows))
@@ -45,6 +46,7 @@ class Asked(NamedTuple):
 @dataclass
 class RolloutFacts:
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be looked at
     prompts: dict[int, Asked] = field(default_factory=dict)  # each own group's
     trained: list[int] = field(default_factory=list)  # own groups that were trained
     replayed: dict[int, int] = field(default_factory=dict)  # groups of earlier steps, with their `use`
@@ -65,7 +67,9 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Grader) 
     fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
     problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
     problems += _audit_size(fresh, own, replayed, config)
-    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt, grader)
+    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt)
+    wrong, notes = _audit_rewards(rows, grader)
+    problems += wrong
     problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
     if replayed.rows:
         problems += _audit_lag(replayed, metrics, config.buffer.replay.max_age, "buffer.replay.max_age")
@@ -77,7 +81,7 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Grader) 
     problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
     problems += _compare(metrics, "reward/errors", own.num_errors)
-    facts = _facts(own, problems)
+    facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)
     facts.replayed = {group: members[0]["use"] for group, members in replayed.groups.items()}
     facts.dropped = [group for group in own.groups if group not in fresh.groups]
@@ -104,25 +108,27 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Gr
     Args:
         summary: its line in summary.jsonl.
     """
-    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt, grader))
+    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt))
+    wrong, notes = _audit_rewards(rows, grader)
+    problems += wrong
     versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
     if versions - {None} != {summary["step"]}:
         problems.append(f"sampled by versions {sorted(versions - {None})}, not {summary['step']} alone")
     problems += _compare(summary, "reward", rows.mean("reward"))
     problems += _compare(summary, "num_examples", len(rows.groups))
-    return _facts(rows, problems)
+    return _facts(rows, problems, notes)
 
 
-def _facts(rows: RolloutRows, problems: list[str]) -> RolloutFacts:
+def _facts(rows: RolloutRows, problems: list[str], notes: list[str]) -> RolloutFacts:
     asked = {group: members[0] for group, members in rows.groups.items()}
     # Runs of older versions have no column for the part.
     prompts = {g: Asked(row["prompt"], row["ground_truth"], row.get("task", "")) for g, row in asked.items()}
-    named = [f"{rows.name}: {problem}" for problem in problems]
-    return RolloutFacts(named, prompts, num_completions=len(rows.rows), num_errors=rows.num_errors)
+    named, noted = ([f"{rows.name}: {text}" for text in texts] for texts in (problems, notes))
+    return RolloutFacts(named, noted, prompts, num_completions=len(rows.rows), num_errors=rows.num_errors)
 
 
 def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[str]:
-    if recorded[name] is None or not math.isclose(recorded[name], value, abs_tol=1e-5):
+    if recorded[name] is None or not math.isclose(recorded[name], value, rel_tol=1e-5, abs_tol=1e-5):
         yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
 
 
@@ -144,10 +150,9 @@ def _versions(rows: RolloutRows) -> list[int]:
     return [span["version"] for row in rows.rows for span in row["versions"]]
 
 
-def _audit_groups(rows: RolloutRows, config: Config, num_samples: int, grader: Grader) -> Iterator[str]:
+def _audit_groups(rows: RolloutRows, config: Config, num_samples: int) -> Iterator[str]:
     for group, members in rows.groups.items():
-        problems = [*_audit_members(members, num_samples), *_audit_rewards(members, grader)]
-        problems += _audit_advantages(members, config)
+        problems = [*_audit_members(members, num_samples), *_audit_advantages(members, config)]
         yield from (f"group {group}: {problem}" for problem in problems)
 
 
@@ -177,20 +182,34 @@ def _audit_versions(row: Row) -> Iterator[str]:
         yield "min_version and max_version are not those of its spans"
 
 
-def _audit_rewards(members: list[Row], grader: Grader) -> Iterator[str]:
-    """Rewards are what the response earns, or 0 for one that could not be graded."""
-    task = members[0].get("task", "")
-    results = grader.grade(task, [(row["response"], row["ground_truth"]) for row in members])
-    for row, result in zip(members, results, strict=True):
-        expected = result if row["error"] is None else UNGRADED
-        if {name: row[name] for name in REWARDS} != expected:
-            yield f"completion {row['sample']}: reward {row['reward']:g}, it earns {expected}"
+def _audit_rewards(rows: RolloutRows, grader: Grader) -> tuple[list[str], list[str]]:
+    """Rewards are what the response earns, or 0 for one that could not be graded: problems, and notes.
+
+    A response that cannot be graded now, as on a machine that is busy, is a note: it proves nothing.
+    """
+    problems, failures = [], []
+    for group, members in rows.groups.items():
+        for row, earned in zip(members, _earned(members, grader), strict=True):
+            name = f"group {group}: completion {row['sample']}"
+            if isinstance(earned, ScoringError):
+                failures.append(f"{name}: {earned}")
+            elif any(row[column] != np.float32(earned[column]) for column in REWARDS):  # as the file holds it
+                problems.append(f"{name}: reward {row['reward']:g}, it earns {earned}")
+    notes = [f"{len(failures)} responses could not be graded now; first {failures[0]}"] if failures else []
+    return problems, notes
+
+
+def _earned(members: list[Row], grader: Grader) -> list[Scores | ScoringError]:
+    """What each response earns; nothing where the run could not grade it."""
+    pairs = [(row["response"], row["ground_truth"]) for row in members if row.get("error") is None]
+    results = iter(grader.grade(members[0].get("task", ""), pairs))
+    return [next(results) if row.get("error") is None else UNGRADED for row in members]
 
 
 def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
     rewards = np.array([row["reward"] for row in members], np.float32)
     lengths = np.array([row["num_tokens"] for row in members])
-    is_graded = np.array([row["error"] is None for row in members])
+    is_graded = np.array([row.get("error") is None for row in members])
     worth = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens)
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, worth, rtol=1e-5, atol=1e-5):

@@ -221,7 +221,7 @@ class Controller:
         """The step is done: its prompts are trained, and its line can be written."""
         assert self._in_training is not None
         facts, metrics = self._in_training
-        self._ledger.observe(facts.pass_rates)
+        self._ledger.observe(facts.outcomes)
         self._ledger.mark_trained(facts.group_ids)
         self._ledger.mark_dropped(facts.dropped_ids)
         metrics |= {**report.metrics, **self._ledger.metrics(), **self._recovery_metrics()}

@@ -77,6 +77,14 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
+class GroupOutcome:
+    """What sampling a prompt as a group has shown of it."""
+
+    pass_rate: float  # the share of its graded responses that is right
+    has_signal: bool  # as in ScoredGroup
+
+
+@dataclass(frozen=True)
 class ScoredGroup:
     """A group with its rewards; every array is `[G]` float32.
 
@@ -100,10 +108,10 @@ class ScoredGroup:
         return len(self.errors)
 
     @property
-    def pass_rate(self) -> float | None:
-        """The share of its graded responses that is right; None if none was graded."""
+    def outcome(self) -> GroupOutcome | None:
+        """None if no response was graded."""
         graded = [right for sample, right in enumerate(self.answer_rewards) if sample not in self.errors]
-        return float(np.mean(np.array(graded) > 0)) if graded else None
+        return GroupOutcome(float(np.mean(np.array(graded) > 0)), self.has_signal) if graded else None
 
     @property
     def has_signal(self) -> bool:
@@ -145,7 +153,7 @@ class BatchFacts:
     dropped_ids: tuple[int, ...] = ()  # left out for lack of signal
     cut_ids: tuple[int, ...] = ()  # came, but too late: the next batch cannot have them either
     num_places: int = 0  # as in PutReceipt
-    pass_rates: Mapping[int, float] = field(default_factory=dict)  # of fresh and dropped groups: see pass_rate
+    outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
     write_error: str | None = None  # why rollouts of an earlier batch are not on disk yet
 
 

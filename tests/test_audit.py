@@ -116,6 +116,7 @@ SCHEDULES = [
     ("weight_sync.max_lag=0", "algorithm.dynamic_sampling_tries=3", "algorithm.samples_per_prompt=3"),
     ("algorithm.overlong_buffer_tokens=3", "algorithm.advantage=leave_one_out"),
     ("algorithm.loss=no_baseline", "algorithm.epochs_per_batch=2"),
+    ("task.reward=[{reward: exact_match, weight: 0.1}, {reward: exact_match, weight: 7000}]",),  # no float32
 ]
 
 
@@ -251,6 +252,27 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_none(run: RunDirectory) -> 
     report = audit(run)
     assert report.problems == []
     assert report.num_errors == 1
+
+
+def test_a_response_that_cannot_be_graded_now_is_a_note(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = step_with_signal(run)
+    row = next(row for row in read_rollouts(path) if row["reward"])
+
+    def slow_reward(response: str, ground_truth: str) -> dict[str, float]:
+        if response == row["response"]:
+            raise TimeoutError("longer than 2 s")
+        return even_reward(response, ground_truth)
+
+    monkeypatch.setitem(REWARDS, "exact_match", slow_reward)
+    name = f"group {row['group_id']}: completion {row['sample']}"
+    note = f"{path.name}: 1 responses could not be graded now; first {name}: TimeoutError: longer than 2 s"
+    report = audit(run)
+    assert report.problems == []
+    assert any(text.startswith(note) for text in report.notes)
+    rewrite(path, lambda rows: next(r for r in rows if not r["reward"]).update(reward=1.0))
+    assert any("it earns" in problem for problem in audit(run).problems)  # the others are graded all the same
 
 
 def test_a_step_trained_twice_by_another_name_is_found(run: RunDirectory) -> None:

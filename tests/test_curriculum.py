@@ -6,22 +6,30 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from builders import make_buffer, make_completion, make_group, make_item, simple_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.trajectory_buffer import pass_rates
+from grpo_ray.actors.scorer import advantages_of
+from grpo_ray.actors.trajectory_buffer import group_outcomes
+from grpo_ray.config_algorithm import AlgorithmConfig
 from grpo_ray.config_task import CurriculumConfig
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
-from grpo_ray.types import BatchFacts
+from grpo_ray.types import BatchFacts, GroupOutcome, ScoredGroup
 
 NUM_EXAMPLES = 30
 RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prompt
+
+
+def outcome(pass_rate: float) -> GroupOutcome:
+    """Of a group whose rewards are 0 and 1."""
+    return GroupOutcome(pass_rate, has_signal=0 < pass_rate < 1)
 
 
 def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -40,7 +48,7 @@ def step(ledger: PromptLedger, size: int = 5) -> list[str]:
     items = [*ledger.take_waiting(), *ledger.take_new(size)][:size]
     for item in items:
         ledger.mark_buffered(item.group_id)
-    ledger.observe({item.group_id: RATES[item.prompt] for item in items})
+    ledger.observe({item.group_id: outcome(RATES[item.prompt]) for item in items})
     ledger.mark_trained(item.group_id for item in items)
     return [item.prompt for item in items]
 
@@ -83,7 +91,7 @@ def test_without_anything_observed_it_is_the_plain_order() -> None:
 def test_metrics() -> None:
     order = CurriculumOrder(4, 0, CurriculumConfig(min_weight=0.2))
     indices = [order.index(group) for group in range(4)]
-    order.observe({0: 0.0, 1: 1.0, 2: 0.25})
+    order.observe({0: outcome(0.0), 1: outcome(1.0), 2: outcome(0.25)})
     assert order.metrics() == {
         "curriculum/pass_rate/mean": pytest.approx(1.25 / 3),
         "curriculum/seen_frac": 0.75,
@@ -96,6 +104,23 @@ def test_metrics() -> None:
     asked = [order.index(group) for group in range(4, 44)]
     assert order.metrics()["curriculum/skipped"] > 0
     assert Counter(asked)[indices[2]] > Counter(asked)[indices[0]]
+
+
+def test_a_prompt_is_settled_by_equal_rewards_whatever_its_pass_rate() -> None:
+    """As with `sort_distance`, where no response is right yet, and `brevity`, where none ever is."""
+
+    def score(group_id: int, rewards: list[float]) -> ScoredGroup:
+        lengths, are_graded = np.full(2, 3), np.full(2, True)
+        advantages = advantages_of(np.float32(rewards), lengths, are_graded, AlgorithmConfig(), 8)
+        group = make_group(make_item(group_id), [make_completion([1])] * 2, rewards, advantages.tolist())
+        return replace(group, answer_rewards=np.zeros(2, np.float32))
+
+    order = CurriculumOrder(4, 0, CurriculumConfig(min_weight=0.2))
+    indices = [order.index(group) for group in range(4)]
+    order.observe(group_outcomes([score(0, [0.4, 0.6]), score(1, [0.6, 0.6]), score(2, [0.9, 0.8])]))
+    assert [order.weight(index) for index in indices] == [1.0, 0.2, 1.0, 1.0]
+    assert order.metrics()["curriculum/pass_rate/mean"] == 0.0
+    assert order.metrics()["curriculum/settled_frac"] == 0.25
 
 
 @settings(deadline=None, max_examples=30)
@@ -115,7 +140,7 @@ def test_a_run_resumed_at_any_step_asks_the_same(num_steps: int, num_lost: int) 
     for item in in_flight:
         for each in (ledger, resumed):
             each.mark_buffered(item.group_id)
-            each.observe({item.group_id: RATES[item.prompt]})
+            each.observe({item.group_id: outcome(RATES[item.prompt])})
             each.mark_dropped([item.group_id])
     assert [step(ledger) for _ in range(20)] == [step(resumed) for _ in range(20)]
     assert ledger.state_dict() == resumed.state_dict()
@@ -126,7 +151,7 @@ def test_rates_that_come_late_change_only_what_was_not_taken_yet() -> None:
     items = ledger.take_new(2 * NUM_EXAMPLES)  # far ahead, as with a large lag
     for item in items[:NUM_EXAMPLES]:
         ledger.mark_buffered(item.group_id)
-        ledger.observe({item.group_id: RATES[item.prompt]})
+        ledger.observe({item.group_id: outcome(RATES[item.prompt])})
         ledger.mark_trained([item.group_id])
     late = [item.group_id for item in items[NUM_EXAMPLES:]]
     ledger.give_back(late)
@@ -136,14 +161,15 @@ def test_rates_that_come_late_change_only_what_was_not_taken_yet() -> None:
 
 def test_the_pass_rate_is_of_the_graded_responses() -> None:
     group = make_group(make_item(4), [make_completion([1])] * 4, rewards=[1, 0, 0, 1])
-    assert group.pass_rate == 0.5
-    assert replace(group, errors={1: "too slow", 2: "too large"}).pass_rate == 1.0
+    assert group.outcome == GroupOutcome(0.5, has_signal=True)
+    assert replace(group, errors={1: "too slow", 2: "too large"}).outcome == GroupOutcome(1.0, has_signal=True)
     unknown = replace(group, errors=dict.fromkeys(range(4), "too slow"))
-    assert unknown.pass_rate is None
-    assert pass_rates([group, replace(unknown, rollout=replace(group.rollout, item=make_item(5)))]) == {4: 0.5}
+    assert unknown.outcome is None
+    another = replace(unknown, rollout=replace(group.rollout, item=make_item(5)))
+    assert group_outcomes([group, another]) == {4: group.outcome}
 
 
-def test_the_buffer_tells_the_pass_rates_of_trained_and_of_dropped_groups() -> None:
+def test_the_buffer_tells_the_outcomes_of_trained_and_of_dropped_groups() -> None:
     async def facts() -> BatchFacts:
         buffer = make_buffer(2, max_dropped=2)
         for group_id, has_signal in enumerate([True, False, True]):
@@ -152,7 +178,7 @@ def test_the_buffer_tells_the_pass_rates_of_trained_and_of_dropped_groups() -> N
 
     found = asyncio.run(facts())
     assert (found.group_ids, found.dropped_ids) == ((0, 2), (1,))
-    assert found.pass_rates == {0: 0.5, 1: 0.0, 2: 0.5}
+    assert found.outcomes == {0: outcome(0.5), 1: outcome(0.0), 2: outcome(0.5)}
 
 
 def test_what_is_remembered_is_what_is_not_done() -> None:
@@ -166,6 +192,7 @@ def test_what_is_remembered_is_what_is_not_done() -> None:
     state: dict[str, Any] = ledger.state_dict()["order"]
     assert [group for group, _ in state["drawn"]] == [in_flight.group_id]
     assert len(state["pass_rates"]) == NUM_EXAMPLES
+    assert len(state["settled"]) == NUM_EXAMPLES * 2 // 3
 
 
 def test_a_checkpoint_without_a_curriculum_is_refused() -> None:

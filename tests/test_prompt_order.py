@@ -11,6 +11,7 @@ from grpo_ray.config_task import CurriculumConfig, MixtureTaskConfig
 from grpo_ray.tasks import make_order
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.prompt_order import EpochOrder, MixtureOrder
+from grpo_ray.types import GroupOutcome
 
 SIZES = {"a": 3, "b": 5, "c": 2}
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.5}
@@ -88,14 +89,15 @@ def test_a_part_of_a_mixture_can_have_a_curriculum() -> None:
     for group in range(600):
         index = whole.index(group)
         asked[index] += 1
-        whole.observe({group: 0.5 if index in (4, 5) else 1.0})
+        outcome = GroupOutcome(0.5, True) if index in (4, 5) else GroupOutcome(1.0, False)
+        whole.observe({group: outcome})
         whole.forget([group])
         if group == 299:
             resumed = order()
             resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
         if group >= 300:
             assert resumed.index(group) == index
-            resumed.observe({group: 0.5 if index in (4, 5) else 1.0})
+            resumed.observe({group: outcome})
             resumed.forget([group])
     assert min(asked[4], asked[5]) > 5 * max(asked[index] for index in range(6, 10))
     assert max(asked[index] for index in range(4)) - min(asked[index] for index in range(4)) <= 1

@@ -15,7 +15,7 @@ from grpo_ray.config import Config
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
-from grpo_ray.types import BatchFacts, PutReceipt, ScoredGroup, TrainBatch
+from grpo_ray.types import BatchFacts, GroupOutcome, PutReceipt, ScoredGroup, TrainBatch
 
 GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
 
@@ -134,8 +134,8 @@ class TrajectoryBuffer:
             "memory/buffer_bytes": memory,
         }
         dropped_ids = tuple(group.group_id for group in dropped)
-        rates = pass_rates([*fresh, *dropped])
-        facts = BatchFacts(group_ids, (), metrics, dropped_ids, cut, num_places, rates, write_error)
+        outcomes = group_outcomes([*fresh, *dropped])
+        facts = BatchFacts(group_ids, (), metrics, dropped_ids, cut, num_places, outcomes, write_error)
         return TrainBatch((*fresh, *(r.group for r in replayed))), facts
 
     def _make_batch(
@@ -256,10 +256,10 @@ def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {f"reward/mean/{part}": float(np.mean(means)) for part, means in sorted(by_part.items()) if part}
 
 
-def pass_rates(groups: Sequence[ScoredGroup]) -> dict[int, float]:
-    """Of each group, the share of its responses that is right."""
-    rates = {group.group_id: group.pass_rate for group in groups}
-    return {group_id: rate for group_id, rate in rates.items() if rate is not None}
+def group_outcomes(groups: Sequence[ScoredGroup]) -> dict[int, GroupOutcome]:
+    """Of each group of which something was graded, how it came out."""
+    outcomes = {group.group_id: group.outcome for group in groups}
+    return {group_id: outcome for group_id, outcome in outcomes.items() if outcome is not None}
 
 
 def baseline_variance(rewards: np.ndarray) -> float:

@@ -7,6 +7,10 @@ from collections.abc import Callable
 RewardFn = Callable[[str, str], dict[str, float]]
 
 
+class NotGraded(Exception):
+    """There is no verdict: the answer or the truth is too long, too deep, or unreadable. An error, and no 0."""
+
+
 def verdict(has_format: bool, is_right: bool) -> dict[str, float]:
     """A right answer counts only in the right format."""
     return scores(has_format and is_right, has_format, has_format and is_right)

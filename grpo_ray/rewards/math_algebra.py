@@ -1,10 +1,13 @@
 """Whether two LaTeX expressions are equal, by computer algebra: math-verify's parser and judgement, sympy."""
 
 import logging
+import math
 import re
 from functools import lru_cache
 from typing import Any
 
+from grpo_ray.rewards.base import NotGraded
+from grpo_ray.rewards.math_numbers import read_number
 from grpo_ray.rewards.math_structure import RELATION, ascending
 from grpo_ray.rewards.math_text import VARIABLES
 
@@ -15,13 +18,16 @@ CACHED_VERDICTS, CACHED_EXPRESSIONS = 4096, 256  # a group's answers are alike, 
 MAX_EXPRESSION_CHARACTERS = 300  # parsing takes more than linear time; lists and matrices come in parts
 FLOAT_DIGITS = 12  # digits after the point in which decimal numbers must agree: 1.414214 is not sqrt(2)
 
-# LaTeX would read `7 2` as a sum, or drop the 2; a time as a quotient, `5:30`; and forget the base of `17_8`.
-NO_EXPRESSION = re.compile(r"\$|(?<![_\d])\d+\s+\d|:|\d\s*_")
-# sympy evaluates these for hours; the pool would end the worker, at a second each. In order: powers of powers,
-# exponents of 4 digits, big factorials and binomials.
-ENDLESS = re.compile(
-    r"\^\s*(?:[{(][^})]*|\w|\d+)\s*\^|\^\s*[{(]*\s*[+-]?\d{4,}|(?:\d{4,}|[)}!])\s*!|\\[dt]?binom\D*\d{4,}"
-)
+# LaTeX would read `7 2` as a sum, or drop the 2; a time as a quotient, `5:30`; forget the base of `17_8`;
+# and take what is near for what is equal.
+NO_EXPRESSION = re.compile(r"\$|\\approx|(?<![_\d])\d+\s+\d|:|\d\s*_")
+MAX_DIGITS = 10_000  # of a number on the way; sympy would be at larger ones for hours
+TOWER = re.compile(r"\^ ?\d+ ?\^")  # no LaTeX, so it cannot be measured
+BIG_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*\d{4,}[\s{}]+\d{4,}")  # the parser computes it at once
+# LaTeX reads `1/2 x` as 1/(2x); people do not.
+SLASH = re.compile(r"(?<![\w.)}^])(\d+) ?/ ?(\d+)(?=\s*[A-Za-z\\(])")
+FACTORS = re.compile(r"[\d+*/^(). -]+")  # `3(2)` is read as a mixed number, but `\log_2(8)` is no product
+IMPLICIT_PRODUCT = re.compile(r"(?<=[\d)]) ?\(")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 WORD = re.compile(r"[A-Za-z]{3,}")
 IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
@@ -30,19 +36,33 @@ TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 
 @lru_cache(maxsize=CACHED_VERDICTS)
 def is_equal_latex(answer: str, truth: str) -> bool:
-    """Normalized expressions, equations or inequalities; False for what is not one."""
+    """Normalized expressions, equations or inequalities; False for an answer that is not one.
+
+    Raises:
+        NotGraded: one of the two is too long or too large a number; or the truth cannot be parsed.
+    """
     texts = (truth, answer)
+    if any(NO_EXPRESSION.search(text) or _has_words(text) for text in texts):
+        return False
+    if not _is_same_case(answer, truth):
+        return False
     if max(map(len, texts)) > MAX_EXPRESSION_CHARACTERS:
-        return False
-    if any(NO_EXPRESSION.search(text) or ENDLESS.search(text) for text in texts):
-        return False
-    if any(_has_words(text) for text in texts) or not _is_same_case(answer, truth):
-        return False
+        raise NotGraded(f"an expression of more than {MAX_EXPRESSION_CHARACTERS} characters")
+    if any(TOWER.search(text) or BIG_BINOMIAL.search(text) for text in texts):
+        raise NotGraded("a power of a power, or a binomial coefficient of numbers of four digits or more")
     from math_verify import verify  # here, because sympy takes a quarter of a second to import
 
+    is_complex = any(map(IMAGINARY.search, texts))
     try:
-        is_complex = any(map(IMAGINARY.search, texts))
-        gold, given = (_parse(ascending(text), is_complex) for text in texts)
+        gold = _parse(ascending(truth), is_complex)
+    except MemoryError:  # no verdict either: ends the worker, and is counted
+        raise
+    except Exception as error:
+        raise NotGraded(f"the ground truth {truth!r} cannot be parsed: {error}") from None
+    try:
+        given = _parse(ascending(answer), is_complex)
+        if max(map(_num_digits, (gold, given))) > MAX_DIGITS:
+            raise NotGraded(f"a number of more than {MAX_DIGITS} digits")
         if _differ_at_a_point(gold, given):
             return False
         return bool(
@@ -54,7 +74,7 @@ def is_equal_latex(answer: str, truth: str) -> bool:
                 timeout_seconds=None,
             )
         )
-    except MemoryError:  # no verdict: ends the worker, and is counted
+    except (MemoryError, NotGraded):
         raise
     except Exception:  # sympy raises whatever it likes on odd expressions; such an answer is not right
         return False
@@ -74,11 +94,16 @@ def _is_same_case(answer: str, truth: str) -> bool:
 @lru_cache(maxsize=CACHED_EXPRESSIONS)
 def _parse(text: str, is_complex: bool) -> Any:
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
-    from sympy import I
+    from sympy import I, Rational
 
+    number = read_number(text)  # which knows `0.\overline{3}`
+    if number is not None:
+        return Rational(number.numerator, number.denominator)
     spelling = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
     )
+    text = SLASH.sub(r"\\frac{\1}{\2}", text)
+    text = IMPLICIT_PRODUCT.sub(r"\\cdot (", text) if FACTORS.fullmatch(text) else text
     expression = latex2sympy(
         text.replace("°", r"^{\circ}"),
         is_real=not is_complex,
@@ -89,6 +114,20 @@ def _parse(text: str, is_complex: bool) -> Any:
         # The index of a sum is no free symbol.
         expression = expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})
     return expression
+
+
+def _num_digits(node: Any) -> float:
+    """At most so many digits has what is computed exactly on the way to its value."""
+    from sympy import Pow, Rational, binomial, factorial, factorial2
+
+    if isinstance(node, Rational):
+        return math.log10(max(1, abs(node.p), node.q))
+    sizes = [_num_digits(part) for part in getattr(node, "args", ())]
+    if isinstance(node, Pow | binomial):
+        return max(1, sizes[0]) * 10 ** min(sizes[1], 9)
+    if isinstance(node, factorial | factorial2):
+        return max(1, sizes[0]) * 10 ** min(sizes[0], 9)
+    return sum(sizes)
 
 
 def _differ_at_a_point(left: Any, right: Any) -> bool:

@@ -4,52 +4,61 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
+from grpo_ray.rewards.base import NotGraded
 from grpo_ray.rewards.math_algebra import is_equal_latex
 from grpo_ray.rewards.math_numbers import read_number
 from grpo_ray.rewards.math_structure import (
     MAX_PARTS,
     UNION,
     Bracketed,
+    depth,
+    is_asked_for,
+    read_assignments,
     read_brackets,
     read_equation,
     read_list,
     read_matrix,
     split,
 )
-from grpo_ray.rewards.math_text import VARIABLES, normalize, plain
-from grpo_ray.rewards.math_units import PERCENT, Quantity, read_quantity
+from grpo_ray.rewards.math_text import ANOTHER_NUMBER, VARIABLES, normalize, plain
+from grpo_ray.rewards.math_units import PERCENT, Quantity, read_quantities
 
 SIMPLE_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
-NESTED = re.compile(r"(?:[({\[][^({\[]*){16}")  # parsing takes exponential time in the depth of brackets
+MAX_DEPTH = 7  # of brackets: parsing takes exponential time in it
 CHOICE = re.compile(r"\(?([A-J])\)?")
-CHOSEN = re.compile(r"[(\[]?([A-Ja-j])[)\].:]?")
+CHOSEN = re.compile(r"(?:option|choice)? ?[(\[]?([A-J])(?:[)\].:]|[)\].:]+ (?P<content>.+))?", re.IGNORECASE)
+ANOTHER_CHOICE = re.compile(r"\b[A-J]\b")
+# `AB`, `up`, `\angle ABC`: not a product, so the order of the letters matters.
+LABEL = re.compile(r"(?:\\(?P<kind>angle|triangle|overline) ?)?\{?(?P<letters>[A-Z]{2,}|[A-Za-z]{2,})\}?")
 PHRASE = re.compile(r"[A-Za-z][A-Za-z' .,-]*[A-Za-z.]")
 CLOCK = re.compile(r"(?<=\d) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
 RANGE = re.compile(r"[<>]|\\(?:le|ge|mathbb|emptyset)(?![A-Za-z])")
 MEMBER = re.compile(r"[A-Za-z] ?\\in(?![A-Za-z]) ?")
 
-NUMBER_WORDS = r"hundred|thousand|million|billion|trillion|dozen|half|third|quarter|percent|minus|negative"
-OTHER_MEANING = re.compile(rf"\b(?:{NUMBER_WORDS}|not|no|never|over|under|less|more)\b|n't", re.IGNORECASE)
 PROSE = r"[A-Za-z:,.!'\s$\\]*"
 NUMBER_IN_PROSE = re.compile(rf"{PROSE}(?<![\w.,])([+-]?\d[\d,]*(?:\.\d+)?%?)(?![\w^*/+-]){PROSE}", re.ASCII)
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """The same text, number, quantity, list, or expressions that computer algebra finds equal."""
+    """The same text, number, quantity, list, or expressions that computer algebra finds equal.
+
+    Raises:
+        NotGraded: there is no telling; see `is_equal_latex`.
+    """
     if answer == truth:
         return bool(answer)
     if SIMPLE_NUMBER.fullmatch(answer) and SIMPLE_NUMBER.fullmatch(truth):
         return Fraction(answer) == Fraction(truth)
-    if NESTED.search(answer) or NESTED.search(truth):
-        return False
     answer, truth = normalize(answer), normalize(truth)
+    if max(depth(answer), depth(truth)) > MAX_DEPTH:
+        raise NotGraded(f"brackets in brackets, more than {MAX_DEPTH} deep")
     return bool(answer and truth) and _is_equal(answer, truth)
 
 
 def number_in_prose(answer: str) -> str | None:
     """`72` of `She has 72 eggs.`; None when there is no number, more than one, or one that words change."""
     match = NUMBER_IN_PROSE.fullmatch(answer)
-    return match[1] if match and not OTHER_MEANING.search(answer) else None
+    return match[1] if match and not ANOTHER_NUMBER.search(answer) else None
 
 
 def _is_equal(answer: str, truth: str) -> bool:
@@ -60,11 +69,13 @@ def _is_equal(answer: str, truth: str) -> bool:
     if None not in numbers:
         return numbers[0] == numbers[1]
     choice = CHOICE.fullmatch(truth)
-    chosen = CHOSEN.fullmatch(plain(answer))
-    if choice and chosen:
-        return chosen[1].upper() == choice[1]
+    if choice and (chosen := _chosen(plain(answer))):
+        return chosen == choice[1]
     if _is_phrase(truth):
         return _phrase(answer) == _phrase(truth)
+    labels = LABEL.fullmatch(answer), LABEL.fullmatch(truth)
+    if labels[0] and labels[1] and _is_label(labels[1]):
+        return _is_same_label(labels[0], labels[1])
     for compare in (
         _compare_matrices,
         _compare_lists,
@@ -97,6 +108,25 @@ def _phrase(text: str) -> str:
     return " ".join(re.sub(r"[.,'\"*]", "", plain(text)).casefold().split())
 
 
+def _chosen(text: str) -> str | None:
+    """`B` of `(B)`, `Option B` and `B. 42`; None of `B. or A`."""
+    match = CHOSEN.fullmatch(text)
+    content = (match and match["content"]) or ""
+    if match is None or ANOTHER_CHOICE.search(content) or ANOTHER_NUMBER.search(content):
+        return None
+    return match[1].upper()
+
+
+def _is_label(label: re.Match[str]) -> bool:
+    letters = label["letters"]
+    return bool(label["kind"]) or letters.isupper() or not VARIABLES.issuperset(letters)
+
+
+def _is_same_label(given: re.Match[str], wanted: re.Match[str]) -> bool:
+    is_same_kind = None in (given["kind"], wanted["kind"]) or given["kind"] == wanted["kind"]
+    return is_same_kind and given["letters"] == wanted["letters"]
+
+
 # ---- what is made of parts: each comparison is None where it has nothing to say ----
 
 
@@ -106,6 +136,8 @@ def _compare_lists(answer: str, truth: str) -> bool | None:
     if len(given) == len(wanted) == 1:
         is_unchanged = (given[0], wanted[0]) == (answer, truth)
         return None if is_unchanged else _is_equal(given[0], wanted[0])
+    if len(wanted) == 1 and (values := read_assignments(given)):
+        return _is_equal(values, truth)
     names = [read_equation(part)[0] for part in wanted]
     if len(set(names)) > 1 and None in [read_equation(part)[0] for part in given]:
         return _is_equal_in_order(given, wanted)  # `x = 1, y = 2` asks for 1 and 2 in this order
@@ -128,8 +160,10 @@ def _is_equal_in_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
 
 def _is_equal_in_any_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
     """Each part has its own equal among the others (equality being transitive, the first will do)."""
-    if len(given) != len(wanted) or len(wanted) > MAX_PARTS:
+    if len(given) != len(wanted):
         return False
+    if len(wanted) > MAX_PARTS:
+        raise NotGraded(f"a list of more than {MAX_PARTS} parts")
     left = list(given)
     for part in wanted:
         found = next((index for index, other in enumerate(left) if _is_equal(other, part)), None)
@@ -148,9 +182,11 @@ def _compare_equations(answer: str, truth: str) -> bool | None:
         if given_name != wanted_name and not is_plain:
             return None  # `2x - y = 0` for `y = 2x`
     elif is_plain and len(wanted) == 1:
-        return None
+        return None if given[0] == answer else _is_equal(given[0], truth)  # `= 5`
     elif len(wanted) > 1:
         return False if is_plain else None  # `5` for `2x + 3y = 5`
+    elif not given_name and is_asked_for(given[0]):
+        given = given[1:]  # `f(3) = 5`, `x + y = 5`
     return all(_is_equal(side, wanted[0]) for side in given)
 
 
@@ -183,7 +219,7 @@ def _compare_matrices(answer: str, truth: str) -> bool | None:
 
 def _compare_quantities(answer: str, truth: str) -> bool | None:
     """A unit that one of the two leaves out is taken for granted; two units must measure the same."""
-    given, wanted = read_quantity(answer), read_quantity(truth)
+    given, wanted = read_quantities(answer, truth)
     if (given.value, wanted.value) == (answer, truth):
         return None
     if PERCENT in (given.unit, wanted.unit) and given.unit != wanted.unit:
@@ -212,4 +248,8 @@ def _is_equal_percent(given: Quantity, wanted: Quantity) -> bool:
     if given.unit and wanted.unit:
         return False
     percent, bare = (given, wanted) if given.unit else (wanted, given)
-    return _is_equal(percent.value, bare.value) or _is_equal(rf"\frac{{{percent.value}}}{{100}}", bare.value)
+    if _is_equal(rf"\frac{{{percent.value}}}{{100}}", bare.value):
+        return True
+    number = read_number(wanted.value)
+    is_share = not wanted.unit and number is not None and abs(number) <= 1  # `0.5%` is not 0.5
+    return not is_share and _is_equal(percent.value, bare.value)

@@ -4,20 +4,29 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_ray.rewards.math_text import ANOTHER_NUMBER
+
 MAX_PARTS = 32  # of a list whose order does not matter: every part is compared with every other
 
 OPENING, CLOSING = ("(", "[", r"\{", r"\langle", "{"), (")", "]", r"\}", r"\rangle", "}")
 TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
 # Of `1,000, 2,000` only the middle comma separates.
-SEPARATOR = re.compile(r",(?!\d{3}(?!\d))|(?<!\d),|;|(?:\\text\{)? *\b(?:and|or)\b *\}?")
-COMMA = re.compile(r"[,;]")
-EQUALS = re.compile(r"(?<![<>!:])=|\\approx(?![A-Za-z])")
+BETWEEN_NUMBERS = r",(?!\d{3}(?!\d))|(?<!\d),|;"
+SEPARATOR = re.compile(BETWEEN_NUMBERS + r"|(?:\\text\{)? *\b(?:and|or)\b *\}?")
+COMMA, SPACED_COMMA = re.compile("[,;]"), re.compile(BETWEEN_NUMBERS)
+EQUALS = re.compile(r"(?<![<>!:])=")
 UNION = re.compile(r"\\cup(?![A-Za-z])")
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 REVERSED = {">": "<", r"\ge": r"\le"}
 ARGUMENTS = r"(?: ?\( ?[A-Za-z](?: ?, ?[A-Za-z])* ?\))?"
 VARIABLE = rf"\\?[A-Za-z]+(?:_(?:\w|\{{\w+\}}))?'*(?:\^\{{-1\}})?{ARGUMENTS}"
-NAME = re.compile(rf"\\text\{{[^{{}}]*\}}|{VARIABLE}|\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
+NAME = re.compile(rf"\\text\{{[A-Za-z ]*\}}|{VARIABLE}|\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
+# What holds no letter that stands for something unknown.
+CONSTANT = re.compile(
+    r"\\(?!alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle|overline|text)[A-Za-z]+"
+    r"|\\text(?![A-Za-z])|(?<![A-Za-z])[ei](?![A-Za-z(])"
+)
+MULTIPLE = re.compile(r"[+-]? ?(?:\d|\\frac ?\{? ?\d)")
 MATRIX = re.compile(r"[(\[]?\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}[)\]]?", re.DOTALL)
 
 
@@ -46,6 +55,15 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
     return [text[start:end].strip() for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
+def depth(text: str) -> int:
+    """How many brackets are open at once, at most."""
+    level = deepest = 0
+    for token in TOKEN.finditer(text):
+        level += (token[0] in OPENING) - (token[0] in CLOSING)
+        deepest = max(deepest, level)
+    return deepest
+
+
 def read_brackets(text: str) -> Bracketed | None:
     """The pair of brackets around the whole text; None when there is none."""
     tokens = [token[0] for token in TOKEN.finditer(text)]
@@ -58,13 +76,13 @@ def read_brackets(text: str) -> Bracketed | None:
             return None
     opening, closing = tokens[0].replace(r"\langle", "("), tokens[-1].replace(r"\rangle", ")")
     inner = text[len(tokens[0]) : -len(tokens[-1])]
-    return Bracketed(opening, closing, tuple(split(inner, COMMA)))
+    return Bracketed(opening, closing, tuple(split(inner, SPACED_COMMA if ", " in inner else COMMA)))
 
 
 def read_list(text: str) -> list[str]:
     r"""`1, 2 and 3` is three parts; `2 \pm x` is two."""
-    parts = [part for part in split(text, SEPARATOR) if part]
-    return [sign for part in parts for sign in _signs(part)] or [text]
+    parts = split(text, SEPARATOR)
+    return [sign for part in parts for sign in _signs(part)] if all(parts) else [text]
 
 
 def _signs(part: str) -> Sequence[str]:
@@ -95,13 +113,34 @@ def ascending(text: str) -> str:
     )
 
 
+def is_asked_for(side: str) -> bool:
+    r"""Whether `side = 5` says that 5 is the answer: `f(3)`, `x + y`, `\sin\theta`; not `5x`, nor `2 + 3`."""
+    letters = CONSTANT.sub(" ", side)
+    is_multiple = MULTIPLE.match(side) and not re.search(r".[+-]", side)
+    return bool(re.search("[A-Za-z]", letters)) and not is_multiple and not ANOTHER_NUMBER.search(side)
+
+
+def read_assignments(parts: Sequence[str]) -> str | None:
+    """`(5, 3)` of `y = 3` and `x = 5`; None of what is not one value for each of several names."""
+    equations = sorted((name or "", values) for name, values in map(read_equation, parts))
+    names = {name for name, _ in equations}
+    if (
+        len(parts) < 2
+        or "" in names
+        or len(names) < len(parts)
+        or any(len(values) > 1 for _, values in equations)
+    ):
+        return None
+    return f"({', '.join(values[0] for _, values in equations)})"
+
+
 def read_equation(text: str) -> tuple[str | None, list[str]]:
     """The name on one side of an equation and the other sides: `x = 2 + 3 = 5` is ("x", ["2 + 3", "5"])."""
     sides = split(text, EQUALS)
     sides = sides[1:] if len(sides) > 1 and not sides[0] else sides  # `= 5`
     if len(sides) < 2 or "" in sides:
         return None, sides if "" not in sides else [text]
-    names = [side for side in sides if NAME.fullmatch(side)]
+    names = [side for side in sides if NAME.fullmatch(side) and not ANOTHER_NUMBER.search(side)]
     if not names or len(names) == len(sides):
         return (sides[0], sides[1:]) if names else (None, sides)
     return re.sub(r"[ {}]", "", names[0]), [side for side in sides if side not in names]

@@ -5,6 +5,23 @@ import re
 VARIABLES = frozenset("abcxyzABCXYZ")  # a word of these alone is a product
 MAX_WRAPPERS = 8  # `$\boxed{\text{72}}$.` has four
 
+# Words after, before or around a number that make it another one, or doubtful.
+ONES = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+)
+ONES += "|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+POWERS = "hundred|thousand|million|billion|trillion|dozen|score|gross|lakh|crore"
+PARTS = "half|halves|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|twelfth|twentieth"
+PARTS += "|hundredth|thousandth|millionth|percent"
+OPERATIONS = "minus|negative|plus|times|twice|thrice|doubled?|tripled?|halved|squared|cubed|(?:square|cube) of"
+OPERATIONS += "|root|factorial|divided|multiplied|mod|modulo|point|reciprocal|inverse"
+HEDGES = "or|not|no|never|cannot|neither|nor|except|unless|without|instead|wrong|incorrect|false|maybe|perhaps"
+HEDGES += "|possibly|probably|about|around|roughly|approximately|nearly|almost|versus|vs|over|under|above|below"
+HEDGES += "|less|fewer|more|least|most|between"
+ANOTHER_NUMBER = re.compile(
+    rf"\b(?:{ONES}|{OPERATIONS}|{HEDGES}|(?:{POWERS}|{PARTS}|ten)s?)\b|n't", re.IGNORECASE
+)
+
 SIGNS = {
     "−": "-", "–": "-", "—": "-", "÷": "/", "∕": "/", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "≈": r"\approx ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "√": r"\sqrt", "∞": r"\infty ",
@@ -40,15 +57,17 @@ SPELLINGS = [
     (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"_ ?\{ ?(\w) ?\}", r"_\1"),
     (r"\*\*", "^"),
+    (r"\^ ?([+-]\d+)", r"^{\1}"),
     (r" +", " "),
 ]
 SIGN = re.compile("|".join(map(re.escape, SIGNS)))
 REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in SPELLINGS]
 
 AROUND = (
-    r"\$\$([^$]+)\$\$", r"\$([^$]+)\$", r"\\\((.*)\\\)", r"\\\[(.*)\\\]",
+    r"\$\$([^$]+)\$\$", r"\$((?:\\\$|[^$])+)\$", r"\\\((.*)\\\)", r"\\\[(.*)\\\]",
     r"\*\*([^*]+)\*\*", "`([^`]+)`", '"([^"]+)"',
 )  # fmt: skip
+LIST_COMMA = re.compile(r",(?!\d{3}(?!\d))")
 WRAPPERS = [re.compile(pattern, re.DOTALL) for pattern in AROUND]
 COMMANDS_AROUND = (r"\boxed{", r"\fbox{", r"\text{")
 
@@ -58,7 +77,22 @@ def normalize(text: str) -> str:
     text = SIGN.sub(lambda match: SIGNS[match[0]], unwrap(text))
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
-    return unwrap(text)
+    return unwrap(_without_double_braces(text))
+
+
+def _without_double_braces(text: str) -> str:
+    """`{{x}}` as `{x}`."""
+    if "{{" not in text:
+        return text
+    opened, closed = [], {}
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closed[opened.pop()] = match.start()
+    doubled = {start for start, end in closed.items() if closed.get(start + 1) == end - 1}
+    doubled |= {closed[start] for start in doubled}
+    return "".join(character for index, character in enumerate(text) if index not in doubled)
 
 
 def unwrap(text: str) -> str:
@@ -72,6 +106,8 @@ def unwrap(text: str) -> str:
         for command in COMMANDS_AROUND:
             if text.startswith(command) and closing_brace(text, len(command)) == len(text) - 1:
                 text = text[len(command) : -1]
+        if text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
+            text = rf"\{{{text[1:-1]}\}}" if LIST_COMMA.search(text) else text[1:-1]  # `{1, 2}` is a set
         if text == before:
             break
     return text

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grpo_ray.rewards.math_text import VARIABLES, plain
+from grpo_ray.rewards.math_text import ANOTHER_NUMBER, VARIABLES, plain
 
 PERCENT = "%"
 
@@ -75,13 +75,11 @@ WORD = rf"[A-Za-z$°¢€£%]+{POWER}?"
 TRAILING = re.compile(
     rf"(?P<value>.*(?:[\d)}}]|\\[a-z]+(?= )))(?P<space> ?)(?P<unit>{WORD}(?:(?: ?/ ?| ){WORD})*)", re.DOTALL
 )
+ATTACHED_LETTER = re.compile(r"^(-?[\d.,]+)([A-Za-z])$")
+PLAIN_NUMBER = re.compile(r"[+-]? ?[\d., /]*\d")
 COUNTED = re.compile(r"[A-Za-z'-]{3,20}\.?(?: [A-Za-z'-]{3,20}\.?){0,2}")  # shorter ones are variables
 NAME_AND_POWER = re.compile(r"([^^]+?)(?: ?\^ ?(?:\{ ?([23]) ?\}|([23])))?")
-NO_UNIT = re.compile(
-    r"\b(?:or|and|not|no|to|of|is|if|then|else|where|when|for|but|from|mod|base|[ap]\.?m|more|less|over|under|wrong|"
-    r"maybe|minus|plus|times|half|hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)\b",
-    re.IGNORECASE,
-)
+NO_UNIT = re.compile(r"\b(?:and|to|of|is|if|then|else|where|when|for|but|from|base|[ap]\.?m)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,16 @@ class Quantity:
     unit: str = ""  # "" is no unit, `m^2` an area, `m/s` a speed
     factor: Fraction = Fraction(1)  # how many `unit` one of the written unit is
     multiplier: int = 1  # of `5 million`
+
+
+def read_quantities(answer: str, truth: str) -> tuple[Quantity, Quantity]:
+    """Of normalized texts that are compared: `3m` is 3 meters beside `3 meters`, and a product beside 3."""
+    given, wanted = read_quantity(answer), read_quantity(truth)
+    if given.unit and not wanted.unit:
+        wanted = read_quantity(ATTACHED_LETTER.sub(r"\1 \2", truth))
+    elif wanted.unit and not given.unit:
+        given = read_quantity(ATTACHED_LETTER.sub(r"\1 \2", answer))
+    return given, wanted
 
 
 def read_quantity(text: str) -> Quantity:
@@ -107,7 +115,9 @@ def read_quantity(text: str) -> Quantity:
         return _quantity(marked["value"], plain(marked["unit"]), text)
     trailing = TRAILING.fullmatch(text)
     if trailing:
+        is_letter = len(trailing["unit"]) == 1 and trailing["unit"].isalpha()  # of `2\pi h`
         is_unit = trailing["space"] or _may_be_attached(trailing["unit"])
+        is_unit = is_unit and (not is_letter or PLAIN_NUMBER.fullmatch(trailing["value"]))
         return _quantity(trailing["value"], trailing["unit"], text) if is_unit else Quantity(text)
     return Quantity(text)
 
@@ -123,8 +133,9 @@ def _quantity(value: str, words: str, text: str) -> Quantity:
     """`words` as a unit if they are one; otherwise the whole text is the value."""
     multiplier = 1
     first, _, rest = words.partition(" ")
-    if first.lower() in MULTIPLIERS:
-        multiplier, words = MULTIPLIERS[first.lower()], rest
+    power = first.lower().removesuffix("s")
+    if power in MULTIPLIERS:
+        multiplier, words = MULTIPLIERS[power], rest
     if not words:
         return Quantity(value, multiplier=multiplier)
     unit = _unit(words)
@@ -160,6 +171,8 @@ def _named(name: str) -> tuple[str, Fraction] | None:
 
 def _own(name: str) -> tuple[str, Fraction] | None:
     """Something that is counted: `apples`."""
-    if NO_UNIT.search(name) or not COUNTED.fullmatch(name) or VARIABLES.issuperset(name):
+    if NO_UNIT.search(name) or ANOTHER_NUMBER.search(name) or VARIABLES.issuperset(name):
+        return None
+    if not COUNTED.fullmatch(name):
         return None
     return name.lower().removesuffix("s"), Fraction(1)

@@ -12,6 +12,9 @@ from grpo_ray.rewards.answer_tags import read_answer
 
 INTEGERS = re.compile(r"\[?\s*([+-]?\d{1,18}(?:\s*,\s*|\s+|\s*;\s*))*[+-]?\d{1,18}\s*\]?")
 INTEGER = re.compile(r"[+-]?\d+")
+DIGITS = re.compile(
+    r"\d+|\[?\s*(?:\d(?:\s*[,;]\s*|\s+))*\d\s*\]?", re.ASCII
+)  # `0123`, or one digit each: `0, 1, 2, 3`
 
 
 def sort_distance_reward(prompt: Sequence[int], response: Sequence[int]) -> float:
@@ -70,7 +73,7 @@ def _score(
 
 def _numbers(text: str, are_digits: bool) -> list[int]:
     """The integers that the whole text is a list of; none when it is something else."""
-    if not INTEGERS.fullmatch(text.strip()):
+    if not (DIGITS if are_digits else INTEGERS).fullmatch(text.strip()):
         return []
     return [int(number) for number in (re.findall(r"\d", text) if are_digits else INTEGER.findall(text))]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from mmap import mmap
 from typing import Any
 
-from grpo_ray.rewards.base import RewardFn
+from grpo_ray.rewards.base import NotGraded, RewardFn
 from grpo_ray.rewards.confinement import MappedMemory, confine
 
 OUT_OF_MEMORY = 99  # exit status
@@ -50,20 +50,27 @@ def serve(
 
 
 def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> list[Any]:
-    """["scores", what the reward gives], or ["error", what it raised]."""
+    """["scores", what the reward gives], or ["error", why it gives nothing]."""
     try:
         return ["scores", reward_fn(response, ground_truth)]
     except MemoryError:  # the process is in trouble, not only this answer
         raise
+    except NotGraded as error:  # it has been looked at, and there is no telling
+        return ["error", _storable(str(error))]
     except Exception as error:  # whatever a user's function raises is this answer's error alone
         return ["error", describe(error)]
 
 
 def describe(error: Exception) -> str:
     """The last line of a traceback, with the place."""
-    text = f"{type(error).__name__}: {error}"[:LONGEST_ERROR].encode(errors="replace").decode()
+    text = _storable(f"{type(error).__name__}: {error}")
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
+
+
+def _storable(text: str) -> str:
+    """Not too long, and without half a character."""
+    return text[:LONGEST_ERROR].encode(errors="replace").decode()
 
 
 def _say(channel: socket.socket, message: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,10 @@ START_TIMEOUT_S = 120  # to import what grades, a user's module included
 NUM_TRIES = 3
 END_TIMEOUT_S = 5.0
 GONE = (BrokenPipeError, ConnectionResetError)
+
+
+def _too_slow() -> str:
+    return f"importing took longer than {START_TIMEOUT_S} s; a module of your own must load less at its import"
 
 
 class WorkerProcess:
@@ -124,11 +129,18 @@ class Nursery:
     def _until_ready(self) -> None:
         if self._state is None:
             self._control.settimeout(START_TIMEOUT_S)
-            message = self._control.recv(2**16)
-            self._state = json.loads(message) if message else ["failed", f"status {self._process.wait()}"]
+            try:
+                message = self._control.recv(2**16)
+                self._state = json.loads(message) if message else ["failed", self._ending()]
+            except TimeoutError:
+                self._state = ["failed", _too_slow()]
         kind, *cause = self._state
         if kind == "failed":
             raise RunError(f"no worker can be started to grade (task.reward): {cause[0]}")
+
+    def _ending(self) -> str:
+        status = self._process.wait()
+        return _too_slow() if status == -signal.SIGALRM else f"status {status}"  # its own limit: nursery.py
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):  # it has been closed

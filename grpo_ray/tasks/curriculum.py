@@ -1,4 +1,4 @@
-"""A curriculum by observed pass rate: prompts that were always or never solved are asked less."""
+"""A curriculum by what was observed: prompts whose group had no signal are asked less."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -6,17 +6,18 @@ from typing import Any
 
 from grpo_ray.config_task import CurriculumConfig
 from grpo_ray.tasks.prompt_order import EpochOrder
+from grpo_ray.types import GroupOutcome
 
 
 class CurriculumOrder(EpochOrder):
     """The plain order, from which prompts that teach nothing now are left out most of the time.
 
-    A group whose responses are all right or all wrong has no advantages, so its prompt stays in an epoch with
-    a chance of `min_weight`, drawn from the seed; any other prompt comes in every epoch, and so does one that
-    was never seen. None is forgotten: what is left out comes once in `1 / min_weight` epochs on average, and
-    then as often as its new pass rate says.
+    A group without advantages, as when its responses all earn the same (with rewards of 0 and 1: are all right
+    or all wrong), settles its prompt: it stays in an epoch with a chance of `min_weight`, drawn from the seed.
+    Any other prompt comes in every epoch, and so does one that was never seen. None is forgotten: what is left
+    out comes once in `1 / min_weight` epochs on average, and then as often as its new group says.
 
-    A group's example depends on the pass rates that were known when it was first asked for. It is remembered
+    A group's example depends on the outcomes that were known when it was first asked for. It is remembered
     until the group is done.
     """
 
@@ -27,6 +28,7 @@ class CurriculumOrder(EpochOrder):
         self._num_drawn = 0
         self._drawn: dict[int, int] = {}  # the example of each group that is not done
         self._pass_rates: dict[int, float] = {}  # of each example, when last seen
+        self._settled: set[int] = set()  # those that had no signal then
 
     def index(self, group_id: int) -> int:
         if group_id not in self._drawn:
@@ -44,12 +46,13 @@ class CurriculumOrder(EpochOrder):
 
     def weight(self, example: int) -> float:
         """The chance that an epoch asks it, as things stand."""
-        is_settled = self._pass_rates.get(example) in (0.0, 1.0)
-        return self._min_weight if is_settled else 1.0
+        return self._min_weight if example in self._settled else 1.0
 
-    def observe(self, pass_rates: Mapping[int, float]) -> None:
-        for group_id, pass_rate in sorted(pass_rates.items()):  # the later of two groups of a prompt counts
-            self._pass_rates[self._drawn[group_id]] = pass_rate
+    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
+        for group_id, outcome in sorted(outcomes.items()):  # the later of two groups of a prompt counts
+            example = self._drawn[group_id]
+            self._pass_rates[example] = outcome.pass_rate
+            (self._settled.discard if outcome.has_signal else self._settled.add)(example)
 
     def forget(self, group_ids: Iterable[int]) -> None:
         for group_id in group_ids:
@@ -61,6 +64,7 @@ class CurriculumOrder(EpochOrder):
             "num_drawn": self._num_drawn,
             "drawn": sorted(self._drawn.items()),
             "pass_rates": sorted(self._pass_rates.items()),
+            "settled": sorted(self._settled),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -69,16 +73,16 @@ class CurriculumOrder(EpochOrder):
         self._next_place, self._num_drawn = state["next_place"], state["num_drawn"]
         self._drawn = dict(state["drawn"])
         self._pass_rates = dict(state["pass_rates"])
+        self._settled = set(state["settled"])
 
     def metrics(self) -> dict[str, float]:
         """How hard the prompts were when last seen, and how many were left out since the run began."""
-        num_settled = sum(rate in (0.0, 1.0) for rate in self._pass_rates.values())
-        settled_frac = num_settled / self.num_examples
+        settled_frac = len(self._settled) / self.num_examples
         metrics = {
             "curriculum/seen_frac": len(self._pass_rates) / self.num_examples,
             "curriculum/settled_frac": settled_frac,
             "curriculum/weight/mean": 1.0 - settled_frac * (1.0 - self._min_weight),
-            "curriculum/weight/min": self._min_weight if num_settled else 1.0,
+            "curriculum/weight/min": self._min_weight if self._settled else 1.0,
             "curriculum/skipped": float(self._next_place - self._num_drawn),
         }
         if self._pass_rates:

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompters
-from grpo_ray.types import PromptItem
+from grpo_ray.types import GroupOutcome, PromptItem
 
 
 class PromptLedger:
@@ -102,9 +102,9 @@ class PromptLedger:
     def mark_buffered(self, group_id: int) -> None:
         self._buffered |= self._leave(self._in_flight, [group_id], "in flight")
 
-    def observe(self, pass_rates: Mapping[int, float]) -> None:
-        """Of groups that came, and are not marked as trained or dropped yet: how many responses are right."""
-        self._order.observe(pass_rates)
+    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
+        """Of groups that came, and are not marked as trained or dropped yet: how they came out."""
+        self._order.observe(outcomes)
 
     def mark_trained(self, group_ids: Iterable[int]) -> None:
         trained = self._leave(self._buffered, group_ids, "buffered")

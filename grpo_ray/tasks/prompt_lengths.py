@@ -34,7 +34,7 @@ def skip_long(examples: ExampleSets, lengths: Lengths, limit: int, paths: tuple[
     kept_sets, notices = [], list(examples.notices)
     for path, some, counts in zip(paths, (examples.train, examples.validation), lengths, strict=True):
         kept = [example for example, count in zip(some, counts, strict=True) if count <= limit]
-        if not kept:
+        if some and not kept:
             raise ValueError(
                 f"{path}: every prompt is longer than {max(0, limit)} tokens (the shortest has {min(counts)}), "
                 "so task.long_prompts = skip leaves none; raise task.max_prompt_tokens, "

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
+from grpo_ray.types import GroupOutcome
+
 
 class EpochOrder:
     """Epoch after epoch, each a permutation: group g is example `permutation(epoch g // n)[g % n]`.
@@ -24,8 +26,8 @@ class EpochOrder:
         epoch, place = divmod(group_id, self.num_examples)
         return self._permutation(epoch)[place]
 
-    def observe(self, pass_rates: Mapping[int, float]) -> None:
-        """Of groups that came: the share of their responses that is right."""
+    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
+        """How groups that came have come out."""
 
     def forget(self, group_ids: Iterable[int]) -> None:
         """These groups are done: their examples are not asked for again."""
@@ -80,13 +82,13 @@ class MixtureOrder(EpochOrder):
         part, place = self.locate(group_id)
         return self._offsets[part] + self._orders[part].index(place)
 
-    def observe(self, pass_rates: Mapping[int, float]) -> None:
-        by_part: dict[int, dict[int, float]] = defaultdict(dict)
-        for group_id, rate in pass_rates.items():
+    def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
+        by_part: dict[int, dict[int, GroupOutcome]] = defaultdict(dict)
+        for group_id, outcome in outcomes.items():
             part, place = self.locate(group_id)
-            by_part[part][place] = rate
-        for part, rates in by_part.items():
-            self._orders[part].observe(rates)
+            by_part[part][place] = outcome
+        for part, of_part in by_part.items():
+            self._orders[part].observe(of_part)
 
     def forget(self, group_ids: Iterable[int]) -> None:
         for part, place in map(self.locate, group_ids):

@@ -28,7 +28,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "curriculum/pass_rate/mean": ("share", "right responses when a prompt was last seen, mean over those seen"),
     "curriculum/seen_frac": ("share", "training prompts that have been seen"),
-    "curriculum/settled_frac": ("share", "training prompts that were always or never solved when last seen"),
+    "curriculum/settled_frac": ("share", "training prompts whose group had no signal when last seen"),
     "curriculum/weight/mean": ("share", "epochs in which a training prompt is asked, mean over all"),
     "curriculum/weight/min": ("share", "the same, of the prompt that is asked least"),
     "curriculum/skipped": ("prompts", "left out of their epochs since the run began"),
