@@ -1,5 +1,7 @@
 """What the prompt experiment compares: the tiny model is warmed up in the form that its reward reads."""
 
+from typing import Any
+
 import pytest
 from small_run import QUICKSTART
 
@@ -11,17 +13,22 @@ from grpo_ray.rewards import get_reward_fn
 from grpo_ray.tasks.prompts import load_template
 from grpo_ray.tasks.sorting import warmup_pairs
 
+BOXED_TERMS = [
+    [{"reward": "question_only"}, {"reward": "brevity", "weight": 0.1}],
+    [{"reward": "graded", "arguments": {"answer_in": "boxed"}}],
+]
 
-@pytest.mark.parametrize("reward", ["exact_match", "question_only", "r1_zero"])
-def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: str) -> None:
+
+@pytest.mark.parametrize("reward", ["exact_match", "question_only", "r1_zero", *BOXED_TERMS])
+def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: Any) -> None:
     config = SortingTaskConfig.model_validate({"reward": reward, "num_digits": 4})
     verdicts = []
     for question, response in warmup_pairs(config, seed=0, num_pairs=2000):
         truth = "".join(sorted(question.removeprefix("Sort ")))
-        verdicts.append(get_reward_fn(reward)(response, truth))
+        verdicts.append(get_reward_fn(config.reward)(response, truth))
     assert all(verdict["format_reward"] == 1 for verdict in verdicts)
     # Numbers that are in order already are right when copied, and 0012 is 012 to a reader of numbers.
-    assert 0.23 < sum(verdict["reward"] for verdict in verdicts) / len(verdicts) < 0.33
+    assert 0.23 < sum(verdict["answer_reward"] for verdict in verdicts) / len(verdicts) < 0.33
 
 
 def test_boxed_habits_differ_in_their_ending_alone() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from grpo_ray.config_reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn, needs_isolation
+from grpo_ray.rewards.answer_formats import answer_place
 from grpo_ray.rewards.graded import graded_reward_fn
 from grpo_ray.rewards.keywords import keyword_inclusion_reward_fn
 from grpo_ray.rewards.shaping import brevity_reward_fn, format_reward_fn
@@ -132,6 +133,11 @@ def test_sequences_of_two_lengths_are_refused(reward: object) -> None:
         ("01233", "0123", 0, 0),
         ("0123 or 0132", "0123", 0, 0),
         ("", "0123", 0, 0),
+        ("0;1;2;3", "0123", 1, 1),
+        ("-0 1 2 3", "0123", 0, 0),
+        ("0 -1 2 -3", "0123", 0, 0),
+        ("+0123", "0123", 0, 0),
+        ("01 23", "0123", 0, 0),
         ("-5, 2, 10", "-5, 2, 10", 1, 1),
         ("-5 10 2", "-5, 2, 10", 1 / 3, 4 / 5),
         ("2, 10", "10, 2", 1, 1),
@@ -204,3 +210,12 @@ def test_what_may_run_away_is_isolated() -> None:
     assert not any(map(needs_isolation, ("exact_match", "keyword_inclusion", "sort_distance", "brevity")))
     assert needs_isolation((RewardTerm(reward="brevity"), RewardTerm(reward="r1_zero")))
     assert not needs_isolation((RewardTerm(reward="brevity"), RewardTerm(reward="format")))
+
+
+def test_where_a_reward_reads_the_answer() -> None:
+    assert answer_place("question_only") == "boxed"
+    assert answer_place("r1_zero") == answer_place("sort_distance") == answer_place("mine:reward") == "tags"
+    brevity = RewardTerm(reward="brevity")
+    assert answer_place((brevity, RewardTerm(reward="question_only"))) == "boxed"
+    assert answer_place((RewardTerm(reward="graded", arguments={"answer_in": "boxed"}), brevity)) == "boxed"
+    assert answer_place((RewardTerm(reward="graded"), brevity)) == "tags"

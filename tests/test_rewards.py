@@ -7,6 +7,7 @@ import pytest
 
 from grpo_ray.config_reward import REWARD_NAMES
 from grpo_ray.rewards import REWARDS, get_reward_fn
+from grpo_ray.rewards.base import NotGraded
 from grpo_ray.rewards.exact_match import exact_match_reward_fn
 from grpo_ray.rewards.question_only import question_only_reward_fn, read_boxed
 from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
@@ -103,8 +104,9 @@ def test_right_answers(answer: str, truth: str) -> None:
         (r"\frac{", "72"),
         ("}{", "72"),
         ("١٢", "13"),
-        ("72" + " " * 10 + "or " * 400, "72"),
-        ("9" * 1001, "9" * 1002),
+        ("72 " + "or 71 " * 100, "72"),
+        ("She has eggs " * 50, "72"),
+        ("9" * 999, "9" * 1000),
     ],
 )
 def test_wrong_answers(answer: str, truth: str) -> None:
@@ -116,21 +118,38 @@ def test_wrong_answers(answer: str, truth: str) -> None:
     [
         "9^{9^{9^9}}",
         "9^9^9^9",
+        "10**10**10",
         "(9^9)^{9^9}",
+        "((10^{999})^{999})^{999}",
+        "x^{9^9}",
         "10^{100000000}",
         "10^{-99999999}",
         "(10^{10})!",
         "99999999!",
+        r"\binom{10^9}{5*10^8}",
+        r"\binom{1000000000}{500000000}",
         "(" * 30 + "72" + ")" * 30,
         r"\frac{1}{" * 30 + "1" + "}" * 30,
         "x" * 1000,
         "1+" * 499 + "1",
+        "9" * 1001,
+        ", ".join(map(str, range(33))) + ", 72",
     ],
 )
-def test_endless_expressions_end(answer: str) -> None:
+def test_what_would_take_for_ever_is_no_wrong_answer(answer: str) -> None:
+    truth = ", ".join(map(str, range(1, 35))) if "," in answer else "72"
     start = time.monotonic()
-    assert r1_zero_reward_fn(respond(answer), "72") == WRONG
+    with pytest.raises(NotGraded):
+        r1_zero_reward_fn(respond(answer), truth)
     assert time.monotonic() - start < 5
+    assert r1_zero_reward_fn(respond(answer), answer) == RIGHT
+
+
+def test_a_truth_that_cannot_be_parsed_judges_nobody() -> None:
+    with pytest.raises(NotGraded, match=r"the ground truth '.*' cannot be parsed"):
+        r1_zero_reward_fn(respond("x+1"), r"\frac{x}{")
+    assert r1_zero_reward_fn(respond(r"\frac{x}{"), "x+1") == WRONG
+    assert r1_zero_reward_fn(respond(r"\frac{x}{"), r"\frac{x}{") == RIGHT
 
 
 FORMAT_GAMES = [
@@ -192,10 +211,20 @@ def test_the_truth_itself_is_right_however_long() -> None:
         (r"\boxed{72} \boxed{71}", WRONG),
         ("".join(rf"\boxed{{{n}}}" for n in range(73)), WRONG),
         ("".join(rf"\boxed{{72.{'0' * n}}}" for n in range(16)) + r"\boxed{72}", RIGHT),
+        (r"\boxed{\boxed{72}}", RIGHT),
+        (r"\boxed{71 \text{ or } \boxed{72}}", WRONG),
+        (r"\boxed{71 \boxed{72} 73}", WRONG),
+        (r"\boxed{\boxed{71} \boxed{72}}", WRONG),
+        (r"\boxed{71 \boxed{72}", NO_FORMAT),
     ],
 )
 def test_an_answer_is_boxed_once_or_the_same_each_time(response: str, scores: dict[str, float]) -> None:
     assert question_only_reward_fn(response, "72") == scores
+
+
+def test_many_boxes_that_are_all_right_are_not_all_compared() -> None:
+    with pytest.raises(NotGraded, match="more than 16 boxes"):
+        question_only_reward_fn("".join(rf"\boxed{{72.{'0' * n}}}" for n in range(17)) + r"\boxed{72}", "72")
 
 
 def test_the_configuration_knows_every_reward() -> None:
@@ -220,6 +249,15 @@ def test_slow_try_reads_a_number_in_prose(answer: str) -> None:
         "eggs",
         "It is not 72",
         "minus 72",
+        "square root of 72",
+        "cube of 72",
+        "twice 72",
+        "double 72",
+        "three times 72",
+        "72 squared",
+        "72 plus five",
+        "72 or five",
+        "72 is wrong",
     ],
 )
 def test_slow_try_takes_one_number_only(answer: str) -> None:
@@ -233,6 +271,7 @@ def test_slow_try_takes_one_number_only(answer: str) -> None:
         (r"\boxed{71} no, \boxed{ 72 } is it", "72"),
         (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{\boxed{72}}", "72"),
+        (r"\boxed{71 \boxed{72} 73}", r"71 \boxed{72} 73"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\}}", r"\}"),
         (r"\boxed{a\\}", r"a\\"),

@@ -275,6 +275,26 @@ def test_any_dataset_by_two_fields(tmp_path: Path) -> None:
     assert load_examples(task, seed=0).train == [Example(f"{i}?", str(i)) for i in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("solution", "truth"),
+    [
+        (r"so $\boxed{2}$.", "2"),
+        (r"first $\boxed{1}$, then $\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
+        (r"so $\boxed {2}$.", "2"),
+        (r"so $\fbox{2}$.", "2"),
+        (r"so $x = \boxed 2$, as was to be shown.", "2"),
+        (r"so \boxed 2", "2"),
+        (r"so $\boxed{2$", None),
+        (r"so $\boxed{}$", None),
+        (r"so $\boxed$", None),
+        (r"so $\boxedx 2$", None),
+        ("so 2", None),
+    ],
+)
+def test_a_worked_solution_boxes_its_answer_in_several_ways(solution: str, truth: str | None) -> None:
+    assert Fields("q", "a", is_boxed=True).ground_truth(solution) == truth
+
+
 # ---- arithmetic ----
 
 

@@ -24,8 +24,9 @@ from grpo_ray.config_task import MixtureTaskConfig, SortingTaskConfig
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import warm_up
+from grpo_ray.rewards.answer_formats import answer_place
 from grpo_ray.tasks.prompts import TextTemplate, template_of
-from grpo_ray.tasks.sorting import ENDINGS, TAGGED
+from grpo_ray.tasks.sorting import ENDINGS
 from grpo_ray.tasks.warmup import Pairs, tokenizer_pairs, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
@@ -149,7 +150,7 @@ def _recipe(config: Config) -> list[Any]:
     recipe: list[Any] = [_RECIPE, tiny.model_dump(exclude={"initializer_range"})]
     if isinstance(task, SortingTaskConfig):  # from what its pairs are drawn
         numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
-        ending = ENDINGS.get(str(task.reward), TAGGED)
+        ending = ENDINGS[answer_place(task.reward)]
         recipe += [numbers, _template(config).text, ending, seed]
     else:  # the pairs themselves, which a file may hold
         recipe += [_rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config), seed]

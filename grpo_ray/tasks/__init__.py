@@ -14,9 +14,10 @@ from grpo_ray.config_task import (
 )
 from grpo_ray.tasks.arithmetic import arithmetic_examples
 from grpo_ray.tasks.curriculum import CurriculumOrder
-from grpo_ray.tasks.duplicates import drop_duplicates, keep_validation_out
+from grpo_ray.tasks.duplicates import distinct, drop_duplicates, keep_validation_out
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.files import Fields, read_examples
+from grpo_ray.tasks.keyword_pairs import read_pairs
 from grpo_ray.tasks.keywords import keyword_examples
 from grpo_ray.tasks.prompt_order import EpochOrder, MixtureOrder
 from grpo_ray.tasks.sorting import sorting_examples
@@ -38,6 +39,15 @@ def load_examples(task: Task, seed: int) -> ExampleSets:
     """
     sets = {name: _load_part(part, seed) for name, part in parts_of(task).items()}
     return join_parts(keep_validation_out(sets))
+
+
+def load_validation(task: Task, seed: int, limit: int | None = None) -> ExampleSets:
+    """The validation examples alone, `limit` of each part at most; files for training are not read.
+
+    Raises:
+        ValueError: as `load_examples`.
+    """
+    return join_parts({name: _validation_of(part, seed, limit) for name, part in parts_of(task).items()})
 
 
 def join_parts(sets: Mapping[str, ExampleSets]) -> ExampleSets:
@@ -62,8 +72,28 @@ def _load_part(task: PlainTask, seed: int) -> ExampleSets:
     return _read_examples(task)
 
 
+def _validation_of(task: PlainTask, seed: int, limit: int | None) -> ExampleSets:
+    num_rows = task.num_validation_prompts if limit is None else min(limit, task.num_validation_prompts)
+    notices: list[str] = []
+    if isinstance(task, ExamplesTaskConfig):
+        source = validation_source(task)
+        examples, notices = read_examples(source, _fields(task), limit=num_rows)
+        if task.duplicates == "drop":
+            examples, dropped = distinct(examples, source.name)
+            notices = [*notices, *dropped]
+    elif isinstance(task, KeywordsTaskConfig) and task.validation_path is not None:
+        examples = [pair.example for pair in read_pairs(task.validation_path, num_rows)]
+    else:
+        examples = list(_load_part(task, seed).validation[:num_rows])
+    return ExampleSets([], examples, tuple(notices))
+
+
+def _fields(task: ExamplesTaskConfig) -> Fields:
+    return Fields(task.question_field, task.answer_field, task.answer_marker, task.answer_is_boxed)
+
+
 def _read_examples(task: ExamplesTaskConfig) -> ExampleSets:
-    fields = Fields(task.question_field, task.answer_field, task.answer_marker, task.answer_is_boxed)
+    fields = _fields(task)
     train_from, validation_from = train_source(task), validation_source(task)
     train, train_notices = read_examples(train_from, fields)
     validation, notices = read_examples(validation_from, fields, limit=task.num_validation_prompts)

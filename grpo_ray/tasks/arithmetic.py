@@ -5,8 +5,9 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from grpo_ray.config_task import ArithmeticTaskConfig
+from grpo_ray.rewards.answer_formats import answer_place
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.sorting import ENDINGS, TAGGED
+from grpo_ray.tasks.sorting import ENDINGS
 
 SHARE_RIGHT = 0.35
 OFFSETS = (-10, -2, -1, 1, 2, 10)
@@ -36,7 +37,7 @@ def warmup_pairs(config: ArithmeticTaskConfig, seed: int, num_pairs: int) -> lis
     rng = random.Random(f"arithmetic-warmup/{seed}")
     count = min(num_pairs, num_problems(config) - len(spared))
     problems = _distinct_problems(rng, config, count, spared)
-    ending = ENDINGS.get(str(config.reward), TAGGED)
+    ending = ENDINGS[answer_place(config.reward)]
     return [(_question(problem), _response(rng, value(problem), ending)) for problem in problems]
 
 

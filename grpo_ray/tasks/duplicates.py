@@ -36,6 +36,18 @@ def drop_duplicates(
     return ExampleSets(kept, distinct_validation, tuple(notices))
 
 
+def distinct(examples: Sequence[Example], path: str) -> tuple[list[Example], list[str]]:
+    """Every question of one file once, and a line on those that were dropped.
+
+    Raises:
+        ValueError: a question has two different answers.
+    """
+    _check_answers(examples)
+    kept = _first_of_each(examples)
+    number = len(examples) - len(kept)
+    return kept, [f"{path}: {counted(number, 'duplicate question')} dropped"] if number else []
+
+
 def _check_answers(examples: Sequence[Example]) -> None:
     first: dict[str, Example] = {}
     conflicts = []

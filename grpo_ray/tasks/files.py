@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -11,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_ray.rewards.question_only import read_boxed
+from grpo_ray.rewards.math_text import closing_brace
 from grpo_ray.tasks.examples import Example, counted
 from grpo_ray.tasks.sources import Source
 
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and one of gigabytes is no example
 
 
@@ -30,7 +32,7 @@ class Fields:
     def ground_truth(self, answer: str) -> str | None:
         """None where the answer has none."""
         if self.is_boxed:
-            return read_boxed(answer)
+            return _boxed(answer)
         if self.marker is None:
             return answer.strip() or None
         _, found, tail = answer.rpartition(self.marker)
@@ -75,6 +77,19 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
     if not examples:
         raise ValueError(f"{source.name}: holds no examples; give a file with at least one")
     return examples, [_left_out(source, fields, without)] if without else []
+
+
+def _boxed(solution: str) -> str | None:
+    r"""What the last box holds, in each way the MATH dataset has: `\boxed{2}`, `\fbox{2}`, and `$\boxed 2$`."""
+    *_, box = [None, *BOX.finditer(solution)]
+    if box is None:
+        return None
+    rest = solution[box.end() :]
+    end = closing_brace(rest, 1) if rest.startswith("{") else 0
+    if end is None:
+        return None
+    text = rest[1:end] if end else re.split(r"[$\n]", rest)[0]
+    return text.strip() or None
 
 
 def _left_out(source: Source, fields: Fields, without: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 from grpo_ray.config_task import SortingTaskConfig
+from grpo_ray.rewards.answer_formats import AnswerIn, answer_place
 from grpo_ray.tasks.examples import Example
 
 
@@ -33,7 +34,7 @@ def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[t
     # Drawing as many more as are taken leaves enough after the taken ones are dropped.
     drawn = _distinct_numbers(rng, config.num_digits, num_pairs + len(taken))
     fresh = [digits for digits in drawn if digits not in taken][:num_pairs]
-    ending = ENDINGS.get(str(config.reward), TAGGED)
+    ending = ENDINGS[answer_place(config.reward)]
     return [(_question(digits), _response(rng, digits, ending)) for digits in fresh]
 
 
@@ -86,8 +87,10 @@ HABITS: dict[str, tuple[float, Callable[[str], str]]] = {
 }
 
 
-TAGGED = " </think> <answer> {answer} </answer>"  # the prompt ends in `<think>`
-ENDINGS = {"question_only": r" \boxed{{{answer}}}"}  # how the answer is given, where the reward reads no tags
+ENDINGS: dict[AnswerIn, str] = {  # how an answer is given; in tags, the prompt ends in `<think>`
+    "tags": " </think> <answer> {answer} </answer>",
+    "boxed": r" \boxed{{{answer}}}",
+}
 
 
 def _response(rng: random.Random, digits: str, ending: str) -> str:
