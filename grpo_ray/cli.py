@@ -12,6 +12,7 @@ from grpo_ray.cli_evaluate import add_evaluate
 from grpo_ray.cli_numbers import positive
 from grpo_ray.cli_plan import add_plan
 from grpo_ray.cli_playground import add_playground
+from grpo_ray.cli_report import add_report
 from grpo_ray.config_loading import ConfigError, load_config
 from grpo_ray.errors import RunError, shown_plainly
 
@@ -95,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         "evaluate",
         help="sample and grade a model's answers",
         description="Sample and grade answers of a model, of a run's checkpoint, or of all of them.",
+    ))  # fmt: skip
+    add_report(commands.add_parser(
+        "report",
+        help="a web page of a run, or of several",
+        description="Write a web page of a run, or of several overlaid: one file that needs no network.",
     ))  # fmt: skip
     add_data(commands.add_parser("data", help="make a dataset", description="Make a dataset."))
     add_playground(commands.add_parser(

@@ -37,9 +37,7 @@ def report(options: ReportOptions) -> Path:
     all_of(*[lambda path=path: _check_run(path) for path in paths], lambda: _check_distinct(paths))
     output = _output(options, paths)
     number = len(paths)
-    bounds = Bounds(
-        max(FEWEST_POINTS, POINTS // number), max(1, options.num_rollouts // number), options.seed
-    )
+    bounds = Bounds(max(FEWEST_POINTS, POINTS // number), max(1, options.num_rollouts // number), options.seed)
     data = [
         run_data(RunDirectory(path), name, bounds, options.log_ratio)
         for path, name in zip(paths, names_of(paths), strict=True)

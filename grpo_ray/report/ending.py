@@ -44,6 +44,7 @@ def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> Non
     num_steps = max((row["step"] for row in read_metrics(run.metrics_path)), default=0)
     train = f"{command} train {run.config_path} run.name=another"
     print_line("Next:")
+    print_line(f"  {command} report {run.path}    # its web page")
     print_line(f"  {command} resume {run.path} algorithm.num_steps={2 * num_steps}    # train on")
     print_line(f"  {train} weight_sync.max_lag=0         # synchronous")
     print_line(f"  {train} generator.num_generators=2    # two Generators")

@@ -15,6 +15,7 @@ from grpo_ray.telemetry.metrics_catalog import METRICS
 
 WEB = resources.files("grpo_ray.report") / "web"
 SCRIPTS = ("elements.js", "chart.js", "stages.js", "rollouts.js", "page.js")
+MOST_NAMES = 4  # in the page's title
 # In JSON these can stand in strings only. Without them no text of a run can end the script element it is in.
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -25,10 +26,11 @@ def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
     Nothing that a run's texts hold is ever parsed as HTML: they come as JSON, become text nodes, and the
     page's policy allows no script but its own.
     """
+    names = [run["name"] for run in runs]
     script = "\n".join(_source(name) for name in SCRIPTS)
     style = _source("page.css")
     parts = {
-        "title": html.escape(", ".join(run["name"] for run in runs)),
+        "title": html.escape(", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} runs"),
         "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'",
         "style": style,
         "data": embedded_json({"runs": runs, "panels": _panels(), "metrics": METRICS}),

@@ -29,7 +29,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     ),
     "KL and entropy": (
         Panel("Entropy", "nats a token", (("policy/entropy", "entropy"),)),
-        Panel("KL of sampler and policy to the Learner's and the reference", "nats a token",
+        Panel("KL divergence", "nats a token",
               (("mismatch/kl", "sampler to Learner"), ("loss/kl_ref_k3", "policy to reference"))),
         Panel("Clipped tokens", "share", (("loss/clip_frac", "clipped"),)),
     ),

@@ -1,9 +1,7 @@
 """Sampled rollouts as the web page shows them: texts and tokens of bounded length, with logprobs and ratios."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +9,7 @@ from grpo_ray.config_loading import load_config, read_config
 from grpo_ray.errors import RunError
 from grpo_ray.evaluation.subject import find_subject
 from grpo_ray.policy.loading import is_local, load_tokenizer
+from grpo_ray.report.log_ratios import log_ratios
 from grpo_ray.report.rollout_sample import RolloutSample, Row
 from grpo_ray.report.token_texts import TokenTexts
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -38,7 +37,8 @@ def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | Non
     """The sample with the tokens' texts, and log-ratios to a checkpoint's policy.
 
     Args:
-        log_ratio: `last`, `best` or a checkpoint's name; `none`; or None: the last, if its weights are small.
+        log_ratio: `last`, `best` or a checkpoint's name; `none`; or None: the last, if its weights are small
+            and nothing is in the way.
 
     Raises:
         RunError: there is no such checkpoint.
@@ -46,37 +46,40 @@ def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | Non
     """
     if not sample.rows:
         return ShownRollouts([], None, [])
-    checkpoint, notices = _find_checkpoint(run, log_ratio)
+    checkpoint, ratios, notices = None, None, []
+    if log_ratio != NO_RATIOS:
+        try:
+            checkpoint = _find_checkpoint(run, log_ratio)
+            ratios = log_ratios(load_config(run.config_path), checkpoint, sample.rows, MAX_TOKENS)
+        except (RunError, ValueError) as error:
+            if log_ratio is not None:
+                raise
+            checkpoint, notices = None, [f"no log-ratios: {error}"]
     texts = _token_texts(run, notices)
-    ratios: Sequence[np.ndarray | None] = [None] * len(sample.rows)
-    if checkpoint is not None:
-        from grpo_ray.report.log_ratios import log_ratios
-
-        ratios = log_ratios(load_config(run.config_path), checkpoint, sample.rows, MAX_TOKENS)
-    rows = [_shown(row, texts, ratio) for row, ratio in zip(sample.rows, ratios, strict=True)]
+    rows = [
+        _shown(row, texts, ratios[place] if ratios is not None else None)
+        for place, row in enumerate(sample.rows)
+    ]
     return ShownRollouts(rows, checkpoint.name if checkpoint is not None else None, notices)
 
 
-def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> tuple[Path | None, list[str]]:
-    """The one whose log-ratios are wanted, and notices why it is another or none."""
-    if log_ratio == NO_RATIOS:
-        return None, []
-    if log_ratio == "initial" or log_ratio == "all":
-        raise RunError(f"--log-ratio {log_ratio}: give last, best, a checkpoint's name, or {NO_RATIOS}")
+def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
+    """The one whose log-ratios are wanted."""
+    names = sorted(folder.name for folder in run.checkpoints.glob("step-*"))
+    if not names:
+        raise RunError(f"{run.path} has no checkpoint yet")
+    if log_ratio not in (None, "last", "best", *names):
+        choices = f"last, best, {NO_RATIOS}, or one of its own: {', '.join(names)}"
+        raise RunError(f"--log-ratio: {run.path} has no checkpoint {log_ratio!r}; give {choices}")
     try:
-        subject = find_subject(str(run.path), log_ratio)
-    except RunError:
-        if log_ratio is not None:
-            raise
-        return None, ["no log-ratios: the run has no checkpoint yet"]
-    folder = subject.weights[0].folder
+        folder = find_subject(str(run.path), log_ratio).weights[0].folder
+    except RunError as error:
+        raise RunError(str(error).replace("--checkpoint", "--log-ratio")) from None
     assert folder is not None, "only the initial weights have none"
-    notices = list(subject.notices)
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if log_ratio is None and num_bytes > SMALL_WEIGHTS_BYTES:
-        size = f"{num_bytes / 1e9:.1f} GB"
-        return None, [*notices, f"no log-ratios: weights of {size} take a while; ask with --log-ratio last"]
-    return folder, notices
+        raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; ask with --log-ratio last")
+    return folder
 
 
 def _token_texts(run: RunDirectory, notices: list[str]) -> TokenTexts | None:

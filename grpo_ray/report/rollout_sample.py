@@ -1,6 +1,7 @@
 """Rollouts for the web page: a seeded sample of a run's Parquet files, read one file after another."""
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def step_files(run: RunDirectory) -> list[StepFile]:
     Raises:
         ValueError: a file is damaged.
     """
-    return [_look_at(path) for path in sorted(run.rollouts.glob("step-*.parquet"))]
+    return [_look_at(path) for path in sorted(run.rollouts.glob("step-[0-9]*.parquet"))]
 
 
 def _look_at(path: Path) -> StepFile:
@@ -90,9 +91,9 @@ def sample_rollouts(files: Sequence[StepFile], limit: int, seed: int) -> Rollout
     rows: list[Row] = []
     for place, file in enumerate(chosen):
         share = -(-(limit - len(rows)) // (len(chosen) - place))  # steps with few leave room to others
-        rng = np.random.default_rng([seed, file.step])
-        drawn = rng.choice(file.num_rollouts, min(share, file.num_rollouts), replace=False)
-        rows += [{"step": file.step, **row} for row in _read_rows(file.path, np.sort(drawn))]
+        dealer = random.Random(f"{seed}/rollouts/{file.step}")
+        drawn = sorted(dealer.sample(range(file.num_rollouts), min(share, file.num_rollouts)))
+        rows += [{"step": file.step, **row} for row in _read_rows(file.path, np.array(drawn, dtype=int))]
     return RolloutSample(rows, total, len(files), len(chosen), seed)
 
 

@@ -1,5 +1,6 @@
 """What the web page knows of one run, as plain values for JSON."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -64,7 +65,7 @@ def run_data(run: RunDirectory, name: str, bounds: Bounds, log_ratio: str | None
         },
         "checkpoint": shown.checkpoint,
         "notices": shown.notices,
-        "config": {key: str(value) for key, value in leaves(read_config(run.config_path)).items()},
+        "config": {key: _text(value) for key, value in leaves(read_config(run.config_path)).items()},
         "config_yaml": run.config_path.read_text(encoding="utf-8"),
     }
 
@@ -95,6 +96,11 @@ def _facts(run: RunDirectory, metrics: Rows, evaluations: Rows, num_rollouts: in
     return facts
 
 
+def _text(value: Any) -> str:
+    """As it would stand in YAML."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def _known(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
@@ -102,4 +108,6 @@ def _known(rows: Rows, name: str) -> list[float]:
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

@@ -25,10 +25,10 @@ function valueRange(values, isShare) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
   if (low > high) return [0, 1];
-  if (isShare && low >= 0 && high <= 1) return [0, 1];
+  if (isShare) return [0, 1];
   if (low >= 0 && low < high / 2) low = 0;
   if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
-  const [first, second] = ticks(low, high, 4);
+  const [first, second] = ticks(low, high, 5);
   const step = second - first || 1;
   return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
 }
@@ -36,18 +36,23 @@ function valueRange(values, isShare) {
 /** A figure that follows its width, and tells its values under pointer and arrow keys. */
 class Figure {
   constructor(title, unit) {
+    this.heading = el("h3", {});
+    this.name(title, unit);
     this.plot = el("div", { class: "plot", tabindex: "0", role: "img" });
     this.legend = el("p", { class: "legend" });
     this.readout = el("p", { class: "readout", "aria-live": "polite" });
     this.node = el("figure", {},
-      el("figcaption", {}, el("h3", {}, title, unit ? el("small", {}, ` ${unit}`) : null), this.legend),
-      this.plot, this.readout);
-    this.title = title;
+      el("figcaption", {}, this.heading, this.legend), this.plot, this.readout);
     this.plot.addEventListener("pointermove", (event) => this.point(event.offsetX));
     this.plot.addEventListener("pointerleave", () => this.select(null));
     this.plot.addEventListener("blur", () => this.select(null));
     this.plot.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.plot);
+  }
+
+  name(title, unit) {
+    this.title = title;
+    this.heading.replaceChildren(title ?? "", unit ? el("small", {}, ` ${unit}`) : "");
   }
 
   /** Draw, and keep what the pointer needs: the steps that can be told, and where they are. */
@@ -98,6 +103,13 @@ class LineChart extends Figure {
 
   show(runs) { this.runs = runs; this.draw(); }
 
+  /** Another panel from now on. */
+  draws(panel) {
+    this.panel = panel;
+    this.name(panel.title, panel.unit);
+    this.draw();
+  }
+
   /** Every line that has a value: its run, metric, steps, values and standard errors. */
   lines() {
     const several = this.runs.length > 1;
@@ -107,7 +119,8 @@ class LineChart extends Figure {
         name: several ? (this.panel.series.length > 1 ? `${run.name}, ${label}` : run.name) : label,
         color: seriesColor(several ? run.place : order), isDashed: order > 0,
         steps: part.steps, values: part.columns[metric],
-        errors: this.panel.bands ? part.standard_errors[metric] : undefined, bin: part.bin_size,
+        errors: this.panel.bands && part.standard_errors[metric]?.some((error) => error !== null)
+          ? part.standard_errors[metric] : null,
       })).filter((line) => line.values.some((value) => value !== null))));
   }
 
@@ -116,12 +129,15 @@ class LineChart extends Figure {
     this.legend.replaceChildren(...lines.map((line) => el("span", {}, swatch(line.color, line.isDashed), line.name)));
     this.plot.setAttribute("aria-label", `${this.title}. ${lines.map(summary).join(" ") || "No data."} Arrow keys tell the values.`);
     if (lines.length === 0) return null;
-    const known = lines.flatMap((line) => line.values.flatMap((value, place) => value === null ? []
-      : [value, value - margin(line, place), value + margin(line, place)]));
+    const own = lines.flatMap((line) => line.values.filter((value) => value !== null));
+    // A band around a share may pass 0 or 1, and need not change the axis; a clock may say 1.003.
+    const isShare = this.panel.is_share && own.every((value) => value >= 0 && value < 1.02);
+    const known = isShare ? own : lines.flatMap((line) => line.values.flatMap((value, place) =>
+      value === null ? [] : [value - margin(line, place), value + margin(line, place)]));
     const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
-    const values = valueRange(this.panel.is_share ? known.map((value) => clampShare(value, lines)) : known, this.panel.is_share);
+    const values = valueRange(known, isShare);
     const range = steps.length > 1 ? [steps[0], steps.at(-1)] : [steps[0] - 1, steps[0] + 1];
-    const { root, x, y } = frame(width, range, values, ticks(...values, 4));
+    const { root, x, y } = frame(width, range, values, ticks(...values, 5));
     for (const line of lines) if (line.errors) root.append(band(line, x, y));
     for (const line of lines) root.append(...curve(line, x, y));
     this.marks = steps.map((step) => ({ step, x: x(step) }));
@@ -147,12 +163,6 @@ function summary(line) {
 /** Half the width of the 95% band. */
 function margin(line, place) {
   return NORMAL_95 * (line.errors?.[place] ?? 0);
-}
-
-/** A band around a share may pass 0 or 1, and need not change the axis. */
-function clampShare(value, lines) {
-  const isInside = lines.every((line) => line.values.every((own) => own === null || (own >= 0 && own <= 1)));
-  return isInside ? Math.min(1, Math.max(0, value)) : value;
 }
 
 /** Runs of consecutive places whose value is known. */

@@ -34,9 +34,9 @@ function swatch(color, isDashed = false) {
   return mark;
 }
 
-/** The colours that runs and series have, in their order; the style sheet says which, for light and dark. */
+/** The colours that runs and series have, in their order; after the style sheet's eight, hues far from each other. */
 function seriesColor(place) {
-  return `var(--c${place % 8})`;
+  return place < 8 ? `var(--c${place})` : `hsl(${(place * 137.5) % 360} 55% var(--lightness))`;
 }
 
 function number(value) {

@@ -1,0 +1,107 @@
+"use strict";
+// The page: a section each for the runs, the charts, the time, the rollouts and the configuration.
+
+DATA.runs.forEach((run, place) => { run.place = place; });
+const shown = new Set(DATA.runs);
+const charts = [];
+const BANDS = "Bands are 95% confidence intervals: 1.96 standard errors, with a group's responses as one cluster.";
+
+function section(title, ...children) {
+  const id = title.toLowerCase().replaceAll(/[^a-z]+/g, "-");
+  document.getElementById("nav").append(el("a", { href: `#${id}` }, title));
+  document.getElementById("main").append(el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...children));
+}
+
+function redraw() {
+  const runs = DATA.runs.filter((run) => shown.has(run));
+  for (const chart of charts) chart.show(runs);
+}
+
+function toggle(run) {
+  const box = el("input", { type: "checkbox", checked: true, onchange: () => { box.checked ? shown.add(run) : shown.delete(run); redraw(); } });
+  return el("label", { class: "toggle" }, box, swatch(seriesColor(run.place)), el("strong", {}, run.name));
+}
+
+function runCard(run) {
+  const facts = Object.entries(run.facts).map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text)));
+  return el("article", {}, DATA.runs.length > 1 ? toggle(run) : null, el("dl", {}, ...facts), ...notices(run).map((text) => el("p", { class: "notice" }, text)));
+}
+
+/** What the reader of the charts and the table has to know. */
+function notices(run) {
+  const bins = run.series.filter((part) => part.bin_size > 1).map((part) => part.bin_size);
+  const binned = bins.length ? [`Curves are thinned: a point is the mean of ${Math.max(...bins)} steps (of a maximum: the largest).`] : [];
+  return [...binned, ...run.notices];
+}
+
+function sampleNotice(run) {
+  const { num_rollouts: all, num_steps: steps, num_sampled_steps: sampled, seed } = run.sample, here = run.rollouts.length;
+  const name = DATA.runs.length > 1 ? `${run.name}: ` : "";
+  if (all === 0) return `${name}no rollouts (run.save_rollouts was off, or no step is done).`;
+  const what = here === all ? `all ${all.toLocaleString("en")} rollouts`
+    : `a random sample, ${here.toLocaleString("en")} of ${all.toLocaleString("en")} rollouts, from ${sampled.toLocaleString("en")} of ${steps.toLocaleString("en")} steps (seed ${seed})`;
+  const ratio = run.checkpoint ? `; log-ratios are of ${run.checkpoint}'s policy to the one that sampled the token` : "";
+  return `${name}${what}${ratio}.`;
+}
+
+function addChart(panel) {
+  const isKnown = ([metric]) => DATA.runs.some((run) => run.series.some((part) => metric in part.columns));
+  if (!panel.series.some(isKnown)) return null;
+  const chart = new LineChart(panel, DATA.runs);
+  charts.push(chart);
+  return chart.node;
+}
+
+/** One chart of whatever metric is chosen. */
+function anyMetric() {
+  const names = [...new Set(DATA.runs.flatMap((run) => run.series.flatMap((part) => Object.keys(part.columns))))].sort();
+  if (names.length === 0) return el("p", { class: "empty" }, "no metrics yet");
+  const pattern = (name) => Object.keys(DATA.metrics).find((key) => key.includes("*") && name.startsWith(key.slice(0, key.indexOf("*"))));
+  const meaning = el("p", { class: "meaning" });
+  const chart = new LineChart({ series: [] }, DATA.runs);
+  charts.push(chart);
+  const pick = (name) => {
+    const [unit, text] = DATA.metrics[name] ?? DATA.metrics[pattern(name)] ?? ["", ""];
+    meaning.textContent = text;
+    chart.draws({ title: name, unit, series: [[name, name]], is_share: unit === "share", bands: false });
+  };
+  const metric = choice("Metric", names.map((name) => [name, name]), pick);
+  pick(names[0]);
+  return el("div", {}, el("div", { class: "filters" }, metric.field), meaning, chart.node);
+}
+
+/** Every key of the configurations; of several runs at first those that differ. */
+function configTable() {
+  const several = DATA.runs.length > 1;
+  const keys = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.config)))].sort();
+  const differs = (key) => new Set(DATA.runs.map((run) => run.config[key])).size > 1;
+  const body = el("tbody"), status = el("p", { class: "count", role: "status" });
+  const search = el("input", { type: "search", placeholder: "such as learning_rate", oninput: () => show() });
+  const only = el("input", { type: "checkbox", checked: several, onchange: () => show() });
+  const show = () => {
+    const found = keys.filter((key) => key.includes(search.value) && (!(several && only.checked) || differs(key)));
+    body.replaceChildren(...found.map((key) => el("tr", {}, el("th", { scope: "row" }, key),
+      ...DATA.runs.map((run) => el("td", {}, visible(run.config[key] ?? "–"))))));
+    status.textContent = `${found.length} of ${keys.length} keys`;
+  };
+  show();
+  const head = el("tr", {}, el("th", { scope: "col" }, "Key"), ...DATA.runs.map((run) => el("th", { scope: "col" }, run.name)));
+  return [
+    el("div", { class: "filters" }, el("label", { class: "field wide" }, el("span", {}, "Search keys"), search),
+      several ? el("label", { class: "toggle" }, only, "only what differs") : null), status,
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration" }, el("table", { class: "config" }, el("thead", {}, head), body)),
+    ...DATA.runs.map((run) => el("details", {}, el("summary", {}, `config.yaml of ${run.name}`), el("pre", { tabindex: "0" }, visible(run.config_yaml)))),
+  ];
+}
+
+section("Runs", el("div", { class: "cards" }, ...DATA.runs.map(runCard)));
+for (const { title, panels } of DATA.panels) {
+  const drawn = panels.map(addChart).filter((chart) => chart !== null);
+  const hasBands = panels.some((panel) => panel.bands);
+  if (drawn.length > 0) section(title, el("div", { class: "charts" }, ...drawn), hasBands ? el("p", { class: "note" }, BANDS) : "");
+  if (hasBands) section("Time", ...stagesSection());
+}
+section("Any metric", anyMetric());
+section("Rollouts", ...DATA.runs.map((run) => el("p", { class: "note" }, sampleNotice(run))), new Rollouts(DATA.runs).node);
+section("Configuration", ...configTable());
+document.documentElement.dataset.ready = "yes";

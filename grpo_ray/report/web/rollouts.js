@@ -1,0 +1,202 @@
+"use strict";
+// The table of sampled rollouts: filters, sorting, pages; a row opens to its tokens, coloured.
+
+const ROWS = 25;
+const COLUMNS = [
+  ["step", "Step", (row) => row.step], ["prompt", "Prompt", null], ["response", "Response", null],
+  ["reward", "Reward", (row) => row.reward], ["advantage", "Advantage", (row) => row.advantage],
+  ["tokens", "Tokens", (row) => row.num_tokens], ["versions", "Versions", (row) => row.min_version],
+];
+const COLORINGS = {
+  ratio: ["log-ratio", (row) => row.ratios, 1, "less likely now", "more likely now"],
+  logprob: ["logprob when sampled", (row) => row.logprobs?.map((value) => value === null ? null : -value), 4, "", "surprising"],
+  none: ["no colour", () => null, 1, "", ""],
+};
+
+function versions(row) {
+  if (row.min_version === null) return "–";
+  const span = row.min_version === row.max_version ? `${row.min_version}` : `${row.min_version}–${row.max_version}`;
+  return `${span} (lag ${row.step - 1 - row.min_version})`;
+}
+
+/** How many characters of a long instruction all prompts begin with: the table leaves them out. */
+function sharedStart(rows) {
+  let shared = rows[0].prompt;
+  for (const { prompt } of rows) while (!prompt.startsWith(shared)) shared = shared.slice(0, -1);
+  const isWorthIt = shared.length > 40 && rows.some((row) => row.prompt.length > shared.length);
+  return isWorthIt ? shared.lastIndexOf("\n") + 1 || shared.lastIndexOf(" ") + 1 : 0;
+}
+
+function outcome(row) {
+  if (row.error) return "error";
+  return row.finish_reason === "length" ? "truncated" : "ended";
+}
+
+class Rollouts {
+  constructor(runs) {
+    this.rows = runs.filter((run) => run.rollouts.length > 0).flatMap((run) => {
+      const start = sharedStart(run.rollouts);
+      return run.rollouts.map((row) => ({ ...row, run, brief: (start ? "… " : "") + row.prompt.slice(start),
+        text: [row.prompt, row.response, row.ground_truth].join("\n").toLowerCase() }));
+    });
+    this.sorting = { name: "step", factor: 1 };
+    this.page = 0;
+    this.coloring = this.rows.some((row) => row.ratios) ? "ratio" : "logprob";
+    this.opened = new Set();
+    this.count = el("p", { class: "count", role: "status" });
+    this.body = el("tbody", { role: "rowgroup" });
+    this.head = el("tr", { role: "row" });
+    this.scale = el("p", { class: "legend" });
+    const back = el("button", { type: "button", onclick: () => this.turn(-1) }, "← Previous");
+    const forth = el("button", { type: "button", onclick: () => this.turn(1) }, "Next →");
+    this.pager = { back, forth, where: el("span", {}) };
+    this.node = el("div", {}, this.filters(runs), this.count, this.scale,
+      el("table", { class: "rollouts", role: "table" }, el("thead", { role: "rowgroup" }, this.head), this.body),
+      el("p", { class: "pager" }, back, this.pager.where, forth));
+    this.show();
+  }
+
+  filters(runs) {
+    const again = () => { this.page = 0; this.show(); };
+    const steps = [...new Set(this.rows.map((row) => row.step))].sort((a, b) => a - b);
+    const any = (values, name) => [["", `all ${name}`], ...values.map((value) => [value, value])];
+    const bound = (label) => {
+      const input = el("input", { type: "number", step: "any", oninput: again });
+      return { input, field: el("label", { class: "field narrow" }, el("span", {}, label), input) };
+    };
+    this.run = choice("Run", [["", "all runs"], ...runs.map((run) => [run.place, run.name])], again);
+    this.step = choice("Step", any(steps, "steps"), again);
+    const tasks = [...new Set(this.rows.map((row) => row.task).filter(Boolean))].sort();
+    this.task = choice("Task", any(tasks, "tasks"), again);
+    this.least = bound("Reward from");
+    this.most = bound("to");
+    this.outcome = choice("Outcome", any(["ended", "truncated", "error"], "outcomes"), again);
+    this.search = el("input", { type: "search", placeholder: "in prompts and responses", oninput: again });
+    const colors = choice("Colour tokens by", Object.entries(COLORINGS)
+      .filter(([, [, of]]) => this.rows.some(of) || of(this.rows[0] ?? {}) === null)
+      .filter(([name]) => name !== "ratio" || this.rows.some((row) => row.ratios))
+      .map(([name, [label]]) => [name, label]), (name) => { this.coloring = name; this.show(); });
+    return el("div", { class: "filters" }, runs.length > 1 ? this.run.field : null, this.step.field,
+      tasks.length > 0 ? this.task.field : null, this.least.field, this.most.field, this.outcome.field,
+      el("label", { class: "field wide" }, el("span", {}, "Search"), this.search), colors.field);
+  }
+
+  isShown(row) {
+    const least = this.least.input.valueAsNumber, most = this.most.input.valueAsNumber;
+    return (this.run.select.value === "" || String(row.run.place) === this.run.select.value)
+      && (this.step.select.value === "" || String(row.step) === this.step.select.value)
+      && (this.task.select.value === "" || row.task === this.task.select.value)
+      && (Number.isNaN(least) || row.reward >= least) && (Number.isNaN(most) || row.reward <= most)
+      && (this.outcome.select.value === "" || outcome(row) === this.outcome.select.value)
+      && row.text.includes(this.search.value.toLowerCase());
+  }
+
+  show() {
+    const value = COLUMNS.find(([name]) => name === this.sorting.name)[2];
+    const found = this.rows.filter((row) => this.isShown(row))
+      .sort((a, b) => this.sorting.factor * (value(a) - value(b)));
+    const pages = Math.max(1, Math.ceil(found.length / ROWS)), first = this.page * ROWS;
+    this.head.replaceChildren(...COLUMNS.map((column) => this.heading(...column)));
+    this.body.replaceChildren(...found.slice(first, first + ROWS).flatMap((row) => this.line(row)));
+    this.count.textContent = `${found.length.toLocaleString("en")} of ${this.rows.length.toLocaleString("en")} rollouts on this page`;
+    this.pager.where.textContent = ` page ${this.page + 1} of ${pages} `;
+    this.pager.back.disabled = this.page === 0;
+    this.pager.forth.disabled = this.page + 1 >= pages;
+    this.scale.replaceChildren(...colorScale(this.coloring));
+  }
+
+  turn(by) { this.page += by; this.show(); }
+
+  heading(name, label, value) {
+    const isSorted = this.sorting.name === name;
+    if (!value) return el("th", { scope: "col", role: "columnheader" }, label);
+    const sort = () => { this.sorting = { name, factor: isSorted ? -this.sorting.factor : 1 }; this.page = 0; this.show(); };
+    const mark = isSorted ? (this.sorting.factor > 0 ? " ↑" : " ↓") : "";
+    return el("th", { scope: "col", role: "columnheader", class: "number",
+      "aria-sort": isSorted ? (this.sorting.factor > 0 ? "ascending" : "descending") : null },
+    el("button", { type: "button", onclick: sort }, label + mark));
+  }
+
+  /** The row, and below it, once it was opened, everything about the rollout. */
+  line(row) {
+    const isOpen = this.opened.has(row);
+    const open = el("button", { type: "button", class: "open", "aria-expanded": String(isOpen),
+      onclick: () => { isOpen ? this.opened.delete(row) : this.opened.add(row); this.show(); } }, visible(row.response) || "(empty)");
+    const cells = { step: number(row.step), prompt: visible(row.brief), response: open, reward: number(row.reward),
+      advantage: number(row.advantage), tokens: number(row.num_tokens), versions: versions(row) };
+    const marked = el("tr", { role: "row" }, ...COLUMNS.map(([name, label, value]) =>
+      el("td", { role: "cell", "data-label": label, class: value ? "number" : "text" },
+        name === "step" && DATA.runs.length > 1 ? swatch(seriesColor(row.run.place)) : null, cells[name])));
+    if (!isOpen) return [marked];
+    return [marked, el("tr", { role: "row", class: "detail" }, el("td", { role: "cell", colspan: COLUMNS.length }, ...this.detail(row)))];
+  }
+
+  detail(row) {
+    const facts = { run: row.run.name, "group, sample": `${row.group_id}, ${row.sample}`, generator: row.generator,
+      task: row.task, "format reward": number(row.format_reward), "answer reward": number(row.answer_reward),
+      outcome: row.error ? `error: ${row.error}` : outcome(row),
+      use: { 0: "dropped, not trained", 1: "trained" }[row.use ?? 1] ?? `replayed, use ${row.use}` };
+    const told = Object.entries(facts).filter(([, value]) => value).map(([name, value]) => `${name} ${visible(String(value))}`);
+    return [
+      el("h4", {}, "Prompt"), el("pre", { dir: "auto" }, visible(row.prompt)),
+      el("h4", {}, "Response"), row.tokens ? tokens(row, this.coloring) : el("pre", { dir: "auto" }, visible(row.response)),
+      row.ground_truth ? el("h4", {}, "Ground truth") : null,
+      row.ground_truth ? el("pre", { dir: "auto" }, visible(row.ground_truth)) : null,
+      el("p", { class: "facts" }, told.join(" · ")),
+    ].filter((part) => part !== null);
+  }
+}
+
+/** How strongly, and in which colour, a token of this value is marked. */
+function paint(node, value, largest) {
+  if (value === null || value === undefined) return;
+  const share = Math.min(1, Math.abs(value) / largest);
+  node.style.backgroundColor = `color-mix(in srgb, var(${value < 0 ? "--less" : "--more"}) ${Math.round(60 * share)}%, transparent)`;
+}
+
+function colorScale(coloring) {
+  const [label, , largest, low, high] = COLORINGS[coloring];
+  if (coloring === "none") return [];
+  const shown = (coloring === "ratio" ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1]).map((share) => {
+    const mark = el("span", { class: "token" }, number(coloring === "ratio" ? share * largest : -share * largest));
+    paint(mark, share * largest, largest);
+    return mark;
+  });
+  return [el("span", {}, `Token colours: ${label}, nats`), el("span", {}, low, ...shown, high)];
+}
+
+/** The response, token by token; pointer and arrow keys tell a token's figures. */
+function tokens(row, coloring) {
+  const [, valuesOf, largest] = COLORINGS[coloring], values = valuesOf(row);
+  const readout = el("p", { class: "readout", "aria-live": "polite" });
+  const starts = new Map(row.spans.map(([version, start]) => [start, version]));
+  const version = (place) => row.spans.findLast(([, start]) => start <= place)?.[0];
+  const marks = row.tokens.map((text, place) => {
+    const mark = el("span", { class: "token" }, visible(text).replaceAll("\n", "↵\n"));
+    paint(mark, values?.[place], largest);
+    return mark;
+  });
+  let at = -1;
+  const select = (place) => {
+    marks[at]?.classList.remove("selected");
+    at = place;
+    marks[at]?.classList.add("selected");
+    const ratio = row.ratios ? `, log-ratio ${number(row.ratios[at])}` : "";
+    readout.textContent = at < 0 ? "" : `token ${at + 1} ${JSON.stringify(visible(row.tokens[at]))}: logprob ${
+      number(row.logprobs[at])}${ratio}, version ${version(at)}`;
+  };
+  const box = el("pre", { class: "tokens", tabindex: "0", dir: "auto", "aria-label": "Response, token by token; arrow keys tell a token's figures",
+    onpointerover: (event) => { const place = marks.indexOf(event.target); if (place >= 0) select(place); },
+    onkeydown: (event) => {
+      const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: marks.length - 1 }[event.key];
+      if (to === undefined) return;
+      event.preventDefault();
+      select(Math.min(marks.length - 1, Math.max(0, to)));
+    } });
+  marks.forEach((mark, place) => {
+    if (starts.has(place) && (place > 0 || row.spans.length > 1)) box.append(el("sup", {}, `v${starts.get(place)}`));
+    box.append(mark);
+  });
+  if (row.num_tokens > marks.length) box.append(`… (${(row.num_tokens - marks.length).toLocaleString("en")} more tokens)`);
+  return el("div", {}, box, readout);
+}

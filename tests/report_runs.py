@@ -1,0 +1,76 @@
+"""Folders of runs as training leaves them, written by hand, for the tests of the web page."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from builders import make_completion, make_group, make_item
+
+from grpo_ray.checkpoint import CheckpointStore, RunState
+from grpo_ray.config import Config
+from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.types import ScoredGroup
+
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "{{script}} {{data}} \\u003c ${window.hacked = 1} <!--<script>",
+    "right \u202eto left, \u2028 a line, \0 nothing, \N{PILE OF POO} שלום, e\u0301",
+]
+
+
+def make_run(
+    folder: Path, config: Config, num_steps: int = 6, steps: Sequence[Sequence[ScoredGroup]] | None = None
+) -> RunDirectory:
+    """Rewards that rise by 0.1 a step; `steps` are the groups of each (default: one group of two)."""
+    run = RunDirectory(folder)
+    run.create(config)
+    write_lines(run.metrics_path, [metrics_of(step) for step in range(1, num_steps + 1)])
+    summaries = [
+        {"step": step, "reward": step / 10, "reward_standard_error": 0.05}
+        for step in range(0, num_steps + 1, 2)
+    ]
+    write_lines(run.evaluations_summary_path, summaries)
+    for step, groups in enumerate(steps or [[group(step)] for step in range(num_steps)], start=1):
+        write_rollouts(run.rollouts_path(step), step, groups)
+    return run
+
+
+def metrics_of(step: int) -> dict[str, Any]:
+    return {
+        "step": step, "reward/mean": step / 10, "reward/format": 1.0, "reward/answer": step / 10,
+        "lag/mean": 0.5, "lag/max": 1.0, "policy/entropy": 2.0 - step / 10, "mismatch/kl": None,
+        "rollout/response_tokens/mean": 12.0, "throughput/trained_tokens_per_s": 100.0,
+        "timing/step_s": 2.0, "timing/train_s": 1.0, "timing/wait_for_batch_s": 0.25, "timing/generate_s": 1.5,
+    }  # fmt: skip
+
+
+def group(
+    step: int, texts: Sequence[str] = ("right", "wrong"), size: int = 3, group_id: int | None = None
+) -> ScoredGroup:
+    """Of `step` (from 0): the first response has reward 1, the others 0; sampled by two versions."""
+    versions = [max(0, step - 1)] * (size - 1) + [step]
+    completions = [
+        make_completion(
+            [5 + place % 20] * size, [-0.5] * size, versions, text, "length" if text == "long" else "stop"
+        )
+        for place, text in enumerate(texts)
+    ]
+    rewards = [1.0, *[0.0] * (len(texts) - 1)]
+    return make_group(
+        make_item(step if group_id is None else group_id), completions, rewards, [r - 0.5 for r in rewards]
+    )
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def add_checkpoint(run: RunDirectory, step: int, model: Path) -> Path:
+    store = CheckpointStore(run.checkpoints, 5, False, run.evaluations_summary_path)
+    folder = store.begin(step)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    return store.commit(step, RunState(step, {}, {})).path

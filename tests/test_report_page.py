@@ -1,0 +1,167 @@
+"""The run's web page and its command: one run's data, safe JSON, what is refused."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_runs import HOSTILE, add_checkpoint, group, make_run, write_lines
+
+from grpo_ray.cli import main
+from grpo_ray.config import Config
+from grpo_ray.report.command import names_of
+from grpo_ray.report.page import embedded_json, make_page
+from grpo_ray.report.run_data import Bounds, run_data
+from grpo_ray.telemetry.run_files import RunDirectory
+
+ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
+
+
+# ---- one run's data ----
+
+
+def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
+    steps = [[group(step), group(step, ["a", "b", "c", "d"], group_id=100 + step)] for step in range(6)]
+    run = make_run(tmp_path / "run", tiny_config, steps=steps)
+    data = run_data(run, "a run", ALL, "none")
+    training, validation = data["series"]
+    assert training["columns"]["reward/mean"] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert training["standard_errors"]["reward/mean"] == [0.125] * 6  # groups of means 1/2 and 1/4
+    assert validation["steps"] == [0, 2, 4, 6]
+    assert validation["columns"]["eval/reward"] == [0.0, 0.2, 0.4, 0.6]
+    assert validation["standard_errors"]["eval/reward"] == [0.05] * 4
+    assert "mismatch/kl" not in training["columns"]  # null in every line
+    assert data["facts"] == {
+        "steps": "6", "validation reward": "0.000 → 0.600", "best": "0.600 at step 6",
+        "training reward": "0.100 → 0.600", "rollouts": "36", "time in steps": "12 s",
+        "trained": "100 tokens/s", "largest lag": "1",
+    }  # fmt: skip
+    assert data["config"]["algorithm.loss"] == "grpo_clip"
+    assert data["config"]["model.tiny.tie_embeddings"] in ("true", "false")
+    assert data["config"]["algorithm.cliprange"] == "null"
+
+
+def test_data_of_a_run_that_has_only_begun(tmp_path: Path, tiny_config: Config) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(tiny_config)
+    data = run_data(run, "run", ALL, None)
+    assert data["facts"] == {"steps": "none yet", "rollouts": "not saved"}
+    assert data["rollouts"] == []
+    assert data["stages"] == {}
+    assert '"runs"' in make_page([data])
+
+
+# ---- the page ----
+
+
+def script_data(page: str) -> Any:
+    """The JSON of the page as a browser finds it: up to the first `</script`."""
+    inside = page.partition('<script type="application/json" id="data">')[2]
+    return json.loads(re.split("</script", inside, maxsplit=1, flags=re.I)[0])
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_run_gets_out_of_the_data(text: str) -> None:
+    embedded = embedded_json({text: [text, math.nan]})
+    assert not re.search("[<>&\u2028\u2029]", embedded)
+    assert json.loads(embedded) == {text: [text, None]}
+
+
+def test_hostile_texts_arrive_whole_and_the_page_has_its_own_scripts_alone(
+    tmp_path: Path, tiny_config: Config
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[group(0, HOSTILE)]])
+    page = make_page([run_data(run, HOSTILE[0], ALL, None)])
+    assert [row["response"] for row in script_data(page)["runs"][0]["rollouts"]] == HOSTILE
+    assert len(re.findall("<script", page)) == 2
+    assert "<title>&lt;/script&gt;" in page
+    assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", page)
+
+
+def test_the_pages_policy_allows_its_own_script_and_style_only(tmp_path: Path, tiny_config: Config) -> None:
+    page = make_page([run_data(make_run(tmp_path / "run", tiny_config), "run", ALL, None)])
+    for element, kind in (("script", "script-src"), ("style", "style-src")):
+        (source,) = re.findall(rf"<{element}>(.*?)</{element}>", page, re.S)
+        digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}'" in page
+    assert "default-src 'none'" in page
+    assert "unsafe" not in page.partition("</head>")[0].partition("<style>")[0]
+
+
+def test_a_long_runs_page_is_a_few_megabytes(
+    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    text = "a response of many words " * 400
+    steps = [[group(step, [text] * 4, size=2000)] for step in range(30)]
+    run = make_run(tmp_path / "run", tiny_config, num_steps=20_000, steps=steps)
+    add_checkpoint(run, 30, tiny_model())
+    page = make_page([run_data(run, "run", Bounds(1000, 100, 0), "none")])
+    assert 500_000 < len(page.encode()) < 4_000_000
+
+
+# ---- the command ----
+
+
+def test_the_command_writes_a_page_beside_the_run(
+    tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / name, tiny_config).path for name in ("first", "second")]
+    assert main(["report", str(runs[0])]) == 0
+    page = (runs[0] / "report.html").read_text(encoding="utf-8")
+    assert [run["name"] for run in script_data(page)["runs"]] == ["first"]
+    assert f"{runs[0] / 'report.html'}  (" in capsys.readouterr().out
+    assert main(["report", *map(str, runs), "--rollouts", "4", "--seed", "-1"]) == 0
+    data = script_data((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert [len(run["rollouts"]) for run in data["runs"]] == [2, 2]
+    assert main(["report", str(runs[1]), "--output", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").exists()
+    assert not (runs[1] / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}", "{folder}"], "{folder}: no run to report on (it has no config.yaml)"),
+        (["{run}", "{run}/."], "{run}: given 2 times; give each run once"),
+        (["{run}", "--output", "{folder}"], "--output: {folder} is a folder; give a file such as report.html"),
+        (["{run}", "--output", "{folder}/no/x.html"], "there is no folder {folder}/no; give a file"),
+        (["{run}", "--log-ratio", "last"], "{run} has no checkpoint yet"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config).path
+    given = [argument.format(run=run, folder=tmp_path) for argument in arguments]
+    assert main(["report", *given]) == 2
+    assert message.format(run=run, folder=tmp_path) in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_a_damaged_file_is_named(
+    tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config)
+    run.rollouts_path(3).write_bytes(b"no parquet")
+    assert main(["report", str(run.path)]) == 2
+    assert f"{run.rollouts_path(3)}: not a Parquet file" in capsys.readouterr().err
+    run.rollouts_path(3).unlink()
+    run.metrics_path.write_text('{"step": 1}\nno json\n')
+    assert main(["report", str(run.path)]) == 2
+    assert f"{run.metrics_path}, line 2: not valid JSON" in capsys.readouterr().err
+
+
+def test_a_resumed_runs_step_counts_once(tmp_path: Path, tiny_config: Config) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=2)
+    write_lines(run.metrics_path, [{"step": 1, "reward/mean": 0.0}, {"step": 1, "reward/mean": 0.5}])
+    assert run_data(run, "run", ALL, None)["series"][0]["columns"]["reward/mean"] == [0.5]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a/run", "b/run", "b/other")]
+    assert names_of(paths) == ["a/run", "b/run", "other"]

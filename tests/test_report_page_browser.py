@@ -1,0 +1,424 @@
+"""The run's web page in a browser: it loads, its filters work, and it can be read on every screen."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, DESKTOP, PHONE, Browser, browsing
+from builders import changed
+from matplotlib.image import imread
+from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, write_lines
+
+from grpo_ray.config import Config
+from grpo_ray.config_model import TinyModelConfig
+from grpo_ray.config_task import SortingTaskConfig
+from grpo_ray.report.command import ReportOptions, report
+from grpo_ray.report.page import make_page
+from grpo_ray.report.run_data import Bounds, run_data
+from grpo_ray.telemetry.run_files import RunDirectory
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package: chromium)")
+SCREENS = [(size, scheme) for size in (PHONE, DESKTOP) for scheme in ("light", "dark")]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    model = {"tiny": TinyModelConfig(), "dtype": "float32"}
+    return Config.model_validate({"model": model, "task": SortingTaskConfig(), "generator": {"num_gpus": 0}})
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, config: Config, tiny_model: Callable[..., Path]) -> Path:
+    """Two runs: 6 steps of a group of two and of hostile texts; and 4 steps, another rate, no hostile texts."""
+    folder = tmp_path_factory.mktemp("runs")
+    steps = [[group(step), group(step, [*HOSTILE, "long"], group_id=100 + step)] for step in range(6)]
+    first = make_run(folder / "first", config, 6, steps)
+    add_checkpoint(first, 6, tiny_model())
+    second = make_run(folder / "second", changed(config, learner={"learning_rate": 3e-4}), 4)
+    return report(ReportOptions((str(first.path), str(second.path))))
+
+
+@pytest.fixture
+def opened(browser: Browser, page: Path) -> Browser:
+    browser.look(DESKTOP)
+    browser.open(page)
+    return browser
+
+
+def rows(browser: Browser, column: int) -> list[str]:
+    """The texts of a column of the table of rollouts."""
+    cell = f".rollouts tbody tr:not(.detail) td:nth-child({column})"
+    texts: list[str] = browser.run(f"[...document.querySelectorAll({cell!r})].map(cell => cell.innerText)")
+    return texts
+
+
+def field(label: str) -> str:
+    """The control that is labelled so, within the rollouts."""
+    return (
+        f"[...document.querySelectorAll('#rollouts label.field')]"
+        f".find(label => label.querySelector('span').textContent === {label!r}).querySelector('select, input')"
+    )
+
+
+def choose(browser: Browser, label: str, value: str) -> None:
+    browser.run(f"""(() => {{
+      const box = {field(label)};
+      box.value = {value!r};
+      for (const kind of ["input", "change"]) box.dispatchEvent(new Event(kind));
+    }})()""")
+
+
+def shown(browser: Browser) -> str:
+    text: str = browser.run("document.querySelector('#rollouts .count').textContent")
+    return text
+
+
+# ---- it loads ----
+
+
+def test_it_loads_without_errors_and_asks_nobody_for_anything(opened: Browser, page: Path) -> None:
+    assert opened.errors() == []
+    assert opened.requests() == [page.as_uri()]
+
+
+def test_hostile_texts_are_text(opened: Browser) -> None:
+    choose(opened, "Search", "window.hacked")
+    assert shown(opened) == "18 of 50 rollouts on this page"
+    for place in range(3):
+        opened.run(f"document.querySelectorAll('.rollouts .open')[{place}].click()")
+    assert opened.run("window.hacked") is None
+    assert opened.run("document.querySelectorAll('#rollouts img, #rollouts script').length") == 0
+    assert HOSTILE[0] in rows(opened, 3)
+    choose(opened, "Search", "right")
+    assert any("right ⟨U+202E⟩to left" in text and "⟨U+0000⟩ nothing" in text for text in rows(opened, 3))
+    assert opened.errors() == []
+
+
+def test_no_script_but_the_pages_own_can_run(opened: Browser) -> None:
+    opened.run("""(() => {
+      const script = document.createElement("script");
+      script.textContent = "window.hacked = 1";
+      document.body.append(script);
+      const image = document.createElement("img");
+      image.setAttribute("onerror", "window.hacked = 2");
+      image.src = "https://example.invalid/x.png";
+      document.body.append(image);
+    })()""")
+    opened.settle()
+    assert opened.run("window.hacked") is None
+    assert any("Content Security Policy" in str(error) for error in opened.errors())
+
+
+def test_a_run_that_has_only_begun_and_one_of_a_single_step(
+    browser: Browser, tmp_path: Path, config: Config
+) -> None:
+    begun = RunDirectory(tmp_path / "begun")
+    begun.create(config)
+    single = make_run(tmp_path / "single", config, num_steps=1)
+    for runs in ([begun], [single], [begun, single]):
+        data = [run_data(run, run.path.name, Bounds(100, 100, 0), None) for run in runs]
+        (tmp_path / "page.html").write_text(make_page(data), encoding="utf-8")
+        browser.look(PHONE)
+        browser.open(tmp_path / "page.html")
+        assert browser.errors() == []
+
+
+# ---- the table of rollouts ----
+
+
+@pytest.mark.parametrize(
+    ("filters", "number"),
+    [  # 6 steps of 2 + 5 rollouts, and 4 of 2
+        ({}, 50),
+        ({"Run": "0"}, 42),
+        ({"Run": "1"}, 8),
+        ({"Step": "6"}, 7),
+        ({"Step": "3"}, 9),
+        ({"Run": "1", "Step": "6"}, 0),
+        ({"Reward from": "0.5"}, 16),
+        ({"to": "0.5"}, 34),
+        ({"Reward from": "0", "to": "1"}, 50),
+        ({"Outcome": "truncated"}, 6),
+        ({"Outcome": "error"}, 0),
+        ({"Search": "WRONG"}, 10),
+        ({"Search": "prompt 3"}, 4),
+        ({"Search": "wrong", "Step": "2", "Run": "1"}, 1),
+    ],
+)
+def test_filters_of_rollouts(opened: Browser, filters: dict[str, str], number: int) -> None:
+    for label, value in filters.items():
+        choose(opened, label, value)
+    assert shown(opened) == f"{number} of 50 rollouts on this page"
+    assert len(rows(opened, 1)) == min(25, number)
+
+
+def test_what_all_prompts_begin_with_is_left_out_of_the_table(
+    browser: Browser, tmp_path: Path, config: Config
+) -> None:
+    lead = "Think first, and then answer in tags, as in an example.\n"
+    run = make_run(tmp_path / "run", config, num_steps=2)
+    data = run_data(run, "run", Bounds(100, 100, 0), None)
+    for row in data["rollouts"]:
+        row["prompt"] = f"{lead}Sort {row['step']}{row['sample']}"
+    page = tmp_path / "page.html"
+    page.write_text(make_page([data]), encoding="utf-8")
+    browser.look(DESKTOP)
+    browser.open(page)
+    assert rows(browser, 2) == ["… Sort 10", "… Sort 11", "… Sort 20", "… Sort 21"]
+    open_first(browser, "think first")
+    assert browser.run("document.querySelector('.detail pre').textContent") == f"{lead}Sort 10"
+
+
+def sort_by(browser: Browser, text: str) -> None:
+    buttons = "[...document.querySelectorAll('.rollouts th button')]"
+    browser.run(f"{buttons}.find(button => button.textContent === {text!r}).click()")
+
+
+def test_sorting_of_rollouts(opened: Browser) -> None:
+    sort_by(opened, "Reward")
+    rewards = [float(text) for text in rows(opened, 4)]
+    assert rewards == sorted(rewards)
+    sort_by(opened, "Reward ↑")
+    assert float(rows(opened, 4)[0]) == 1
+    sorted_by = "document.querySelector('th[aria-sort]').getAttribute('aria-sort')"
+    assert opened.run(sorted_by) == "descending"
+
+
+def test_pages_of_rollouts(opened: Browser) -> None:
+    pager = "document.querySelectorAll('.pager button')"
+    assert opened.run(f"{pager}[0].disabled") is True
+    first = rows(opened, 1)
+    opened.run(f"{pager}[1].click()")
+    assert len(first) == len(rows(opened, 1)) == 25
+    assert first != rows(opened, 1)
+    assert opened.run(f"{pager}[1].disabled") is True
+    choose(opened, "Run", "1")  # a filter goes back to the first page
+    assert len(rows(opened, 1)) == 8
+
+
+def open_first(browser: Browser, search: str) -> None:
+    choose(browser, "Search", search)
+    browser.run("document.querySelector('.rollouts .open').click()")
+    browser.settle()
+
+
+def test_a_rollouts_tokens_are_coloured_by_their_log_ratio(opened: Browser, page: Path) -> None:
+    open_first(opened, "prompt 105")
+    ratios = opened.run("DATA.runs[0].rollouts.find(row => row.prompt === 'prompt 105').ratios")
+    painted = "[...document.querySelectorAll('.tokens .token')].map(token => token.style.backgroundColor)"
+    for color, ratio in zip(opened.run(painted), ratios, strict=True):
+        strength = round(60 * min(1, abs(ratio)))
+        assert f"var({'--less' if ratio < 0 else '--more'}) {strength}%" in color
+    choose(opened, "Colour tokens by", "none")
+    assert opened.run(painted) == [""] * 3
+    choose(opened, "Colour tokens by", "logprob")
+    assert all("var(--more) 8%" in color for color in opened.run(painted))  # logprobs of -0.5, of 4 nats
+    assert opened.run("[...document.querySelectorAll('.tokens sup')].map(mark => mark.textContent)") == [
+        "v4",
+        "v5",
+    ]
+
+
+def test_tokens_can_be_read_by_keyboard(opened: Browser) -> None:
+    open_first(opened, "prompt 105")
+    opened.run("document.querySelector('.tokens').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight"):
+        opened.press(key)
+    told = opened.run("document.querySelector('.detail .readout').textContent")
+    assert told.startswith("token 3 ")
+    assert "logprob -0.5, log-ratio " in told
+    assert told.endswith("version 5")
+
+
+# ---- the charts ----
+
+
+def figure(title: str) -> str:
+    is_it = f"figure => figure.querySelector('h3').textContent.startsWith({title!r})"
+    return f"[...document.querySelectorAll('figure')].find({is_it})"
+
+
+def test_curves_have_the_runs_values(opened: Browser) -> None:
+    reward = figure("Reward while training")
+    lines = opened.run(f"[...{reward}.querySelectorAll('polyline')].map(line => line.getAttribute('points'))")
+    assert [len(line.split()) for line in lines] == [6, 4]
+    points = np.array([[float(value) for value in point.split(",")] for point in lines[0].split()])
+    assert np.ptp(np.diff(points[:, 0])) < 0.2  # equal steps
+    rise = np.diff(points[:, 1]) / (210 - 10 - 24)  # of an axis from 0 to 1
+    np.testing.assert_allclose(rise, -0.1, atol=0.001)
+    bands = opened.run(f"{reward}.querySelectorAll('.band polygon').length")
+    assert bands == 1  # the second run has one group a step, and so no standard errors
+
+
+def test_a_chart_can_be_read_by_keyboard_and_by_pointer(opened: Browser) -> None:
+    chart = figure("Validation reward")
+    opened.run(f"{chart}.querySelector('.plot').focus()")
+    opened.press("End")
+    opened.press("ArrowLeft")
+    told = f"{chart}.querySelector('.readout').textContent"
+    assert opened.run(told) == "step 4: first 0.4 ± 0.098; second 0.4 ± 0.098"
+    place = opened.run(
+        f"(() => {{ const plot = {chart}.querySelector('.plot'); plot.scrollIntoView({{block: 'center'}}); "
+        "const box = plot.getBoundingClientRect(); return [box.left + 60, box.top + 100] })()"
+    )
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+    opened.settle()
+    assert opened.run(told) == "step 0: first 0 ± 0.098; second 0 ± 0.098"
+    label = opened.run(f"{chart}.querySelector('.plot').getAttribute('aria-label')")
+    assert "first: from 0 to 0.6 over 4 points." in label
+
+
+def test_a_run_can_be_hidden(opened: Browser) -> None:
+    opened.run("document.querySelectorAll('.cards input')[0].click()")
+    opened.settle()
+    assert opened.run(f"{figure('Reward while training')}.querySelectorAll('polyline').length") == 1
+    assert opened.run(f"{figure('Entropy')}.querySelector('.legend').textContent") == "entropy"
+
+
+def test_stacked_bars_add_up_to_the_step(opened: Browser) -> None:
+    chart = figure("Step by step")
+    heights = opened.run(
+        f"[...{chart}.querySelectorAll('rect')].map(bar => Number(bar.getAttribute('height')))"
+    )
+    assert len(heights) == 6 * 3
+    tops = opened.run(f"[...{chart}.querySelectorAll('rect')].map(bar => Number(bar.getAttribute('y')))")
+    bottoms = [top + height for top, height in zip(tops, heights, strict=True)]
+    assert bottoms[:3] == pytest.approx([210 - 24, tops[0], tops[1]])  # one on the other
+    assert sum(heights[:3]) == pytest.approx(2.0 / 2.0 * (210 - 10 - 24), rel=0.01)  # 2 s, an axis to 2 s
+    assert heights[:3] == pytest.approx([sum(heights[:3]) * share for share in (0.5, 0.125, 0.375)])
+    assert opened.run("document.querySelector('.actor .shares').getAttribute('aria-label')") == (
+        "Learner: train 50%, synchronisation and other 38%, wait for a batch 13%"
+    )
+
+
+def test_stages_of_an_actor_have_colours_of_their_own(browser: Browser, tmp_path: Path, config: Config) -> None:
+    run = make_run(tmp_path / "run", config, num_steps=2)
+    stages = ["train", "sync", "pause", "load_weights", "write", "wait_for_batch", "snapshot"]
+    times = {f"time/learner/{stage}_s": 1.0 for stage in stages} | {"time/scorer/wait_for_groups_s": 7.0}
+    write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
+    page = tmp_path / "page.html"
+    page.write_text(make_page([run_data(run, "run", Bounds(100, 100, 0), None)]), encoding="utf-8")
+    browser.look(DESKTOP)
+    browser.open(page)
+    bars = "[...document.querySelectorAll('.actor .shares')]"
+    colors = browser.run(f"{bars}.map(bar => [...bar.children].map(part => part.style.backgroundColor))")
+    assert len(set(colors[0])) == len(stages)
+    waiting = colors[1]
+    assert waiting == ["var(--wait)"]
+    assert colors[0].count(waiting[0]) == 1
+    assert browser.run("document.querySelector('#time select').value") == "learner"
+
+
+def test_any_metric_can_be_drawn(opened: Browser) -> None:
+    opened.run("(() => { const box = document.querySelector('#any-metric select'); "
+               "box.value = 'policy/entropy'; box.dispatchEvent(new Event('change')) })()")  # fmt: skip
+    opened.settle()
+    assert opened.run("document.querySelector('#any-metric h3').textContent") == "policy/entropy nats a token"
+    assert opened.run("document.querySelectorAll('#any-metric polyline').length") == 2
+    assert "mean entropy" in opened.run("document.querySelector('#any-metric .meaning').textContent")
+
+
+def test_the_configurations_differences(opened: Browser) -> None:
+    keys = "[...document.querySelectorAll('.config tbody th')].map(cell => cell.textContent)"
+    assert opened.run(keys) == ["learner.learning_rate"]
+    cells = "[...document.querySelectorAll('.config tbody td')].map(cell => cell.textContent)"
+    assert opened.run(cells) == ["1e-05", "0.0003"]
+    opened.run("document.querySelector('#configuration .toggle input').click()")
+    assert len(opened.run(keys)) > 100
+
+
+# ---- it can be read ----
+
+
+CONTRASTS = """(() => {
+  const parse = (color) => {
+    const canvas = document.createElement("canvas").getContext("2d");
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].map(v => v / 255);
+  };
+  const over = (top, below) => top.slice(0, 3).map((v, i) => v * top[3] + below[i] * (1 - top[3]));
+  const ground = (node) => { const layers = [];
+    for (let at = node; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+    return layers.reverse().reduce((below, top) => over(top, below), [1, 1, 1]); };
+  const light = (rgb) => rgb.map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const found = {};
+  for (const node of document.querySelectorAll("body *")) {
+    if (node.closest("select, script, noscript") || !node.getClientRects().length || node.disabled) continue;
+    if (![...node.childNodes].some(child => child.nodeType === 3 && child.data.trim())) continue;
+    const style = getComputedStyle(node), below = ground(node);
+    const ink = over(parse(node instanceof SVGElement ? style.fill : style.color), below);
+    const [a, b] = [light(ink), light(below)].sort((x, y) => y - x);
+    const name = `${node.tagName}.${node.getAttribute("class") ?? ""}`;
+    found[name] = Math.min(found[name] ?? 99, (a + 0.05) / (b + 0.05));
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize(("size", "scheme"), SCREENS)
+def test_every_text_stands_out_from_its_ground(
+    browser: Browser, page: Path, size: tuple[int, int], scheme: str
+) -> None:
+    """WCAG 2.2, success criterion 1.4.3: a contrast of 4.5 to 1."""
+    browser.look(size, scheme)
+    browser.open(page)
+    open_first(browser, "prompt 105")
+    contrasts: dict[str, Any] = browser.run(CONTRASTS)
+    assert len(contrasts) > 20
+    assert {name: value for name, value in contrasts.items() if value < 4.5} == {}
+
+
+@pytest.mark.parametrize(("size", "scheme"), SCREENS)
+def test_nothing_is_wider_than_the_window(
+    browser: Browser, page: Path, size: tuple[int, int], scheme: str, tmp_path: Path
+) -> None:
+    browser.look(size, scheme)
+    browser.open(page)
+    open_first(browser, "prompt 105")
+    assert browser.run("document.documentElement.scrollWidth") == size[0]
+    box = "(plot => { const box = plot.getBoundingClientRect(); return [box.left, box.right] })"
+    plots = browser.run(f"[...document.querySelectorAll('.plot svg')].map{box}")
+    assert len(plots) > 8
+    assert all(left >= 0 and right <= size[0] and right - left > 250 for left, right in plots)
+    browser.screenshot(tmp_path / "page.png")
+    picture = imread(tmp_path / "page.png")[..., :3]
+    assert picture.shape[:2] == (size[1], size[0])
+    assert picture.mean() < 0.3 if scheme == "dark" else picture.mean() > 0.8
+    assert picture.std() > 0.03  # something is drawn
+
+
+def test_every_control_and_figure_has_a_name(opened: Browser) -> None:
+    nameless = opened.run("""[...document.querySelectorAll("input, select, button, [role=img], [role=region]")]
+      .filter(node => !(node.labels?.length || node.textContent.trim() || node.getAttribute("aria-label")))
+      .map(node => node.outerHTML)""")
+    assert nameless == []
+    levels = opened.run("[...document.querySelectorAll('h1, h2, h3, h4')].map(node => Number(node.tagName[1]))")
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+def test_a_long_runs_page_is_quick(browser: Browser, tmp_path: Path, config: Config) -> None:
+    run = make_run(tmp_path / "long", config, num_steps=20_000, steps=[[group(0, ["text"] * 500)]])
+    page = tmp_path / "long.html"
+    page.write_text(make_page([run_data(run, "long", Bounds(3000, 400, 0), None)]), encoding="utf-8")
+    browser.look(DESKTOP)
+    browser.open(page)
+    assert browser.errors() == []
+    assert browser.run("performance.now()") < 10_000
+    assert "a point is the mean of 7 steps" in browser.run("document.querySelector('.notice').textContent")
+    assert "a random sample, 400 of 500 rollouts" in browser.run(
+        "document.querySelector('#rollouts').textContent"
+    )
+    bars = browser.run(f"{figure('Step by step')}.querySelectorAll('rect').length")
+    assert 300 < bars < 3 * 1440 / 4

@@ -1,0 +1,310 @@
+"""What the run's web page is made of: bounded series, sampled rollouts, token texts, log-ratios."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from builders import changed, make_completion, make_group, make_item, plain_logprobs
+from report_runs import add_checkpoint, group, make_run
+
+from grpo_ray.cli import main
+from grpo_ray.config import Config
+from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.report import rollout_sample
+from grpo_ray.report.log_ratios import log_ratios
+from grpo_ray.report.panels import charted
+from grpo_ray.report.rollout_rows import MAX_CHARACTERS, MAX_TOKENS, show_rollouts
+from grpo_ray.report.rollout_sample import sample_rollouts, standard_error_of, step_files
+from grpo_ray.report.run_data import Bounds, run_data
+from grpo_ray.report.series import make_series
+from grpo_ray.report.stage_times import stage_times
+from grpo_ray.report.token_texts import TokenTexts
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory
+
+ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
+
+
+# ---- series ----
+
+
+def test_a_short_run_keeps_every_step() -> None:
+    rows = [{"step": 1, "a": 1.5, "text": "x"}, {"step": 2, "a": None}, {"step": 3, "a": 2, "b": True}]
+    series = make_series(rows, {"a": {1: 0.25, 3: 0.5}}, max_points=3)
+    assert (series.steps, series.bin_size) == ([1.0, 2.0, 3.0], 1)
+    assert series.columns == {"a": [1.5, None, 2.0]}
+    assert series.standard_errors == {"a": [0.25, None, 0.5]}
+
+
+def test_bins_have_means_largest_values_and_the_errors_of_means() -> None:
+    rows = [{"step": step, "a": float(step), "lag/max": float(step)} for step in (1, 2, 3, 4, 5)]
+    rows[1]["a"] = math.nan
+    series = make_series(rows, {"a": {1: 3.0, 2: 4.0, 3: 1.0}}, max_points=3)
+    assert (series.steps, series.bin_size) == ([1.5, 3.5, 5.0], 2)
+    assert series.columns == {"a": [1.0, 3.5, 5.0], "lag/max": [2.0, 4.0, 5.0]}
+    assert series.standard_errors == {"a": [2.5, None, None]}  # sqrt(9 + 16) / 2; steps 4 and 5 have none
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 99, 100, 101, 12_345])
+def test_points_are_bounded(num_steps: int) -> None:
+    rows = [{"step": step, "a": 1.0} for step in range(num_steps)]
+    series = make_series(rows, {}, max_points=100)
+    assert len(series.steps) <= 100
+    assert len(series.steps) * series.bin_size >= num_steps
+    assert all(len(column) == len(series.steps) for column in series.columns.values())
+
+
+def test_stages_of_every_actor() -> None:
+    columns = {"time/learner/train_s": [1.0, None], "time/learner/wait_for_batch_s": [0.5, 1.0],
+               "time/generator-0/generate_s": [2.0, 2.0], "timing/step_s": [1.5, 1.0]}  # fmt: skip
+    assert stage_times(columns) == {
+        "generator-0": {"generate": [2.0, 2.0]},
+        "learner": {"train": [1.0, 0.0], "wait_for_batch": [0.5, 1.0]},
+    }
+
+
+def test_stages_of_a_run_from_before_they_were_kept() -> None:
+    columns = {
+        "timing/step_s": [3.0, 1.0], "timing/train_s": [1.0, 1.5], "timing/wait_for_batch_s": [0.5, None],
+        "timing/generate_s": [2.0, 0.5], "timing/weight_sync/transfer_s": [0.25, 0.25],
+    }  # fmt: skip
+    assert stage_times(columns) == {
+        "Learner": {
+            "train": [1.0, 1.5], "wait for a batch": [0.5, 0.0], "synchronisation and other": [1.5, 0.0],
+        },
+        "busiest Generator": {"generate": [2.0, 0.5], "synchronisation": [0.25, 0.25], "idle": [0.75, 0.25]},
+    }  # fmt: skip
+    assert stage_times({"reward/mean": [1.0]}) == {}
+
+
+def test_charts_show_metrics_that_there_are() -> None:
+    assert check_names(charted()) == []
+
+
+# ---- the sample of rollouts ----
+
+
+def test_standard_error_of_groups() -> None:
+    assert standard_error_of(np.array([0.0, 0.5, 1.0])) == pytest.approx(0.5 / math.sqrt(3))
+    assert standard_error_of(np.array([0.5])) is None
+
+
+def test_replayed_groups_are_counted_but_not_in_the_error(tmp_path: Path, tiny_config: Config) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1)
+    groups = [make_group(make_item(i), [make_completion([5])], [reward]) for i, reward in enumerate([0, 1, 9])]
+    write_rollouts(run.rollouts_path(1), 1, groups, uses=[1, 0, 2])
+    (file,) = step_files(run)
+    assert (file.step, file.num_rollouts) == (1, 3)
+    assert file.standard_error == pytest.approx(0.5)  # of 0 and 1: std 0.7071, over sqrt(2)
+
+
+def many_steps(folder: Path, config: Config, num_steps: int, size: int) -> RunDirectory:
+    steps = [[group(step, [f"{step}-{place}" for place in range(size)])] for step in range(num_steps)]
+    return make_run(folder, config, num_steps, steps)
+
+
+def test_a_small_run_is_shown_whole(tmp_path: Path, tiny_config: Config) -> None:
+    run = many_steps(tmp_path / "run", tiny_config, num_steps=6, size=3)
+    sample = sample_rollouts(step_files(run), limit=18, seed=0)
+    texts = [f"{step}-{place}" for step in range(6) for place in range(3)]
+    assert [row["response"] for row in sample.rows] == texts
+    assert (sample.num_rollouts, sample.num_steps, sample.num_sampled_steps) == (18, 6, 6)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8, 17, 40])
+def test_a_sample_is_bounded_seeded_and_spread_over_the_run(
+    tmp_path: Path, tiny_config: Config, limit: int
+) -> None:
+    run = many_steps(tmp_path / "run", tiny_config, num_steps=9, size=7)
+    files = step_files(run)
+    sample = sample_rollouts(files, limit, seed=3)
+    assert len(sample.rows) == limit
+    assert len({(row["step"], row["sample"]) for row in sample.rows}) == limit
+    assert all(row["response"] == f"{row['step'] - 1}-{row['sample']}" for row in sample.rows)
+    steps = sorted({row["step"] for row in sample.rows})
+    assert steps[-1] == 9
+    assert limit < 8 or steps[0] == 1
+    assert sample == sample_rollouts(files, limit, seed=3)
+    assert limit > 39 or sample.rows != sample_rollouts(files, limit, seed=4).rows
+
+
+def test_rows_are_the_files_rows(tmp_path: Path, tiny_config: Config) -> None:
+    run = many_steps(tmp_path / "run", tiny_config, num_steps=1, size=600)  # several batches of rows
+    sample = sample_rollouts(step_files(run), 50, 1)
+    whole = {row["sample"]: row for row in read_rollouts(run.rollouts_path(1))}
+    assert all(row == whole[row["sample"]] for row in sample.rows)
+
+
+def test_of_a_step_that_is_left_out_only_small_columns_are_read(
+    tmp_path: Path, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = many_steps(tmp_path / "run", tiny_config, num_steps=20, size=5)
+    files, read = step_files(run), []
+
+    class Spy(pq.ParquetFile):
+        def iter_batches(self, *args: Any, **options: Any) -> Any:
+            read.append(options["columns"])
+            return super().iter_batches(*args, **options)
+
+        def read(self, *args: Any, **options: Any) -> Any:
+            raise AssertionError("a whole file")
+
+    monkeypatch.setattr(rollout_sample.pq, "ParquetFile", Spy)
+    assert len(sample_rollouts(files, limit=12, seed=0).rows) == 12
+    assert len(read) == 3
+
+
+def test_every_row_is_drawn_as_often_as_the_others(tmp_path: Path, tiny_config: Config) -> None:
+    run = many_steps(tmp_path / "run", tiny_config, num_steps=1, size=5)
+    files = step_files(run)
+    drawn = [sample_rollouts(files, 1, seed).rows[0]["sample"] for seed in range(200)]
+    assert np.bincount(drawn, minlength=5).min() > 20  # 40 expected, 3.5 standard deviations
+
+
+def test_rollouts_of_older_versions_lack_columns(tmp_path: Path, tiny_config: Config) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1)
+    path = run.rollouts_path(1)
+    pq.write_table(pq.read_table(path, partitioning=None).drop_columns(["use", "task", "error"]), path)
+    data = run_data(run, "run", ALL, "none")
+    assert [row["response"] for row in data["rollouts"]] == ["right", "wrong"]
+
+
+# ---- tokens ----
+
+
+def test_token_texts_join_to_the_response(tiny_model: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(str(tiny_model()))
+    texts = TokenTexts(tokenizer)
+    for text in ["ascending </think> 12345", "é 漢字 \N{PILE OF POO}!", "a\n\n b"]:
+        token_ids = tokenizer.encode(text)
+        found = texts.of(token_ids)
+        assert len(found) == len(token_ids)
+        assert "".join(found) == text
+    spread = tokenizer.encode("漢")
+    assert len(spread) == 3
+    assert texts.of(spread) == ["漢", "", ""]
+    assert texts.of(tokenizer.encode("éab")[:3]) == ["é", "", "a"]
+    assert texts.of(spread[:2]) == ["\N{REPLACEMENT CHARACTER}"] * 2
+    assert texts.of([]) == []
+
+
+def test_spaces_that_sentencepiece_drops_are_kept() -> None:
+    words = {3: "▁the", 4: "▁cat", 5: "s"}
+
+    class Llama:
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return "".join(words[token] for token in token_ids).replace("▁", " ").removeprefix(" ")
+
+        def convert_ids_to_tokens(self, token_id: int) -> str:
+            return words[token_id]
+
+    assert TokenTexts(Llama()).of([3, 4, 5]) == [" the", " cat", "s"]  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_log_ratios_are_the_checkpoints_logprobs_less_the_samplers(
+    tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    config = changed(tiny_config, sampling={"temperature": 0.7, "min_tokens": 0})
+    model = load_policy(str(tiny_model()))
+    rows = [
+        {"prompt_token_ids": [3, 4, 5], "token_ids": [7, 8, 9, 10], "logprobs": [-0.5, -1.0, None, -2.0]},
+        {"prompt_token_ids": [6], "token_ids": [11, 12, 13], "logprobs": [-3.0] * 3},
+    ]
+    found = log_ratios(config, tiny_model(), rows, max_tokens=3)
+    for row, ratio in zip(rows, found, strict=True):
+        plain = plain_logprobs(model, row["prompt_token_ids"], row["token_ids"][:3], 0.7).numpy()
+        behaviour = [np.nan if value is None else value for value in row["logprobs"][:3]]
+        np.testing.assert_allclose(ratio, plain - behaviour, atol=1e-5)
+
+
+def test_rows_have_tokens_ratios_and_version_spans(
+    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=3)
+    add_checkpoint(run, 2, tiny_model())
+    add_checkpoint(run, 3, tiny_model(tied=False))
+    sample = sample_rollouts(step_files(run), 100, 0)
+    by_choice = {choice: show_rollouts(run, sample, choice) for choice in (None, "last", "best", "step-000002")}
+    assert [shown.checkpoint for shown in by_choice.values()] == [
+        "step-000003", "step-000003", "step-000002", "step-000002",
+    ]  # fmt: skip
+    expected = log_ratios(tiny_config, tiny_model(), sample.rows, 400)
+    for row, ratio in zip(by_choice["step-000002"].rows, expected, strict=True):
+        assert row["ratios"] == pytest.approx(ratio.tolist(), abs=1e-3)
+    row = by_choice["last"].rows[-1]
+    assert row["spans"] == [[1, 0], [2, 2]]
+    assert row["logprobs"] == [-0.5] * 3
+    assert len(row["tokens"]) == 3
+    assert show_rollouts(run, sample, "none").rows[0]["ratios"] is None
+
+
+def test_long_texts_are_cut_and_it_is_said(tmp_path: Path, tiny_config: Config) -> None:
+    long = group(0, ["x" * (MAX_CHARACTERS + 1234)], size=MAX_TOKENS + 7)
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[long]])
+    (row,) = show_rollouts(run, sample_rollouts(step_files(run), 1, 0), None).rows
+    assert row["response"].endswith("x… (1,234 more characters)")
+    assert row["num_tokens"] == MAX_TOKENS + 7
+
+
+def test_without_checkpoint_there_are_no_tokens_and_the_page_says_so(
+    tmp_path: Path, tiny_config: Config
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config)
+    data = run_data(run, "run", ALL, None)
+    assert data["checkpoint"] is None
+    assert "tokens" not in data["rollouts"][0]
+    assert data["notices"] == [
+        f"no log-ratios: {run.path} has no checkpoint yet",
+        "responses are not cut into tokens: the run has no tokenizer that can be loaded",
+    ]
+
+
+def test_a_checkpoint_that_is_asked_for_has_to_be_there(
+    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config)
+    add_checkpoint(run, 5, tiny_model())
+    choices = "give last, best, none, or one of its own: step-000005"
+    for choice, message in {
+        "step-000004": f"--log-ratio: {run.path} has no checkpoint 'step-000004'; {choices}",
+        "initial": f"--log-ratio: {run.path} has no checkpoint 'initial'; {choices}",
+        "best": f"--log-ratio best: no checkpoint of {run.path} was validated",
+    }.items():
+        assert main(["report", str(run.path), "--log-ratio", choice]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_stands_in_the_way_of_log_ratios_is_told_and_the_rest_is_there(
+    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config)
+    add_checkpoint(run, 6, tiny_model())
+    text = run.config_path.read_text()
+    run.config_path.write_text(text.replace("  advantage_eps:", "  key_of_an_old_version:"))
+    data = run_data(run, "run", ALL, None)
+    assert "key_of_an_old_version: unknown key" in data["notices"][0]
+    assert data["rollouts"][0]["tokens"]
+    assert "algorithm.key_of_an_old_version" in data["config"]
+    assert main(["report", str(run.path), "--log-ratio", "last"]) == 2
+    assert "key_of_an_old_version: unknown key" in capsys.readouterr().err
+
+
+def test_large_weights_are_not_loaded_unasked(
+    tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_ray.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
+    run = make_run(tmp_path / "run", tiny_config)
+    add_checkpoint(run, 6, tiny_model())
+    sample = sample_rollouts(step_files(run), 10, 0)
+    shown = show_rollouts(run, sample, None)
+    assert shown.checkpoint is None
+    assert "ask with --log-ratio last" in shown.notices[0]
+    assert shown.rows[0]["tokens"]
+    assert show_rollouts(run, sample, "last").checkpoint == "step-000006"
