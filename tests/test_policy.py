@@ -240,6 +240,16 @@ def test_own_model_is_built_beside_the_other(warmed: Config) -> None:
     assert tiny_model_folder(own) == folders[1]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_initial_weights_are_as_wide_as_asked(
+    tokenizer: PreTrainedTokenizerBase, implementation: Implementation
+) -> None:
+    shape = TinyModelConfig(initializer_range=0.06, num_layers=2)
+    weights = dict(build_model(shape, tokenizer, 0, implementation).named_parameters())
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
+        assert weights[name].std().item() == pytest.approx(0.06, rel=0.02)
+
+
 def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
     """Its cached model would be built again; what its pairs do not depend on makes no difference."""
     config = load_config("configs/quickstart.yaml")
@@ -253,6 +263,7 @@ def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
         {"run": {"seed": 1}},
         {"model": {"tiny": {"warmup": None}}},
         {"model": {"implementation": "grpo_ray"}},
+        {"model": {"tiny": {"initializer_range": 0.06}}},
     ):
         assert _recipe(changed(config, **changes)) != _recipe(config), changes
 

@@ -15,6 +15,8 @@ class Item:
     name: str
     num_bytes: float
     note: str = ""
+    process: str = ""
+    """Whose they are, on a host that has several."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class Budget:
 
     @property
     def missing_bytes(self) -> float:
-        """0 where everything fits."""
+        """0 where there is room for everything."""
         return 0.0 if self.capacity_bytes is None else max(0.0, self.needed_bytes - self.capacity_bytes)
 
     @property
     def fits(self) -> bool:
-        return not self.missing_bytes
+        return self.missing_bytes < 1  # less is how floats are rounded, where vLLM's cache takes what is left
 
 
 def gib(num_bytes: float) -> str:

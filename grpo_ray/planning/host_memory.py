@@ -4,6 +4,8 @@ The constants are resident memory, as `memory/*_bytes` of a run and `ps` count i
 count for each. docs/plan.md says how they were measured.
 """
 
+from dataclasses import replace
+
 from grpo_ray.config import Config
 from grpo_ray.planning.budget import Budget, Item
 from grpo_ray.planning.generator_memory import kv_demand
@@ -21,59 +23,59 @@ MB = 10**6
 DRIVER_BYTES = 625 * MB
 WARMUP_BYTES = 190 * MB  # more in the driver that builds the tiny model
 LEARNER_BYTES = 530 * MB  # with torch's optimizer loaded, and no model
-VLLM_BYTES = 1970 * MB  # Generator and engine, two processes on a CPU, without KV cache
+VLLM_BYTES = 1750 * MB  # Generator and engine, two processes on a CPU, without KV cache, after 40 steps
 TORCH_ENGINE_BYTES = 540 * MB
 SCORER_BYTES, NURSERY_BYTES, WORKER_BYTES = 340 * MB, 77 * MB, 67 * MB
 BUFFER_BYTES = WEIGHT_SYNC_BYTES = 175 * MB
 RAY_BYTES = 700 * MB  # its servers, agents and two idle workers
+LIBRARIES = "libraries"
 HEAP_SLACK = 0.6  # of what torch asks for in a micro-batch: glibc's heap keeps so much more in pieces
 
 
 def host_budget(shape: ModelShape, config: Config, prompt_tokens: int, capacity_bytes: float | None) -> Budget:
     """All processes on one machine; None judges nothing."""
-    items = [
-        *_driver_items(config),
-        *_learner_items(shape, config, prompt_tokens),
-        *_generator_items(shape, config, prompt_tokens),
-        Item("Scorer", _scorer_bytes(config)),
-        Item("TrajectoryBuffer", BUFFER_BYTES),
-        Item("WeightSync", WEIGHT_SYNC_BYTES),
-        Item("Ray", RAY_BYTES, "its own processes"),
-        *_object_store_items(shape, config),
-    ]
+    processes = {
+        "driver": _driver_items(config),
+        "Learner": _learner_items(shape, config, prompt_tokens),
+        "Generator": _generator_items(shape, config, prompt_tokens),
+        "Scorer": [Item(LIBRARIES, _scorer_bytes(config))],
+        "TrajectoryBuffer": [Item(LIBRARIES, BUFFER_BYTES)],
+        "WeightSync": [Item(LIBRARIES, WEIGHT_SYNC_BYTES)],
+        "Ray": [Item(LIBRARIES, RAY_BYTES, "of its own processes"), *_object_store_items(shape, config)],
+    }
+    items = [replace(item, process=process) for process, own in processes.items() for item in own]
     return Budget("host", "the host's memory", items, capacity_bytes)
 
 
 def _driver_items(config: Config) -> list[Item]:
-    is_warmed_up = config.model.tiny is not None and config.model.tiny.warmup is not None
-    note = "with the warm-up of the tiny model, unless it is cached" if is_warmed_up else ""
-    return [Item("driver", DRIVER_BYTES + is_warmed_up * WARMUP_BYTES, note)]
+    items = [Item(LIBRARIES, DRIVER_BYTES)]
+    if config.model.tiny is not None and config.model.tiny.warmup is not None:
+        items.append(Item("warm-up", WARMUP_BYTES, "of the tiny model, unless it is cached"))
+    return items
 
 
 def _learner_items(shape: ModelShape, config: Config, prompt_tokens: int) -> list[Item]:
-    items = [Item("Learner", LEARNER_BYTES, "its libraries")]
-    state = state_items(shape, config)
+    items, state = [Item(LIBRARIES, LEARNER_BYTES)], state_items(shape, config)
     if not config.learner.num_gpus:
         working = working_items(shape, config, micro_batch_tokens(config, prompt_tokens))
-        items += [Item(f"Learner: {item.name}", item.num_bytes, item.note) for item in (*state, *working)]
         slack = HEAP_SLACK * sum(item.num_bytes for item in working)
-        items.append(Item("Learner: heap in pieces", slack, f"{HEAP_SLACK:.0%} of a micro-batch"))
+        items += [*state, *working, Item("heap in pieces", slack, f"{HEAP_SLACK:.0%} of a micro-batch")]
     elif config.generator.colocated:
         away = sum(item.num_bytes for item in state if item.name != "gradients")
-        items.append(Item("Learner: its state in the Generator's turn", away, "generator.colocated"))
+        items.append(Item("its state in the Generator's turn", away, "generator.colocated"))
     if config.weight_sync.transport != "ipc":
-        items.append(Item("Learner: snapshot", served_width(config) * shape.num_parameters, config.model.dtype))
+        items.append(Item("snapshot", served_width(config) * shape.num_parameters, config.model.dtype))
     kl, captured = config.algorithm.kl, 3 * FLOAT32 * shape.num_parameters
     if kl.reference == "ema":
         captured += FLOAT32 * shape.num_parameters
     elif kl.refresh_every_num_steps is not None:
         captured += served_width(config) * shape.num_parameters
-    return [*items, Item("Learner: a checkpoint's copy", captured, "while it is written")]
+    return [*items, Item("a checkpoint's copy", captured, "while it is written")]
 
 
 def _generator_items(shape: ModelShape, config: Config, prompt_tokens: int) -> list[Item]:
     generator, weights = config.generator, served_width(config) * shape.num_parameters
-    each = [Item("own", VLLM_BYTES if generator.engine == "vllm" else TORCH_ENGINE_BYTES, "its libraries")]
+    each = [Item(LIBRARIES, VLLM_BYTES if generator.engine == "vllm" else TORCH_ENGINE_BYTES)]
     if generator.engine == "vllm" and config.weight_sync.transport != "ipc":
         each.append(Item("snapshot", weights, "shared with its engine"))
     if not generator.num_gpus:
@@ -82,20 +84,16 @@ def _generator_items(shape: ModelShape, config: Config, prompt_tokens: int) -> l
     elif generator.colocated:
         each.append(Item("weights", weights, "while vLLM sleeps"))
     num = generator.num_generators
-    name = "Generator" if num == 1 else f"{num} Generators"
-    each[0] = Item(name, num * each[0].num_bytes, each[0].note)
-    return [each[0], *(Item(f"{name}: {item.name}", num * item.num_bytes, item.note) for item in each[1:])]
+    times = f" x {num}" if num > 1 else ""
+    return [replace(item, name=item.name + times, num_bytes=num * item.num_bytes) for item in each]
 
 
 def _kv_cache(shape: ModelShape, config: Config, prompt_tokens: int) -> Item:
-    """vLLM's fills up over the first hundreds of prompts, as freed blocks are used last."""
+    """vLLM's is there from the start, whatever is in it."""
     if config.generator.engine == "vllm":
-        return Item(
-            "KV cache", config.generator.kv_cache_gib * 2**30, "generator.kv_cache_gib, once it was all used"
-        )
-    return Item(
-        "KV cache", kv_demand(shape, config, prompt_tokens).wanted_bytes, "every sequence at full length"
-    )
+        return Item("KV cache", config.generator.kv_cache_gib * 2**30, "generator.kv_cache_gib")
+    wanted = kv_demand(shape, config, prompt_tokens).wanted_bytes
+    return Item("KV cache", wanted, "every sequence at full length")
 
 
 def _scorer_bytes(config: Config) -> float:
@@ -107,4 +105,4 @@ def _scorer_bytes(config: Config) -> float:
 def _object_store_items(shape: ModelShape, config: Config) -> list[Item]:
     if config.weight_sync.transport == "ipc":
         return []
-    return [Item("object store: snapshot", served_width(config) * shape.num_parameters, "Ray's shared memory")]
+    return [Item("snapshot", served_width(config) * shape.num_parameters, "in its object store")]

@@ -1,12 +1,14 @@
 """Shapes of published models by name, for a plan without their config.json; and where else a shape is found."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.planning.model_shape import ModelShape, shape_of, shape_of_tiny
 
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _QWEN2 = {"model_type": "qwen2"}
 _QWEN3 = {"model_type": "qwen3", "head_dim": 128}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256}
@@ -85,14 +87,16 @@ def find_shape(config: Config, wanted: str | None = None) -> ModelShape:
 
 
 def _cached_shape(path: str) -> ModelShape:
-    from huggingface_hub import try_to_load_from_cache  # here, because it takes half a second
+    otherwise = f"name a shape like it with --model-shape: {', '.join(KNOWN)}"
+    if not HUB_NAME.fullmatch(path):
+        raise ValueError(f"model.path: no config.json in {path!r}; give a model's folder, or {otherwise}")
+    from huggingface_hub import try_to_load_from_cache  # here, because most plans do without
 
-    cached = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
+    cached = try_to_load_from_cache(path, "config.json")
     if not isinstance(cached, str):
         raise ValueError(
-            f"model.path: {path!r} is no folder with a config.json, no model that a plan knows by name, and "
-            f"not in the local cache; fetch it (hf download {path} config.json), or name a shape like it with "
-            f"--model-shape: {', '.join(KNOWN)}"
+            f"model.path: {path!r} is not among the models that a plan knows by name, nor in the local cache; "
+            f"fetch its shape (hf download {path} config.json), or {otherwise}"
         )
     return _read_shape(Path(cached))
 

@@ -5,10 +5,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from grpo_ray.experiments.resources import gpus_of
 from grpo_ray.planning.budget import Budget, gib
 from grpo_ray.planning.command import ASSUMED_PROMPT_TOKENS, Plan
+from grpo_ray.planning.host_memory import host_budget
+from grpo_ray.planning.model_shape import ModelShape
 from grpo_ray.planning.rates import MeasuredRun
 from grpo_ray.planning.step_time import Split, StepTime, best, splits, step_time
+
+PROCESSES = {  # by their names in `memory/<name>_bytes`
+    "driver": "driver",
+    "learner": "Learner",
+    "generator": "Generator",
+    "scorer": "Scorer",
+    "buffer": "TrajectoryBuffer",
+}
 
 
 def show(plan: Plan) -> None:
@@ -56,7 +67,8 @@ def _device(budget: Budget) -> Table:
     table.add_column("")
     table.show_header = False
     for item in budget.items:
-        table.add_row(f"  {item.name}", gib(item.num_bytes), item.note)
+        name = f"{item.process}: {item.name}" if item.process else item.name
+        table.add_row(f"  {name}", gib(item.num_bytes), item.note)
     of = f"of {gib(budget.capacity_bytes)}" if budget.capacity_bytes is not None else ""
     table.add_row("  in all", gib(budget.needed_bytes), of)
     return table
@@ -171,42 +183,29 @@ def _who_waits(time: StepTime) -> str:
 
 
 def _memory_of_run(plan: Plan) -> list[Table | str]:
-    """Beside a run of the same model on a CPU: what its processes held, and what is expected of them."""
-    run = plan.run
-    if (
-        run is None
-        or plan.run_shape != plan.shape
-        or plan.config.generator.num_gpus
-        or run.config.generator.num_gpus
-    ):
+    """Of a run on a CPU: what its processes held, and what the plan expects of its configuration."""
+    run, shape = plan.run, plan.run_shape
+    if run is None or shape is None or gpus_of(run.config):
         return []
-    pairs = compare_memory(plan.budgets[-1], run)
-    rows = [(name, f"{gib(here)} expected, {gib(there)} measured") for name, here, there in pairs]
+    pairs = compare_memory(shape, run, plan.prompt_tokens)
     here, there = sum(expected for _, expected, _ in pairs), sum(measured for *_, measured in pairs)
-    rows.append(("in all", f"{gib(here)} expected, {gib(there)} measured ({here / there - 1:+.0%})"))
+    rows = [(name, f"{gib(there)}; a plan of it expects {gib(here)}") for name, here, there in pairs]
+    rows.append(("in all", f"{gib(there)}; a plan of it expects {gib(here)} ({here / there - 1:+.0%})"))
     return ["memory of that run's processes, the most at the end of a step", _grid(rows)]
 
 
-def compare_memory(host: Budget, run: MeasuredRun) -> list[tuple[str, float, float]]:
-    """(process, expected, measured bytes) of every process that a run's metrics have."""
-    generators = sum(value for name, value in run.memory_bytes.items() if name.startswith("generator-"))
-    processes = {
-        "driver": ("driver",),
-        "Learner": ("learner",),
-        "Scorer": ("scorer",),
-        "TrajectoryBuffer": ("buffer",),
-    }
-    pairs = [
-        (name, _expected(host, name), sum(run.memory_bytes[metric] for metric in metrics))
-        for name, metrics in processes.items()
-        if all(metric in run.memory_bytes for metric in metrics)
-    ]
-    return [*pairs, ("Generators", _expected(host, "Generator"), generators)]
+def compare_memory(shape: ModelShape, run: MeasuredRun, prompt_tokens: int) -> list[tuple[str, float, float]]:
+    """(process, expected, measured bytes) of every process that the run's metrics have; Generators together."""
+    measured: dict[str, float] = {}
+    for metric, value in run.memory_bytes.items():
+        process = PROCESSES[metric.partition("-")[0]]
+        measured[process] = measured.get(process, 0.0) + value
+    host = host_budget(shape, run.config, prompt_tokens, None)
+    return [(process, _expected(host, process), value) for process, value in measured.items()]
 
 
 def _expected(host: Budget, process: str) -> float:
-    names = ((item, item.name.partition(":")[0].lstrip("0123456789 ")) for item in host.items)
-    return sum(item.num_bytes for item, name in names if name.removesuffix("s") == process)
+    return sum(item.num_bytes for item in host.items if item.process == process)
 
 
 # ---- the end ----
