@@ -16,7 +16,11 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--question-field", metavar="NAME", help="of the file; default: as in GSM8K or MATH")
     asked.add_argument("--answer-field", metavar="NAME")
     asked.add_argument("--prompt", metavar="NAME|FILE", help="r1_zero, question_only, chat, or a template")
-    asked.add_argument("--reward", metavar="NAME", help="default: the one that reads what the prompt asks for")
+    asked.add_argument(
+        "--reward",
+        metavar="NAME",
+        help="default: the task's; with a named --prompt, mathematics takes the one that reads it",
+    )
     asked.add_argument("--limit", type=positive, metavar="N", help="the first N prompts only")
     sampling = parser.add_argument_group("how it is sampled")
     sampling.add_argument("--checkpoint", metavar="NAME", help="of a run: last, best, all, initial or its name")

@@ -59,12 +59,11 @@ class TaskData:
         return ExampleSets(train, validation)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What the actors and the controller start from."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedServing:
+    """What Generators and the Scorer start from, and the prompts that they are evaluated on."""
 
     model_path: str
-    ledger: PromptLedger
     validation: Sequence[PromptItem]
     end_token_ids: tuple[int, ...]
     longest_prompt: int  # tokens
@@ -72,8 +71,18 @@ class Prepared:
     notices: tuple[str, ...] = ()  # the task's, complete now that the tokenizer is here
 
 
-def check_files(config: Config) -> TaskData:
+@dataclass(frozen=True, kw_only=True)
+class Prepared(PreparedServing):
+    """What all actors and the controller of a run start from."""
+
+    ledger: PromptLedger
+
+
+def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData:
     """Read the task, and the model if it is here; seconds, and without Ray.
+
+    Args:
+        examples: the task's, where they have been read already.
 
     Raises:
         ValueError: names the field or file, what is wrong with it, and the fix.
@@ -84,7 +93,8 @@ def check_files(config: Config) -> TaskData:
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
         check_local_model(config.model.path)
-    examples = load_examples(config.task, config.run.seed)
+    if examples is None:
+        examples = load_examples(config.task, config.run.seed)
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
     task = TaskData(examples.train, examples.validation, templates, examples.notices)
     if config.model.path is None or is_local(config.model.path):
@@ -99,6 +109,19 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
         ValueError: the hub does not give the model, or it does not fit its tokenizer, or is too short for
             the prompts and `sampling.max_tokens`.
     """
+    serving, task, prompters = _prepare(config, task, progress)
+    order = make_order(config.task, Counter(example.task for example in task.train), config.run.seed)
+    return Prepared(ledger=PromptLedger(task.train, prompters, order), **vars(serving))
+
+
+def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
+    """As `prepare`, for what trains nothing: `task.train` may be empty."""
+    return _prepare(config, task, None)[0]
+
+
+def _prepare(
+    config: Config, task: TaskData, progress: WarmupProgress | None
+) -> tuple[PreparedServing, TaskData, Prompters]:
     if config.model.tiny is not None:
         from grpo_ray.policy.tiny import tiny_model_folder
 
@@ -114,16 +137,15 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
     assert longest is not None
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
     prompters = task.prompters(tokenizer)
-    order = make_order(config.task, Counter(example.task for example in task.train), config.run.seed)
-    return Prepared(
+    serving = PreparedServing(
         model_path=model_path,
-        ledger=PromptLedger(task.train, prompters, order),
         validation=make_items(task.validation, prompters),
         end_token_ids=end_token_ids(model_path, tokenizer),
         longest_prompt=longest,
         max_model_len=config.generator.max_model_len or longest + config.sampling.max_tokens,
         notices=task.notices,
     )
+    return serving, task, prompters
 
 
 def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:

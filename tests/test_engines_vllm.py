@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_settings, perturb, plain_logprobs
+from builders import make_settings, perturb, plain_logprobs, plain_rows
 from transformers import LlamaForCausalLM
 
 from grpo_ray.config import Config
@@ -36,6 +36,9 @@ SETTINGS = make_settings(num_samples=8, temperature=0.7, min_tokens=3, max_token
 LONG = make_settings(num_samples=8, temperature=0.7, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
 STOPPING = make_settings(num_samples=100, min_tokens=2, max_tokens=40, stop=("an", "7"))
 SEEDED = make_settings(num_samples=2, max_tokens=12, seed=7)
+# For evaluation alone: what they drew cannot be trained on.
+GREEDY = make_settings(temperature=0.0, max_tokens=12, end_token_ids=ENDS)
+NUCLEUS = make_settings(num_samples=200, top_p=0.2, max_tokens=1)
 
 Groups = list[tuple[Completion, ...]]
 
@@ -49,6 +52,8 @@ class Record:
     fresh: Groups  # by version 0
     again: Groups  # SEEDED, twice
     stopping: Groups
+    greedy: Groups
+    nucleus: Groups  # of the first prompt
     synced: Groups  # after two syncs with nothing in flight
     in_flight: Groups  # begun by version `old`; the next came meanwhile
     old: int
@@ -80,6 +85,7 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
         fresh = await _generate(engine, SETTINGS)
         again = [*await _generate(engine, SEEDED, 1), *await _generate(engine, SEEDED, 1)]
         stopping = await _generate(engine, STOPPING, 1)
+        greedy, nucleus = await _generate(engine, GREEDY), await _generate(engine, NUCLEUS, 1)
         for version in (1, 2):
             await _sync(engine, models[version], version)
         synced = await _generate(engine, SETTINGS)
@@ -91,7 +97,9 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
             if all(len(np.unique(c.versions)) == 2 for group in in_flight for c in group):
                 break
         refusal = await _refusal(engine, models[0])
-        return Record(models, path, fresh, again, stopping, synced, in_flight, version - 1, refusal)
+        return Record(
+            models, path, fresh, again, stopping, greedy, nucleus, synced, in_flight, version - 1, refusal
+        )
     finally:
         await engine.shutdown()
 
@@ -199,6 +207,26 @@ def test_request_seed_repeats_the_draws(record: Record) -> None:
     first, second = ([c.token_ids.tolist() for c in group] for group in record.again)
     assert first == second
     assert first[0] != first[1]
+
+
+def test_temperature_0_takes_the_likeliest_token(record: Record) -> None:
+    for prompt, (completion,) in zip(PROMPTS, record.greedy, strict=True):
+        with torch.no_grad():
+            rows = plain_rows(record.models[0], prompt, completion.token_ids.tolist())
+        assert completion.token_ids.tolist() == [int(row.argmax()) for row in rows]
+
+
+def test_top_p_draws_from_the_nucleus_alone(record: Record) -> None:
+    """The fewest likeliest tokens that have the mass."""
+    ((*completions,),) = record.nucleus
+    with torch.no_grad():
+        (row,) = plain_rows(record.models[0], PROMPTS[0], completions[0].token_ids.tolist())
+    mass, tokens = row.exp().sort(descending=True)
+    kept = tokens[: int((mass.cumsum(0) < 0.2).sum()) + 1].tolist()
+    drawn = {int(completion.token_ids[0]) for completion in completions}
+    assert len(drawn) > 1
+    assert drawn <= set(kept)
+    assert len(kept) < 100
 
 
 def test_snapshot_without_a_tensor_is_refused(record: Record) -> None:

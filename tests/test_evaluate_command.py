@@ -1,8 +1,12 @@
 """`grpo-ray evaluate` from options to files: known answers, a run's checkpoints, what is interrupted."""
 
 import asyncio
+import contextlib
+import errno
 import json
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
+from safetensors.torch import load_file, save_file
 
 from grpo_ray.cli import main
 from grpo_ray.errors import RunError
@@ -141,9 +147,24 @@ def test_the_prompts_are_shared_and_limited(tmp_path: Path, tiny_model: Model, s
         assert asyncio.run(client.actor.take_stats()).sampled_tokens > 0
 
 
-def test_one_that_is_interrupted_goes_on(
-    tmp_path: Path, tiny_model: Model, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def interrupted_after(num_prompts: int, error: BaseException) -> Iterator[None]:
+    """That many prompts are graded, then the error comes."""
+    advance, num_done = EvaluationConsole.advance, 0
+
+    def interrupt(self: EvaluationConsole, group: Any) -> None:
+        nonlocal num_done
+        num_done += 1
+        advance(self, group)
+        if num_done == num_prompts:
+            raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EvaluationConsole, "advance", interrupt)
+        yield
+
+
+def test_one_that_is_interrupted_goes_on(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
     asked: list[str] = []
 
     def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
@@ -153,19 +174,11 @@ def test_one_that_is_interrupted_goes_on(
     serve_locally(answers)
     command = "grpo-ray evaluate M"
     given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), num_samples=2, command=command)
-    advance, num_done = EvaluationConsole.advance, 0
-
-    def interrupt(self: EvaluationConsole, group: Any) -> None:
-        nonlocal num_done
-        num_done += 1
-        advance(self, group)
-        if num_done == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(EvaluationConsole, "advance", interrupt)
-        with pytest.raises(Interrupted, match="go on with: grpo-ray evaluate M"):
-            evaluate(given)
+    with (
+        interrupted_after(2, KeyboardInterrupt()),
+        pytest.raises(Interrupted, match="with: grpo-ray evaluate M"),
+    ):
+        evaluate(given)
     assert (tmp_path / "e" / "parts" / "00000.parquet").exists()
     done = {row["prompt"] for row in pq.read_table(tmp_path / "e" / "parts" / "00000.parquet").to_pylist()}
     assert len(done) >= 2
@@ -178,6 +191,57 @@ def test_one_that_is_interrupted_goes_on(
     assert asked == []
     with pytest.raises(RunError, match=r"holds another evaluation, with sampling.temperature 1.0 and not 0.5"):
         evaluate(replace(given, temperature=0.5))
+
+
+def test_a_full_disk_says_how_to_go_on(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+    serve_locally(gsm8k_answers)
+    given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), command="grpo-ray evaluate M")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        interrupted_after(2, full),
+        pytest.raises(RunError, match=r"No space left on device\n.*go on with: grpo"),
+    ):
+        evaluate(given)
+    assert read(evaluate(given))[0]["summary"]["num_examples"] == 5
+
+
+def test_other_questions_or_weights_of_the_same_name_are_not_gone_on_with(
+    tmp_path: Path, tiny_model: Model, serve_locally: Serve
+) -> None:
+    serve_locally(gsm8k_answers)
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    path, template = gsm8k_file(tmp_path), tmp_path / "mine.prompt"
+    template.write_text("Q: {question}\n")
+    given = options(model, tmp_path / "e", task=path, prompt=str(template))
+    with interrupted_after(2, OSError("full")), pytest.raises(RunError, match="full"):
+        evaluate(given)
+    rows = path.read_text()
+    path.write_text("".join(reversed(rows.splitlines(keepends=True))))
+    other_prompts = "holds another evaluation, with prompts '5 of sha256 .*' and not '5 of"
+    with pytest.raises(RunError, match=other_prompts):
+        evaluate(given)
+    path.write_text(rows)
+    template.write_text("Question: {question}\n")
+    with pytest.raises(RunError, match=other_prompts):
+        evaluate(given)
+    template.write_text("Q: {question}\n")
+    assert len(read(evaluate(given))[1]) == 5
+    os.utime(model / "model.safetensors", (1, 1))
+    with pytest.raises(RunError, match=r"holds another evaluation, with weights\.model"):
+        evaluate(given)
+
+
+def test_rows_after_the_limit_are_not_read(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+    serve_locally(gsm8k_answers)
+    path = gsm8k_file(tmp_path)
+    with path.open("a") as file:
+        file.write(json.dumps({"question": "word " * 5000, "answer": "#### 1"}) + "\nno JSON\n")
+    given = options(tiny_model(), tmp_path / "e", task=path, limit=5)
+    assert len(read(evaluate(given))[1]) == 5
+    with pytest.raises(RunError, match="line 7: not valid JSON"):
+        evaluate(options(tiny_model(), tmp_path / "all", task=path))
+    with pytest.raises(RunError, match="line 6\\) do not fit the model's positions"):
+        evaluate(options(tiny_model(), tmp_path / "six", task=path, limit=6))
 
 
 def test_a_generator_that_dies_costs_nothing(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
@@ -268,6 +332,28 @@ def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -
     assert (curve / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_checkpoint_that_cannot_be_used_is_passed_over(
+    run: RunDirectory, tmp_path: Path, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_locally()
+    weights = run.checkpoints / "step-000004" / "model.safetensors"
+    tensors = load_file(weights)
+    next(iter(tensors.values()))[:] = torch.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    curve = evaluate(options(run.path, tmp_path / "curve", checkpoint="all"))
+    assert [line.split(",")[0] for line in (curve / "curve.csv").read_text().splitlines()] == [
+        "step", "0", "2", "6", "8",
+    ]  # fmt: skip
+    assert "step-000004 is passed over: model.path: " in " ".join(capsys.readouterr().out.split())
+    alone = evaluate(options(run.path, tmp_path / "e", checkpoint="step-000006"))
+    assert read(alone)[1] == read(curve / "step-000006")[1]
+    before = read(curve / "step-000006")[1]
+    shutil.rmtree(curve / "step-000006")
+    evaluate(options(run.path, curve, checkpoint="all"))  # goes on with what lacks
+    assert read(curve / "step-000006")[1] == before
+    assert not (curve / "step-000004").exists()
+
+
 def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
     serve_locally()
 
@@ -296,6 +382,7 @@ def test_the_command_line(
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "no GPU here" in printed
+    assert "temperature 1, 0 to 16 tokens, up to '</answer>', 1 x torch on CPU" in printed
     assert "accuracy" in printed
     assert "0.4000" in printed  # of ten answers 11, 10, 01, 00 and -- are right
     (tmp_path / "mine").mkdir()

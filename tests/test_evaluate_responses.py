@@ -1,19 +1,23 @@
 """The responses' file: written in parts, interrupted, gone on with, and read as numbers again."""
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import make_completion, make_group, make_item
 
 from grpo_ray.evaluation.responses import (
     EXAMPLES_PER_PART,
+    SCHEMA,
     ResponseFiles,
     read_outcomes,
     rows_of,
     sample_rows,
+    table_outcomes,
 )
 from grpo_ray.evaluation.summary import Category, summarise
 from grpo_ray.evaluation.validation_files import outcomes_of
@@ -114,6 +118,18 @@ def test_the_file_gives_the_same_summary_as_the_groups(tmp_path: Path) -> None:
     assert summary.pass_at_k == pytest.approx({"1": 0.25, "2": 0.5, "4": 1.0})
     assert (summary.mean_response_tokens, summary.median_response_tokens) == (2.5, 2.5)
     assert (summary.max_response_tokens, summary.truncated_frac) == (4, 0.25)
+
+
+def test_a_long_error_costs_memory_once(tmp_path: Path) -> None:
+    rows = [row for example_id in range(500) for row in rows_of(graded(example_id))]
+    rows[3]["error"] = "x" * 20_000
+    table = pa.Table.from_pylist(rows, SCHEMA)
+    tracemalloc.start()
+    outcomes = table_outcomes(table)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 2_000_000  # every error as long as that one: 160 MB
+    assert outcomes.is_error.tolist() == [[False, False, False, True]] * 500
 
 
 def test_sampled_rows_are_of_the_category_and_reproducible(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_ray.config import Config
 from grpo_ray.config_loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.evaluation.plan import EvaluationOptions, make_plan
 from grpo_ray.evaluation.subject import Weights, find_subject
-from grpo_ray.evaluation.task_choice import TaskChoice, choose_task
+from grpo_ray.evaluation.task_choice import ALL_ROWS, TaskChoice, choose_task
+from grpo_ray.tasks import load_examples, load_validation
 
 CONFIG = "model: {tiny: {}}\ntask: {kind: sorting}\ngenerator: {colocated: true, num_gpus: 1}\n" + (
     "learner: {num_gpus: 1}\nweight_sync: {max_lag: 0, transport: ipc}\n"
@@ -48,6 +50,7 @@ def test_the_three_kinds_of_target(tmp_path: Path, tiny_model: Callable[..., Pat
     assert checkpoint.data["task"] == {"kind": "sorting"}  # the run's, not a bare model's
     model = find_subject(str(tiny_model()))
     assert model.data["model"]["path"] == str(tiny_model())
+    assert model.data["sampling"] == {"min_tokens": 0}  # rollouts have 4; a run's configuration is its own
     assert find_subject("Qwen/Qwen2.5-Math-1.5B").data["model"]["path"] == "Qwen/Qwen2.5-Math-1.5B"
 
 
@@ -78,9 +81,25 @@ def test_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     assert "step-000008 is passed over, because it is damaged" in notices[0]
 
 
+def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
+    """Of a run with a checkpoint every 20 steps (the default)."""
+    kept = str(write_run(tmp_path / "kept", {20: 0.1, 40: 0.2, 47: 0.2}))
+    assert find_subject(kept, "all").notices == ()
+    pruned = str(write_run(tmp_path / "pruned", {80: 0.1, 87: 0.2}))
+    assert find_subject(pruned, "last").notices == ()
+    (notice,) = find_subject(pruned, "all").notices
+    assert notice == ("the run kept 2 of its 5 checkpoints; train with checkpoint.keep=5 for a curve of all")
+
+
 @pytest.mark.parametrize(
     ("target", "checkpoint", "message"),
     [
+        (
+            "runs/quick-2026",
+            None,
+            "runs/quick-2026: no such run or model folder in runs; did you mean runs/quick-2025",
+        ),
+        ("run/checkpoints/step-000003", None, "no such run or model folder in run/checkpoints"),
         ("nowhere", None, "nothing to evaluate; give a configuration"),
         ("no/such/folder", None, "nothing to evaluate"),
         ("empty", None, "nothing to evaluate"),
@@ -96,6 +115,7 @@ def test_what_is_none_of_them_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "runs" / "quick-2025").mkdir(parents=True)
     (tmp_path / "job.yaml").write_text(CONFIG)
     write_run(tmp_path / "run", {2: 0.1})
     write_run(tmp_path / "fresh", {})
@@ -139,6 +159,10 @@ def test_files_are_recognised(tmp_path: Path, suffix: str) -> None:
     files = {
         "gsm8k": ({"question": "1+1?", "answer": "2 it is\n#### 2"}, {"kind": "gsm8k"}),
         "math": ({"problem": "1+1?", "level": 1, "solution": r"\boxed{2}"}, {"kind": "math"}),
+        "keywords": (
+            {"prompt": "Write", "answer": "A tree.", "keywords": ["tree"]},
+            {"kind": "keywords", "num_validation_prompts": ALL_ROWS},
+        ),
         "plain": ({"question": "1+1?", "answer": "2"}, {"kind": "file", "question_field": "question"}),
         "aime": ({"problem": "1+1?", "answer": 2}, {"kind": "file", "question_field": "problem"}),
     }
@@ -156,6 +180,29 @@ def test_a_kind_keeps_the_configurations_own() -> None:
     assert task_of(TaskChoice(task="arithmetic", limit=5), task) == {
         "kind": "arithmetic", "num_validation_prompts": 5,
     }  # fmt: skip
+
+
+def test_a_kind_that_is_the_configurations_own_asks_all_rows_of_its_files() -> None:
+    own = {
+        "kind": "math",
+        "validation_path": "mine.jsonl",
+        "train_path": "t.jsonl",
+        "num_validation_prompts": 9,
+    }
+    assert task_of(TaskChoice(task="math"), own) == {**own, "num_validation_prompts": ALL_ROWS}
+    assert task_of(TaskChoice(), own) == own
+    assert task_of(TaskChoice(task="math", limit=500), own)["num_validation_prompts"] == 500
+    generated = {"kind": "keywords", "num_validation_prompts": 9}
+    assert task_of(TaskChoice(task="keywords"), generated) == generated
+
+
+def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
+    row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
+    path = write_rows(tmp_path / "v.jsonl", **row)
+    task = make_plan(EvaluationOptions("owner/name", TaskChoice(task=path))).config.task
+    assert task.rewards == {"": "keyword_inclusion"}
+    (example,) = load_validation(task, 0).validation
+    assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
 
 
 def test_nothing_but_the_validation_set_of_another_task_is_read() -> None:
@@ -188,6 +235,13 @@ def test_the_reward_reads_what_the_prompt_asks_for(
         (TaskChoice(), "--task: a model alone has no questions"),
         (TaskChoice(task="gsm9k"), r"'gsm9k' is no kind of task \(sorting, "),
         (TaskChoice(task="mixture"), "--task mixture: name the file"),
+        (
+            TaskChoice(task="data/test.json"),
+            "'data/test.json' is no .jsonl or .parquet file; convert or rename",
+        ),
+        (TaskChoice(task="x.JSONL"), "is no .jsonl or .parquet file"),
+        (TaskChoice(task="far/x.csv", answer_field="b"), "is no .jsonl or .parquet file"),
+        (TaskChoice(task="./squad"), "is no .jsonl or .parquet file; .* correct the path"),
         (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is none"),
         (TaskChoice(question_field="a"), "they are of a file; give it by --task"),
     ],
@@ -195,6 +249,17 @@ def test_the_reward_reads_what_the_prompt_asks_for(
 def test_choices_that_contradict_themselves(choice: TaskChoice, message: str) -> None:
     with pytest.raises(RunError, match=message):
         task_of(choice)
+
+
+@pytest.mark.parametrize("option", ["prompt", "reward"])
+def test_a_mixture_has_no_prompt_or_reward_of_its_own(option: str) -> None:
+    mixture = {"kind": "mixture", "parts": {"easy": {"task": {"kind": "sorting"}}}}
+    with pytest.raises(RunError, match=rf"--{option}: .* task.parts.NAME.task.{option}=... for NAME easy"):
+        task_of(TaskChoice(**{option: "r1_zero"}), mixture)
+
+
+def test_a_dataset_on_the_hub_may_have_a_dot_in_its_name() -> None:
+    assert task_of(TaskChoice(task="owner/name-v1.5"))["validation_path"] == "owner/name-v1.5"
 
 
 def test_unknown_fields_are_named(tmp_path: Path) -> None:
@@ -215,3 +280,38 @@ def test_overrides_have_the_last_word_and_a_tiny_model_stays_its_own(tmp_path: P
     assert plan.config.sampling.max_tokens == 9
     assert plan.model_config.task.kind == "sorting"
     assert plan.model_config.task.num_digits == 5  # the override is of the other task
+
+
+def test_a_runs_tiny_model_is_the_one_that_it_began_with(tmp_path: Path) -> None:
+    overrides = ("task.num_validation_prompts=500", "run.seed=1", "task.prompt=question_only")
+    run = write_run(tmp_path / "run", {2: 0.1})
+    plan = make_plan(EvaluationOptions(str(run), overrides=overrides))
+    assert (plan.config.task.num_validation_prompts, plan.config.run.seed) == (500, 1)
+    assert plan.model_config == make_plan(EvaluationOptions(str(run))).model_config
+    (tmp_path / "job.yaml").write_text(CONFIG)  # it has begun nothing: the model is the one that is described
+    plan = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"), overrides=overrides))
+    assert (plan.model_config.task.num_validation_prompts, plan.model_config.run.seed) == (500, 1)
+
+
+@pytest.mark.parametrize("kind", ["sorting", "arithmetic", "keywords", "gsm8k", "file"])
+def test_validation_alone_is_what_a_run_validates_with(tmp_path: Path, kind: str) -> None:
+    part: dict[str, Any] = {"kind": kind, "num_validation_prompts": 8}
+    if kind in ("gsm8k", "file"):
+        for name, questions in (("train", range(20, 30)), ("validation", [0, 1, 2, 2, 3, 4, 5, 6, 7, 8])):
+            rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in questions]
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            part[f"{name}_path"] = str(tmp_path / f"{name}.jsonl")
+    mixture = {"kind": "mixture", "parts": {"one": {"task": part}, "two": {"task": {"kind": "sorting"}}}}
+    for data in (part, mixture):
+        task = Config.model_validate({"model": {"path": "owner/name"}, "task": data}).task
+        wanted, alone = load_examples(task, seed=3).validation, load_validation(task, seed=3)
+        assert alone.validation == wanted
+        assert not alone.train
+        first = [e for name in ("", "one", "two") for e in [v for v in wanted if v.task == name][:2]]
+        assert load_validation(task, seed=3, limit=2).validation == first
+    if kind in ("gsm8k", "file"):
+        (tmp_path / "train.jsonl").unlink()
+        assert load_validation(task, seed=3).validation == wanted
+        assert load_validation(task, seed=3).notices == (
+            f"one: {tmp_path / 'validation.jsonl'}: 1 duplicate question dropped",
+        )

@@ -71,9 +71,43 @@ def test_what_a_reward_function_raises_is_counted_apart() -> None:
             raise ZeroDivisionError("no such answer")
         return get_reward_fn("question_only")(response, truth)
 
-    results = evaluate_vllm(KnownLLM(), reward_fn, list(REPLIES), SimpleNamespace(n=2), TRUTHS)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="1 of 6 responses could not be graded: ZeroDivisionError: no such"):
+        results = evaluate_vllm(KnownLLM(), reward_fn, list(REPLIES), SimpleNamespace(n=2), TRUTHS)  # type: ignore[arg-type]
     assert (results.summary.num_errors, results.summary.num_wrong_answer) == (1, 1)
-    assert results.rows[1]["error"] == "ZeroDivisionError: no such answer"
+    assert results.rows[1]["error"].startswith("ZeroDivisionError: no such answer (test_evaluate_vllm.py:")
+
+
+def test_a_result_that_is_no_reward_costs_its_response_alone(tmp_path: Path) -> None:
+    odd = {r"\boxed{3}": {"score": 1.0}, r"\boxed{5}": None, "four": {"reward": 0.2, "answer_reward": 0.2}}
+
+    def reward_fn(response: str, truth: str) -> Any:
+        return odd.get(response, 1.0)
+
+    with pytest.warns(UserWarning, match="3 of 6 responses could not be graded"):
+        results = evaluate_vllm(
+            KnownLLM(),
+            reward_fn,
+            list(REPLIES),
+            SimpleNamespace(n=2),
+            TRUTHS,
+            tmp_path / "e",  # type: ignore[arg-type]
+        )
+    assert (results.summary.num_correct, results.summary.num_errors) == (3, 3)
+    categories = [row["category"] for row in results.rows]
+    assert categories == ["correct", "not_graded", "not_graded", "not_graded", "correct", "correct"]
+    assert "reward_fn returned 0.2 as 'answer_reward'; it must be 0 or 1" in results.rows[3]["error"]
+    assert pq.read_table(tmp_path / "e" / "examples.parquet").to_pylist() == results.rows
+
+
+def test_a_call_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    class Failing(KnownLLM):
+        def generate(self, prompts: list[Any], sampling_params: Any) -> list[Any]:
+            raise MemoryError
+
+    given = (get_reward_fn("question_only"), list(REPLIES), SimpleNamespace(n=1), TRUTHS, tmp_path / "e")
+    with pytest.raises(MemoryError):
+        evaluate_vllm(Failing(), *given)  # type: ignore[arg-type]
+    assert evaluate_vllm(KnownLLM(), *given).summary.accuracy == 2 / 3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

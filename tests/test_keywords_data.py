@@ -143,11 +143,16 @@ class ScriptedEngine:
         self._tokenizer, self._script = tokenizer, script
         self.prompts: Counter[str] = Counter()
         self.settings: set[SamplingSettings] = set()
-        self.is_shut_down = False
+        self.is_started = self.is_shut_down = False
+
+    async def start(self, version: int) -> None:
+        assert version == 0
+        self.is_started = True
 
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:
+        assert self.is_started  # vLLM has no version to stamp tokens with before
         prompt = self._tokenizer.decode(prompt_token_ids)
         self.prompts[prompt] += 1
         self.settings.add(settings)

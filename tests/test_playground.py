@@ -419,11 +419,15 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_wrong_setting_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ("--deltas", "centred", "--numbers", "6", "--learning-rate", "nan", "--steps", "many", "--kl", "-1")
+    wrong = (
+        "--deltas", "centred", "--numbers", "6", "--learning-rate", "nan", "--steps", "many", "--kl", "-1",
+        "--embedding-std", "1e30",
+    )  # fmt: skip
     assert playground("sorting", *wrong, output=tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert "--deltas centred is not valid; allowed: rewards, centered, normalized or max" in error
     assert "--numbers 6 is not valid; allowed: integer >= 2 and <= 5" in error
+    assert "--embedding-std 1e30 is not valid; allowed: number > 0 and <= 100" in error
     for name in ("--learning-rate nan", "--steps many", "--kl -1"):
         assert f"{name} is not valid; allowed: " in error
     assert not (tmp_path / "out").exists()

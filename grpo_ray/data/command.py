@@ -124,6 +124,7 @@ async def _write_all(
         loop.add_signal_handler(number, task.cancel)
     room = asyncio.Semaphore(AT_ONCE)
     try:
+        await writer.start()
         with Progress(disable=not sys.stdout.isatty()) as progress:
             bar = progress.add_task("prompts", total=len(left))
 

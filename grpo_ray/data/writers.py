@@ -1,5 +1,6 @@
 """Who writes the answers of a keyword dataset: the templates of a small grammar, or a model."""
 
+import os
 import random
 from typing import Protocol
 
@@ -19,6 +20,9 @@ from grpo_ray.types import SamplingSettings
 
 
 class AnswerWriter(Protocol):
+    async def start(self) -> None:
+        """Make ready; before anything is written."""
+
     async def write(self, keywords: Keywords) -> str:
         """One attempt at an answer, which need not be a good one; empty if there is none."""
 
@@ -31,6 +35,8 @@ class TemplateWriter:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
+    async def start(self) -> None: ...
+
     async def write(self, keywords: Keywords) -> str:
         return sentence(random.Random(f"{self._seed}/{keywords}"), keywords)
 
@@ -42,6 +48,9 @@ class ModelWriter:
 
     def __init__(self, engine: Engine, prompter: Prompter, settings: SamplingSettings) -> None:
         self._engine, self._prompter, self._settings = engine, prompter, settings
+
+    async def start(self) -> None:
+        await self._engine.start(version=0)
 
     async def write(self, keywords: Keywords) -> str:
         item = self._prompter.item(0, make_example(keywords))
@@ -85,6 +94,7 @@ def start_model(config: Config, data: TaskData) -> ModelWriter:
     Raises:
         ValueError: the hub does not give the model, or it does not fit its tokenizer.
     """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # on a terminal its log would bury ours
     prepared, sampling = prepare(config, data), config.sampling
     prompter = Prompter(data.templates[""], load_tokenizer(prepared.model_path))
     settings = SamplingSettings(

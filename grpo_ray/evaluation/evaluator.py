@@ -68,10 +68,10 @@ class Evaluator:
         """Bring the weights in a folder to every Generator; a Generator that fails is replaced.
 
         Raises:
-            ValueError: as `load_policy`.
+            ValueError: they cannot be used; the Generators keep those they have.
         """
+        snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded + 1)
         self._num_loaded += 1
-        snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded)
         boxed = [self._actors.put(snapshot)]
         report = await self._actors.weight_sync.publish(self._num_loaded, boxed)
         for name, error in report.failed.items():
@@ -110,7 +110,10 @@ class Evaluator:
 
 def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
     model = config.model
-    policy = load_policy(path, model.trust_remote_code, model.implementation)
+    try:
+        policy = load_policy(path, model.trust_remote_code, model.implementation)
+    except OSError as error:  # a run that still trains may have deleted it
+        raise ValueError(f"{path} cannot be read: {error}") from error
     return pack_weights(policy.named_parameters(), version, getattr(torch, model.dtype))
 
 

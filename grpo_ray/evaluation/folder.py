@@ -27,6 +27,9 @@ from grpo_ray.telemetry.json_lines import to_json
 def check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     """Refuse a folder that is not free for this evaluation, nor holds an earlier start of it.
 
+    Args:
+        asked: as much as is known by now; the rest of what the folder holds is not compared.
+
     Raises:
         RunError: says what it holds.
     """
@@ -46,7 +49,8 @@ def claim(folder: Path, asked: Mapping[str, Any]) -> None:
 
 def _check_same(path: Path, asked: Mapping[str, Any]) -> None:
     try:
-        before = leaves(json.loads(path.read_text(encoding="utf-8")))
+        before = json.loads(path.read_text(encoding="utf-8"))
+        before = leaves({key: value for key, value in before.items() if key in asked})
     except (ValueError, AttributeError) as error:
         raise RunError(f"{path} is not readable ({error}); give another --output") from error
     now = leaves(json.loads(json.dumps(asked)))

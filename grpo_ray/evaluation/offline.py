@@ -1,5 +1,6 @@
 """`evaluate_vllm`: a zero-shot baseline in one call, on a `vllm.LLM` of one's own, without Ray."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from grpo_ray.evaluation.folder import write_results
 from grpo_ray.evaluation.responses import SCHEMA, Row, make_row, table_outcomes
 from grpo_ray.evaluation.summary import EvaluationSummary, summarise
 from grpo_ray.rewards.base import RewardFn, verdict
+from grpo_ray.rewards.user_function import as_reward_fn
+from grpo_ray.rewards.worker import describe
 from grpo_ray.types import PromptItem
 
 if TYPE_CHECKING:
@@ -36,8 +39,9 @@ def evaluate_vllm(
 ) -> EvaluationResults:
     """Sample `eval_sampling_params.n` responses a prompt, grade them, and add them up.
 
-    The reward function is called here, without a limit on its time; what it raises is an error of that
-    response, and counts as not right. `grpo-ray evaluate` grades in processes that can be killed.
+    The reward function is called here, without a limit on its time; where it raises, or returns no reward,
+    that response has an error, and counts as not right. `grpo-ray evaluate` grades in processes that can be
+    killed.
 
     Args:
         prompts: texts with their template, or `PromptItem`s, which bring their ground truths.
@@ -49,21 +53,25 @@ def evaluate_vllm(
         FileExistsError: `output` is there already.
     """
     items = _items(prompts, ground_truths)
-    if output is not None:
-        Path(output).mkdir(parents=True)
+    if output is not None and Path(output).exists():
+        raise FileExistsError(f"output: {output} is there already; give another folder, or move it away")
+    grade = as_reward_fn(reward_fn, getattr(reward_fn, "__name__", repr(reward_fn)))
     inputs: Any = [
         {"prompt_token_ids": list(item.prompt_token_ids)} if item.prompt_token_ids else item.prompt
         for item in items
     ]
     outputs = vllm_model.generate(inputs, eval_sampling_params)
     rows = [
-        _graded(item, sample, response, reward_fn)
+        _graded(item, sample, response, grade)
         for item, answered in zip(items, outputs, strict=True)
         for sample, response in enumerate(answered.outputs)
     ]
+    if errors := [row["error"] for row in rows if row["error"]]:
+        warnings.warn(f"{len(errors)} of {len(rows)} responses could not be graded: {errors[0]}", stacklevel=2)
     table = pa.Table.from_pylist(rows, SCHEMA)
     if output is None:
         return EvaluationResults(summarise(table_outcomes(table)), rows)
+    Path(output).mkdir(parents=True)  # now: a call that fails leaves nothing in the way of the next
     examples = Path(output) / "examples.parquet"
     pq.write_table(table, examples, compression="zstd")
     facts = {"sampling": repr(eval_sampling_params)}
@@ -92,6 +100,6 @@ def _graded(item: PromptItem, sample: int, response: Any, reward_fn: RewardFn) -
         rewards, error = reward_fn(response.text, item.ground_truth), ""
     except Exception as failure:  # the user's function may raise whatever it likes
         rewards = verdict(has_format=False, is_right=False)
-        error = f"{type(failure).__name__}: {failure}"
+        error = describe(failure)
     num_tokens, reason = len(response.token_ids), response.finish_reason
     return make_row(item, sample, response.text, num_tokens, reason, rewards, error)

@@ -1,7 +1,10 @@
 """Everything an evaluation is, before anything of it is started."""
 
+import hashlib
+import json
 import shlex
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.evaluation.subject import Subject, Weights, find_subject
 from grpo_ray.evaluation.task_choice import TaskChoice, choose_task
 from grpo_ray.telemetry.run_files import step_name
+from grpo_ray.types import PromptItem
 
 NO_CHOICE = TaskChoice()
 
@@ -48,17 +52,33 @@ class Plan:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What makes an evaluation the same as another."""
+        """What makes an evaluation the same as another, but for the prompts themselves."""
         config = self.config.model_dump(mode="json", include={"model", "task", "sampling"})
         config["sampling"] |= {
             "num_samples": self.num_samples, "temperature": self.temperature, "top_p": self.top_p,
         }  # fmt: skip
-        weights = [str(weights.folder or "model") for weights in self.subject.weights]
+        weights = {str(w.folder or "model"): self._files_digest(w) for w in self.subject.weights}
         return {**config, "weights": weights, "seed": self.config.run.seed, "limit": self.limit}
+
+    def _files_digest(self, weights: Weights) -> str:
+        """Another when other weights were written into the folder; a model built here has none yet."""
+        path = weights.folder or self.config.model.path
+        files = sorted(Path(path).glob("*.safetensors")) if path is not None else []
+        return _digest(repr((file.name, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
 
     def folder_of(self, weights: Weights) -> Path:
         """Where the results of these weights go: of several, each has a folder of its own."""
         return self.folder if len(self.subject.weights) == 1 else self.folder / step_name(weights.step)
+
+
+def asked_of(plan: Plan, items: Sequence[PromptItem]) -> dict[str, Any]:
+    """`plan.asked` with the prompts and ground truths, whose files may change while their names do not."""
+    digest = _digest(json.dumps([item.task, item.prompt, item.ground_truth]) for item in items)
+    return {**plan.asked, "prompts": f"{len(items)} of sha256 {digest}"}
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def make_plan(options: EvaluationOptions) -> Plan:
@@ -72,9 +92,7 @@ def make_plan(options: EvaluationOptions) -> Plan:
     config = make_config(data, overrides, subject.source)
     model_config = config
     if config.model.tiny is not None:
-        is_replaced = options.choice.task is not None
-        kept = [o for o in options.overrides if not (is_replaced and o.startswith("task."))]
-        model_config = make_config(subject.data, kept, subject.source)
+        model_config = make_config(subject.data, _of_model(subject, options), subject.source)
     sampling = config.sampling
     temperature = sampling.temperature if options.temperature is None else options.temperature
     num_samples = options.num_samples or config.evaluation.samples_per_prompt
@@ -93,6 +111,14 @@ def make_plan(options: EvaluationOptions) -> Plan:
         Path(folder),
         options.command if options.output else f"{options.command} --output {shlex.quote(folder)}",
     )
+
+
+def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:
+    """The overrides that a tiny model is built with: none of a run, which began with what it began with."""
+    if subject.is_run:
+        return []
+    is_replaced = options.choice.task is not None
+    return [o for o in options.overrides if not (is_replaced and o.startswith("task."))]
 
 
 def _serving(config: Config) -> Config:

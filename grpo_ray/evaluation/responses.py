@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_ray.durable import replacing
@@ -158,18 +159,22 @@ def read_outcomes(path: Path) -> Outcomes:
 
 def table_outcomes(table: pa.Table) -> Outcomes:
     """Rows in the order of examples, then samples; every example has as many samples."""
-    num_samples = 1 + max(table["sample"].to_pylist())
+    num_samples = 1 + pc.max(table["sample"]).as_py()
+
+    def by_prompt(values: pa.ChunkedArray) -> np.ndarray:
+        return values.to_numpy().reshape(-1, num_samples)
 
     def column(name: str) -> np.ndarray:
-        return np.array(table[name].to_pylist()).reshape(-1, num_samples)
+        return by_prompt(table[name])
 
+    # Texts are compared in Arrow: in numpy every one would take as much memory as the longest.
     return Outcomes(
         rewards=column("reward"),
         format_rewards=column("format_reward"),
         answer_rewards=column("answer_reward"),
-        is_error=column("error") != "",
+        is_error=by_prompt(pc.not_equal(table["error"], "")),
         num_tokens=column("num_tokens"),
-        is_truncated=column("finish_reason") == "length",
+        is_truncated=by_prompt(pc.equal(table["finish_reason"], "length")),
         tasks=column("task")[:, 0],
     )
 

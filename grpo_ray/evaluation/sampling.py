@@ -13,7 +13,7 @@ from grpo_ray.evaluation.folder import write_results
 from grpo_ray.evaluation.plan import Plan
 from grpo_ray.evaluation.responses import ResponseFiles
 from grpo_ray.evaluation.subject import Weights
-from grpo_ray.preflight import Prepared
+from grpo_ray.preflight import PreparedServing
 from grpo_ray.rollouts import training_settings
 from grpo_ray.run_log import RunLog
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -21,10 +21,12 @@ from grpo_ray.types import ScoredGroup
 
 
 async def sample(
-    plan: Plan, config: Config, left: Sequence[Weights], prepared: Prepared, actors: Any,
+    plan: Plan, config: Config, left: Sequence[Weights], prepared: PreparedServing, actors: Any,
     console: EvaluationConsole,
 ) -> None:  # fmt: skip
-    """Those that are left, one after another; the actors have the first one's weights.
+    """Those that are left, one after another; the actors begin with the plan's first weights.
+
+    Others that cannot be loaded are passed over.
 
     Raises:
         RunError: what ended it; the responses so far are on the disk.
@@ -38,16 +40,20 @@ async def sample(
     evaluator = Evaluator(config, settings, actors, RunLog(RunDirectory(plan.folder), console))
 
     async def work() -> None:
-        for number, weights in enumerate(left):
-            if number:
-                await evaluator.load(str(weights.folder))
+        for weights in left:
+            if weights != plan.subject.weights[0]:
+                try:
+                    await evaluator.load(str(weights.folder))
+                except ValueError as error:
+                    console.trouble(f"{weights.folder} is passed over: {error}")
+                    continue
             await _sample_one(plan, weights, prepared, evaluator, console)
 
     await evaluator.run(work)
 
 
 async def _sample_one(
-    plan: Plan, weights: Weights, prepared: Prepared, evaluator: Evaluator, console: EvaluationConsole
+    plan: Plan, weights: Weights, prepared: PreparedServing, evaluator: Evaluator, console: EvaluationConsole
 ) -> None:
     folder, items = plan.folder_of(weights), prepared.validation
     folder.mkdir(exist_ok=True)

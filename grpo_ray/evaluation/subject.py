@@ -1,5 +1,6 @@
 """What is evaluated: the model of a configuration, a run's checkpoints, or any model."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 
 from grpo_ray.checkpoint import Checkpoint, read_checkpoint
-from grpo_ray.config_loading import read_config
+from grpo_ray.config_loading import make_config, read_config
+from grpo_ray.config_schema import nearest_name
 from grpo_ray.errors import RunError
 from grpo_ray.policy.loading import is_local
 from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
@@ -37,6 +39,7 @@ class Subject:
     data: dict[str, Any]
     weights: tuple[Weights, ...]
     notices: tuple[str, ...] = ()
+    is_run: bool = False
 
 
 def find_subject(target: str, checkpoint: str | None = None) -> Subject:
@@ -58,6 +61,10 @@ def find_subject(target: str, checkpoint: str | None = None) -> Subject:
     if (path.parent.parent / "config.yaml").is_file() and path.parent.name == "checkpoints" and path.is_dir():
         _refuse_checkpoint(target, "a checkpoint", checkpoint)
         return _run_subject(RunDirectory(path.parent.parent), path.name)
+    if "/" in target and not path.exists() and path.parent.is_dir():  # else it would be looked for on the hub
+        nearest = nearest_name(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+        hint = f"; did you mean {path.parent / nearest}?" if nearest else ""
+        raise RunError(f"{target}: no such run or model folder in {path.parent}{hint}")
     if (path / "config.json").is_file() or not is_local(target):
         _refuse_checkpoint(target, "a model", checkpoint)
         return _model_subject(str(path) if path.exists() else target)
@@ -73,8 +80,11 @@ def _refuse_checkpoint(target: str, what: str, checkpoint: str | None) -> None:
 
 
 def _model_subject(target: str) -> Subject:
-    """With the defaults of the configuration, but for a machine without a GPU."""
-    data: dict[str, Any] = {"model": {"path": target}}
+    """With the defaults of the configuration, but for a machine without a GPU.
+
+    And but for `min_tokens`, which is for training: a model may end its response where it likes.
+    """
+    data: dict[str, Any] = {"model": {"path": target}, "sampling": {"min_tokens": 0}}
     notices: tuple[str, ...] = ()
     if not torch.cuda.is_available():
         data["model"]["dtype"] = "float32"
@@ -87,7 +97,22 @@ def _run_subject(run: RunDirectory, choice: str) -> Subject:
     checkpoints, damaged = _checkpoints(run)
     data = read_config(run.config_path)
     chosen = _choose(run, checkpoints, choice)
-    return Subject(run.path.resolve().name, str(run.config_path), data, tuple(chosen), tuple(damaged))
+    notices = list(damaged)
+    if choice == "all":
+        notices += _missing(run, data, len(checkpoints) + len(damaged), chosen[-1].step)
+    return Subject(run.path.resolve().name, str(run.config_path), data, tuple(chosen), tuple(notices), True)
+
+
+def _missing(run: RunDirectory, data: dict[str, Any], num_kept: int, last_step: int) -> list[str]:
+    """A line on the checkpoints that a curve lacks, because the run deleted them."""
+    every_num_steps = make_config(data, (), run.config_path).checkpoint.every_num_steps
+    num_made = math.ceil(last_step / every_num_steps)  # the last one may be between two
+    if num_kept >= num_made:
+        return []
+    return [
+        f"the run kept {num_kept} of its {num_made} checkpoints; train with checkpoint.keep={num_made} for a "
+        "curve of all"
+    ]
 
 
 def _checkpoints(run: RunDirectory) -> tuple[list[Checkpoint], list[str]]:

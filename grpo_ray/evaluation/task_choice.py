@@ -11,8 +11,20 @@ from grpo_ray.config_section import Section
 from grpo_ray.config_task import ExamplesTaskConfig
 from grpo_ray.errors import RunError
 from grpo_ray.tasks.files import rows_of
+from grpo_ray.tasks.keyword_pairs import FIELDS as PAIR_FIELDS
 
 ALL_ROWS = 2**31
+FILE_SUFFIXES = (".jsonl", ".parquet")
+OTHER_SUFFIXES = (
+    ".json",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".arrow",
+    ".gz",
+    ".zst",
+    ".zip",
+)  # no dataset has such a name
 # What the mathematics rewards read is what these prompts ask for.
 REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
 
@@ -44,16 +56,35 @@ def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:
     if not isinstance(task, Mapping):
         raise RunError("--task: a model alone has no questions; give a kind of task or a file")
     task = dict(task)
+    _refuse_for_mixture(task, choice)
     if choice.prompt is not None:
         task["prompt"] = choice.prompt
     if choice.reward is not None:
         task["reward"] = choice.reward
     elif choice.prompt in REWARD_OF_PROMPT and _reward(task) in REWARD_OF_PROMPT.values():
         task["reward"] = REWARD_OF_PROMPT[choice.prompt]
-    section = _kinds().get(task.get("kind", ""))
-    if choice.limit is not None and section is not None and issubclass(section, ExamplesTaskConfig):
+    if choice.limit is not None and _is_of_files(task):
         task["num_validation_prompts"] = choice.limit
     return {**data, "task": task}
+
+
+def _refuse_for_mixture(task: Mapping[str, Any], choice: TaskChoice) -> None:
+    given = [name for name in ("prompt", "reward") if getattr(choice, name) is not None]
+    if task.get("kind") == "mixture" and given:
+        parts = task.get("parts")
+        names = " or ".join(map(str, parts)) if isinstance(parts, Mapping) and parts else "NAME"
+        raise RunError(
+            f"--{given[0]}: the parts of a mixture have their own; set task.parts.NAME.task.{given[0]}=... "
+            f"for NAME {names}"
+        )
+
+
+def _is_of_files(task: Mapping[str, Any]) -> bool:
+    """Whether its validation prompts are rows of a file, and not generated."""
+    section = _kinds().get(task.get("kind", ""))
+    if section is None or "validation_path" not in section.model_fields:
+        return False
+    return issubclass(section, ExamplesTaskConfig) or task.get("validation_path") is not None
 
 
 def _kinds() -> dict[str, type[Section]]:
@@ -76,7 +107,7 @@ def _replaced(task: Any, choice: TaskChoice) -> dict[str, Any]:
     if choice.question_field or choice.answer_field:
         raise RunError(f"--question-field, --answer-field: they are of a file, and --task {name} is none")
     if isinstance(task, Mapping) and task.get("kind") == name:
-        return dict(task)
+        return {**task, "num_validation_prompts": ALL_ROWS} if _is_of_files(task) else dict(task)
     if name in ("file", "mixture"):
         raise RunError(f"--task {name}: name the file, such as --task questions.jsonl, or give a configuration")
     if not issubclass(section, ExamplesTaskConfig):
@@ -87,17 +118,30 @@ def _replaced(task: Any, choice: TaskChoice) -> dict[str, Any]:
 
 def _of_file(path: str, choice: TaskChoice) -> dict[str, Any]:
     """Rows of a file here, or of a dataset on the hub, with the fields that were named or that are known."""
+    _refuse_other_files(path)
     if choice.question_field or choice.answer_field:
         names = {"question_field": choice.question_field, "answer_field": choice.answer_field}
         return {"kind": "file", **{key: name for key, name in names.items() if name}, **_one_set(path)}
-    if Path(path).suffix not in (".jsonl", ".parquet"):
-        if path.count("/") == 1 and not Path(path).exists():
-            return {"kind": "file", **_one_set(path)}
+    if Path(path).suffix not in FILE_SUFFIXES:
+        return {"kind": "file", **_one_set(path)}
+    return _recognised(Path(path))
+
+
+def _refuse_other_files(path: str) -> None:
+    """Leave .jsonl and .parquet files, and what may be a dataset on the hub."""
+    file = Path(path)
+    if file.suffix in FILE_SUFFIXES:
+        return
+    is_file_name = file.suffix.lower() in (*FILE_SUFFIXES, *OTHER_SUFFIXES) or file.exists()
+    if is_file_name or ("/" in path and file.parent.is_dir()):
+        raise RunError(
+            f"--task: {path!r} is no .jsonl or .parquet file; convert or rename it, or correct the path"
+        )
+    if path.count("/") != 1:
         raise RunError(
             f"--task: {path!r} is no kind of task ({', '.join(_kinds())}), no .jsonl or .parquet file, and no "
             "dataset on the hub (owner/name)"
         )
-    return {**_recognised(Path(path)), **_one_set(path)}
 
 
 def _one_set(path: str, split: str = "test") -> dict[str, Any]:
@@ -109,16 +153,19 @@ def _one_set(path: str, split: str = "test") -> dict[str, Any]:
 
 
 def _recognised(path: Path) -> dict[str, Any]:
-    """The kind and fields of a file whose first row looks like GSM8K's, MATH's or their relatives'."""
+    """The task of a file whose first row looks like GSM8K's, MATH's, their relatives' or the keywords'."""
     _, row = next(rows_of(path, ("every column",)), ("", {}))
     question, answer, solution = row.get("question"), str(row.get("answer")), str(row.get("solution"))
     if question is not None and "####" in answer:
-        return {"kind": "gsm8k", "subset": None}
+        return {"kind": "gsm8k", "subset": None, **_one_set(str(path))}
     if "problem" in row and r"\boxed" in solution:
-        return {"kind": "math"}
+        return {"kind": "math", **_one_set(str(path))}
+    if all(name in row for name in PAIR_FIELDS):
+        paths = {"train_path": str(path), "validation_path": str(path)}
+        return {"kind": "keywords", **paths, "num_validation_prompts": ALL_ROWS}
     for field in ("question", "problem", "prompt"):
         if field in row and "answer" in row:
-            return {"kind": "file", "question_field": field}
+            return {"kind": "file", "question_field": field, **_one_set(str(path))}
     raise RunError(
         f"{path}: its fields are {', '.join(map(str, row)) or 'none'}; say which of them hold the question and "
         "the answer by --question-field and --answer-field"

@@ -47,7 +47,7 @@ class Settings(Section):
     """responses to each prompt in a batch"""
     dim: PositiveInt = 10
     """size of an embedding"""
-    embedding_std: PositiveFloat = 1.0
+    embedding_std: Annotated[float, Field(gt=0, le=100)] = 1.0
     """spread of the first embeddings; smaller: an untrained model that is less certain"""
     learning_rate: PositiveFloat = 1e-3
     """Adam's"""
