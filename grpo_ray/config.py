@@ -99,7 +99,7 @@ class ScorerConfig(Section):
     num_workers: PositiveInt = 4
     """Processes that grade mathematics, or with a function of yours; the other rewards need none."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds one response may take to grade; past them its worker is ended, and it counts in `reward/errors`."""
+    """Seconds one response may take to grade; then its worker is ended, and it counts in `reward/errors`."""
     memory_gib: PositiveFloat = 2.0
     """Memory that one response may take to grade beside the libraries, in GiB; with more it ends likewise."""
 

@@ -188,7 +188,10 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (["model.tiny.hidden_size=130"], ["model.tiny: hidden_size (130) must be a multiple"]),
         (["model=null"], ["model: None is not valid; allowed: a mapping of path, tiny"]),
         (["task.num_digits=99"], ["task.num_digits: 99 is not valid; allowed: integer >= 2 and <= 9"]),
-        (["task.kind=sums"], ["task.kind: 'sums' is not valid; allowed: sorting, arithmetic,", "math, mixture"]),
+        (
+            ["task.kind=sums"],
+            ["task.kind: 'sums' is not valid; allowed: sorting, arithmetic,", "math, mixture"],
+        ),
         (["task={}"], ["task.kind: required, but not given; allowed: sorting, arithmetic,"]),
         (["task=5"], ["task: 5 is not valid; allowed: a mapping of kind (sorting, arithmetic,"]),
         (
