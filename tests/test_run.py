@@ -3,9 +3,9 @@
 import asyncio
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -159,13 +159,14 @@ def grpo_ray(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     ],
 )
 def test_a_mistake_is_refused_within_seconds(tmp_path, overrides, message):
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     # Without devices, as on a machine without GPUs, wherever the test runs.
     result = grpo_ray("train", QUICKSTART, f"run.output_dir={tmp_path}", *overrides, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
-    assert time.monotonic() - started < 30
+    # Seconds of computing: others may keep the machine busy.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20
     assert list(tmp_path.iterdir()) == []
 
 
