@@ -221,6 +221,8 @@ def test_keywords_of_validation_are_kept_out_of_training(tmp_path: Path) -> None
     train, validation = write_pairs(tmp_path, "a", turned, BIRD), write_pairs(tmp_path, "b", BOAT, BIRD)
     sets = load_examples(config_of(train, validation, num_validation_prompts=1), seed=0)
     assert [example.ground_truth for example in sets.train] == ["bird"]
+    warmup = warmup_pairs(config_of(train, validation, num_validation_prompts=1), seed=0, num_pairs=5)
+    assert warmup == [("Use bird.", " A bird!")]
     assert len(sets.validation) == 1
     assert sets.notices == (f"{train}: 1 prompt with keywords of {validation} kept out of training",)
     with pytest.raises(ValueError, match=r"so none is left to train on; give other"):

@@ -52,7 +52,11 @@ def test_pairs_are_verified_split_and_disjoint(tmp_path: Path, capsys: pytest.Ca
         assert set(row["keywords"]) <= set(row["answer"].lower().strip(".").split())
     assert {len(row["keywords"]) for row in train} == {1, 2, 3}
     assert len({wanted_of(row) for row in train + validation}) == 203
-    assert sorted(path.name for path in folder.iterdir()) == ["train.jsonl", "validation.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "definition.json",
+        "train.jsonl",
+        "validation.jsonl",
+    ]
     assert [path.name for path in folder.parent.iterdir()] == ["set"]
     assert f"{folder}: 162 pairs in train.jsonl, 41 in validation.jsonl" in capsys.readouterr().out
 
@@ -251,7 +255,8 @@ def test_an_interruption_loses_nothing(
     assert message in capsys.readouterr().err
     assert not (tmp_path / "set").exists()
 
-    assert refused_with_other_seed(tmp_path, options, capsys)
+    assert refused(tmp_path, (*options, "--seed", "9"), capsys)
+    assert refused(tmp_path, (*options, "--temperature", "0.3"), capsys)
     engine = scripted(good)
     assert make(tmp_path / "set", *options) == 0
     assert f"going on with {len(kept)} pairs of" in capsys.readouterr().out
@@ -265,8 +270,8 @@ def test_an_interruption_loses_nothing(
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def refused_with_other_seed(folder: Path, options: tuple[str, ...], capsys: Any) -> bool:
-    assert make(folder / "set", *options, "--seed", "9") == 2
+def refused(folder: Path, options: tuple[str, ...], capsys: Any) -> bool:
+    assert make(folder / "set", *options) == 2
     return "set.unfinished: holds pairs that were begun with other options" in capsys.readouterr().err
 
 

@@ -74,6 +74,7 @@ def test_graded_in_boxes_with_grades_of_ones_own() -> None:
         ("", "cat", 0),
         ("a.b", "a*b", 0),
         ("dog", " , dog,", 1),
+        ("Five o’clock in a cafe\u0301", "o'clock, caf\u00e9", 1),
     ],
 )
 def test_keywords(response: str, keywords: str, value: float) -> None:

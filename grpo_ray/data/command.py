@@ -99,8 +99,18 @@ def _definition(options: KeywordOptions, task: KeywordsTaskConfig) -> dict[str, 
         "keywords_sha256": hashlib.sha256("\n".join(words).encode()).hexdigest(),
         "num_keywords": list(options.num_keywords),
         "seed": options.seed,
+        **(_sampler(options, task) if options.model is not None else {}),
+    }
+
+
+def _sampler(options: KeywordOptions, task: KeywordsTaskConfig) -> dict[str, Any]:
+    template = Path(task.prompt)
+    return {
         "model": options.model,
-        "prompt": task.prompt,
+        "prompt": template.read_text(encoding="utf-8") if template.is_file() else task.prompt,
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+        "engine": options.engine,
     }
 
 

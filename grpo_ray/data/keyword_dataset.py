@@ -14,6 +14,7 @@ from grpo_ray.tasks.keyword_pairs import KeywordPair
 from grpo_ray.telemetry.json_lines import JsonLines, read_lines
 
 TRAIN_FRAC = 0.8
+DEFINITION = "definition.json"  # how the dataset was made
 FEWEST_PAIRS = 5  # of fewer, a fifth is none
 
 
@@ -31,6 +32,7 @@ class KeywordDataset:
         Raises:
             RunError: the folder is not empty, cannot be written, or was begun with another definition.
         """
+        folder = folder if folder.name else folder.resolve()  # "." has no name
         self.folder, self.unfinished = folder, folder.with_name(f"{folder.name}.unfinished")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RunError(f"{folder}: is there already, and is not overwritten; give another --output")
@@ -48,7 +50,7 @@ class KeywordDataset:
         self.pairs = {pair.keywords: pair for pair in pairs}
 
     def _keep_definition(self, definition: Mapping[str, Any]) -> None:
-        path, text = self.unfinished / "definition.json", json.dumps(definition, indent=1) + "\n"
+        path, text = self.unfinished / DEFINITION, json.dumps(definition, indent=1) + "\n"
         if path.exists() and path.read_text(encoding="utf-8") != text:
             raise RunError(
                 f"{self.unfinished}: holds pairs that were begun with other options ({path.name} has them); "
@@ -86,6 +88,7 @@ class KeywordDataset:
             partial.mkdir()
             _write(partial / "train.jsonl", pairs[:num_train])
             _write(partial / "validation.jsonl", pairs[num_train:])
+            shutil.copy(self.unfinished / DEFINITION, partial)
             sync_tree(partial)
         shutil.rmtree(self.unfinished)
         return num_train, len(pairs) - num_train

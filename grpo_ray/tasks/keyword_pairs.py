@@ -1,6 +1,6 @@
 """Prompt/answer pairs with their keywords: the files that `grpo-ray data keywords` writes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -64,8 +64,7 @@ def pair_examples(train_path: str, validation_path: str, num_validation: int) ->
         ValueError: as `read_pairs`, or nothing is left to train on.
     """
     train, validation = read_pairs(train_path), read_pairs(validation_path, num_validation)
-    evaluated = {_wanted(pair) for pair in validation}
-    kept = [pair for pair in train if _wanted(pair) not in evaluated]
+    kept = not_evaluated(train, validation)
     if not kept:
         raise ValueError(
             f"{train_path}: {validation_path} wants the keywords of every prompt too, so none is left to train "
@@ -76,6 +75,12 @@ def pair_examples(train_path: str, validation_path: str, num_validation: int) ->
         shared = counted(len(train) - len(kept), "prompt")
         notices = (f"{train_path}: {shared} with keywords of {validation_path} kept out of training",)
     return ExampleSets([pair.example for pair in kept], [pair.example for pair in validation], notices)
+
+
+def not_evaluated(train: Sequence[KeywordPair], validation: Sequence[KeywordPair]) -> list[KeywordPair]:
+    """The pairs of `train` whose keywords none of `validation` wants."""
+    evaluated = {_wanted(pair) for pair in validation}
+    return [pair for pair in train if _wanted(pair) not in evaluated]
 
 
 def _wanted(pair: KeywordPair) -> frozenset[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from grpo_ray.config_task import KeywordsTaskConfig
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.keyword_list import Keywords, draw_keywords, read_words
-from grpo_ray.tasks.keyword_pairs import pair_examples, read_pairs
+from grpo_ray.tasks.keyword_pairs import not_evaluated, pair_examples, read_pairs
 from grpo_ray.tasks.sentences import sentence
 
 
@@ -51,8 +51,10 @@ def warmup_pairs(config: KeywordsTaskConfig, seed: int, num_pairs: int) -> list[
     left for GRPO. No prompt of the task wants the same words.
     """
     rng = random.Random(f"keywords-warmup/{seed}")
-    if config.train_path is not None:
-        pairs = [(pair.prompt, f" {pair.answer}") for pair in read_pairs(config.train_path)]
+    if config.train_path is not None and config.validation_path is not None:
+        validation = read_pairs(config.validation_path, config.num_validation_prompts)
+        kept = not_evaluated(read_pairs(config.train_path), validation)
+        pairs = [(pair.prompt, f" {pair.answer}") for pair in kept]
         return rng.sample(pairs, min(num_pairs, len(pairs)))
     taken = task_keywords(config, seed)
     drawn = draw_keywords(rng, config.keywords_path, config.num_keywords, num_pairs, taken)
