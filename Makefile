@@ -10,9 +10,9 @@ READY  := $(VENV)/.ready
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
-# Two processes: the tests that start Ray or vLLM one after another, and beside them all others.
+# In two processes, each file in one of them: what a file's tests share is started once.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

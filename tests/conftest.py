@@ -19,14 +19,6 @@ from grpo_ray.tasks.sorting import warmup_pairs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several processes (`make test`) one has all that starts Ray or vLLM: it wants the machine's cores."""
-    for item in items:
-        if item.get_closest_marker("ray") or item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("clusters"))
-
-
 @pytest.fixture
 def tiny_config() -> Config:
     return Config.model_validate(
