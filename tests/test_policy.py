@@ -270,12 +270,13 @@ def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
 
 def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Path) -> None:
     """Of files it is what they hold that counts, not their names."""
-    path = tmp_path / "train.jsonl"
+    path, validation = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
+    validation.write_text('{"prompt": "Use: boat", "answer": "A boat.", "keywords": ["boat"]}\n')
 
     def folder(*answers: str) -> Path:
         rows = [{"prompt": "Use: tree", "answer": answer, "keywords": ["tree"]} for answer in answers]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        paths = {"train_path": str(path), "validation_path": str(path)}
+        paths = {"train_path": str(path), "validation_path": str(validation)}
         return tiny_model_folder(with_task(warmed, kind="keywords", **paths))
 
     first = folder("A tree stands.", "The tree falls.")
