@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -167,12 +167,8 @@ class CheckpointStore:
         _delete(discarded)
 
     def _best(self, steps: set[int]) -> set[int]:
-        """The checkpoint with the best validation reward (of equals the newest), if any was evaluated."""
-        if not self._keep_best or not self._summary_path.exists():
-            return set()
-        rewards = {row.get("step"): row.get("reward") for row in read_lines(self._summary_path)}
-        evaluated = [step for step in steps if rewards.get(step) is not None]
-        return {max(evaluated, key=lambda step: (rewards[step], step))} if evaluated else set()
+        best = best_step(steps, self._summary_path) if self._keep_best else None
+        return set() if best is None else {best}
 
     def _folders(self, prefix: str) -> Iterator[tuple[int, Path]]:
         for folder in sorted(self._folder.glob(f"{prefix}-*")):
@@ -185,6 +181,15 @@ class CheckpointStore:
 
     def _renamed(self, prefix: str, folder: Path) -> Path:
         return folder.with_name(f"{prefix}-{folder.name}")
+
+
+def best_step(steps: Iterable[int], evaluations_summary_path: Path) -> int | None:
+    """The one with the best validation reward (of equals the newest); None: none of them was evaluated."""
+    if not evaluations_summary_path.exists():
+        return None
+    rewards = {row.get("step"): row.get("reward") for row in read_lines(evaluations_summary_path)}
+    evaluated = [step for step in steps if rewards.get(step) is not None]
+    return max(evaluated, key=lambda step: (rewards[step], step), default=None)
 
 
 def make_store(config: Config, run: RunDirectory) -> CheckpointStore:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from grpo_ray.cli_arguments import add_config, add_overrides, positive
 from grpo_ray.cli_data import add_data
 from grpo_ray.cli_evaluate import add_evaluate
-from grpo_ray.cli_numbers import positive
 from grpo_ray.cli_plan import add_plan
 from grpo_ray.cli_playground import add_playground
 from grpo_ray.cli_report import add_report
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo-ray", description="GRPO for language models on Ray and vLLM.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="run a training job", description="Run a training job.")
-    _add_config_arguments(train)
+    add_config(train)
+    add_overrides(train)
     train.set_defaults(command=_train)
     resume = commands.add_parser(
         "resume",
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Go on with a run from its last checkpoint.",
     )
     resume.add_argument("run", metavar="RUN", help="the run's folder, such as runs/quickstart-20260101-120000")
-    _add_overrides(resume)
+    add_overrides(resume)
     resume.set_defaults(command=_resume)
     audit = commands.add_parser(
         "audit",
@@ -75,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         help="check a configuration and its files",
         description="Check a configuration and its files.",
     )
-    _add_config_arguments(check)
+    add_config(check)
+    add_overrides(check)
     check.set_defaults(command=_check)
     add_plan(commands.add_parser(
         "plan",
@@ -116,12 +118,13 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="print the experiments and end")
     parser.add_argument("--config", default="configs/quickstart.yaml", help="the job (default: %(default)s)")
     _add_comparison_arguments(parser, num_seeds=3)
-    _add_overrides(parser)
+    add_overrides(parser)
     parser.set_defaults(command=_experiment)
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    _add_config_arguments(parser)
+    add_config(parser)
+    add_overrides(parser)
     parser.add_argument("--name", help="the folder's name (default: from the keys)")
     _add_comparison_arguments(parser, num_seeds=1)
     parser.set_defaults(command=_sweep)
@@ -131,17 +134,6 @@ def _add_comparison_arguments(parser: argparse.ArgumentParser, num_seeds: int) -
     parser.add_argument("--seeds", type=int, default=num_seeds, help="runs a variant (default: %(default)s)")
     parser.add_argument("--output", default="experiments", help="folder for results (default: %(default)s)")
     parser.add_argument("--jobs", type=positive, help="runs at a time (default: as the machine has room for)")
-
-
-def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="changes, such as learner.learning_rate=1e-4"
-    )
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from grpo_ray.cli_numbers import above_zero, positive
+from grpo_ray.cli_arguments import above_zero, positive
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from grpo_ray.cli_numbers import fraction, non_negative, positive
+from grpo_ray.cli_arguments import add_overrides, fraction, non_negative, positive
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +29,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-p", type=fraction, metavar="P", help="nucleus sampling (default: 1)")
     sampling.add_argument("--max-tokens", type=positive, metavar="N", help="longest response")
     parser.add_argument("--output", metavar="FOLDER", help="default: evaluations/<name>-<time>")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="changes, such as generator.engine=torch"
-    )
+    add_overrides(parser, "generator.engine=torch")
     parser.set_defaults(command=_evaluate)
 
 

@@ -2,12 +2,12 @@
 
 import argparse
 
-from grpo_ray.cli_numbers import above_zero, positive
+from grpo_ray.cli_arguments import above_zero, add_config, add_overrides, positive
 from grpo_ray.planning.known_shapes import KNOWN
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+    add_config(parser)
     devices = parser.add_argument_group("devices")
     devices.add_argument(
         "--gpus", type=positive, metavar="N", help="GPUs there are (default: as many as are used)"
@@ -44,9 +44,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="response tokens, of the Learner while it trains",
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="changes, such as learner.micro_batch_tokens=4096"
-    )
+    add_overrides(parser, "learner.micro_batch_tokens=4096")
     parser.set_defaults(command=_plan)
 
 

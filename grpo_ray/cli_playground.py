@@ -2,7 +2,7 @@
 
 import argparse
 
-from grpo_ray.cli_numbers import positive
+from grpo_ray.cli_arguments import positive
 from grpo_ray.errors import RunError
 from grpo_ray.playground.settings import COMPARISONS, Settings, allowed, option
 

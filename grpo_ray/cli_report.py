@@ -2,7 +2,7 @@
 
 import argparse
 
-from grpo_ray.cli_numbers import positive
+from grpo_ray.cli_arguments import positive
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

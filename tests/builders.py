@@ -1,6 +1,8 @@
 """Messages built by hand, and the slow reference that logprobs are compared with."""
 
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,14 @@ def written(learner: Learner, folder: Path) -> Path:
     learner.capture()
     learner.write_captured(folder)
     return folder
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Writing more to any file gives EFBIG, where a full disk's is ENOSPC."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

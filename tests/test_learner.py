@@ -2,11 +2,10 @@
 
 import json
 import os
-import resource
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from builders import (
     ENDS,
     changed,
+    file_size_limit,
     flat_weights,
     gradient,
     make_batch,
@@ -544,16 +544,6 @@ def test_full_disk_is_an_oserror_and_frees_the_copies(
     assert learner._captured is None
     learner.capture()
     assert learner.write_captured(tmp_path) > 0
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ---- updates that are not finite ----

@@ -1,27 +1,15 @@
 """The Learner's state on a disk that fills up: an OSError wherever it happens, which a run rides through."""
 
 import errno
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from builders import file_size_limit
 
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.policy.training_state import capture_state, write_state
-
-
-@contextmanager
-def no_file_longer_than(num_bytes: int) -> Iterator[None]:
-    """Writing gives EFBIG, where a full disk's is ENOSPC."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("is_model_written", [False, True], ids=["model", "tokenizer"])
@@ -36,6 +24,6 @@ def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
     (tmp_path / "training").mkdir()
     if is_model_written:  # it fills up after the model's files, in tokenizer.json, which Rust writes
         monkeypatch.setattr(model, "save_pretrained", lambda *_, **__: None)
-    with no_file_longer_than(2000), pytest.raises(OSError, match="too large") as caught:
+    with file_size_limit(2000), pytest.raises(OSError, match="too large") as caught:
         write_state(state, model, tokenizer, tmp_path)
     assert caught.value.errno == errno.EFBIG

@@ -71,19 +71,14 @@ def policy_gradient_step(
         ValueError: an argument that the objective needs is missing or has another shape than it should; see
             also `compute_policy_gradient_loss`, `kl_estimate` and `aggregate_loss`.
     """
-    per_token = {
-        "response_mask": response_mask,
-        "old_log_probs": old_log_probs,
-        "weights": weights,
-        "reference_log_probs": reference_log_probs,
-        "entropy": entropy,
-    }
-    for name, tensor in per_token.items():
-        if tensor is not None and tensor.shape != policy_log_probs.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, "
-                f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
-            )
+    _check_shapes(
+        policy_log_probs,
+        response_mask=response_mask,
+        old_log_probs=old_log_probs,
+        weights=weights,
+        reference_log_probs=reference_log_probs,
+        entropy=entropy,
+    )
     mask = response_mask.bool()
     if objective.needs_old_log_probs and old_log_probs is not None:
         mask = mask & old_log_probs.isfinite()
@@ -119,6 +114,15 @@ def policy_gradient_step(
             raise ValueError(f"entropy_bonus {objective.entropy_bonus} needs entropy")
         per_token_loss = per_token_loss - objective.entropy_bonus * entropy
     return aggregate_loss(per_token_loss, mask, objective.aggregation, denominator), sums
+
+
+def _check_shapes(policy_log_probs: Tensor, **per_token: Tensor | None) -> None:
+    for name, tensor in per_token.items():
+        if tensor is not None and tensor.shape != policy_log_probs.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, "
+                f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
+            )
 
 
 def grpo_microbatch_train_step(

@@ -11,7 +11,8 @@ from grpo_ray.config_task import KeywordsTaskConfig
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.policy.loading import check_local_model, is_local, load_tokenizer
-from grpo_ray.preflight import TaskData, prepare
+from grpo_ray.preflight import TaskData, prepare_serving
+from grpo_ray.rollouts import training_settings
 from grpo_ray.tasks.keyword_list import Keywords
 from grpo_ray.tasks.keywords import make_example
 from grpo_ray.tasks.prompts import CHAT, Prompter
@@ -95,14 +96,7 @@ def start_model(config: Config, data: TaskData) -> ModelWriter:
         ValueError: the hub does not give the model, or it does not fit its tokenizer.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # on a terminal its log would bury ours
-    prepared, sampling = prepare(config, data), config.sampling
+    prepared = prepare_serving(config, data)
     prompter = Prompter(data.templates[""], load_tokenizer(prepared.model_path))
-    settings = SamplingSettings(
-        num_samples=1,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
-        end_token_ids=prepared.end_token_ids,
-    )
+    settings = training_settings(config.sampling, prepared.end_token_ids)
     return ModelWriter(make_engine(config, prepared.model_path, prepared.max_model_len, 0), prompter, settings)

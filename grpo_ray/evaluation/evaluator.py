@@ -49,7 +49,7 @@ class Evaluator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._rollouts.start(tasks)
-                await asyncio.gather(*(_as_coroutine(a.ready()) for a in self._actors.by_name().values()))
+                await asyncio.gather(*(a.ready() for a in self._actors.by_name().values()))
                 limit_s = self._config.recovery.stall_timeout_s
                 watching = tasks.create_task(
                     keep_watch(self._watch, self._rollouts, self._actors, self._log, limit_s)
@@ -115,7 +115,3 @@ def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
     except OSError as error:  # a run that still trains may have deleted it
         raise ValueError(f"{path} cannot be read: {error}") from error
     return pack_weights(policy.named_parameters(), version, getattr(torch, model.dtype))
-
-
-async def _as_coroutine(answer: Awaitable[Any]) -> None:
-    await answer

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from grpo_ray.checkpoint import Checkpoint, read_checkpoint
+from grpo_ray.checkpoint import Checkpoint, best_step, read_checkpoint
 from grpo_ray.config_loading import make_config, read_config
 from grpo_ray.config_schema import nearest_name
 from grpo_ray.errors import RunError
 from grpo_ray.policy.loading import is_local
-from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
+from grpo_ray.telemetry.run_files import RunDirectory
 
 CHOICES = "last, best, all, initial, or one of them such as step-000040"
 
@@ -150,8 +150,8 @@ def _choose(run: RunDirectory, checkpoints: Sequence[Checkpoint], choice: str) -
 
 def _best(run: RunDirectory, checkpoints: Sequence[Checkpoint]) -> Checkpoint:
     """The one with the highest validation reward while training; of equals the newest."""
-    rewards = {row["step"]: row["reward"] for row in last_of_each_step(run.evaluations_summary_path)}
-    validated = [c for c in checkpoints if rewards.get(c.state.step) is not None]
-    if not validated:
+    by_step = {checkpoint.state.step: checkpoint for checkpoint in checkpoints}
+    best = best_step(by_step, run.evaluations_summary_path)
+    if best is None:
         raise RunError(f"--checkpoint best: no checkpoint of {run.path} was validated; give its name")
-    return max(validated, key=lambda checkpoint: (rewards[checkpoint.state.step], checkpoint.state.step))
+    return by_step[best]

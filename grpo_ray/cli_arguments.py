@@ -1,8 +1,16 @@
-"""Numbers on the command line, refused with what is allowed."""
+"""What several commands take: a configuration, changes to it, and numbers, refused with what is allowed."""
 
 import argparse
 import math
 from collections.abc import Callable
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+
+
+def add_overrides(parser: argparse.ArgumentParser, example: str = "learner.learning_rate=1e-4") -> None:
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"changes, such as {example}")
 
 
 def positive(text: str) -> int:
