@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start a Ray head node on this machine, with token authentication.
 #
-#   launch/start_head.sh [--dashboard-host HOST] [--dashboard-port PORT] [option of `ray start` ...]
+#   launch/start_head.sh [--port PORT] [--dashboard-host HOST] [--dashboard-port PORT] [option of `ray start` ...]
 #
 # The dashboard listens on 127.0.0.1 unless --dashboard-host says otherwise: who reaches it and has the token
 # can run anything here. The token is RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH, by default
@@ -19,6 +19,7 @@ if [[ -x $here/.venv/bin/ray ]]; then bin=$here/.venv/bin/; fi
 
 host=127.0.0.1
 port=8265
+gcs=6379
 options=()
 while [[ $# -gt 0 ]]; do
   case $1 in
@@ -26,6 +27,8 @@ while [[ $# -gt 0 ]]; do
     --dashboard-host=*) host=${1#*=}; shift ;;
     --dashboard-port) port=${2:?start_head.sh: --dashboard-port takes a number}; shift 2 ;;
     --dashboard-port=*) port=${1#*=}; shift ;;
+    --port) gcs=${2:?start_head.sh: --port takes a number}; shift 2 ;;
+    --port=*) gcs=${1#*=}; shift ;;
     *) options+=("$1"); shift ;;
   esac
 done
@@ -50,6 +53,7 @@ case $host in 0.0.0.0 | ::) submit=$(hostname) ;; *) submit=$host ;; esac
 address=http://$submit:$port
 say_how() {
   cat <<EOF
+Join       launch/join.sh $(hostname):$gcs    (on another machine, with this token in its ~/.ray/auth_token)
 Submit     RAY_ADDRESS=$address launch/ray_job.sh CONFIG
 Dashboard  $address   (it asks for the token: ray get-auth-token)
            from elsewhere: ssh -L $port:127.0.0.1:$port $(hostname), then http://127.0.0.1:$port
@@ -57,8 +61,10 @@ Stop       ray stop    (ends every Ray of yours on this machine)
 EOF
 }
 
+# A free port for the agent that starts jobs: a Ray that a local run has started may hold the usual one.
 command=("${bin}python" -m grpo_ray.environment "${bin}ray" start --head
-  "--dashboard-host=$host" "--dashboard-port=$port" --disable-usage-stats ${options[@]+"${options[@]}"})
+  "--port=$gcs" "--dashboard-host=$host" "--dashboard-port=$port" --disable-usage-stats
+  --dashboard-agent-listen-port=0 ${options[@]+"${options[@]}"})
 case " ${options[*]-} " in
   *" --block "*) say_how; exec "${command[@]}" ;;
   *) "${command[@]}" >/dev/null; say_how ;;

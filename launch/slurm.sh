@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# A training run on Slurm: starts Ray on the allocation's nodes, trains, and ends both.
+#
+#   sbatch [option of sbatch ...] launch/slurm.sh CONFIG [section.key=value ...]
+#
+# Submit from a folder that all nodes share, with .venv and the configuration in it. The run is runs/slurm-JOBID.
+# Two minutes before the time limit it is ended with a checkpoint, and the job goes back to the queue and goes on
+# from there; so it does after a node failure or a preemption. `scancel --signal=TERM --batch JOBID` ends it with
+# a checkpoint.
+#SBATCH --job-name=grpo_ray
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.out
+set -euo pipefail
+
+if [[ $# -lt 1 || -z ${SLURM_JOB_ID:-} ]]; then
+  echo "usage: sbatch [option of sbatch ...] launch/slurm.sh CONFIG [section.key=value ...]" >&2
+  exit 2
+fi
+cd "$SLURM_SUBMIT_DIR"
+if [[ -d .venv/bin ]]; then export PATH=$PWD/.venv/bin:$PATH; fi
+grpo-ray check "$@"
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${nodes[0]}  # this script runs on it
+address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
+# Other jobs may have a Ray on these nodes: ports, folder and token are this job's own.
+port=$((20000 + SLURM_JOB_ID % 10000 * 4))
+RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not take it over from sbatch
+resources=("--num-cpus=${SLURM_CPUS_PER_TASK:-1}" "--num-gpus=${SLURM_GPUS_ON_NODE:-0}")
+folder=--temp-dir=/tmp/ray-$SLURM_JOB_ID
+
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
+  launch/start_head.sh --block --node-ip-address="$address" --port="$port" --dashboard-port=$((port + 1)) \
+  --ray-client-server-port=$((port + 2)) "${resources[@]}" "$folder" &
+steps=($!)
+for _ in {1..60}; do
+  if ray health-check --address="$address:$port" >/dev/null 2>&1; then break; fi
+  sleep 2
+done
+if [[ ${#nodes[@]} -gt 1 ]]; then
+  others=$((${#nodes[@]} - 1))
+  srun --overlap --nodes="$others" --ntasks="$others" --exclude="$head" \
+    launch/join.sh "$address:$port" --block "${resources[@]}" "$folder" &
+  steps+=($!)
+fi
+
+# The name makes a job that was requeued go on; placement.wait_s is for the nodes to join.
+RAY_ADDRESS=$address:$port grpo-ray train "$1" "run.name=slurm-$SLURM_JOB_ID" run.if_exists=resume \
+  placement.wait_s=300 run.on_preemption_s=90 "${@:2}" &
+run=$!
+is_requeued=false
+trap 'is_requeued=true; kill -TERM "$run"' USR1
+trap 'kill -TERM "$run"' TERM
+while true; do
+  status=0
+  wait "$run" || status=$?
+  kill -0 "$run" 2>/dev/null || break  # a signal ends `wait`, not the run
+done
+kill "${steps[@]}" 2>/dev/null || true
+if [[ $is_requeued == true ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"

@@ -1,0 +1,303 @@
+"""What `grpo-ray submit` sends to a cluster, and how it follows and stops it; the job API is a fake here."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_run import QUICKSTART
+
+from grpo_ray import job_client
+from grpo_ray.cli import main
+from grpo_ray.config_loading import ConfigError, load_config
+from grpo_ray.errors import INTERRUPTED, RunError
+from grpo_ray.job_client import JobClient, check_token, job_address
+from grpo_ray.submission import SENT_ALONG, Circumstances, resumption_job, training_job
+
+HERE = "http://127.0.0.1:8265"
+ELSEWHERE = "http://head.example:8265"
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (*SENT_ALONG, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://other.example:1")  # JobClient changes it
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def circumstances(address: str = HERE, **others: Any) -> Circumstances:
+    return Circumstances(address, Path.cwd(), **others)
+
+
+# ---- what is sent ----
+
+
+def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
+    overrides = ["run.name=a b", 'sampling.stop=["</answer>", "$(id)"]', "run.output_dir=out"]
+    job = training_job(QUICKSTART, overrides, circumstances())
+    run = Path.cwd() / "out" / "a b"
+    assert job.command == (
+        sys.executable, "-m", "grpo_ray.cli", "train", QUICKSTART, *overrides,
+        f"run.output_dir={Path.cwd() / 'out'}", "run.name=a b",
+    )  # fmt: skip
+    assert job.metadata == {"run": str(run), "config": QUICKSTART}
+    there = subprocess.run(
+        f"printf '%s\\0' {job.entrypoint}", shell=True, capture_output=True, text=True, check=True
+    )
+    assert tuple(there.stdout.split("\0")[:-1]) == job.command  # as the cluster's shell reads it
+    config = load_config(QUICKSTART, job.command[5:])
+    assert (config.run.name, config.run.output_dir) == ("a b", str(run.parent))
+
+
+def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
+    job = training_job(QUICKSTART, [], circumstances())
+    config = load_config(QUICKSTART, job.command[5:])
+    assert str(config.run.name).startswith("quickstart-2")
+    assert job.metadata["run"] == f"{config.run.output_dir}/{config.run.name}"
+
+
+def test_the_python_of_the_cluster() -> None:
+    assert training_job(QUICKSTART, [], circumstances(ELSEWHERE)).command[0] == "python"
+    given = circumstances(ELSEWHERE, python="/opt/grpo/bin/python")
+    assert training_job(QUICKSTART, [], given).command[0] == "/opt/grpo/bin/python"
+
+
+def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("GRPO_RAY_CACHE", "https://user:password@cache")  # looks like a credential: not sent
+    monkeypatch.setenv("EXAMPLE_TOKEN", "mine")
+    monkeypatch.setenv("EXAMPLE_SETTING", "yours")
+    variables = training_job(QUICKSTART, [], circumstances()).runtime_env["env_vars"]
+    assert variables == {"HF_HUB_OFFLINE": "1", "RAY_JOB_STOP_WAIT_TIME_S": "60"}
+
+    job = training_job(QUICKSTART, ["run.on_preemption_s=99.5"], circumstances(env=["EXAMPLE_SETTING"]))
+    assert job.runtime_env["env_vars"]["EXAMPLE_SETTING"] == "yours"
+    assert job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "130"  # 99.5 up, and 30 to end
+    assert job.warnings == ()
+    (warning,) = training_job(QUICKSTART, [], circumstances(env=["EXAMPLE_TOKEN"])).warnings
+    assert "EXAMPLE_TOKEN looks like a credential" in warning
+    with pytest.raises(RunError, match="--env NOT_THERE: no such variable in this shell"):
+        training_job(QUICKSTART, [], circumstances(env=["NOT_THERE"]))
+
+
+def test_the_page_names_every_variable_that_is_sent() -> None:
+    page = Path("docs/cluster.md").read_text()
+    assert [name for name in SENT_ALONG if f"`{name}`" not in page] == []
+
+
+def test_what_ray_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own packaging, on a folder like a checkout after some work."""
+    from zipfile import ZipFile
+
+    from ray._private.runtime_env.packaging import create_package
+
+    secret = ["key.pem", ".env", ".env.local", "config/id.key", ".netrc"]
+    heavy = [".venv/lib/a", "runs/a/metrics.jsonl", "out/b/metrics.jsonl", "__pycache__/a.pyc", ".git/config"]
+    wanted = ["configs/mine.yaml", "grpo_ray/runs/code.py", "data/train.jsonl"]
+    for name in (*secret, *heavy, *wanted):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(Path(QUICKSTART).read_text())
+    monkeypatch.chdir(tmp_path)
+    job = training_job("configs/mine.yaml", ["run.output_dir=out"], circumstances())
+    package = tmp_path.parent / "package.zip"
+    create_package(str(tmp_path), package, include_gitignore=True, excludes=job.runtime_env["excludes"])
+    names = {name for name in ZipFile(package).namelist() if not name.endswith("/")}
+    assert {name.removeprefix(f"{tmp_path.name}/") for name in names} == set(wanted)
+
+
+def test_a_file_outside_of_the_working_directory(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(Path(QUICKSTART).read_text())
+    assert str(file) in training_job(str(file), [], circumstances()).command
+    with pytest.raises(RunError, match=r"mine\.yaml: only the working directory .* is sent to http://head"):
+        training_job(str(file), [], circumstances(ELSEWHERE))
+
+
+def test_a_resumption_names_the_runs_folder(tmp_path: Path) -> None:
+    where = Circumstances(HERE, tmp_path)
+    with pytest.raises(RunError, match="no run in runs/a: it has no config"):
+        resumption_job("runs/a", [], where)
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(Path(QUICKSTART).read_text())
+    job = resumption_job("runs/a", ["algorithm.num_steps=80"], where)
+    assert job.command[3:] == ("resume", str(run), "algorithm.num_steps=80")
+    assert job.metadata["run"] == str(run)
+    with pytest.raises(ConfigError, match="num_stepz"):
+        resumption_job("runs/a", ["algorithm.num_stepz=80"], where)
+
+
+# ---- where it is sent ----
+
+
+def test_the_address_is_a_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert job_address(None) == HERE
+    monkeypatch.setenv("RAY_ADDRESS", f"{ELSEWHERE}/")
+    assert job_address(None) == ELSEWHERE
+    assert job_address("https://other.example") == "https://other.example"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(RunError, match=r"RAY_ADDRESS is 10\.0\.0\.1:6379: jobs go to the dashboard"):
+        job_address(None)
+
+
+def test_without_a_token_nothing_goes_to_another_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    check_token(circumstances())
+    assert "RAY_AUTH_MODE" not in os.environ
+    for mode in (None, "token"):
+        with monkeypatch.context() as patch:
+            if mode:
+                patch.setenv("RAY_AUTH_MODE", mode)
+            with pytest.raises(RunError, match=r"no token for http://head\.example:8265"):
+                check_token(circumstances(ELSEWHERE))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    check_token(circumstances(ELSEWHERE))
+
+    for name, value in [("RAY_AUTH_TOKEN", "x"), ("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))]:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+        (tmp_path / "token").write_text("x")
+        monkeypatch.setenv(name, value)
+        check_token(circumstances(ELSEWHERE))
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        monkeypatch.delenv(name)
+
+
+# ---- the job API ----
+
+
+MESSAGE = "exit code 2, last available logs (truncated to 20,000 chars):\nstep 1\n"
+
+
+class FakeJobs:
+    """As Ray's JobSubmissionClient: jobs by id, which end when their output has been read."""
+
+    def __init__(self, ending: str = "SUCCEEDED") -> None:
+        self.ending, self.not_ready = ending, 0
+        self.jobs: dict[str, Any] = {}
+        self.output: list[str | BaseException] = ["step 1\n", "step 2\n"]
+
+    def submit_job(self, **job: Any) -> str:
+        if self.not_ready:
+            self.not_ready -= 1
+            raise RuntimeError("Request failed with status code 500: No available agent to submit job")
+        self.jobs["job-1"] = SimpleNamespace(status=Status("RUNNING"), message=MESSAGE, **job)
+        return "job-1"
+
+    def get_job_info(self, job_id: str) -> Any:
+        if job_id not in self.jobs:
+            raise RuntimeError(f"Request failed with status code 404: Job {job_id} does not exist")
+        return self.jobs[job_id]
+
+    def get_job_status(self, job_id: str) -> "Status":
+        return self.get_job_info(job_id).status  # type: ignore[no-any-return]
+
+    async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        for lines in self.output:
+            if isinstance(lines, BaseException):
+                raise lines
+            yield lines
+        self.jobs[job_id].status = Status(self.ending)
+
+    def stop_job(self, job_id: str) -> bool:
+        was_running = self.jobs[job_id].status == "RUNNING"
+        if was_running:
+            self.jobs[job_id].status = Status("STOPPED")
+        return was_running
+
+
+class Status(str):
+    def is_terminal(self) -> bool:
+        return self != "RUNNING"
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
+    fake = FakeJobs()
+    monkeypatch.setattr(job_client, "_connect", lambda address: fake)
+    monkeypatch.setattr(job_client, "LOOK_S", 0.0)
+    return fake
+
+
+def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs.not_ready = 2  # a head that is still starting
+    assert main(["submit", QUICKSTART, "run.name=a", "--address", HERE]) == 0
+    printed = capsys.readouterr().out
+    assert "step 1\nstep 2\njob job-1: succeeded\n" in printed
+    assert f"run        {Path.cwd()}/runs/a\n" in printed
+    assert f"grpo-ray submit --stop job-1 --address {HERE}\n" in printed
+    assert os.environ["RAY_API_SERVER_ADDRESS"] == HERE  # not what the shell had
+    sent = jobs.jobs["job-1"]
+    assert shlex.split(sent.entrypoint)[3:5] == ["train", QUICKSTART]
+    assert sent.metadata["run"] == f"{Path.cwd()}/runs/a"
+    assert sent.runtime_env["working_dir"] == str(Path.cwd())
+
+
+def test_a_job_that_fails_is_a_command_that_fails(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs.ending = "FAILED"
+    assert main(["submit", QUICKSTART]) == 1
+    assert capsys.readouterr().out.endswith("step 2\njob job-1: failed: exit code 2\n")
+
+
+def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs.output = ["step 1\n", KeyboardInterrupt()]
+    assert main(["submit", QUICKSTART]) == INTERRUPTED
+    assert "the job goes on" in capsys.readouterr().err
+    assert jobs.jobs["job-1"].status == "RUNNING"
+    jobs.output = ["step 2\n"]
+    assert main(["submit", "--follow", "job-1"]) == 0
+    assert "step 2\n" in capsys.readouterr().out
+
+
+def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", QUICKSTART, "--no-wait", "run.name=a"]) == 0
+    assert "step 1" not in capsys.readouterr().out
+    assert main(["submit", "--stop", "job-1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"job job-1: stopped\ngo on with: grpo-ray submit --resume {Path.cwd()}/runs/a\n" in printed
+    assert main(["submit", "--stop", "job-1"]) == 0  # a second time there is nothing to do
+    assert capsys.readouterr().out == "job job-1: stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "submit takes CONFIG, --resume RUN, --follow JOB or --stop JOB"),
+        (["configs/none.yaml"], "configs has: "),
+        ([QUICKSTART, "learner.lerning_rate=1"], "did you mean learning_rate?"),
+        ([QUICKSTART, "model.tiny=null", "model.path=./none"], "./none"),
+        ([QUICKSTART, "--stop", "job-1"], "take a job's id and nothing else"),
+        (["--follow", "job-9"], "Job job-9 does not exist"),
+        (["--stop", "job-9"], "Job job-9 does not exist"),
+        (["--resume", "runs/none"], "no run in runs/none"),
+        ([QUICKSTART, "--address", "head:6379"], "--address is head:6379: jobs go to the dashboard"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_submitted(
+    jobs: FakeJobs, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if "--follow" in arguments:
+        jobs.output = [RuntimeError("Job job-9 does not exist")]
+    assert main(["submit", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert jobs.jobs == {}
+
+
+def test_a_head_that_takes_no_jobs(
+    jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs.not_ready = 9
+    monkeypatch.setattr(job_client, "STARTING_S", 0.0)
+    assert main(["submit", QUICKSTART]) == 2
+    assert f"grpo-ray: {HERE}: the head node takes no jobs" in capsys.readouterr().err
+
+
+def test_nobody_at_the_address() -> None:
+    with pytest.raises(RunError, match="no Ray dashboard answers at "):
+        JobClient("http://127.0.0.1:1")
