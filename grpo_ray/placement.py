@@ -1,0 +1,123 @@
+"""Where a run's actors go: bundles of resources, each on one node, and what a cluster's nodes lack for them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from grpo_ray.config import Config
+
+Resources = Mapping[str, float]  # "GPU" and "CPU"; what is not wanted is left out
+
+LEARNER, SCORER = "learner", "scorer"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one node must have, and the actors that share it."""
+
+    actors: tuple[str, ...]
+    resources: Resources
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster, and how much of each resource it has."""
+
+    name: str
+    resources: Resources
+
+    def fits(self, bundle: Bundle) -> bool:
+        return all(self.resources.get(name, 0) >= amount for name, amount in bundle.resources.items())
+
+
+def generator_names(config: Config) -> list[str]:
+    return [f"generator-{index}" for index in range(config.generator.num_generators)]
+
+
+def reservations(config: Config) -> dict[str, dict[str, float]]:
+    """What each actor reserves in Ray, by its name; the other actors of a run reserve nothing."""
+    learner, generator = config.learner, config.generator
+    one = {"GPU": config.gpus_per_generator, "CPU": generator.num_cpus}
+    return {
+        **dict.fromkeys(generator_names(config), one),  # first, so that `spread` spreads these before others
+        LEARNER: {"GPU": config.gpus_of_learner, "CPU": learner.num_cpus},
+        SCORER: {"GPU": 0, "CPU": config.scorer.num_cpus},
+    }
+
+
+def bundles_of(config: Config) -> tuple[Bundle, ...]:
+    """The bundles that a run wants; who reserves nothing is in none.
+
+    An actor has a bundle of its own, except for those that share devices (`generator.colocated`: Generators and
+    Learner) or a node (`placement.strategy: colocate`: all).
+    """
+    wanted = {name: amounts for name, amounts in reservations(config).items() if any(amounts.values())}
+    if config.placement.strategy == "colocate":
+        together = set(wanted)
+    elif config.generator.colocated:
+        together = set(wanted) - {SCORER}
+    else:
+        together = set()
+    shared = tuple(name for name in wanted if name in together)
+    groups = [*([shared] if shared else []), *((name,) for name in wanted if name not in together)]
+    return tuple(Bundle(names, _sum(wanted[name] for name in names)) for names in groups)
+
+
+def total(bundles: Sequence[Bundle], resource: str) -> float:
+    return sum(bundle.resources.get(resource, 0) for bundle in bundles)
+
+
+def shortfalls(config: Config, nodes: Sequence[Node], there: str = "there") -> list[str]:
+    """What the nodes certainly lack, a line each.
+
+    Where this is empty Ray may still find no place: it alone puts the bundles on nodes. `there` says what the
+    nodes' resources are: all there are, or what is free.
+    """
+    bundles = bundles_of(config)
+    lines = []
+    for resource in ("GPU", "CPU"):
+        wanted, in_all = total(bundles, resource), sum(node.resources.get(resource, 0) for node in nodes)
+        largest = max((node.resources.get(resource, 0) for node in nodes), default=0.0)
+        bundle = max(bundles, key=lambda bundle: bundle.resources.get(resource, 0), default=Bundle((), {}))
+        at_once = bundle.resources.get(resource, 0)
+        if wanted > in_all:
+            lines.append(f"{resource}: {wanted:g} wanted ({_shares(config, resource)}), {in_all:g} {there}")
+        elif at_once > largest:
+            whose = " and ".join(bundle.actors)
+            lines.append(
+                f"{resource}: {at_once:g} for {whose} must be on one node, where {largest:g} are {there}"
+            )
+    if not lines:
+        lines = [_no_node_for(bundle, there) for bundle in bundles if not any(n.fits(bundle) for n in nodes)]
+    if config.placement.strategy == "strict_spread" and len(bundles) > len(nodes):
+        lines.append(f"nodes: {len(bundles)} wanted (placement.strategy: strict_spread), {len(nodes)} {there}")
+    return lines
+
+
+def describe(nodes: Sequence[Node]) -> str:
+    return "; ".join(f"{node.name}: {_amounts(node.resources) or 'nothing'}" for node in nodes)
+
+
+def _no_node_for(bundle: Bundle, there: str) -> str:
+    return f"{_amounts(bundle.resources)} for {' and '.join(bundle.actors)} are not {there} on one node"
+
+
+def _shares(config: Config, resource: str) -> str:
+    """Who wants how much, such as `2 x 1 for Generators, 1 for the Learner`."""
+    amounts = {name: amounts[resource] for name, amounts in reservations(config).items()}
+    shares = [
+        (f"{config.generator.num_generators} x ", amounts[generator_names(config)[0]], "Generators"),
+        ("", amounts[LEARNER], "the Learner"),
+        ("", amounts[SCORER], "the Scorer"),
+    ]
+    return ", ".join(f"{times}{amount:g} for {whose}" for times, amount, whose in shares if amount)
+
+
+def _amounts(resources: Resources) -> str:
+    return ", ".join(f"{resources[name]:g} {name}" for name in ("GPU", "CPU") if resources.get(name))
+
+
+def _sum(amounts: Iterable[Resources]) -> dict[str, float]:
+    """The sum of each resource, without those of which nothing is wanted."""
+    rows = list(amounts)
+    summed = {name: sum(row[name] for row in rows) for name in ("GPU", "CPU")}
+    return {name: amount for name, amount in summed.items() if amount}

@@ -1,0 +1,200 @@
+"""Which bundles a configuration asks for, and what is said when nodes lack them; Ray is in test_launch.py."""
+
+from collections.abc import Callable
+
+import pytest
+from small_run import QUICKSTART
+
+from grpo_ray import cluster
+from grpo_ray.cluster import ResourceError
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.experiments.resources import gpus_of
+from grpo_ray.placement import Bundle, Node, bundles_of, describe, shortfalls
+
+EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
+
+
+def quickstart(*overrides: str) -> Config:
+    return load_config(QUICKSTART, overrides)
+
+
+def on_gpus(*overrides: str) -> Config:
+    return load_config(EIGHT_GPUS, overrides)
+
+
+def test_every_actor_that_reserves_something_has_a_bundle() -> None:
+    two = quickstart("generator.num_generators=2")
+    assert bundles_of(two) == (
+        Bundle(("generator-0",), {"CPU": 0.5}),
+        Bundle(("generator-1",), {"CPU": 0.5}),
+        Bundle(("learner",), {"CPU": 0.5}),
+    )
+    scorer = quickstart("scorer.num_cpus=2", "learner.num_cpus=0", "generator.num_cpus=0")
+    assert bundles_of(scorer) == (Bundle(("scorer",), {"CPU": 2}),)
+
+
+def test_an_engine_of_several_gpus_is_one_bundle() -> None:
+    config = on_gpus("generator.num_generators=2", "generator.num_gpus=4")
+    assert [bundle.resources for bundle in bundles_of(config)] == [
+        {"GPU": 4, "CPU": 1}, {"GPU": 4, "CPU": 1}, {"GPU": 1, "CPU": 1},
+    ]  # fmt: skip
+    assert gpus_of(config) == 9
+
+
+def test_who_is_colocated_shares_one_gpu() -> None:
+    turns = ("generator.num_generators=1", "generator.colocated=true", "weight_sync.max_lag=0")
+    config = on_gpus(*turns, "scorer.num_cpus=1")
+    assert bundles_of(config) == (
+        Bundle(("generator-0", "learner"), {"GPU": 1, "CPU": 2}),
+        Bundle(("scorer",), {"CPU": 1}),
+    )
+    assert config.gpus_per_generator == config.gpus_of_learner == 0.5
+    assert gpus_of(config) == 1
+
+
+def test_all_on_one_node() -> None:
+    config = on_gpus("placement.strategy=colocate", "scorer.num_cpus=1")
+    (bundle,) = bundles_of(config)
+    assert bundle.resources == {"GPU": 8, "CPU": 9}
+    assert bundle.actors == (*(f"generator-{index}" for index in range(7)), "learner", "scorer")
+
+
+LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU": 2, "CPU": 16})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "lines"),
+    [
+        ((), (LARGE,), []),
+        ((), (SMALL,), ["GPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 2 there"]),
+        ((), (), [
+            "GPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 0 there",
+            "CPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 0 there",
+        ]),
+        (("scorer.num_cpus=100",), (LARGE, SMALL), [
+            "CPU: 100 for scorer must be on one node, where 96 are there",
+        ]),
+        (("generator.num_generators=1", "generator.num_gpus=4"), (SMALL, SMALL, SMALL), [
+            "GPU: 4 for generator-0 must be on one node, where 2 are there",
+        ]),
+        (("placement.strategy=strict_spread",), (LARGE, LARGE), [
+            "nodes: 8 wanted (placement.strategy: strict_spread), 2 there",
+        ]),
+        (("placement.strategy=colocate", "generator.num_generators=1", "generator.num_cpus=20"),
+         (SMALL, Node("10.0.0.3", {"CPU": 64})), [
+            "2 GPU, 21 CPU for generator-0 and learner are not there on one node",
+        ]),
+    ],
+)  # fmt: skip
+def test_what_is_lacking(overrides: tuple[str, ...], nodes: tuple[Node, ...], lines: list[str]) -> None:
+    assert shortfalls(on_gpus(*overrides), nodes) == lines
+
+
+def test_what_is_free_is_told_from_what_is_there() -> None:
+    busy = Node("10.0.0.1", {"GPU": 3, "CPU": 96})
+    assert shortfalls(on_gpus(), [busy], "free") == [
+        "GPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 3 free"
+    ]
+    assert describe([busy, Node("10.0.0.2", {})]) == "10.0.0.1: 3 GPU, 96 CPU; 10.0.0.2: nothing"
+
+
+def test_a_strategy_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"placement\.strategy: 'pak' is not valid; allowed: pack, spread"):
+        quickstart("placement.strategy=pak")
+
+
+# ---- the placement group; Ray's calls are fakes ----
+
+
+class FakeRay:
+    """A cluster's nodes, and the placement groups that are asked for."""
+
+    def __init__(self, there: list[Node], free: list[Node] | None = None) -> None:
+        self.there, self.free = there, free if free is not None else there
+        self.groups: list[tuple[list[dict[str, float]], str]] = []
+        self.waited: list[float] = []
+        self.num_removed = 0
+
+    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> "FakeRay":
+        self.groups.append((bundles, strategy))
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        self.waited.append(seconds)
+        return self.free is self.there
+
+    def remove_placement_group(self, group: "FakeRay") -> None:
+        self.num_removed += 1
+
+    def nodes(self, free: bool = False) -> list[Node]:
+        return self.free if free else self.there
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
+    def install(fake: FakeRay) -> FakeRay:
+        monkeypatch.setattr(cluster, "_nodes", fake.nodes)
+        monkeypatch.setattr(cluster, "placement_group", fake.placement_group)
+        monkeypatch.setattr(cluster, "remove_placement_group", fake.remove_placement_group)
+        return fake
+
+    return install
+
+
+def test_an_actor_has_the_same_bundle_whenever_it_is_started(on: Callable[[FakeRay], FakeRay]) -> None:
+    ray = on(FakeRay([LARGE, LARGE]))
+    engines = ("generator.num_generators=2", "generator.num_gpus=4", "placement.strategy=strict_spread")
+    config = on_gpus(*engines, "learner.num_gpus=0", "learner.num_cpus=0")
+    with cluster.placed(config) as placement:
+        assert ray.groups == [([{"GPU": 4, "CPU": 1}] * 2, "STRICT_SPREAD")]
+        for index in (0, 1, 1):
+            options = placement.options(f"generator-{index}")
+            assert (options["num_gpus"], options["num_cpus"]) == (4, 1)
+            assert options["scheduling_strategy"].placement_group_bundle_index == index
+        assert placement.options("learner") == {"num_gpus": 0, "num_cpus": 0}  # where Ray likes
+        assert ray.num_removed == 0
+    assert ray.num_removed == 1
+
+
+def test_who_shares_a_gpu_is_in_one_bundle(on: Callable[[FakeRay], FakeRay]) -> None:
+    ray = on(FakeRay([LARGE]))
+    turns = ("generator.num_generators=1", "generator.colocated=true", "weight_sync.max_lag=0")
+    with cluster.placed(on_gpus(*turns)) as placement:
+        assert ray.groups == [([{"GPU": 1, "CPU": 2}], "PACK")]
+        for actor in ("generator-0", "learner"):
+            options = placement.options(actor)
+            assert options["num_gpus"] == 0.5
+            assert options["scheduling_strategy"].placement_group_bundle_index == 0
+
+
+def test_what_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], FakeRay]) -> None:
+    ray = on(FakeRay([SMALL]))
+    with pytest.raises(ResourceError, match=r"the cluster lacks resources: GPU: 8 wanted .* 2 there"):
+        cluster.placed(on_gpus()).__enter__()
+    assert ray.groups == []
+
+
+def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> None:
+    ray = on(FakeRay([LARGE], [Node("10.0.0.1", {"GPU": 3, "CPU": 96})]))
+    message = r"the cluster is busy: GPU: 8 wanted .* 3 free\. Free are 10\.0\.0\.1: 3 GPU"
+    with pytest.raises(ResourceError, match=message):
+        cluster.placed(on_gpus()).__enter__()
+    assert ray.waited == [cluster.GRACE_S]
+    assert ray.num_removed == 1
+
+
+def test_nodes_that_are_coming_are_waited_for(on: Callable[[FakeRay], FakeRay]) -> None:
+    ray = on(FakeRay([SMALL], [SMALL]))
+    message = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 wanted"
+    with pytest.raises(ResourceError, match=message):
+        cluster.placed(on_gpus("placement.wait_s=60")).__enter__()
+    assert ray.waited == [60]  # an autoscaler sees the group's demand
+    assert ray.num_removed == 1
+
+
+def test_the_group_is_let_go_of_however_the_run_ends(on: Callable[[FakeRay], FakeRay]) -> None:
+    ray = on(FakeRay([LARGE]))
+    with pytest.raises(KeyboardInterrupt), cluster.placed(on_gpus()):
+        raise KeyboardInterrupt
+    assert ray.num_removed == 1
