@@ -1,0 +1,745 @@
+"""Trackers: what each library's own files hold afterwards, and that no tracker holds a run up."""
+
+import asyncio
+import csv
+import json
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders import make_completion, make_group, make_item
+from local_actors import LocalActors
+from local_runs import make_config, train
+
+from grpo_ray import training
+from grpo_ray.config_loading import ConfigError
+from grpo_ray.controller import Controller
+from grpo_ray.errors import RunError
+from grpo_ray.evaluation import summarise_groups
+from grpo_ray.run_log import RunLog
+from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.trackers import Trackers, check_trackers, choice, tracking
+from grpo_ray.telemetry.trackers import delivery as delivery_module
+from grpo_ray.telemetry.trackers import trackers as module
+from grpo_ray.telemetry.trackers.delivery import Delivery
+from grpo_ray.telemetry.trackers.tensorboard_tracker import markdown_table
+from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun, Tracker
+
+LONG_S = 30.0  # never waited for in full
+
+
+class Remembering:
+    """A tracker that keeps what it is told; it hangs or breaks where a test wants it to."""
+
+    def __init__(self, hang_at: str = "", break_at: str = "", error: BaseException | None = None) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.threads: set[str] = set()
+        self.released = threading.Event()
+        self._hang_at, self._break_at, self._error = hang_at, break_at, error or OSError("no route to host")
+
+    def _tell(self, *what: Any) -> None:
+        self.threads.add(threading.current_thread().name)
+        if what[0] == self._hang_at:
+            assert self.released.wait(LONG_S)
+        if what[0] == self._break_at:
+            raise self._error
+        self.told.append(what)
+
+    def start(self, run: TrackedRun) -> str:
+        self._tell("start", run.name)
+        return "in memory"
+
+    def go_on_from(self, step: int) -> None:
+        self._tell("go_on_from", step)
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell("metrics", step, dict(metrics))
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        self._tell("table", name, step, list(rows))
+
+    def close(self, end: End) -> None:
+        self._tell("close", end)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def tracked(tmp_path: Path, *overrides: str) -> TrackedRun:
+    return TrackedRun(make_config(*overrides), "my-run", tmp_path / "trackers" / "a")
+
+
+def deliver(tmp_path: Path, tracker: Tracker, max_waiting: int = 100) -> Delivery:
+    return Delivery("a", tracker, tracked(tmp_path), lambda text: None, max_waiting)
+
+
+def close(delivery: Delivery, end: End = "finished", timeout_s: float = LONG_S) -> str | None:
+    delivery.begin_to_close(end)
+    return delivery.close(time.monotonic() + timeout_s)
+
+
+# ---- delivery ----
+
+
+def test_messages_come_in_order_in_a_thread_of_the_trackers_own(tmp_path: Path) -> None:
+    tracker, announced = Remembering(), []
+    delivery = Delivery("a", tracker, tracked(tmp_path), announced.append)
+    for step in range(5):
+        delivery.send(lambda t, step=step: t.metrics(step, {"x": step / 2}))  # type: ignore[misc]
+    assert close(delivery, "interrupted") is None
+    points = [("metrics", step, {"x": step / 2}) for step in range(5)]
+    assert tracker.told == [("start", "my-run"), *points, ("close", "interrupted")]
+    assert tracker.threads == {"tracker-a"}
+    assert announced == ["a: in memory"]
+
+
+def test_a_tracker_that_hangs_holds_nobody_up_and_what_it_misses_is_counted(tmp_path: Path) -> None:
+    tracker = Remembering(hang_at="start")
+    delivery = deliver(tmp_path, tracker, max_waiting=3)
+    assert delivery.problem() is None
+    for step in range(8):
+        delivery.send(lambda t, step=step: t.go_on_from(step))  # type: ignore[misc]
+    assert delivery.num_dropped == 5
+    assert delivery.problem() == "a does not keep up: 5 messages were dropped"
+    tracker.released.set()
+    until(lambda: len(tracker.told) == 4)
+    assert delivery.problem() is None  # it keeps up again
+    delivery.send(lambda t: t.go_on_from(9))
+    assert close(delivery) == "a: 5 messages were dropped"
+    assert [what[1] for what in tracker.told if what[0] == "go_on_from"] == [0, 1, 2, 9]
+    assert tracker.told[-1] == ("close", "finished")
+
+
+def test_a_tracker_that_has_not_answered_for_a_while_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = Remembering(hang_at="go_on_from")
+    delivery = deliver(tmp_path, tracker)
+    for _ in range(3):
+        delivery.send(lambda t: t.go_on_from(0))
+    until(lambda: delivery._waiting.qsize() == 2)
+    assert delivery.problem() is None
+    monkeypatch.setattr(delivery_module, "SLOW_S", 0.0)
+    assert re.fullmatch("a has not answered for [0-9]+ s; 2 messages wait", delivery.problem() or "")
+    tracker.released.set()
+    until(lambda: delivery._busy_since is None and len(tracker.told) == 4)
+    assert delivery.problem() is None
+
+
+def test_a_servers_password_is_not_shown(tmp_path: Path) -> None:
+    error = OSError("https://me:secret@host/api gave 503")
+    delivery = deliver(tmp_path, Remembering(break_at="start", error=error))
+    told = close(delivery)
+    assert told == "a: OSError: https://host/api gave 503; the run goes on without it"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_the_end_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, full: bool) -> None:
+    tracker = Remembering(hang_at="go_on_from")
+    delivery = deliver(tmp_path, tracker, max_waiting=2)
+    for _ in range(10 if full else 1):
+        delivery.send(lambda t: t.go_on_from(0))
+    began = time.monotonic()
+    text = close(delivery, timeout_s=0.05)
+    assert text == "a: not everything could be sent in tracking.close_timeout_s"
+    assert time.monotonic() - began < 5
+    tracker.released.set()
+
+
+def test_a_slow_tracker_whose_line_is_full_is_closed_all_the_same(tmp_path: Path) -> None:
+    tracker = Remembering(hang_at="start")
+    delivery = deliver(tmp_path, tracker, max_waiting=1)
+    delivery.send(lambda t: t.go_on_from(0))
+    delivery.begin_to_close("failed")  # there is no room for another message
+    tracker.released.set()
+    until(lambda: tracker.told == [("start", "my-run"), ("go_on_from", 0), ("close", "failed")])
+    assert delivery.close(time.monotonic() + LONG_S) is None
+
+
+@pytest.mark.parametrize("place", ["start", "metrics", "close"])
+@pytest.mark.parametrize("error", [OSError("no route\n to host"), SystemExit("no route to host")])
+def test_what_a_tracker_raises_turns_it_off_and_is_told_once(
+    tmp_path: Path, place: str, error: BaseException
+) -> None:
+    tracker = Remembering(break_at=place, error=error)
+    delivery = deliver(tmp_path, tracker, max_waiting=2)
+    delivery.send(lambda t: t.metrics(1, {}))
+    if place == "close":
+        told = close(delivery)
+    else:
+        until(lambda: delivery._failure is not None)
+        told = delivery.take_failure()
+        for step in range(5):  # nobody takes them any more, and none counts
+            delivery.send(lambda t, step=step: t.metrics(step, {}))  # type: ignore[misc]
+        assert delivery.num_dropped == 0
+        assert close(delivery) is None
+    assert told == f"a: {type(error).__name__}: no route to host; the run goes on without it"
+    assert delivery.take_failure() is None
+    assert delivery.problem() is None
+    assert not any(what[0] == place for what in tracker.told)
+
+
+# ---- what a run tells its trackers ----
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path)
+    directory.rollouts.mkdir()
+    directory.evaluations.mkdir()
+    return directory
+
+
+def make_trackers(run: RunDirectory, *trackers: Remembering, **settings: int) -> Trackers:
+    config = make_config(*(f"tracking.{name}={value}" for name, value in settings.items()))
+    deliveries = [deliver(run.path, tracker) for tracker in trackers]
+    return Trackers(config.tracking, run, deliveries)
+
+
+def told(tracker: Remembering, what: str) -> list[tuple[Any, ...]]:
+    return [facts[1:] for facts in tracker.told if facts[0] == what]
+
+
+def groups_of(step: int) -> list[Any]:
+    """Two groups of three samples; rewards 0, 1, 2 and so on."""
+    return [
+        make_group(
+            make_item(10 * step + index),
+            [make_completion([5, 6], text=f"<{index}{sample}>") for sample in range(3)],
+            [3 * index, 3 * index + 1, 3 * index + 2],
+        )
+        for index in range(2)
+    ]
+
+
+def test_rollouts_are_told_of_once_their_file_is_there(run: RunDirectory) -> None:
+    tracker, other = Remembering(), Remembering()
+    trackers = make_trackers(run, tracker, other, rollouts_every_num_steps=2, rollouts_per_table=4)
+    trackers.go_on_from(0)
+    for step in range(1, 5):
+        trackers.step(step, {"reward/mean": step, "eval/reward": 0.5})
+    write_rollouts(run.rollouts_path(2), 2, groups_of(2))  # late, while step 5 is trained
+    trackers.step(5, {"reward/mean": 5})
+    write_rollouts(run.rollouts_path(4), 4, groups_of(4))
+    assert trackers.close("finished") == []
+    assert told(tracker, "metrics") == [(step, {"reward/mean": float(step)}) for step in range(1, 6)]
+    tables = told(tracker, "table")
+    assert [(name, step) for name, step, _ in tables] == [("rollouts", 2), ("rollouts", 4)]
+    written = read_rollouts(run.rollouts_path(4))
+    rows = tables[1][2]
+    assert len(rows) == 4
+    for row in rows:
+        assert any(row.items() <= whole.items() for whole in written)
+    assert len({row["response"] for row in rows}) == 4
+    assert {"prompt", "response", "ground_truth", "reward", "advantage"} <= rows[0].keys()
+    assert told(other, "table") == tables
+
+
+def test_a_run_that_goes_back_forgets_the_rollouts_it_waits_for(run: RunDirectory) -> None:
+    tracker = Remembering()
+    trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
+    for step in (1, 2, 3):
+        trackers.step(step, {})
+    trackers.go_on_from(2)
+    for step in (1, 2, 3):  # 3: of the first time, as its line is not there yet
+        write_rollouts(run.rollouts_path(step), step, groups_of(step))
+    trackers.close("finished")
+    assert [step for _, step, _ in told(tracker, "table")] == [1, 2]
+
+
+def test_a_file_that_is_gone_when_its_turn_comes_breaks_nothing(run: RunDirectory) -> None:
+    tracker = Remembering(hang_at="start")
+    trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
+    write_rollouts(run.rollouts_path(1), 1, groups_of(1))
+    trackers.step(1, {})
+    run.rollouts_path(1).unlink()
+    tracker.released.set()
+    assert trackers.close("finished") == []
+    assert told(tracker, "table") == []
+    assert told(tracker, "close") == [("finished",)]
+
+
+def test_no_tables_of_rollouts_are_made_when_none_are_wanted(run: RunDirectory) -> None:
+    tracker = Remembering()
+    trackers = make_trackers(run, tracker, rollouts_every_num_steps=0)
+    write_rollouts(run.rollouts_path(1), 1, groups_of(1))
+    trackers.step(1, {})
+    trackers.close("finished")
+    assert told(tracker, "table") == []
+
+
+def test_a_validation_is_its_metrics_and_a_table_of_responses(run: RunDirectory) -> None:
+    tracker = Remembering()
+    trackers = make_trackers(run, tracker, rollouts_per_table=2)
+    groups = groups_of(4)
+    summary = summarise_groups(4, groups)
+    trackers.evaluation(summary, groups)
+    trackers.close("finished")
+    ((step, metrics),) = told(tracker, "metrics")
+    assert (step, metrics["eval/reward"]) == (4, 2.5)
+    ((name, step, rows),) = told(tracker, "table")
+    assert (name, step) == ("validation", 4)
+    assert [(row["response"], row["reward"]) for row in rows] == [("<00>", 0.0), ("<10>", 3.0)]
+
+
+def test_long_texts_are_cut(run: RunDirectory) -> None:
+    tracker = Remembering()
+    trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
+    group = make_group(make_item(1), [make_completion([5, 6], text="ab" * 3000)])
+    write_rollouts(run.rollouts_path(1), 1, [group])
+    trackers.step(1, {})
+    trackers.close("finished")
+    ((_, _, (row,)),) = told(tracker, "table")
+    assert row["response"] == "ab" * 2000 + "… (2,000 more characters)"
+
+
+class Display:
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+
+    def status(self, text: str) -> None: ...
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, summary: Any) -> None: ...
+
+    def trouble(self, text: str) -> None:
+        self.troubles.append(text)
+
+
+def test_a_broken_tracker_is_an_event_and_one_line_for_whoever_looks_on(run: RunDirectory) -> None:
+    broken, good, display = Remembering(break_at="metrics"), Remembering(), Display()
+    trackers = make_trackers(run, broken, good)
+    log = RunLog(run, display, trackers)
+    log.line(1, {"reward/mean": 0.5})
+    until(lambda: trackers._deliveries[0]._failure is not None)
+    for step in (2, 3):
+        log.show_troubles()
+        log.line(step, {"reward/mean": 0.5})
+    line = "a: OSError: no route to host; the run goes on without it"
+    assert display.troubles == [line]
+    assert [(event["kind"], event["text"]) for event in read_metrics(run.events_path)] == [
+        ("tracker_off", line)
+    ]
+    assert trackers.close("finished") == []
+    assert [step for step, _ in told(good, "metrics")] == [1, 2, 3]
+
+
+def test_a_tracker_that_does_not_keep_up_is_a_trouble_until_it_does(run: RunDirectory) -> None:
+    tracker, display = Remembering(hang_at="start"), Display()
+    trackers = Trackers(make_config().tracking, run, [deliver(run.path, tracker, max_waiting=1)])
+    log = RunLog(run, display, trackers)
+    for step in (1, 2, 3):
+        log.line(step, {})
+        log.show_troubles()
+    assert display.troubles == [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
+    tracker.released.set()
+    until(lambda: len(tracker.told) == 2)
+    log.show_troubles()
+    assert len(display.troubles) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "end"), [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (RunError("x"), "failed")]
+)
+def test_trackers_are_closed_at_every_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, end: str
+) -> None:
+    good, broken = Remembering(), Remembering(break_at="close")
+    monkeypatch.setattr(module, "make_tracker", {"wandb": good, "mlflow": broken}.__getitem__)
+    announced: list[str] = []
+    troubles: list[str] = []
+    config, run = make_config("tracking.trackers=[wandb,mlflow]"), RunDirectory(tmp_path / "run-7")
+    raised = None
+    try:
+        with tracking(config, run, announced.append, troubles.append) as trackers:
+            trackers.go_on_from(3)
+            if error is not None:
+                raise error
+    except (KeyboardInterrupt, RunError) as caught:
+        raised = caught
+    assert raised is error
+    assert good.told == [("start", "run-7"), ("go_on_from", 3), ("close", end)]
+    assert sorted(announced) == ["mlflow: in memory", "wandb: in memory"]
+    assert troubles == ["mlflow: OSError: no route to host; the run goes on without it"]
+
+
+def test_a_run_that_is_named_by_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+
+    class WithFolder(Remembering):
+        def start(self, run: TrackedRun) -> str:
+            folders.append(run.folder)
+            return super().start(run)
+
+    tracker = WithFolder()
+    monkeypatch.setattr(module, "make_tracker", lambda name: tracker)
+    config = make_config("tracking.trackers=[mlflow]")
+    (tmp_path / "my-run").mkdir()
+    monkeypatch.chdir(tmp_path / "my-run")
+    with tracking(config, RunDirectory("."), print, print):
+        pass
+    assert tracker.told[0] == ("start", "my-run")
+    assert folders == [tmp_path / "my-run" / "trackers" / "mlflow"]
+
+
+# ---- before a run ----
+
+
+def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config("tracking.trackers=[tensorboard,mlflow]")
+    monkeypatch.setattr(choice, "find_spec", lambda name: None if name == "mlflow" else pytest.__spec__)
+    with pytest.raises(ValueError, match=r"mlflow is not installed; run pip install mlflow-skinny"):
+        check_trackers(config)
+    check_trackers(make_config("tracking.trackers=[tensorboard]"))
+    check_trackers(make_config())
+
+
+def test_train_and_resume_look_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connected(needs_hub: bool) -> None:
+        raise AssertionError("Ray was to be started")
+
+    monkeypatch.setattr(training.cluster, "connected", connected)
+    monkeypatch.setattr(choice, "_is_installed", lambda name: False)
+    overrides = [f"run.output_dir={tmp_path}", "run.name=one", "tracking.trackers=[wandb]"]
+    config = make_config(*overrides)
+    with pytest.raises(RunError, match="wandb is not installed"):
+        training.train(config, "configs/quickstart.yaml")
+    RunDirectory(tmp_path / "one").create(config)
+    with pytest.raises(RunError, match="wandb is not installed"):
+        training.resume(str(tmp_path / "one"), [])
+    with pytest.raises(AssertionError, match="Ray was to be started"):
+        training.resume(str(tmp_path / "one"), ["tracking.trackers=[]"])
+
+
+def test_a_folder_named_as_a_library_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_such_library").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not choice._is_installed("no_such_library")
+    assert choice._is_installed("json")
+
+
+def test_a_database_takes_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_is_installed", lambda name: name == "mlflow")
+    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite takes MLflow's own server libraries"):
+        check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=sqlite:///runs.db"))
+    check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=http://127.0.0.1:5000"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["tracking.trackers=[wandb,wandb]"], "tracking.trackers: wandb, wandb: name each tracker once"),
+        (["tracking.trackers=[comet]"], "tracking.trackers"),
+        (["tracking.project=''"], "tracking.project: give the project a name"),
+        (["tracking.mlflow_uri=https://me:secret@host/"], "tracking.mlflow_uri: the address holds a password"),
+        (["tracking.trackers=[wandb]", "run.save_rollouts=false"], "tracking.rollouts_every_num_steps: tables"),
+    ],
+)
+def test_settings_that_cannot_be(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_config(*overrides)
+
+
+# ---- the libraries themselves ----
+
+NASTY = 'a|b\n<script>alert(1)</script> ![x](http://host/x.png) **bold** `code` "quoted", _under_\\|'
+ROWS: list[Row] = [
+    {"prompt": "2 + 2 =", "response": NASTY, "reward": 0.5},
+    {"prompt": "?", "response": "", "reward": 1},
+]
+
+
+def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:
+    """A run of two steps, the second of which is done again after it went back to step 1."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    place = tracker.start(run)
+    tracker.go_on_from(0)
+    # As a mixture has them:
+    tracker.metrics(1, {"reward/mean": 0.25, "reward/mean/a-b": 0.125, "loss/policy": float("nan")})
+    tracker.table("rollouts", 1, ROWS)
+    tracker.metrics(2, {"reward/mean": 0.5})
+    tracker.go_on_from(1)
+    tracker.metrics(2, {"reward/mean": 0.75})
+    tracker.close(end)
+    return place
+
+
+def go_on(tracker: Tracker, run: TrackedRun) -> None:
+    """The next process of the same run."""
+    tracker.start(run)
+    tracker.go_on_from(2)
+    tracker.metrics(3, {"reward/mean": 1.0})
+    tracker.close("finished")
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from grpo_ray.telemetry.trackers.tensorboard_tracker import TensorBoardTracker
+
+    run = tracked(tmp_path / "runs" / "my-run")
+    assert use(TensorBoardTracker(), run) == f"tensorboard --logdir {tmp_path / 'runs'}"
+    go_on(TensorBoardTracker(), run)
+    seen = EventAccumulator(str(run.folder))
+    seen.Reload()
+    points = [(event.step, event.value) for event in seen.Scalars("reward/mean")]
+    assert points == [(1, 0.25), (2, 0.75), (3, 1.0)]  # 0.5 is of the time before it went back
+    (event,) = seen.Tensors("rollouts/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (1, markdown_table(ROWS))
+    config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "    num_steps: 8\n" in config
+
+
+def test_tensorboard_shows_a_response_as_it_is() -> None:
+    pytest.importorskip("tensorboard")
+    from html import unescape
+
+    from tensorboard.plugin_util import markdowns_to_safe_html
+
+    html = markdowns_to_safe_html([markdown_table(ROWS)], lambda parts: parts[0])
+    assert not re.search(r"<(script|img|a|strong|em|code)\b", html)
+    cells = [unescape(re.sub(r"<br\s*/?>", "\n", cell)) for cell in re.findall(r"<td>(.*?)</td>", html, re.S)]
+    assert cells == ["2 + 2 =", NASTY, "0.5", "?", "", "1"]
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of W&B's offline file: a LevelDB log, blocks of 32 KiB with a header of 7 bytes a piece."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        if place + 7 + length > len(data):
+            return  # it is being written
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole one, or the last piece of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def wandb_points(path: Path) -> list[dict[str, Any]]:
+    """What was logged, once W&B's own process has written the end: `finish` does not wait for it."""
+    until(lambda: any(record.WhichOneof("record_type") == "exit" for record in wandb_records(path)))
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(path)
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B and MLflow without a network, and as if nobody had set them up here."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # so that what the tracker sets does not stay
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_PROJECT",
+        "WANDB_DIR",
+        "MLFLOW_TRACKING_URI",
+        "MLFLOW_ALLOW_FILE_STORE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb(tmp_path: Path) -> None:
+    from grpo_ray.telemetry.trackers.wandb_tracker import WandbTracker
+
+    run = tracked(tmp_path, "tracking.project=sums")
+    check_trackers(make_config("tracking.trackers=[wandb]"))  # offline takes no key
+    assert use(WandbTracker(), run, "failed").startswith("offline; upload with: wandb sync")
+    (first,) = run.folder.glob("wandb/offline-run-*/run-*.wandb")
+    points = wandb_points(first)
+    assert [(point["step"], point.get("reward/mean")) for point in points] == [
+        (1, 0.25), (1, None), (2, 0.5), (2, 0.75)
+    ]  # fmt: skip
+    assert points[1]["rollouts/nrows"] == 2
+    table = json.loads((first.parent / "files" / points[1]["rollouts/path"]).read_text())
+    assert table["columns"] == ["prompt", "response", "reward"]
+    assert table["data"] == [["2 + 2 =", NASTY, 0.5], ["?", "", 1]]
+    (record,) = (r.run for r in wandb_records(first) if r.WhichOneof("record_type") == "run")
+    assert (record.run_id, record.project, record.display_name) == (run.id, "sums", "my-run")
+    config = {item.key: json.loads(item.value_json) for item in record.config.update}
+    assert config["algorithm"]["num_steps"] == 8
+    (exit_code,) = (r.exit.exit_code for r in wandb_records(first) if r.WhichOneof("record_type") == "exit")
+    assert exit_code == 1
+    go_on(WandbTracker(), run)
+    (second,) = {*run.folder.glob("wandb/offline-run-*/run-*.wandb")} - {first}
+    assert second.name == first.name == f"run-{run.id}.wandb"
+    assert [(point["step"], point["reward/mean"]) for point in wandb_points(second)] == [(3, 1.0)]
+
+
+def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    class Online:
+        class settings:
+            mode = "online"
+
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(wandb, "setup", lambda settings: Online)
+    monkeypatch.setattr(wandb, "login", lambda **how: asked.append(how))
+    with pytest.raises(
+        ValueError, match=r"wandb has no API key; run wandb login, or set WANDB_API_KEY, or WANDB_MODE"
+    ):
+        check_trackers(make_config("tracking.trackers=[wandb]"))
+    assert asked == [{"prompt": False, "verify": False}]
+
+
+@pytest.mark.usefixtures("offline")
+def test_what_wandb_would_refuse_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    with pytest.raises(ValueError, match="wandb: Invalid project name 'a/b'"):
+        check_trackers(make_config("tracking.trackers=[wandb]", "tracking.project=a/b"))
+
+    class Online:
+        class settings:
+            mode = "online"
+
+    def login(**how: bool) -> bool:
+        raise wandb.errors.AuthenticationError("API key must have 40+ characters, has 6.")
+
+    monkeypatch.setattr(wandb, "setup", lambda settings: Online)
+    monkeypatch.setattr(wandb, "login", login)
+    with pytest.raises(ValueError, match=r"wandb: API key must have 40\+ characters, has 6"):
+        check_trackers(make_config("tracking.trackers=[wandb]"))
+
+
+@pytest.mark.usefixtures("offline")
+def test_mlflow(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    from grpo_ray.telemetry.trackers.mlflow_tracker import MlflowTracker
+
+    run = tracked(tmp_path, "tracking.project=sums", f"run.output_dir={tmp_path / 'runs'}")
+    place = use(MlflowTracker(), run, "interrupted")
+    assert place == f"{tmp_path / 'runs' / 'mlruns'}, run {run.id}"
+    client = MlflowClient(tracking_uri=str(tmp_path / "runs" / "mlruns"))
+    experiment = client.get_experiment_by_name("sums")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_id, found.info.run_name, found.info.status) == (run.id, "my-run", "KILLED")
+    assert found.data.params["algorithm.num_steps"] == "8"
+    assert found.data.params["learner.betas"] == "[0.9, 0.95]"
+    history = client.get_metric_history(run.id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5), (2, 0.75)]
+    path = Path(client.download_artifacts(run.id, "rollouts/step-000001.csv", str(tmp_path)))
+    with path.open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in ROWS]
+    assert client.get_metric_history(run.id, "reward/mean.a-b")[0].value == 0.125
+    again = tracked(tmp_path, "algorithm.num_steps=9", f"run.output_dir={tmp_path / 'runs'}")
+    go_on(MlflowTracker(), again)
+    found = client.get_run(run.id)
+    assert found.info.status == "FINISHED"
+    assert found.data.metrics["reward/mean"] == 1.0
+    assert found.data.params["algorithm.num_steps"] == "8"  # MLflow's parameters do not change
+    now = Path(client.download_artifacts(run.id, "config.yaml", str(tmp_path)))
+    assert yaml.safe_load(now.read_text())["algorithm"]["num_steps"] == 9
+
+
+@pytest.mark.usefixtures("offline")
+def test_mlflow_takes_the_experiment_that_another_run_makes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    from grpo_ray.telemetry.trackers.mlflow_tracker import MlflowTracker
+
+    run = tracked(tmp_path, f"run.output_dir={tmp_path}")
+    run.folder.mkdir(parents=True)
+    look, looked = MlflowClient.get_experiment_by_name, []
+
+    def look_too_early(client: MlflowClient, name: str) -> Any:
+        looked.append(name)
+        if len(looked) > 1:
+            return look(client, name)
+        assert look(client, name) is None
+        client.create_experiment(name)  # by the other
+        return None
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look_too_early)
+    MlflowTracker().start(run)
+    assert looked == ["grpo_ray", "grpo_ray"]
+
+
+# ---- whole runs ----
+
+
+async def until_version(controller: Controller, version: int) -> None:
+    while controller._version < version:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.usefixtures("offline", "model_cache")
+def test_a_run_that_is_resumed_and_goes_back_is_one_run_of_every_tracker(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "my-run"
+    overrides = ["tracking.trackers=[tensorboard,wandb,mlflow]", "tracking.rollouts_every_num_steps=4"]
+    overrides.append(f"run.output_dir={tmp_path}")
+    first = train(make_config("algorithm.num_steps=4", *overrides), folder)
+    ids = {path.parent.name: path.read_text() for path in folder.glob("trackers/*/run_id")}
+    assert ids.keys() == {"wandb", "mlflow"}
+    assert first.troubles == []
+    assert sorted(text.partition(":")[0] for text in first.announced) == ["mlflow", "tensorboard", "wandb"]
+
+    async def kill_learner(actors: LocalActors, controller: Controller) -> None:
+        if not (folder / "events.jsonl").exists():  # the first time
+            await until_version(controller, 7)
+            actors.learner.die()
+        await asyncio.sleep(LONG_S)
+
+    train(make_config(*overrides), folder, kill_learner)
+    assert {path.parent.name: path.read_text() for path in folder.glob("trackers/*/run_id")} == ids
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [event["kind"] for event in read_metrics(folder / "events.jsonl")] == ["run_failed", "restored"]
+
+    seen = EventAccumulator(str(folder / "trackers" / "tensorboard"))
+    seen.Reload()
+    seconds = [(event.step, event.value) for event in seen.Scalars("timing/step_s")]
+    assert seconds == [(row["step"], pytest.approx(row["timing/step_s"])) for row in rows]
+    evaluated = read_metrics(folder / "evaluations" / "summary.jsonl")
+    rewards = [(event.step, event.value) for event in seen.Scalars("eval/reward")]
+    assert rewards == [(row["step"], pytest.approx(row["reward"])) for row in evaluated]
+    assert [event.step for event in seen.Tensors("rollouts/text_summary")] == [4, 8]
+    assert [event.step for event in seen.Tensors("validation/text_summary")] == [0, 4, 8]
+
+    client = MlflowClient(tracking_uri=str(tmp_path / "mlruns"))
+    assert client.get_run(ids["mlflow"]).info.status == "FINISHED"
+    history = client.get_metric_history(ids["mlflow"], "timing/step_s")
+    last = {point.step: point.value for point in history}
+    assert last == {row["step"]: pytest.approx(row["timing/step_s"]) for row in rows}
+    for name in ("rollouts", "validation"):
+        assert client.list_artifacts(ids["mlflow"], name)
+
+    files = sorted(folder.glob(f"trackers/wandb/wandb/offline-run-*/run-{ids['wandb']}.wandb"))
+    assert len(files) == 2
+    points = [point for file in files for point in wandb_points(file)]
+    for row in rows:
+        assert any(p["step"] == row["step"] and p.get("timing/step_s") == row["timing/step_s"] for p in points)
+    assert sum("rollouts/nrows" in point for point in points) == 2
