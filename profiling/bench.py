@@ -1,0 +1,119 @@
+"""Benchmarks of grpo_ray's parts, one entry point; see docs/profiling.md.
+
+    python profiling/bench.py --list
+    python profiling/bench.py learner_step --rounds 5 --out before.json
+    python profiling/bench.py compare before.json after.json
+
+Within a benchmark the cases take turns, so that a drift of the machine's speed meets all alike; what is worth
+reading are the ratios.
+"""
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import benchmarks
+from benchmarks.compare import print_comparison
+from benchmarks.machine import describe_machine, describe_versions
+from benchmarks.results import Options, Result, print_result, read_result
+from rich.console import Console
+
+from grpo_ray.cli import set_library_defaults
+from grpo_ray.cli_arguments import positive
+
+RESULTS = Path(__file__).parent / "results"
+WIDTH = 200  # of the tables, whatever the terminal: a figure that is cut off is worth nothing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    set_library_defaults()
+    options = _parser().parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True, width=WIDTH)
+    if options.list:
+        _list(console)
+        return 0
+    try:
+        if options.name == "compare":
+            print_comparison(*_two_results(options.rest), console)
+        else:
+            measure(options, console)
+    except ValueError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="a benchmark, or compare with two results' files"
+    )
+    parser.add_argument("rest", metavar="KEY=VALUE|FILE", nargs="*", help="changes to what a benchmark trains")
+    parser.add_argument("--list", action="store_true", help="print the benchmarks and end")
+    parser.add_argument(
+        "--rounds", type=positive, metavar="N", help="turns of each case (default: as it needs)"
+    )
+    parser.add_argument("--quick", action="store_true", help="as small as can be: that it runs, not how fast")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: profiling/results/NAME.json")
+    return parser
+
+
+def modules() -> dict[str, ModuleType]:
+    """The benchmarks by name: the modules of the package that have a title."""
+    found = {
+        info.name: importlib.import_module(f"benchmarks.{info.name}")
+        for info in pkgutil.iter_modules(benchmarks.__path__)
+        if info.name != "parity_job"  # a program
+    }
+    return {name: module for name, module in found.items() if hasattr(module, "TITLE")}
+
+
+def measure(options: argparse.Namespace, console: Console) -> Result:
+    """Run a benchmark, print its table and write its file.
+
+    Raises:
+        ValueError: there is no such benchmark.
+    """
+    known = modules()
+    if options.name not in known:
+        raise ValueError(f"{options.name!r} is no benchmark; there are {', '.join(known)}, and compare")
+    arguments = Options(options.rounds, options.quick, tuple(options.rest))
+    machine = describe_machine()  # its load before the benchmark's own
+    rows = known[options.name].run(arguments)
+    result = Result(
+        name=options.name,
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        machine=machine,
+        versions=describe_versions(),
+        arguments={"rounds": options.rounds, "quick": options.quick, "overrides": options.rest},
+        rows=rows,
+    )
+    console.print(known[options.name].TITLE, style="bold")
+    print_result(result, console)
+    path = options.out or RESULTS / f"{options.name}.json"
+    result.write(path)
+    console.print(f"written to {path}")
+    return result
+
+
+def _list(console: Console) -> None:
+    known = modules()
+    width = max(map(len, known))
+    for name, module in known.items():
+        console.print(f"{name:<{width}}  {module.TITLE}")
+
+
+def _two_results(files: Sequence[str]) -> tuple[Result, Result]:
+    if len(files) != 2:
+        raise ValueError(f"compare takes two results' files, not {len(files)}")
+    before, after = (read_result(Path(file)) for file in files)
+    return before, after
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Whole runs of the quickstart, as a user would start them, for benchmarks that compare runs."""
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+PROFILING = Path(__file__).parents[1]
+SKIPPED_STEPS = 4  # the first batches warm both sides up
+
+
+def train(name: str, overrides: Sequence[str], folder: Path, module: str = "grpo_ray.cli") -> RunDirectory:
+    """Train the quickstart, changed so, by the command line in `module`; raises when it fails."""
+    command = [sys.executable, "-m", module, "train", "configs/quickstart.yaml", *overrides]
+    command += [f"run.output_dir={folder}", f"run.name={name}"]
+    path = os.pathsep.join(filter(None, [str(PROFILING), os.environ.get("PYTHONPATH")]))
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
+    return RunDirectory(folder / name)
+
+
+def steady_means(run: RunDirectory) -> Mapping[str, float]:
+    """Of each metric, over the steps between the first few and the last, which has no generation beside it.
+
+    Means, not medians: one step's delay can be the next one's head start.
+    """
+    rows = read_metrics(run.metrics_path)[SKIPPED_STEPS:-1]
+    names = {name for row in rows for name in row}
+    return {name: statistics.fmean(row[name] for row in rows if row.get(name) is not None) for name in names}

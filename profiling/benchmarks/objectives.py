@@ -1,0 +1,38 @@
+"""What an objective's options cost the Learner: a step with them against a step without."""
+
+from benchmarks.results import Options, Row
+from benchmarks.tiny_learner import make_batch, make_learners, model_folder
+from benchmarks.turns import take_turns
+
+TITLE = "a Learner's step with every loss, KL, entropy bonus, several updates (quickstart's shapes)"
+PLAIN = "one update"
+VARIANTS: dict[str, list[str]] = {
+    PLAIN: [],
+    "reinforce_with_baseline": ["algorithm.loss=reinforce_with_baseline"],
+    "gspo": ["algorithm.loss=gspo"],
+    "cispo": ["algorithm.loss=cispo"],
+    "proximal, truncated weights": [
+        "algorithm.old_log_probs=proximal",
+        "algorithm.off_policy_correction=truncate_token",
+    ],
+    "KL measured": ["algorithm.kl.reference=initial"],
+    "KL penalty, ema": ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"],
+    "entropy bonus": ["algorithm.entropy_bonus=0.01"],
+    "two epochs": ["algorithm.epochs_per_batch=2"],
+    "two epochs, proximal": ["algorithm.epochs_per_batch=2", "algorithm.old_log_probs=proximal"],
+}
+
+
+def run(options: Options) -> list[Row]:
+    half = 4 if options.quick else 128  # of a batch's responses
+    variants = {**VARIANTS, "two updates": [f"algorithm.train_batch_size={half}"]}
+    with model_folder() as folder:
+        learners = make_learners(folder, variants, options.quick)
+    config = learners[PLAIN]._config
+
+    def step(name: str) -> None:
+        learners[name].train_step(make_batch(config, learners[name].version))
+
+    cases = {name: (lambda name=name: step(name)) for name in variants}
+    seconds = take_turns(cases, options.rounds or (1 if options.quick else 8))
+    return [Row(name, values, PLAIN) for name, values in seconds.items()]

@@ -1,0 +1,76 @@
+"""How sequences of many lengths are put into micro-batches, and what the padding costs."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.results import Options, Row
+from benchmarks.tiny_learner import model_folder
+from benchmarks.turns import take_turns
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate, micro_batches
+
+TITLE = "micro-batches of sequences of many lengths: their order, their padding, a forward pass over them"
+OURS = "longest first (ours)"
+
+
+def make_sequences(num_sequences: int, longest: int) -> list[TrainSequence]:
+    """Prompts of 12 tokens; lengths of responses are log-normal, as those of real policies are."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(longest / 6), 0.9, num_sequences), 1, longest).astype(int)
+    return [
+        TrainSequence(
+            tuple(rng.integers(20, 300, 12).tolist()),
+            rng.integers(20, 300, length).astype(np.int32),
+            np.zeros(length, np.float32),
+            1.0,
+        )
+        for length in lengths
+    ]
+
+
+def in_order(sequences: Sequence[TrainSequence], max_tokens: int) -> Iterable[MicroBatch]:
+    """As they come, each micro-batch as full as it may be."""
+    pending: list[TrainSequence] = []
+    for sequence in sequences:
+        if pending and (len(pending) + 1) * max(map(len, [*pending, sequence])) > max_tokens:
+            yield collate(pending)
+            pending = []
+        pending.append(sequence)
+    yield collate(pending)
+
+
+WAYS: dict[str, Callable[[Sequence[TrainSequence], int], Iterable[MicroBatch]]] = {
+    OURS: lambda sequences, max_tokens: (batch for _, batch in micro_batches(sequences, max_tokens)),
+    "in the order they come": in_order,
+    "one at a time": lambda sequences, _: (collate([sequence]) for sequence in sequences),
+}
+
+
+def run(options: Options) -> list[Row]:
+    torch.set_num_threads(1)
+    sequences = make_sequences(16 if options.quick else 256, 32 if options.quick else 256)
+    max_tokens = 256 if options.quick else 4096
+    tokens = sum(map(len, sequences))
+    with model_folder() as folder:
+        model = load_policy(folder)
+
+    @torch.no_grad()
+    def forward(batches: Iterable[MicroBatch]) -> None:
+        for batch in batches:
+            model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=1)
+
+    cases: dict[str, Callable[[], object]] = {}
+    padding: dict[str, float] = {}
+    for name, cut in WAYS.items():
+        batches = list(cut(sequences, max_tokens))
+        padding[name] = 1 - tokens / sum(batch.input_ids.numel() for batch in batches)
+        cases[name] = lambda cut=cut: forward(cut(sequences, max_tokens))
+    cutting = f"{OURS}, the cutting alone"
+    cases[cutting] = lambda: list(micro_batches(sequences, max_tokens))
+    seconds = take_turns(cases, options.rounds or (2 if options.quick else 6))
+    return [
+        Row(name, values, OURS, tokens, "tokens", {"padding": padding[name]} if name in padding else {})
+        for name, values in seconds.items()
+    ]

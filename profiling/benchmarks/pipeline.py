@@ -1,0 +1,55 @@
+"""Whole runs, one version behind against synchronous: what the overlap of sampling and training saves.
+
+The quickstart with learning rate 0, so that every step does the same work, and with the Generator's processes
+held to one core and the Learner's to another, as to their own GPUs on a cluster.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.jobs import steady_means, train
+from benchmarks.results import Options, Row
+
+TITLE = "whole runs, one version behind against synchronous, seconds a step (a core for each side)"
+WORK = [
+    "learner.learning_rate=0",
+    "generator.cpu_cores=[0]",
+    "learner.cpu_cores=[1]",
+    "evaluation.every_num_steps=1000000",
+    "run.save_rollouts=false",
+]
+SYNCHRONOUS = "synchronous (max_lag 0)"
+SCHEDULES = {SYNCHRONOUS: 0, "one version behind (max_lag 1)": 1}
+FACTS = {
+    "generate": "timing/generate_s",
+    "wait": "timing/wait_for_batch_s",
+    "train": "timing/train_s",
+    "pause": "timing/weight_sync/pause_s",
+    "transfer": "timing/weight_sync/transfer_s",
+    "resume": "timing/weight_sync/resume_s",
+    "Learner busy": "utilization/learner",
+    "Generators busy": "utilization/generators",
+    "lag": "lag/max",
+}
+
+
+def run(options: Options) -> list[Row]:
+    steps = 8 if options.quick else 24
+    means: dict[str, list[Mapping[str, float]]] = {name: [] for name in SCHEDULES}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds or (1 if options.quick else 2)):
+            for name, max_lag in SCHEDULES.items():
+                overrides = [*WORK, f"algorithm.num_steps={steps}", f"weight_sync.max_lag={max_lag}"]
+                job = train(f"lag{max_lag}-{number}", [*overrides, *options.overrides], Path(folder))
+                means[name].append(steady_means(job))
+    return [
+        Row(
+            name,
+            tuple(mean["timing/step_s"] for mean in of_runs),
+            SYNCHRONOUS,
+            facts={fact: statistics.fmean(mean[key] for mean in of_runs) for fact, key in FACTS.items()},
+        )
+        for name, of_runs in means.items()
+    ]

@@ -1,0 +1,63 @@
+"""Learners of the quickstart's shapes with a random model, and batches for them."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.policy.loading import end_token_ids, load_tokenizer
+from grpo_ray.policy.tiny import build_model, tiny_tokenizer
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
+
+QUICKSTART = "configs/quickstart.yaml"
+SMALL = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2"]  # for --quick
+
+
+@contextlib.contextmanager
+def model_folder(overrides: Sequence[str] = ()) -> Iterator[str]:
+    """A folder with the quickstart's model, random, and its tokenizer."""
+    config = load_config(QUICKSTART, list(overrides))
+    assert config.model.tiny is not None
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = tiny_tokenizer(config)
+        build_model(config.model.tiny, tokenizer, seed=0).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
+
+
+def make_learners(folder: str, variants: Mapping[str, Sequence[str]], quick: bool) -> dict[str, Learner]:
+    """A Learner for each of the named lists of overrides."""
+    ends = end_token_ids(folder, load_tokenizer(folder))
+    common = SMALL if quick else []
+    return {
+        name: Learner(folder, load_config(QUICKSTART, [*common, *overrides]), ends)
+        for name, overrides in variants.items()
+    }
+
+
+def make_batch(config: Config, version: int, num_tokens: int = 16) -> TrainBatch:
+    """Random tokens and advantages; every response has `num_tokens`, sampled by `version`."""
+    rng, algorithm = np.random.default_rng(version), config.algorithm
+    groups = []
+    for group_id in range(algorithm.prompts_per_step):
+        item = PromptItem(group_id, "", tuple(rng.integers(20, 300, 12).tolist()), "")
+        completions = [
+            Completion(
+                "",
+                rng.integers(20, 300, num_tokens).astype(np.int32),
+                np.full(num_tokens, -5.9, np.float32),
+                np.full(num_tokens, version, np.int32),
+                "stop",
+            )
+            for _ in range(algorithm.samples_per_prompt)
+        ]
+        advantages = rng.normal(size=len(completions)).astype(np.float32)
+        ones = np.ones_like(advantages)
+        groups.append(
+            ScoredGroup(RolloutGroup(item, tuple(completions), "generator-0"), ones, ones, ones, advantages)
+        )
+    return TrainBatch(tuple(groups))

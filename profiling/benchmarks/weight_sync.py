@@ -1,0 +1,117 @@
+"""Weights from a Learner to a Generator in another process: by size of the model, transport and engine.
+
+Real Ray actors, and the transaction of a run (pause, transfer, resume) by its own WeightSync, against a plain
+copy of the same bytes in memory.
+"""
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+
+from benchmarks.results import Options, Row
+from benchmarks.tiny_learner import QUICKSTART, model_folder
+from grpo_ray.actors.generator import Generator
+from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.cluster import connected
+from grpo_ray.config import Config
+from grpo_ray.config_loading import load_config
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.policy.model import PolicyModel
+from grpo_ray.remote_actor import Client, Deferred, as_actor
+
+TITLE = "weight sync by size of the model, transport and engine, against a copy in memory"
+SIZES: dict[str, list[str]] = {
+    "small": [],
+    "medium": [
+        "model.tiny.hidden_size=512",
+        "model.tiny.num_layers=6",
+        "model.tiny.intermediate_size=1408",
+    ],
+    "large": [
+        "model.tiny.hidden_size=1024",
+        "model.tiny.num_layers=8",
+        "model.tiny.intermediate_size=2816",
+    ],
+}
+NOT_HERE = {
+    "nccl": "grpo_ray has no such transport; its weights go by object_store or ipc",
+    "ipc": "it needs a GPU that Learner and Generator share, in a whole run with generator.colocated; its "
+    "phases are that run's timing/weight_sync/*",
+}
+
+
+def run(options: Options) -> list[Row]:
+    sizes = ("small",) if options.quick else tuple(SIZES)
+    rounds, rows = options.rounds or (1 if options.quick else 5), []
+    with connected():
+        for size in sizes:
+            with model_folder(["model.tiny.warmup=null", *SIZES[size]]) as folder:
+                for engine in ("torch",) if options.quick else ("torch", "vllm"):
+                    rows += asyncio.run(_measure(size, folder, engine, rounds))
+    return [*rows, *(Row(transport, skipped=why) for transport, why in NOT_HERE.items())]
+
+
+async def _measure(size: str, folder: str, engine: str, rounds: int) -> list[Row]:
+    config = load_config(QUICKSTART, [f"generator.engine={engine}", *SIZES[size]])
+    model = load_policy(folder)
+    num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    case, copy = f"object_store, {engine}", "copy in memory"
+    label = f"{size}, {num_bytes / 2**20:.0f} MiB"
+    with tempfile.TemporaryDirectory() as logs:
+        client = _start_generator(config, folder, Path(logs))
+        try:
+            await client.ready()
+            seconds, phases = await _publish_all(config, client, model, rounds)
+            await client.shutdown()
+        finally:
+            ray.kill(client.handle)
+    facts = {f"{phase}, s": float(np.median(values)) for phase, values in phases.items()}
+    base = f"{label}: {copy} beside {engine}"
+    mib = num_bytes / 2**20
+    return [
+        Row(base, tuple(seconds["copy"]), base, mib, "MiB"),
+        Row(f"{label}: {case}", tuple(seconds["sync"]), base, mib, "MiB", facts),
+    ]
+
+
+def _start_generator(config: Config, folder: str, logs: Path) -> Client:
+    engine = Deferred(lambda: make_engine(config, folder, 64, index=0))
+    actor = as_actor(Generator, "generator-0", logs).options(num_cpus=0, max_concurrency=100)
+    return Client("generator-0", actor.remote("generator-0", engine, 0.0, 0))
+
+
+async def _publish_all(
+    config: Config, client: Client, model: PolicyModel, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each sync, from the Learner's weights to a Generator that samples again, and of its phases."""
+    sync = WeightSync([client], 1, 1, config.weight_sync.phase_timeout_s)
+    dtype = getattr(torch, config.model.dtype)
+    seconds: dict[str, list[float]] = {"copy": [], "sync": []}
+    phases: dict[str, list[float]] = {phase: [] for phase in ("pack", "pause", "transfer", "resume")}
+    for version in range(1, rounds + 2):
+        started = time.perf_counter()
+        snapshot = pack_weights(model.named_parameters(), version, dtype, config.weight_sync.checksum)
+        packed = time.perf_counter()
+        report = await sync.publish(version, [ray.put(snapshot)])
+        ended = time.perf_counter()
+        assert not report.failed, report.failed
+        source = torch.from_numpy(snapshot.data)
+        target = torch.empty_like(source).fill_(0)  # its pages are there
+        copying = time.perf_counter()
+        target.copy_(source)
+        copied = time.perf_counter()
+        if version == 1:  # it warms up
+            continue
+        seconds["copy"].append(copied - copying)
+        seconds["sync"].append(ended - started)
+        phases["pack"].append(packed - started)
+        for phase in ("pause", "transfer", "resume"):
+            phases[phase].append(report.metrics[f"timing/weight_sync/{phase}_s"])
+    return seconds, phases

@@ -1,0 +1,153 @@
+"""profiling/bench.py: the benchmarks that cost little run, write what they found, and two results compare."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+CHEAP = ("buffer", "logprobs", "packing", "scoring")
+OTHERS = {"checkpointing", "generation", "learner_step", "objectives", "pipeline", "weight_sync"}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """`python profiling/bench.py` has its folder on the path, and so have the workers that grade."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "profiling"))
+        import bench
+
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def results(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each cheap benchmark wrote."""
+    folder, found = tmp_path_factory.mktemp("results"), {}
+    for name in CHEAP:
+        path = folder / f"{name}.json"
+        assert bench.main([name, "--quick", "--out", str(path)]) == 0
+        found[name] = json.loads(path.read_text())
+    return found
+
+
+def test_every_module_is_listed(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert set(CHEAP) | OTHERS == listed
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_a_result_says_what_ran_where_and_how_long(name: str, results: dict[str, dict[str, Any]]) -> None:
+    result = results[name]
+    assert result["name"] == name
+    assert result["machine"]["cores"] >= 1
+    assert result["machine"]["memory_gib"] > 0
+    assert {"python", "torch", "ray", "transformers", "grpo_ray"} <= result["versions"].keys()
+    assert result["arguments"] == {"rounds": None, "quick": True, "overrides": []}
+    cases = [row["case"] for row in result["rows"]]
+    assert len(cases) == len(set(cases)) >= 3
+    for row in result["rows"]:
+        assert row["seconds"]
+        assert all(seconds > 0 for seconds in row["seconds"])
+        assert row["baseline"] in cases
+
+
+def test_less_padding_where_sequences_are_sorted(results: dict[str, dict[str, Any]]) -> None:
+    padding = {row["case"]: row["facts"].get("padding") for row in results["packing"]["rows"]}
+    assert padding["one at a time"] == 0
+    assert 0 < padding["longest first (ours)"] < padding["in the order they come"] < 1
+
+
+def test_every_way_to_log_probabilities_gives_the_same(bench: ModuleType) -> None:
+    import torch
+    from benchmarks.logprobs import WAYS
+
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, 2, 3], [4, 5, 49]])
+    values = [way(logits, labels) for way in WAYS.values()]
+    assert len(values) == 3
+    assert all(torch.allclose(value, values[0], atol=1e-6) for value in values)
+
+
+def test_cases_take_turns_and_warm_up(bench: ModuleType) -> None:
+    from benchmarks.turns import take_turns
+
+    order: list[str] = []
+    seconds = take_turns({name: (lambda name=name: order.append(name)) for name in "ab"}, rounds=2)
+    assert order == list("ababab")
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+
+
+def make_result(bench: ModuleType, seconds: dict[str, tuple[float, ...]], **changes: Any) -> Any:
+    from benchmarks.results import Result, Row
+
+    rows = [Row(name, values, "plain", 100, "tokens") for name, values in seconds.items()]
+    fields: dict[str, Any] = {"name": "packing", "time": "", "machine": {}, "versions": {}, "arguments": {}}
+    return Result(**{**fields, **changes}, rows=rows)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios(bench: ModuleType) -> None:
+    # The machine slows down from round to round, and both with it.
+    result = make_result(bench, {"plain": (1.0, 2.0, 10.0), "other": (2.0, 4.0, 20.0)})
+    assert [result.ratio(row) for row in result.rows] == [1.0, 2.0]
+    plain = result.rows[0]
+    assert (plain.median_s, plain.low_s, plain.high_s) == (2.0, 1.5, 6.0)
+
+
+def test_two_results_compare(bench: ModuleType) -> None:
+    from benchmarks.compare import differences, spread, verdict
+
+    before = make_result(bench, {"plain": (1.0, 1.0, 1.0), "other": (4.0, 4.0, 4.0)}, machine={"cores": 2})
+    after = make_result(
+        bench, {"plain": (0.9, 1.0, 1.3), "other": (2.0, 2.0, 2.0)}, machine={"cores": 4, "load_average": 3}
+    )
+    assert differences(before, after) == ["machine: cores is 2 in the first, 4 in the second"]
+    assert spread(before.rows[1], after.rows[1]) == (0.5, 0.5)
+    assert verdict(before.rows[1], after.rows[1]) == "faster"
+    assert verdict(after.rows[1], before.rows[1]) == "slower"
+    assert verdict(before.rows[0], after.rows[0]) == "no clear difference"
+
+
+def test_the_command_compares(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    make_result(bench, {"plain": (1.0,), "gone": (1.0,)}, versions={"torch": "1"}).write(paths[0])
+    make_result(bench, {"plain": (3.0,), "new": (1.0,)}, versions={"torch": "2"}).write(paths[1])
+    assert bench.main(["compare", *map(str, paths)]) == 0
+    shown = capsys.readouterr().out
+    assert "versions: torch is 1 in the first, 2 in the second" in shown
+    (line,) = [line.split() for line in shown.splitlines() if line.startswith("plain")]
+    assert line == ["plain", "1", "s", "3", "s", "3.00", "3.00", "to", "3.00", "1.00,", "1.00", "slower"]
+    assert "only in the second" in shown
+    assert "not measured in both" in shown
+
+
+def test_what_cannot_be_compared_or_measured_is_refused(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    make_result(bench, {"plain": (1.0,)}).write(one)
+    make_result(bench, {"plain": (1.0,)}, name="buffer").write(other)
+    for arguments, expected in (
+        (["compare", str(one), str(other)], "packing and buffer are different benchmarks"),
+        (["compare", str(one)], "takes two results' files, not 1"),
+        (["compare", str(one), str(tmp_path / "none.json")], "no result that bench.py wrote"),
+        (["overlap"], "'overlap' is no benchmark; there are buffer, "),
+    ):
+        assert bench.main(arguments) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_what_was_skipped_is_said(bench: ModuleType) -> None:
+    from benchmarks.results import Row, print_result
+
+    result = make_result(bench, {"plain": (1.0,)})
+    result.rows.append(Row("ipc", skipped="there is no GPU"))
+    console = Console(file=io.StringIO(), width=160)
+    print_result(result, console)
+    assert "ipc is skipped: there is no GPU" in console.file.getvalue()  # type: ignore[attr-defined]
