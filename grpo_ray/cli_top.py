@@ -1,0 +1,30 @@
+"""The arguments of `grpo-ray top`."""
+
+import argparse
+
+from grpo_ray.cli_arguments import above_zero
+
+
+def add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="RUN|JOB", help="a run's folder, or the name of a submitted job")
+    parser.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
+    parser.add_argument(
+        "--every",
+        type=above_zero,
+        default=1.0,
+        metavar="SECONDS",
+        help="between frames (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="URL",
+        help="the dashboard of a job's cluster (default: $RAY_ADDRESS, or the one on this machine)",
+    )
+    parser.set_defaults(command=_top)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from grpo_ray.top.command import TopOptions, top
+
+    top(TopOptions(options.target, options.address, options.once, options.every))
+    return 0

@@ -1,0 +1,524 @@
+"""`grpo-ray top`: what a run writes of itself, what is drawn from it, and what is said to hold it up."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import local_runs
+import psutil
+import pytest
+from local_actors import LocalActors
+from rich.console import Console
+
+from grpo_ray.cli import main
+from grpo_ray.config_loading import load_config
+from grpo_ray.config_schema import leaves
+from grpo_ray.controller import Controller
+from grpo_ray.errors import RunError
+from grpo_ray.telemetry import run_state
+from grpo_ray.telemetry.json_lines import read_last_lines
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_state import ActorState, Ending, Glance, RunState, read_state, reported
+from grpo_ray.top.bottleneck import bottleneck, hints, measure
+from grpo_ray.top.command import TopOptions, top
+from grpo_ray.top.frame import frame, stage_shares
+from grpo_ray.top.job import job_of
+from grpo_ray.top.keys import keys
+from grpo_ray.top.run_view import RunView, is_alive, look, silence_of
+
+NOW = 1_700_000_000.0
+
+
+def make_state(**changes: Any) -> RunState:
+    """A driver that is this process, in the middle of step 5."""
+    actors = (
+        ActorState(name="generator-0", doing="samples group 9", for_s=1.5, num_calls=4),
+        ActorState(name="learner", doing="trains version 5", for_s=0.2, num_calls=1),
+        ActorState(name="scorer"),
+    )
+    now = Glance(step=4, published_version=3, num_sampling=7, num_buffered=2, actors=actors)
+    fields: dict[str, Any] = {
+        "time": NOW, "host": socket.gethostname(), "pid": os.getpid(),
+        "process_started": psutil.Process().create_time(), "began": NOW - 65, "num_steps": 8,
+        "phase": "training", "now": now,
+    }  # fmt: skip
+    return RunState(**{**fields, **changes})
+
+
+def make_run(folder: Path, state: RunState | None, steps: list[dict[str, Any]]) -> RunDirectory:
+    run = RunDirectory(folder)
+    folder.mkdir(exist_ok=True)
+    run.config_path.touch()
+    run.metrics_path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    if state is not None:
+        run.state_path.write_text(state.model_dump_json())
+    return run
+
+
+def step(number: int, **changes: float) -> dict[str, Any]:
+    """Two seconds, in which the Learner waits for 1.24 and the Generators sample throughout."""
+    row = {
+        "step": number, "timing/step_s": 2.0, "timing/wait_for_batch_s": 1.24, "timing/train_s": 0.7,
+        "timing/generate_s": 1.9, "utilization/generators": 0.95, "utilization/learner": 0.35,
+        "lag/max": 1.0, "reward/mean": 0.25, "throughput/sampled_tokens_per_s": 1234.0,
+    }  # fmt: skip
+    return row | {name.replace("__", "/"): value for name, value in changes.items()}
+
+
+def drawn(view: RunView, width: int = 80, job: str | None = None) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(frame(view, console, job))
+    return console.export_text()
+
+
+# ---- state.json ----
+
+
+class Silent:
+    def status(self, text: str) -> None: ...
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, summary: Any) -> None: ...
+    def trouble(self, text: str) -> None: ...
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "EVERY_S", 0.01)
+
+
+def written(run: RunDirectory, condition: Any) -> RunState:
+    """The state, once the condition holds of it."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        state = read_state(run)
+        if state is not None and condition(state):
+            return state
+        time.sleep(0.005)
+    raise AssertionError(read_state(run))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with reported(run, 8, Silent()) as reporter:
+        assert written(run, lambda s: s.phase == "starting").ending is None
+        reporter.status("starting the actors")
+        reporter.trouble("generator-0: died")
+        reporter.trouble("generator-0: died")
+        state = written(run, lambda s: s.troubles)
+        assert (state.phase, state.troubles) == ("starting the actors", ("generator-0: died",))
+        glance = Glance(step=1, published_version=1, actors=(ActorState(name="learner"),))
+        reporter.follow(lambda: glance)
+        reporter.step(1, {"reward/mean": 0.5, "loss/policy": float("nan")})
+        state = written(run, lambda s: s.now.step == 1)
+        assert (state.phase, state.now, state.troubles) == ("training", glance, ())
+        assert state.metrics == {"reward/mean": 0.5, "loss/policy": None}
+        assert (state.pid, state.num_steps) == (os.getpid(), 8)
+        assert state.began <= state.time <= time.time()
+    ended = read_state(run)
+    assert ended is not None
+    assert ended.ending == Ending(kind="finished")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (RunError("no GPUs"), Ending(kind="failed", text="no GPUs")),
+        (AssertionError(), Ending(kind="failed", text="AssertionError")),
+        (KeyboardInterrupt("go on with: ..."), Ending(kind="stopped", text="go on with: ...")),
+    ],
+)
+def test_last_words(error: BaseException, ending: Ending, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with pytest.raises(type(error)), reported(run, 8, Silent()):
+        raise error
+    state = read_state(run)
+    assert state is not None
+    assert state.ending == ending
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_disk_that_takes_nothing_is_shown_once_and_ends_nothing(tmp_path: Path) -> None:
+    class Shown(Silent):
+        def __init__(self) -> None:
+            self.troubles: list[str] = []
+
+        def trouble(self, text: str) -> None:
+            self.troubles.append(text)
+
+    run, shown = RunDirectory(tmp_path / "missing"), Shown()
+    with reported(run, 8, shown):
+        deadline = time.monotonic() + 10
+        while not shown.troubles and time.monotonic() < deadline:
+            time.sleep(0.005)
+        run.path.mkdir()  # it takes something again
+        written(run, lambda s: True)
+    assert len(shown.troubles) == 1
+    assert "state.json" in shown.troubles[0]
+
+
+def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    @contextlib.contextmanager
+    def replacing(path: Path, fsync: bool) -> Iterator[Path]:
+        hangs.wait(10)
+        yield path
+
+    monkeypatch.setattr(run_state, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(run_state, "replacing", replacing)
+    began = time.monotonic()
+    with reported(RunDirectory(tmp_path), 8, Silent()):
+        pass
+    assert time.monotonic() - began < 5
+    hangs.set()
+
+
+@pytest.mark.usefixtures("model_cache", "any_reward", "quick")
+def test_a_real_run_is_followed(tmp_path: Path) -> None:
+    config = local_runs.make_config("algorithm.num_steps=6", "weight_sync.max_lag=1")
+    run, glances = RunDirectory(tmp_path / "run"), []
+
+    async def watch(actors: LocalActors, controller: Controller) -> None:
+        with reported(run, 6, Silent()) as reporter:
+            reporter.follow(controller.glance)
+            while controller.glance().step < 6:
+                glances.append(reporter.state().now)
+                await asyncio.sleep(0.002)
+
+    local_runs.train(config, run.path, watch)
+    last = read_state(run)
+    assert last is not None
+    assert last.now.step == 6
+    names = {"generator-0", "scorer", "learner", "buffer", "weight_sync"}
+    assert {actor.name for actor in last.now.actors} == names
+    steps = [glance.step for glance in glances]
+    assert steps == sorted(steps)
+    assert all(glance.published_version <= glance.step for glance in glances)
+    size = config.algorithm.prompts_per_step
+    assert all(glance.num_sampling + glance.num_buffered <= 3 * size for glance in glances)
+    done = {actor.doing.split()[0] for glance in glances for actor in glance.actors if actor.doing}
+    assert {"samples", "trains", "waits", "publishes"} <= done
+    buffers = [a for glance in glances for a in glance.actors if a.name == "buffer" and a.doing]
+    assert all(actor.is_waiting for actor in buffers if actor.doing != "starts")
+
+
+# ---- reading ----
+
+
+def test_the_tail_of_a_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(1000)) + '{"half": ')
+    assert read_last_lines(path, 3) == [{"n": 997}, {"n": 998}, {"n": 999}]
+    rows = read_last_lines(path, 1000, max_bytes=50)
+    assert rows == [{"n": n} for n in range(1000 - len(rows), 1000)]
+    assert len(rows) == 3  # 50 bytes: half a line of 9, three of 11, and 8 of one that is cut
+    assert len(read_last_lines(path, 5000)) == 1000
+    path.write_text("")
+    assert read_last_lines(path, 3) == []
+    path.write_text("{]\n")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        read_last_lines(path, 3)
+
+
+def test_a_driver_that_says_nothing() -> None:
+    state = make_state()
+    assert silence_of(state, NOW + 9) is None
+    assert "has written nothing for 60 s but is alive" in (silence_of(state, NOW + 60) or "")
+    assert "and is gone" in (silence_of(make_state(process_started=1.0), NOW + 60) or "")
+    assert "look there" in (silence_of(make_state(host="elsewhere"), NOW + 60) or "")
+    assert silence_of(make_state(ending=Ending(kind="finished")), NOW + 9999) is None
+
+
+def test_whether_a_process_is_the_driver() -> None:
+    assert is_alive(make_state())
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+    started = psutil.Process(child).create_time()
+    assert not is_alive(make_state(pid=child, process_started=started))
+    os.waitpid(child, 0)
+    assert not is_alive(make_state(pid=child, process_started=started))
+
+
+def test_a_folder_that_is_no_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no run to look at"):
+        look(RunDirectory(tmp_path))
+    run = make_run(tmp_path / "run", make_state(), [step(1)])
+    run.state_path.write_text("{")
+    with pytest.raises(RunError, match=r"state\.json is no state of a run"):
+        look(run)
+
+
+# ---- what holds it up ----
+
+
+def test_the_learner_waits_for_busy_generators() -> None:
+    assert bottleneck([step(n) for n in (2, 3)]) == (
+        "Learner waits 62% of the time: add Generators (generator.num_generators), "
+        "or let each run more at a time."
+    )
+
+
+def test_the_learner_waits_for_the_last_groups() -> None:
+    sentence = bottleneck([step(2, utilization__generators=0.4)])
+    assert sentence.startswith("Learner waits 62% of the time, and Generators sample only 40% of it")
+    assert "buffer.lookahead" in sentence
+
+
+def test_the_learner_waits_for_the_scorer() -> None:
+    assert bottleneck([step(2, timing__score_s=1.9)]) == (
+        "Learner waits 62% of the time and the Scorer grades 95% of it: add scorer.num_workers."
+    )
+
+
+def test_both_sides_take_turns() -> None:
+    sentence = bottleneck([step(2, lag__max=0.0, utilization__generators=0.6)])
+    assert sentence == (
+        "Learner waits 62% of the time and trains 35% of it: the two sides take turns; "
+        "let them overlap with weight_sync.max_lag: 1."
+    )
+
+
+def test_the_learner_is_the_limit() -> None:
+    busy = {"timing__wait_for_batch_s": 0.1, "timing__train_s": 1.8, "utilization__generators": 0.5}
+    sentence = bottleneck([step(2, **busy)])
+    assert sentence.startswith(
+        "Learner trains 90% of the time and Generators sample 50%: the Learner is the limit"
+    )
+    both = bottleneck([step(2, **{**busy, "utilization__generators": 0.95})])
+    assert both == "Both sides are busy: Learner 90% of the time, Generators 95%."
+
+
+def test_validation_syncs_and_checkpoints() -> None:
+    # 2 + 2 seconds of steps; 1.8 of validation are 45%
+    assert bottleneck([step(2), step(3, timing__evaluate_s=1.8)]).startswith("Validation takes 45% of the time")
+    sync = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("pause", "transfer")}
+    assert "Weight syncs take 50% of the time: try a faster" in bottleneck([step(2, **sync)])
+    join = {"timing__weight_sync__join_s": 1.9}  # those that it waits for are being sampled
+    assert "add Generators" in bottleneck([step(2, **join)])
+    assert "Weight syncs take 50% of the time: let training go on" in bottleneck(
+        [step(2, **sync, lag__max=0.0)]
+    )
+    capture = bottleneck([step(2, timing__checkpoint__capture_s=0.8)])
+    assert capture.startswith("Copying the state for checkpoints takes 40% of the time")
+
+
+def test_what_goes_on_beside_a_learner_that_trains_all_the_time_is_no_bottleneck() -> None:
+    busy = {"timing__wait_for_batch_s": 0.0, "timing__train_s": 1.9, "utilization__generators": 0.5}
+    assert "the Learner is the limit" in bottleneck([step(2, **busy, timing__weight_sync__transfer_s=0.6)])
+
+
+def test_steps_count_by_their_length_and_clocks_before_all_else() -> None:
+    rows = [step(2, timing__step_s=3.0, timing__wait_for_batch_s=2.0), step(3, timing__step_s=1.0)]
+    shares = measure(rows)
+    assert shares is not None
+    assert shares.learner_waits == pytest.approx((2.0 + 1.24) / 4)
+    assert shares.generators_sample == pytest.approx(0.95)
+    clock = {
+        "time__learner__wait_for_batch_s": 0.2,
+        "time__learner__train_s": 1.0,
+        "time__learner__optimizer_s": 0.6,
+        "time__learner__snapshot_s": 0.2,
+        "time__generator-0__generate_s": 2.0,
+        "time__generator-0__pause_s": 0.0,
+        "time__generator-1__generate_s": 1.0,
+        "time__generator-1__wait_for_prompts_s": 1.0,
+    }
+    by_clock = measure([step(2, **clock)])
+    assert by_clock is not None
+    assert by_clock.learner_waits == pytest.approx(0.1)
+    assert by_clock.learner_trains == pytest.approx(0.8)
+    assert by_clock.generators_sample == pytest.approx(0.75)
+
+
+def test_nothing_is_said_of_nothing() -> None:
+    assert bottleneck([]) == "No step has been timed yet."
+    assert bottleneck([{"step": 1, "timing/step_s": None}]) == "No step has been timed yet."
+    assert bottleneck([step(2, timing__wait_for_batch_s=0.2)]).startswith("Nothing stands out")
+
+
+def test_hints() -> None:
+    assert hints([step(2, rollout__truncated_frac=0.1, lag__rejected=0.0)]) == []
+    found = hints(
+        [step(2, rollout__truncated_frac=0.5, lag__rejected=2.0), step(3, rollout__truncated_frac=0.3)]
+    )
+    assert found[0].startswith("40% of the responses are cut off at sampling.max_tokens")
+    assert found[1].startswith("2 groups were refused as older than weight_sync.max_lag")
+    assert len(found) == 2
+
+
+def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
+    known = set(leaves(load_config("configs/quickstart.yaml").model_dump()))
+    guide = Path("docs/tuning.md").read_text()
+    source = Path("grpo_ray/top/bottleneck.py").read_text().partition("def _from_outside")[2]
+    named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
+    assert len(named) >= 9
+    assert [name for name in sorted(named) if name not in guide] == []
+
+
+# ---- the frame ----
+
+
+def view_of(run: RunDirectory, at: float = NOW + 1) -> RunView:
+    seen = look(run)
+    silence = None if seen.state is None else silence_of(seen.state, at)
+    return RunView(seen.path, seen.state, seen.steps, seen.events, at, silence)
+
+
+def test_a_frame_shows_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", make_state(), [step(n) for n in range(1, 5)])
+    text = drawn(view_of(run), job="job raysubmit_1: RUNNING")
+    assert "training  step 4/8" in text
+    assert f"process {os.getpid()} on {socket.gethostname()}, for 0:01:06" in text
+    assert "samples group 9 (and 3 more)" in text
+    assert "7 groups are sampled or graded, 2 wait in the buffer; sampled by version 3" in text
+    assert "Learner waits 62% of the time: add Generators" in text
+    assert "job raysubmit_1: RUNNING" in text
+    (last,) = [line.split() for line in text.splitlines() if line.strip().startswith("4 ")]
+    assert last == ["4", "0.250", "1", "2.00", "1.90", "1.24", "0.70", "1,234"]
+
+
+def test_a_frame_is_as_wide_and_as_high_as_its_terminal(tmp_path: Path) -> None:
+    clock = {"time__learner__train_s": 1.0, "time__learner__wait_for_batch_s": 1.0, "eval__reward": 0.875}
+    run = make_run(tmp_path / "run", make_state(), [step(n, **clock) for n in range(1, 41)])
+    for width, height in ((80, 24), (140, 40)):
+        console = Console(width=width, height=height, force_terminal=True, file=io.StringIO())
+        lines = console.render_lines(frame(view_of(run), console), pad=False)
+        assert len(lines) <= height - 1
+        assert max(sum(segment.cell_length for segment in line) for line in lines) <= width
+    assert "0.875" in drawn(view_of(run), 140)
+    assert "0.875" not in drawn(view_of(run), 80)
+
+
+def test_an_actors_time_of_late() -> None:
+    rows = [
+        {"time/learner/train_s": 1.0, "time/learner/wait_for_batch_s": 2.0},
+        {"time/learner/train_s": 2.0, "time/learner/snapshot_s": 0.5, "time/learner/wait_for_batch_s": None},
+    ]
+    assert stage_shares(rows, 2) == {"learner": "train 55%, wait for batch 36%"}
+
+
+def test_a_frame_of_a_run_that_has_ended_or_died(tmp_path: Path) -> None:
+    ending = Ending(kind="failed", text="the cluster lacks GPUs")
+    run = make_run(tmp_path / "run", make_state(ending=ending), [step(1)])
+    text = drawn(view_of(run))
+    assert "failed after 0:01:05: the cluster lacks GPUs" in text
+    assert "samples group" not in text
+    run.state_path.write_text(make_state(process_started=1.0).model_dump_json())
+    text = " ".join(drawn(view_of(run, NOW + 30)).split())
+    assert "has written nothing for 30 s and is gone" in text
+    assert "go on with: grpo-ray resume" in text
+
+
+def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:
+    text = drawn(view_of(make_run(tmp_path / "run", None, [])))
+    assert "it has no state.json" in text
+    assert "No step has been timed yet" in text
+
+
+def test_events_and_troubles(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", make_state(troubles=("the disk is full", "it died")), [step(1)])
+    run.events_path.write_text(json.dumps({"time": NOW, "kind": "generator_failed", "text": "it died"}) + "\n")
+    text = drawn(view_of(run))
+    assert "! the disk is full" in text
+    assert text.count("it died") == 1
+
+
+# ---- the command ----
+
+
+def test_once_prints_one_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", make_state(), [step(1)])
+    assert main(["top", str(run.path), "--once"]) == 0
+    assert main(["top", str(run.path)]) == 0  # no terminal
+    assert capsys.readouterr().out.count("No step") == 0
+    assert main(["top", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A terminal on standard input; what is written to this end was typed."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr("sys.stdin", os.fdopen(theirs, "r"))
+    yield ours
+    os.close(ours)
+
+
+def test_a_key_is_read_without_return(terminal: int) -> None:
+    with keys() as wait:
+        assert wait(0) == ""
+        os.write(terminal, b"q")
+        assert wait(5) == "q"
+
+
+def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) -> None:
+    run = make_run(tmp_path / "run", make_state(), [step(1)])
+    console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
+    os.write(terminal, b"q")
+    top(TopOptions(str(run.path), None, False, 0.01), console)  # would not return otherwise
+    ending = threading.Timer(
+        0.1, lambda: run.state_path.write_text(make_state(ending=Ending(kind="finished")).model_dump_json())
+    )
+    ending.start()
+    try:
+        top(TopOptions(str(run.path), None, False, 0.01), console)
+    finally:
+        ending.join()
+    assert "finished after 0:01:05" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+class FakeJobs:
+    def __init__(self, metadata: dict[str, str], status: str = "RUNNING") -> None:
+        self._metadata, self._status = metadata, status
+
+    def status(self, job_id: str) -> str:
+        if self._status == "gone":
+            raise RunError("no Ray dashboard answers")
+        return self._status
+
+    def metadata(self, job_id: str) -> dict[str, str]:
+        return self._metadata
+
+
+def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", make_state(), [step(1)])
+
+    def show(jobs: FakeJobs) -> str:
+        console = Console(width=200, file=io.StringIO())
+        monkeypatch.setattr("grpo_ray.top.command.find_job", lambda name, address: job_of(jobs, name))
+        top(TopOptions("raysubmit_1", None, False, 1), console)
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    assert "job raysubmit_1: RUNNING" in show(FakeJobs({"run": str(run.path)}))
+    assert "job raysubmit_1: unknown, Ray does not answer" in show(FakeJobs({"run": str(run.path)}, "gone"))
+    assert "is not there: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
+    with pytest.raises(RunError, match="holds no run that can be read here"):
+        show(FakeJobs({"run": str(tmp_path / "later")}, "FAILED"))
+    with pytest.raises(RunError, match="does not say where its run is"):
+        show(FakeJobs({}))
+
+
+def test_a_last_line_of_a_run_stands_in_the_frame(tmp_path: Path) -> None:
+    """Of the names that real runs write: each column but validation's has a figure."""
+    run = RunDirectory(tmp_path / "run")
+    local_runs.train(local_runs.make_config("algorithm.num_steps=2"), run.path)
+    rows = read_metrics(run.metrics_path)
+    text = drawn(look(run), 160)
+    (last,) = [line.split() for line in text.splitlines() if line.strip().startswith("2 ")]
+    assert len(last) == 15
+    assert last[1] == f"{rows[-1]['reward/mean']:.3f}"
