@@ -1,12 +1,12 @@
 """When a run writes a checkpoint, and what goes into it."""
 
 import asyncio
-import time
 from typing import Any
 
 from grpo_ray.checkpoint import CheckpointStore, RunState
 from grpo_ray.config import CheckpointConfig
 from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.watch import Watch
 
 Metrics = dict[str, float]
@@ -26,10 +26,11 @@ class Checkpointing:
         actors: Any,
         ledger: PromptLedger,
         watch: Watch,
+        clock: StageClock,
         step: int,
     ) -> None:
         self._config, self._store, self._actors, self._ledger = config, store, actors, ledger
-        self._watch = watch
+        self._watch, self._clock = watch, clock
         self._writing: asyncio.Task[None] | None = None
         self._last_saved = step
         self._write_s: float | None = None
@@ -46,19 +47,25 @@ class Checkpointing:
             unwritten: why the records of earlier steps are not on the disk. A run that went on from here
                 would never write them, so the checkpoint waits for them.
         """
-        started = time.perf_counter()
+        with self._clock.stage("checkpoint") as duration:
+            state = await self._capture(metrics, unwritten)
+        if state is None:
+            return {}
+        self._writing = asyncio.create_task(self._write(state))
+        return {"timing/checkpoint/capture_s": duration.seconds}
+
+    async def _capture(self, metrics: Metrics, unwritten: str | None) -> RunState | None:
+        """What is to be written; None when that is not possible, or done already."""
         await self.settle()
         if unwritten is not None:
             self.problem = f"a checkpoint waits for the records before it: {unwritten}"
-            return {}
+            return None
         with self._watch.call("learner", "copies its state for a checkpoint"):
             report = await self._actors.learner.capture()
         if report is None or report.version == self._last_saved:
-            return {}
+            return None
         await self._actors.buffer.capture(report.version)
-        state = RunState(report.version, self._ledger.state_dict(), dict(metrics))
-        self._writing = asyncio.create_task(self._write(state))
-        return {"timing/checkpoint/capture_s": time.perf_counter() - started}
+        return RunState(report.version, self._ledger.state_dict(), dict(metrics))
 
     async def settle(self) -> None:
         """Wait until nothing is being written any more."""
@@ -72,19 +79,21 @@ class Checkpointing:
         return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
 
     async def _write(self, state: RunState) -> None:
-        started = time.perf_counter()
         try:
-            folder = await asyncio.to_thread(self._store.begin, state.step)
-            with self._watch.call("learner", f"writes the checkpoint of step {state.step}"):
-                await asyncio.gather(
-                    self._actors.learner.write_captured(folder),
-                    self._actors.buffer.write_captured(folder / "training"),
-                )
-            if error := await self._actors.buffer.flush():
-                raise OSError(error)
-            await asyncio.to_thread(self._store.commit, state.step, state)
+            with self._clock.span("write checkpoint", f"step {state.step}") as duration:
+                await self._write_files(state)
         except OSError as error:
             self.problem = f"the checkpoint of step {state.step} could not be written: {error}"
         else:
-            self.problem, self._last_saved = None, state.step
-            self._write_s = time.perf_counter() - started
+            self.problem, self._last_saved, self._write_s = None, state.step, duration.seconds
+
+    async def _write_files(self, state: RunState) -> None:
+        folder = await asyncio.to_thread(self._store.begin, state.step)
+        with self._watch.call("learner", f"writes the checkpoint of step {state.step}"):
+            await asyncio.gather(
+                self._actors.learner.write_captured(folder),
+                self._actors.buffer.write_captured(folder / "training"),
+            )
+        if error := await self._actors.buffer.flush():
+            raise OSError(error)
+        await asyncio.to_thread(self._store.commit, state.step, state)

@@ -13,17 +13,17 @@ from grpo_ray.cli_evaluate import add_evaluate
 from grpo_ray.cli_plan import add_plan
 from grpo_ray.cli_playground import add_playground
 from grpo_ray.cli_report import add_report
+from grpo_ray.cli_submit import add_submit
+from grpo_ray.cli_top import add_top
 from grpo_ray.config_loading import ConfigError, load_config
-from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.errors import INTERRUPTED, RunError, shown_plainly
 
 if TYPE_CHECKING:
     from grpo_ray.experiments.experiment import Experiment
 
-INTERRUPTED = 130  # the shell's exit status for Ctrl-C
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    _set_library_defaults()
+    set_library_defaults()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     options.typed = shlex.join(["grpo-ray", *arguments])
@@ -64,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run", metavar="RUN", help="the run's folder, such as runs/quickstart-20260101-120000")
     add_overrides(resume)
     resume.set_defaults(command=_resume)
+    add_submit(commands.add_parser(
+        "submit",
+        help="run a job on a Ray cluster",
+        description="Submit a training run to a Ray cluster, follow it, stop it; see docs/cluster.md.",
+    ))  # fmt: skip
     audit = commands.add_parser(
         "audit",
         help="check a run's own records",
@@ -83,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="whether a configuration fits its devices",
         description="Memory against the devices, and the time of a step; starts nothing. See docs/plan.md.",
+    ))  # fmt: skip
+    add_top(commands.add_parser(
+        "top",
+        help="watch a run in the terminal",
+        description="Watch a run in the terminal while it goes on: actors, steps, and what holds it up. "
+        "q or Ctrl-C ends only the watching.",
     ))  # fmt: skip
     _add_experiment(commands.add_parser(
         "experiment",
@@ -167,9 +178,11 @@ def _audit(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     from grpo_ray.preflight import check_files
+    from grpo_ray.telemetry.trackers import check_trackers
 
     with shown_plainly():
         task = check_files(config)
+        check_trackers(config)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for notice in task.notices:
         print(f"  {notice}")
@@ -203,7 +216,7 @@ def _compare(options: argparse.Namespace, experiment: "Experiment", overrides: S
     return 0 if is_good else 1
 
 
-def _set_library_defaults() -> None:
+def set_library_defaults() -> None:
     """Their progress bars and notices would bury ours; the actors' own output goes to the run's logs."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

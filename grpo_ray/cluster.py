@@ -1,15 +1,21 @@
-"""Ray: joining or starting a cluster, and whether it has what a run wants."""
+"""Ray: joining or starting a cluster, and holding what a run wants of it."""
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NoReturn
 
 import ray
 import torch
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_ray.config import Config
+from grpo_ray.config_placement import Strategy
 from grpo_ray.environment import HUB_ACCESS, enable_token_auth, private_ray_folder, without_secrets
 from grpo_ray.errors import RunError
+from grpo_ray.placement import Node, bundles_of, describe, reservations, shortfalls
 from grpo_ray.reaper import dismiss, start_reaper
 
 
@@ -29,7 +35,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS", "local")
     if address.startswith("http"):
         raise RunError(
-            f"RAY_ADDRESS is {address}, where jobs are submitted; submit one with launch/ray_job.sh CONFIG, "
+            f"RAY_ADDRESS is {address}, where jobs are submitted; submit one with grpo-ray submit CONFIG, "
             "or unset RAY_ADDRESS to train on this machine alone"
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
@@ -69,47 +75,90 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
 
 
 def check_machine(config: Config) -> None:
-    """`check_resources` for a run on this machine alone, before Ray is started.
+    """Refuse what this machine lacks for a run on it alone, before Ray is started.
 
     Raises:
-        ResourceError: as `check_resources`.
+        ResourceError: as `placed`.
     """
     if "RAY_ADDRESS" not in os.environ:
-        _compare(config, {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}, "this machine")
+        there = {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}
+        _refuse(shortfalls(config, [Node("this machine", there)]), "this machine lacks resources")
 
 
-def check_resources(config: Config) -> None:
-    """Refuse at once what Ray would wait for without end.
+GRACE_S = 10.0  # for what another job is just letting go of
+RAY_STRATEGY: dict[Strategy, str] = {
+    "pack": "PACK", "spread": "SPREAD", "strict_spread": "STRICT_SPREAD",
+    "colocate": "STRICT_PACK",  # of the one bundle that there is then
+}  # fmt: skip
+
+
+class Placement:
+    """The placement group of a run: what its actors reserve, held from before they start until the end."""
+
+    def __init__(self, config: Config, group: PlacementGroup | None) -> None:
+        """`group` has the bundles of `bundles_of(config)`; None where nobody reserves anything."""
+        self._reservations, self._group = reservations(config), group
+        self._index = {name: i for i, bundle in enumerate(bundles_of(config)) for name in bundle.actors}
+
+    def options(self, actor: str) -> dict[str, Any]:
+        """For `ActorClass.options`: what the actor reserves, and its bundle, also when it is started again."""
+        wanted = self._reservations[actor]
+        options: dict[str, Any] = {"num_gpus": wanted["GPU"], "num_cpus": wanted["CPU"]}
+        if actor in self._index:
+            bundle = PlacementGroupSchedulingStrategy(self._group, self._index[actor])
+            options["scheduling_strategy"] = bundle
+        return options
+
+
+@contextlib.contextmanager
+def placed(config: Config) -> Iterator[Placement]:
+    """Hold the run's resources on the cluster's nodes; Ray lets go of them when this process dies.
 
     Raises:
-        ResourceError: names each resource, how much is wanted by whom, and how much there is.
+        ResourceError: names each resource, how much is wanted by whom, and how much there is. At once, or
+            after `placement.wait_s`.
     """
-    _compare(config, ray.cluster_resources(), "the cluster")
-    most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
-    if config.generator.num_gpus > most:
-        raise ResourceError(
-            f"generator.num_gpus: {config.generator.num_gpus} GPUs for each Generator must be on one machine; "
-            f"the largest of the cluster has {most:g}"
-        )
+    wait_s = config.placement.wait_s
+    if not wait_s:
+        _refuse(shortfalls(config, _nodes()), "the cluster lacks resources")
+    bundles = [dict(bundle.resources) for bundle in bundles_of(config)]
+    if not bundles:
+        yield Placement(config, None)
+        return
+    group = placement_group(bundles, strategy=RAY_STRATEGY[config.placement.strategy])
+    try:
+        if not group.wait(wait_s or GRACE_S):
+            _refuse_busy(config, wait_s)
+        yield Placement(config, group)
+    finally:
+        remove_placement_group(group)
 
 
-def _compare(config: Config, available: Mapping[str, float], place: str) -> None:
-    generator, learner = config.generator, config.learner
-    shortfalls = []
-    for resource, per_generator, per_learner, others in (
-        ("GPU", config.gpus_per_generator, config.gpus_of_learner, 0),
-        ("CPU", generator.num_cpus, learner.num_cpus, config.scorer.num_cpus),
-    ):
-        wanted = generator.num_generators * per_generator + per_learner + others
-        if wanted > available.get(resource, 0):
-            shortfalls.append(
-                f"{resource}: {wanted:g} wanted "
-                f"({generator.num_generators} x {per_generator:g} for Generators, "
-                f"{per_learner:g} for the Learner, {others:g} for the Scorer), "
-                f"{available.get(resource, 0):g} there"
-            )
-    if shortfalls:
+def _nodes(free: bool = False) -> list[Node]:
+    """The cluster's living nodes, with what each has, or with what is free there."""
+    left = available_resources_per_node() if free else {}
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(node["NodeManagerAddress"], left.get(node["NodeID"], {}) if free else node["Resources"])
+        for node in alive
+    ]
+
+
+def _refuse_busy(config: Config, wait_s: float) -> NoReturn:
+    """Ray has found no place: say what is lacking, or what is in use."""
+    waited = f"after {wait_s:g} s (placement.wait_s) " if wait_s else ""
+    _refuse(shortfalls(config, _nodes()), f"{waited}the cluster lacks resources")
+    nodes = _nodes(free=True)
+    lacking = shortfalls(config, nodes, "free") or ["what is free lies on several nodes"]
+    raise ResourceError(
+        f"{waited}the cluster is busy: {'; '.join(lacking)}. Free are {describe(nodes)}. Stop what uses it, or "
+        "wait for it with placement.wait_s"
+    )
+
+
+def _refuse(lacking: Sequence[str], what: str) -> None:
+    if lacking:
         raise ResourceError(
-            f"{place} lacks resources: " + "; ".join(shortfalls) + ". Run it on a larger cluster, or lower "
-            "generator.num_generators, generator.num_gpus or learner.num_gpus (0 GPUs runs on the CPU)"
+            f"{what}: {'; '.join(lacking)}. Run it on a larger cluster, or lower generator.num_generators or "
+            "num_gpus and num_cpus of generator, learner and scorer (0 GPUs runs on the CPU)"
         )

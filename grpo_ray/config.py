@@ -11,9 +11,11 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from grpo_ray.config_algorithm import AlgorithmConfig
 from grpo_ray.config_model import ModelConfig
+from grpo_ray.config_placement import PlacementConfig
 from grpo_ray.config_schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config_section import Decay, Fraction, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config_task import Task
+from grpo_ray.config_tracking import TrackingConfig
 from grpo_ray.durable import replacing
 
 
@@ -104,6 +106,9 @@ class ScorerConfig(Section):
     """Memory that one response may take to grade beside the libraries, in GiB; with more it ends likewise."""
 
 
+MAX_PROFILED_STEPS = 20
+
+
 class LearnerConfig(Section):
     learning_rate: NonNegativeFloat = 1e-5
     """Peak AdamW rate."""
@@ -131,8 +136,20 @@ class LearnerConfig(Section):
     """Cores to hold the Learner's process to (CPU only); default: the system's choice."""
     slowdown_s: NonNegativeFloat = 0.0
     """Seconds every step is held back, for trying schedules."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step of which torch's profiler writes a trace (`profile/`); such a step takes longer."""
 
     _check_cores = field_validator("cpu_cores")(_some_cores)
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _check_profile(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and not 0 <= steps[1] - steps[0] < MAX_PROFILED_STEPS:
+            raise ValueError(
+                f"steps {steps[0]} to {steps[1]} cannot be profiled: give the first and the last, at most "
+                f"{MAX_PROFILED_STEPS} of them, such as [10, 12]; each trace may be hundreds of megabytes"
+            )
+        return steps
 
 
 class EvaluationConfig(Section):
@@ -186,6 +203,8 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    placement: PlacementConfig = PlacementConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @property
     def rollouts_per_step(self) -> int:
@@ -232,6 +251,16 @@ class Config(Section):
         return self.learner.num_gpus / 2 if self.generator.colocated else self.learner.num_gpus
 
     @model_validator(mode="after")
+    def _profiled_steps_come(self) -> "Config":
+        profiled, num_steps = self.learner.profile_steps, self.algorithm.num_steps
+        if profiled is not None and profiled[0] > num_steps:
+            raise ValueError(
+                f"learner.profile_steps begins with step {profiled[0]}, and the run ends with step {num_steps} "
+                "(algorithm.num_steps); profile an earlier one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _colocated_is_possible(self) -> "Config":
         generator, learner, max_lag = self.generator, self.learner, self.weight_sync.max_lag
         is_ipc = self.weight_sync.transport == "ipc"
@@ -257,6 +286,16 @@ class Config(Section):
                 "generator.colocated: one Generator and the Learner share one GPU; set "
                 "generator.num_generators, generator.num_gpus and learner.num_gpus to 1 (they are "
                 f"{generator.num_generators}, {shares[0]} and {shares[1]}), or both num_gpus to 0 for the CPU"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tables_have_rollouts(self) -> "Config":
+        tracking = self.tracking
+        if tracking.trackers and tracking.rollouts_every_num_steps and not self.run.save_rollouts:
+            raise ValueError(
+                "tracking.rollouts_every_num_steps: tables of rollouts are read from the run's files; set "
+                "run.save_rollouts to true, or tracking.rollouts_every_num_steps to 0"
             )
         return self
 

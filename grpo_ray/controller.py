@@ -11,7 +11,6 @@ and the caller begins again from the last checkpoint.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -26,14 +25,18 @@ from grpo_ray.restarts import RestartBudget
 from grpo_ray.rollouts import Rollouts, training_settings
 from grpo_ray.run_log import Metrics, RunLog
 from grpo_ray.stalls import keep_watch
-from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.activity import Activity
 from grpo_ray.telemetry.run_files import last_logged_step, step_name
-from grpo_ray.types import BatchFacts, GeneratorStats, StepReport, SyncReport
+from grpo_ray.telemetry.run_state import ActorState, Glance
+from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.telemetry.timeline import Timeline
+from grpo_ray.types import BatchFacts, StepReport, SyncReport
 from grpo_ray.validation import Validation
-from grpo_ray.watch import Watch
+from grpo_ray.watch import OpenCall, Watch
 
 T = TypeVar("T")
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can go on from its last checkpoint
+STAGES = ("evaluate", "checkpoint", "train", "join", "publish", "wait_for_batch")
 
 
 class Controller:
@@ -55,9 +58,13 @@ class Controller:
         self._watch = Watch()
         settings = training_settings(config.sampling, prepared.end_token_ids)
         self._rollouts = Rollouts(config, settings, actors, self._watch, budget, log)
-        self._validation = Validation(config, prepared, self._rollouts, actors, log)
+        self._clock = StageClock(STAGES, rest="idle", on_turn=actors.show_phase)
+        self._activity = Activity(self._clock)
+        self._timeline = Timeline(log.run.timeline_path, log.run.path.name)
+        self._num_told_tokens = 0  # sampled before the newest step's line
+        self._validation = Validation(config, prepared, self._rollouts, actors, log, self._clock)
         self._checkpointing = Checkpointing(
-            config.checkpoint, store, actors, self._ledger, self._watch, self._version
+            config.checkpoint, store, actors, self._ledger, self._watch, self._clock, self._version
         )
         log.step = self._version
         self._production = Production(
@@ -67,8 +74,30 @@ class Controller:
         self._stop = asyncio.Event()
         self._unlogged: dict[int, Metrics] = {}  # trained steps whose line is not written yet
         self._in_training: tuple[BatchFacts, Metrics] | None = None  # the Learner's batch
-        self._last_line_at = 0.0
-        self._trained_s = 0.0  # the Learner's seconds since the last step's line
+
+    def glance(self) -> Glance:
+        """What is going on at this moment; another thread may ask, so this only reads."""
+        calls, in_training = self._watch.by_actor(), self._in_training
+        return Glance(
+            step=self._version,
+            published_version=self._production.published_version,
+            num_sampling=len(self._ledger.in_flight),
+            num_buffered=len(self._ledger.buffered - set(in_training[0].group_ids if in_training else ())),
+            actors=tuple(self._actor_state(name, calls.get(name, [])) for name in self._actors.by_name()),
+            is_stopping=self.was_stopped,
+        )
+
+    def _actor_state(self, name: str, calls: list[OpenCall]) -> ActorState:
+        if not calls:
+            return ActorState(name=name)
+        first = calls[0]
+        return ActorState(
+            name=name,
+            doing=first.what,
+            for_s=self._watch.age_s(first),
+            num_calls=len(calls),
+            is_waiting=first.is_waiting,
+        )
 
     @property
     def was_stopped(self) -> bool:
@@ -118,14 +147,14 @@ class Controller:
         await self._production.begin(self._version, is_resumed=self._checkpoint is not None)
         self._log.display.status("evaluating the policy")
         await self._finish_step(self._version)
-        await self._take_stats()  # the evaluation's
-        self._last_line_at = time.perf_counter()
+        await self._activity.read(self._serving)  # the first step's window begins
+        self._num_told_tokens = self._rollouts.num_sampled_tokens
         self.has_begun = True
 
     async def _until_ready(self, notice_s: float = 60.0) -> None:
         """Wait for every actor; say which are not up when it takes long, as on a busy cluster."""
         self._log.display.status("starting the actors")
-        waits = {asyncio.ensure_future(a.ready()): name for name, a in self._actors.by_name().items()}
+        waits = {asyncio.ensure_future(self._ready(a)): name for name, a in self._actors.by_name().items()}
         pending = set(waits)
         notice_s = min(notice_s, self._config.recovery.stall_timeout_s / 2)  # starting is no stall
         while pending:
@@ -138,6 +167,10 @@ class Controller:
                     f"still waiting for {names} (is the cluster busy? see {self._log.run.logs})"
                 )
         self._watch.progress()
+
+    async def _ready(self, actor: Any) -> None:
+        with self._watch.call(actor.name, "starts"):
+            await actor.ready()
 
     async def _keep_watch(self) -> None:
         limit_s = self._config.recovery.stall_timeout_s
@@ -186,7 +219,15 @@ class Controller:
 
     async def _next_batch(self, step: int) -> tuple[Any, BatchFacts, Metrics]:
         """A reference to the batch of `step`, and its facts; too old groups are sampled again."""
-        started, rejected = time.perf_counter(), 0
+        with self._clock.stage("wait_for_batch", f"step {step + 1}") as duration:
+            batch, facts, rejected = await self._take_batch(step)
+        metrics = {**facts.metrics, "lag/rejected": rejected, "timing/wait_for_batch_s": duration.seconds}
+        metrics |= await self._production.settle_batch(step, facts)
+        return batch, facts, metrics
+
+    async def _take_batch(self, step: int) -> tuple[Any, BatchFacts, int]:
+        """The batch's reference and facts, and how many groups were refused before it was whole."""
+        rejected = 0
         oldest = oldest_allowed(step, self._config.weight_sync.max_lag)
         while True:
             with self._watch.call("buffer", f"waits for the groups of step {step + 1}", is_waiting=True):
@@ -198,23 +239,18 @@ class Controller:
                 {*facts.group_ids, *facts.rejected_ids, *facts.dropped_ids, *facts.cut_ids}
             )
             if not facts.rejected_ids:
-                break
+                return batch, facts, rejected
             rejected += len(facts.rejected_ids)
             self._production.sample_again(facts.rejected_ids)
-        metrics = {
-            **facts.metrics,
-            "lag/rejected": rejected,
-            "timing/wait_for_batch_s": time.perf_counter() - started,
-        }
-        metrics |= await self._production.settle_batch(step, facts)
-        return batch, facts, metrics
 
     async def _learn(self, batch: Any, facts: BatchFacts, metrics: Metrics) -> StepReport:
         self._in_training = facts, metrics
-        with self._watch.call("learner", f"trains version {self._version + 1}"):
+        step = self._version + 1
+        with self._clock.stage("train", f"step {step}"), self._watch.call("learner", f"trains version {step}"):
             report: StepReport = await self._actors.learner.train_step(batch)
-        self._trained_s += report.metrics["timing/train_s"]
         self._settle_step(report)
+        if report.profile_error is not None:
+            self._log.event("profile_failed", "learner", report.profile_error)
         return report
 
     def _settle_step(self, report: StepReport) -> None:
@@ -250,16 +286,17 @@ class Controller:
 
         The next version is published after this returns, so an evaluation sees one version only.
         """
-        started = time.perf_counter()
         metrics = self._unlogged[version]
-        if not self._config.weight_sync.in_flight:
-            await self._production.until_none_runs(version - 1)
-        metrics |= {"timing/weight_sync/join_s": time.perf_counter() - started}
-        with self._watch.call("learner", f"copies the weights of version {version}"):
-            await copied  # first, or a Learner that is stuck would look like Generators that are
-        seats = self._rollouts.seats
-        with self._watch.call("weight_sync", f"publishes version {version}"):
-            report: SyncReport = await self._actors.weight_sync.publish(version, [snapshot])
+        with self._clock.stage("join", f"version {version}") as joining:
+            if not self._config.weight_sync.in_flight:
+                await self._production.until_none_runs(version - 1)
+        metrics |= {"timing/weight_sync/join_s": joining.seconds}
+        with self._clock.stage("publish", f"version {version}"):
+            with self._watch.call("learner", f"copies the weights of version {version}"):
+                await copied  # first, or a Learner that is stuck would look like Generators that are
+            seats = self._rollouts.seats
+            with self._watch.call("weight_sync", f"publishes version {version}"):
+                report: SyncReport = await self._actors.weight_sync.publish(version, [snapshot])
         for name, error in report.failed.items():
             self._rollouts.report(name, error, seats.get(name))
         metrics |= {**report.metrics, **await self._rates(metrics), **self._checkpointing.take_metrics()}
@@ -273,44 +310,33 @@ class Controller:
             metrics |= await self._validation.evaluate(step)
         if step in self._unlogged:
             self._log.line(step, metrics)
+            self._actors.show_metrics(step, metrics)
             del self._unlogged[step]
         self._validation.write()
         self._log.trouble("checkpoint", self._checkpointing.problem)
         self._log.show_troubles()
 
+    @property
+    def _serving(self) -> dict[str, Any]:
+        """Who can be asked what it did: all actors but Generators that are being replaced."""
+        replaced = self._actors.generators.keys() - self._rollouts.serving.keys()
+        return {name: actor for name, actor in self._actors.by_name().items() if name not in replaced}
+
     async def _rates(self, metrics: Metrics) -> Metrics:
-        """Seconds, tokens per second, utilization and memory since the last step's line."""
-        now = time.perf_counter()
-        seconds, self._last_line_at = now - self._last_line_at, now
-        trained_s, self._trained_s = self._trained_s, 0.0
-        score_s, self._rollouts.score_s = self._rollouts.score_s, 0.0
-        stats = await self._take_stats()
+        """Where everybody's time went since the last step's line, tokens per second, and memory."""
+        window = await self._activity.read(self._serving)
+        num_tokens = self._rollouts.num_sampled_tokens
+        num_sampled, self._num_told_tokens = num_tokens - self._num_told_tokens, num_tokens
         spilled_bytes = await asyncio.to_thread(self._actors.spilled_bytes)
         self._log.trouble("spilling", _spilling(spilled_bytes))
-        busy = [s.busy_s for s in stats.values()] or [0.0]
+        self._log.trouble("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
         return {
-            "timing/step_s": seconds,
-            "timing/score_s": score_s,
-            "timing/generate_s": max(busy),
-            "utilization/learner": trained_s / seconds,
-            "utilization/generators": sum(busy) / self._config.generator.num_generators / seconds,
-            "throughput/sampled_tokens_per_s": sum(s.sampled_tokens for s in stats.values()) / seconds,
-            "throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / seconds,
-            "memory/driver_bytes": resident_bytes(with_children=False),
+            **window.metrics(self._config.generator.num_generators),
+            "timing/step_s": window.seconds,
+            "throughput/sampled_tokens_per_s": num_sampled / window.seconds,
+            "throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / window.seconds,
             "memory/object_store_spilled_bytes": spilled_bytes,
-            "memory/scorer_bytes": self._rollouts.scorer_bytes,
-            **{f"memory/{name}_bytes": s.resident_bytes for name, s in stats.items()},
         }
-
-    async def _take_stats(self, timeout_s: float = 10.0) -> dict[str, GeneratorStats]:
-        """Of each Generator that answers; one that does not is dealt with where it is asked to work."""
-        generators = self._rollouts.serving
-        answers = await asyncio.gather(
-            *(asyncio.wait_for(_coroutine(g.take_stats()), timeout_s) for g in generators.values()),
-            return_exceptions=True,
-        )
-        answered = zip(generators, answers, strict=True)
-        return {name: answer for name, answer in answered if isinstance(answer, GeneratorStats)}
 
     def _recovery_metrics(self) -> Metrics:
         retried, self._rollouts.num_retried = self._rollouts.num_retried, 0
@@ -378,7 +404,3 @@ def _spilling(num_bytes: int) -> str | None:
 
 class _Stopped(Exception):
     """The run is to stop."""
-
-
-async def _coroutine(awaitable: Awaitable[T]) -> T:
-    return await awaitable

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+INTERRUPTED = 130  # the shell's exit status for Ctrl-C
+
 
 class RunError(RuntimeError):
     """A run cannot start or go on. Shown without a traceback."""

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
 from grpo_ray.checkpoint import Checkpoint
+from grpo_ray.cluster import Placement
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
+from grpo_ray.placement import LEARNER, SCORER, generator_names
 from grpo_ray.preflight import Prepared
 from grpo_ray.remote_actor import Client, Deferred, as_actor, result_of
+from grpo_ray.telemetry.ray_metrics import RayMetrics, are_on
 from grpo_ray.telemetry.run_files import RunDirectory
 
 
@@ -29,13 +32,19 @@ class ServingGroup:
     """Generators and the Scorer: what samples and grades, started at the same time."""
 
     def __init__(
-        self, config: Config, model_path: str, max_model_len: int, logs: Path, version: int = 0
+        self,
+        placement: Placement,
+        config: Config,
+        model_path: str,
+        max_model_len: int,
+        logs: Path,
+        version: int = 0,
     ) -> None:
         """`version` is the one of the weights in `model_path`."""
+        self._placement = placement
         self._config, self._model_path, self._max_model_len = config, model_path, max_model_len
         self._logs, self._version = logs, version
-        names = [f"generator-{index}" for index in range(config.generator.num_generators)]
-        self.generators: dict[str, Client] = {name: self._start_generator(name) for name in names}
+        self.generators: dict[str, Client] = {n: self._start_generator(n) for n in generator_names(config)}
         self.scorer = self._start_scorer()
 
     def by_name(self) -> dict[str, Client]:
@@ -102,17 +111,13 @@ class ServingGroup:
         config, model_path, max_model_len = self._config, self._model_path, self._max_model_len
         index = int(name.rpartition("-")[2])
         engine = Deferred(lambda: make_engine(config, model_path, max_model_len, index))
-        actor = self._host(Generator, name).options(
-            num_gpus=config.gpus_per_generator,
-            num_cpus=config.generator.num_cpus,
-            max_concurrency=10_000,
-        )
+        actor = self._host(Generator, name).options(**self._placement.options(name), max_concurrency=10_000)
         return Client(name, actor.remote(name, engine, config.generator.slowdown_s, self._version))
 
     def _start_scorer(self) -> Client:
         config = self._config
-        actor = self._host(Scorer, "scorer").options(
-            num_cpus=config.scorer.num_cpus,
+        actor = self._host(Scorer, "scorer", beside=("take_stats",)).options(
+            **self._placement.options(SCORER),
             max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
             allow_out_of_order_execution=True,  # a slow group holds no other
         )
@@ -129,13 +134,19 @@ class ActorGroup(ServingGroup):
     """Every actor of a run; each has a `ready` method to await."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, run_dir: Path, checkpoint: Checkpoint | None = None
+        self,
+        placement: Placement,
+        config: Config,
+        prepared: Prepared,
+        run_dir: Path,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._prepared, self._checkpoint = prepared, checkpoint
         self._run = RunDirectory(run_dir)
+        self._metrics = RayMetrics(run_dir.name) if are_on() else None
         version = checkpoint.state.step if checkpoint else 0
         model_path = str(checkpoint.model_path) if checkpoint else prepared.model_path
-        super().__init__(config, model_path, prepared.max_model_len, self._run.logs, version)
+        super().__init__(placement, config, model_path, prepared.max_model_len, self._run.logs, version)
         self.learner = self._start_learner()
         self.buffer = self._start_buffer()
         self.weight_sync = self._start_weight_sync()
@@ -144,14 +155,25 @@ class ActorGroup(ServingGroup):
         others = (self.learner, self.buffer, self.weight_sync)
         return {**super().by_name(), **{client.name: client for client in others}}
 
+    def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's line, for Ray's metrics."""
+        if self._metrics is not None:
+            self._metrics.line(step, metrics)
+
+    def show_phase(self, phase: str) -> None:
+        """What the run is about from now on, for Ray's metrics."""
+        if self._metrics is not None:
+            self._metrics.phase(phase)
+
     def _start_learner(self) -> Client:
         config = self._config
-        actor = self._host(Learner, "learner", beside=("write_captured",)).options(
-            num_gpus=config.gpus_of_learner, num_cpus=config.learner.num_cpus
+        actor = self._host(Learner, "learner", beside=("write_captured", "take_stats")).options(
+            **self._placement.options(LEARNER)
         )
         training = self._checkpoint.training_path if self._checkpoint else None
         ends = self._prepared.end_token_ids
-        arguments = self._model_path, config, ends, training, self._run.skipped, self._prepared.model_path
+        initial = self._prepared.model_path
+        arguments = self._model_path, config, ends, training, self._run.skipped, initial, self._run.profile
         return Client("learner", actor.remote(*arguments))
 
     def _start_buffer(self) -> Client:
@@ -174,10 +196,14 @@ class ActorGroup(ServingGroup):
 
 @contextlib.contextmanager
 def running(
-    config: Config, prepared: Prepared, run_dir: Path, checkpoint: Checkpoint | None = None
+    placement: Placement,
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    checkpoint: Checkpoint | None = None,
 ) -> Iterator[ActorGroup]:
     """The actors of a run, ended however the block is left."""
-    actors = ActorGroup(config, prepared, run_dir, checkpoint)
+    actors = ActorGroup(placement, config, prepared, run_dir, checkpoint)
     try:
         yield actors
     finally:
@@ -185,9 +211,11 @@ def running(
 
 
 @contextlib.contextmanager
-def serving(config: Config, model_path: str, max_model_len: int, logs: Path) -> Iterator[ServingGroup]:
+def serving(
+    placement: Placement, config: Config, model_path: str, max_model_len: int, logs: Path
+) -> Iterator[ServingGroup]:
     """Generators with the model, and the Scorer, ended however the block is left."""
-    actors = ServingGroup(config, model_path, max_model_len, logs)
+    actors = ServingGroup(placement, config, model_path, max_model_len, logs)
     try:
         yield actors
     finally:

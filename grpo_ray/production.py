@@ -45,6 +45,11 @@ class Production:
         self._extra_places = 0  # see actors/staleness.py
         self._num_set_aside = self._num_cut = 0  # since the last batch
 
+    @property
+    def published_version(self) -> int:
+        """The newest that admission has told of."""
+        return self._admitted_version
+
     async def begin(self, version: int, is_resumed: bool) -> None:
         """The ledger is what it was at `version`; the buffer has the groups that were buffered then."""
         ledger = self._ledger

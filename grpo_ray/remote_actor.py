@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,10 @@ class Deferred:
 def as_actor(cls: Any, name: str, logs: Path, beside: tuple[str, ...] = ()) -> Any:
     """`cls` as a Ray actor class, its output (and its child processes') in `logs/<name>.log`.
 
-    The methods named in `beside` run in a thread of their own, beside the others.
+    Ray's dashboard shows it by its name; who takes the place of another is `<name> (2)`, `<name> (3)` ... Its
+    `repr` is the name, too: Ray asks for it once, and puts it before the methods in its lists of tasks. What it
+    is about at the moment would stand there for good.
+    Each method named in `beside` runs in a thread of its own, beside the others.
     """
 
     def __init__(self: Any, *args: Any) -> None:
@@ -98,11 +102,22 @@ def as_actor(cls: Any, name: str, logs: Path, beside: tuple[str, ...] = ()) -> A
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
         cls.__init__(self, *built)
 
-    members: dict[str, Any] = {"__init__": __init__, "__module__": cls.__module__}
+    members: dict[str, Any] = {
+        "__init__": __init__,
+        "__module__": cls.__module__,
+        "__repr__": lambda _: name,
+    }
     for method in beside:
-        members[method] = ray.method(concurrency_group="beside")(getattr(cls, method))
+        members[method] = ray.method(concurrency_group=method)(getattr(cls, method))
     hosted = type(cls.__name__, (cls,), members)
-    return ray.remote(concurrency_groups={"beside": 1})(hosted) if beside else ray.remote(hosted)
+    _num_started[name] += 1
+    number = _num_started[name]
+    # Ray gives the name of one that was killed free only after a moment.
+    shown = name if number == 1 else f"{name} ({number})"
+    return ray.remote(name=shown, concurrency_groups=dict.fromkeys(beside, 1))(hosted)
+
+
+_num_started: Counter[str] = Counter()  # by this process
 
 
 def _redirect_output(path: Path) -> None:

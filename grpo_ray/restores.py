@@ -14,6 +14,7 @@ from grpo_ray.preflight import Prepared
 from grpo_ray.restarts import RestartBudget
 from grpo_ray.run_log import Display, RunLog
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
 
 RETRY_S = 2.0
 
@@ -28,6 +29,7 @@ def train_through_restores(
     display: Display,
     host: Host,
     drive: Callable[[Controller], None],
+    trackers: Trackers = NO_TRACKERS,
 ) -> None:
     """Train to the end, from the newest checkpoint if there is one.
 
@@ -49,9 +51,10 @@ def train_through_restores(
         checkpoint = _go_back(store, run, display)
         with shown_plainly():
             prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
-        log = RunLog(run, display)
+        log = RunLog(run, display, trackers)
+        step = checkpoint.state.step if checkpoint else 0
+        trackers.go_on_from(step)
         if failures:
-            step = checkpoint.state.step if checkpoint else 0
             log.event("restored", None, f"the run goes on from step {step}")
         with host(config, prepared, run.path.resolve(), checkpoint) as actors:
             controller = Controller(config, prepared, actors, log, store, budget, checkpoint)

@@ -17,7 +17,7 @@ from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.restarts import RestartBudget
 from grpo_ray.run_log import RunLog
-from grpo_ray.types import PromptItem, SamplingSettings, ScoreFacts
+from grpo_ray.types import PromptItem, SamplingSettings
 from grpo_ray.watch import Watch
 
 
@@ -62,8 +62,7 @@ class Rollouts:
         self._tasks: asyncio.TaskGroup | None = None
         self.replacing: set[asyncio.Task[None]] = set()
         self.num_retried = 0
-        self.score_s = 0.0
-        self.scorer_bytes = 0
+        self.num_sampled_tokens = 0  # so far
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Replacements run in this group: one that is out of budget ends the run."""
@@ -120,7 +119,8 @@ class Rollouts:
             with self._watch.call(name, f"samples group {item.group_id}"):
                 group, sampled = seat.client.generate.split(item, settings)
                 async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
-                    await sampled
+                    num_tokens = await sampled
+            self.num_sampled_tokens += num_tokens
             return group
         except TimeoutError as error:
             raise TimeoutError(f"{name} did not finish it within {limit_s:g} s") from error
@@ -154,13 +154,11 @@ class Rollouts:
             scorer = self._actors.scorer
             try:
                 with self._watch.call("scorer", f"scores group {item.group_id}"):
-                    scored, facts = scorer.score.split(group)
-                    report: ScoreFacts = await facts
+                    scored, num_errors = scorer.score.split(group)
+                    await num_errors
             except ActorDied as error:
                 await self.replace_scorer(scorer, str(error))
                 continue
-            self.score_s += report.score_s
-            self.scorer_bytes = report.resident_bytes
             return scored
 
     async def ask_all(self, method: str) -> None:

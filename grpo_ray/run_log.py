@@ -2,10 +2,13 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from grpo_ray.evaluation import EvaluationSummary
 from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, read_metrics
+from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
+from grpo_ray.types import ScoredGroup
 
 Metrics = dict[str, float]
 
@@ -20,13 +23,13 @@ class Display(Protocol):
 
 
 class RunLog:
-    """`metrics.jsonl`, `events.jsonl` and the display.
+    """`metrics.jsonl`, `events.jsonl`, the display and the trackers.
 
     A trouble, such as a full disk, is shown after every step until it is mended; training goes on.
     """
 
-    def __init__(self, run: RunDirectory, display: Display) -> None:
-        self.run, self.display = run, display
+    def __init__(self, run: RunDirectory, display: Display, trackers: Trackers = NO_TRACKERS) -> None:
+        self.run, self.display, self._trackers = run, display, trackers
         self._metrics = MetricsLog(run.metrics_path)
         self._events = JsonLines(run.events_path)
         events = read_metrics(run.events_path) if run.events_path.exists() else []
@@ -37,6 +40,12 @@ class RunLog:
     def line(self, step: int, metrics: Metrics) -> None:
         """Write the step's line."""
         self.trouble("metrics", self._metrics.append(step, metrics))
+        self._trackers.step(step, metrics)
+
+    def evaluation(self, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
+        """Tell of a validation."""
+        self.display.evaluation(summary)
+        self._trackers.evaluation(summary, groups)
 
     def trouble(self, what: str, text: str | None) -> None:
         """Something that cannot be written (None: it could), to be shown after each step."""
@@ -54,6 +63,9 @@ class RunLog:
 
     def show_troubles(self) -> None:
         self.flush()
+        for text in self._trackers.take_failures():
+            self.event("tracker_off", None, text)
+        self.trouble("trackers", self._trackers.problem())
         for text in filter(None, self._troubles.values()):
             self.display.trouble(text)
 

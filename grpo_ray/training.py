@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from grpo_ray import cluster
@@ -21,6 +22,8 @@ from grpo_ray.report.ending import print_ending
 from grpo_ray.restores import how_to_go_on, train_through_restores
 from grpo_ray.telemetry.console import RunConsole, plan
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step
+from grpo_ray.telemetry.run_state import reported
+from grpo_ray.telemetry.trackers import check_trackers, tracking
 
 
 class Interrupted(KeyboardInterrupt):
@@ -38,13 +41,13 @@ def train(config: Config, config_path: str) -> RunDirectory:
     run = RunDirectory(Path(config.run.output_dir) / name)
     if config.run.if_exists == "resume" and run.config_path.exists():
         return _resume(run, config)
-    _, task, _ = all_of(run.check_free, lambda: check_files(config), lambda: cluster.check_machine(config))
-    with _ray_for(config) as console:
+    task = _check(config, run.check_free)
+    with _ray_for(config) as (console, placement):
         prepared = _prepare(config, task, console)
         with shown_plainly():
             run.create(config)
         with run.lock():
-            _run_to_the_end(config, prepared, run, console)
+            _run_to_the_end(config, prepared, run, console, placement)
     return run
 
 
@@ -62,7 +65,7 @@ def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
 
 def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     _check_same_prompts(load_config(run.config_path), config)
-    task, _ = all_of(lambda: check_files(config), lambda: cluster.check_machine(config))
+    task = _check(config)
     with run.lock():
         if _is_done(run, config):
             num_steps = config.algorithm.num_steps
@@ -71,9 +74,22 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
             )
             return run
         dump_config(config, run.config_path)
-        with _ray_for(config) as console:
-            _run_to_the_end(config, _prepare(config, task, console), run, console)
+        run.state_path.unlink(missing_ok=True)  # it says how the run ended before
+        with _ray_for(config) as (console, placement):
+            _run_to_the_end(config, _prepare(config, task, console), run, console, placement)
     return run
+
+
+def _check(config: Config, *others: Callable[[], None]) -> TaskData:
+    """The task's data, after all that can be found wrong before Ray is started."""
+    *_, task, _, _ = all_of(
+        *others,
+        lambda: check_files(config),
+        lambda: cluster.check_machine(config),
+        lambda: check_trackers(config),
+    )
+    assert isinstance(task, TaskData)
+    return task
 
 
 def _is_done(run: RunDirectory, config: Config) -> bool:
@@ -106,14 +122,15 @@ def _check_same_prompts(before: Config, now: Config) -> None:
 
 
 @contextlib.contextmanager
-def _ray_for(config: Config) -> Iterator[RunConsole]:
-    """The console, and a Ray that has what the run wants."""
+def _ray_for(config: Config) -> Iterator[tuple[RunConsole, cluster.Placement]]:
+    """The console, and a place for the run's actors in a Ray that has what they want."""
     needs_hub = config.model.path is not None and not is_local(config.model.path)
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")
         with cluster.connected(needs_hub), sigterm_interrupts():
-            cluster.check_resources(config)
-            yield console
+            console.status("reserving what the actors want")
+            with cluster.placed(config) as placement:
+                yield console, placement
 
 
 def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
@@ -122,15 +139,21 @@ def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
         return prepare(config, task, console.warmup)
 
 
-def _run_to_the_end(config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole) -> None:
+def _run_to_the_end(
+    config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, placement: cluster.Placement
+) -> None:
     console.print(plan(config, prepared.longest_prompt, str(run.path)))
-    for notice in prepared.notices:
-        console.trouble(notice)
+    with reported(run, config.algorithm.num_steps, console) as reporter:
+        for notice in prepared.notices:
+            reporter.trouble(notice)
 
-    def drive(controller: Controller) -> None:
-        run_until_signal(controller, config.run.on_preemption_s, run)
+        def drive(controller: Controller) -> None:
+            reporter.follow(controller.glance)
+            run_until_signal(controller, config.run.on_preemption_s, run)
 
-    train_through_restores(config, prepared, run, console, running, drive)
+        with tracking(config, run, console.print, reporter.trouble) as trackers:
+            host = partial(running, placement)
+            train_through_restores(config, prepared, run, reporter, host, drive, trackers)
     print_ending(console.print, run)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from grpo_ray.telemetry.stage_clock import StageTimes
+
 
 @dataclass(frozen=True)
 class DeviceHandle:
@@ -163,6 +165,7 @@ class StepReport:
 
     version: int  # the Learner's version after the step
     metrics: dict[str, float]
+    profile_error: str | None = None  # why the trace of the step could not be written
 
 
 @dataclass(frozen=True)
@@ -221,17 +224,8 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class GeneratorStats:
-    """What a Generator did since it was last asked."""
+class ActorStats:
+    """What an actor did since it was last asked, and what memory it has."""
 
-    busy_s: float  # seconds with at least one group in flight
-    sampled_tokens: int
-    resident_bytes: int  # of its process and the engine's
-
-
-@dataclass(frozen=True)
-class ScoreFacts:
-    """What scoring one group took."""
-
-    score_s: float
-    resident_bytes: int  # of the Scorer and its workers
+    stages: StageTimes
+    resident_bytes: int  # of its process and those that it started

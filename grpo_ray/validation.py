@@ -1,7 +1,6 @@
 """Validation while training: every few steps, all validation prompts, at the version that was published."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +11,22 @@ from grpo_ray.preflight import Prepared
 from grpo_ray.rollouts import Rollouts
 from grpo_ray.run_log import Metrics, RunLog
 from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.types import PromptItem, ScoredGroup
 
 
 class Validation:
     def __init__(
-        self, config: Config, prepared: Prepared, rollouts: Rollouts, actors: Any, log: RunLog
+        self,
+        config: Config,
+        prepared: Prepared,
+        rollouts: Rollouts,
+        actors: Any,
+        log: RunLog,
+        clock: StageClock,
     ) -> None:
         self._config, self._items, self._actors, self._log = config, prepared.validation, actors, log
-        self._rollouts = rollouts
+        self._rollouts, self._clock = rollouts, clock
         self._unwritten: list[Callable[[], None]] = []
 
     def is_due(self, step: int) -> bool:
@@ -36,8 +42,8 @@ class Validation:
         for row in read_metrics(path) if path.exists() else []:
             if row["step"] == step:
                 return EvaluationSummary(**row).metrics
-        started = time.perf_counter()
-        sampled = await asyncio.gather(*(self._sample(step, item) for item in self._items))
+        with self._clock.stage("evaluate", f"step {step}") as duration:
+            sampled = await asyncio.gather(*(self._sample(step, item) for item in self._items))
         groups = [group for group in sampled if group is not None]
         if not groups:
             raise RunError(
@@ -46,8 +52,8 @@ class Validation:
         summary = summarise_groups(step, groups)
         self._unwritten.append(lambda: write_evaluation(self._log.run.evaluations, summary, groups))
         self.write()
-        self._log.display.evaluation(summary)
-        return {**summary.metrics, "timing/evaluate_s": time.perf_counter() - started}
+        self._log.evaluation(summary, groups)
+        return {**summary.metrics, "timing/evaluate_s": duration.seconds}
 
     async def _sample(self, step: int, item: PromptItem) -> ScoredGroup | None:
         num_samples = self._config.evaluation.samples_per_prompt

@@ -50,14 +50,20 @@ class Watch:
         limit = self._clock() - older_than_s
         return sorted({c.actor for c in self._open.values() if c.since <= limit and not c.is_waiting})
 
+    def by_actor(self) -> dict[str, list[OpenCall]]:
+        """Each actor's open calls, oldest first; another thread may ask."""
+        calls: dict[str, list[OpenCall]] = {}
+        for call in sorted(self._open.values(), key=lambda call: call.since):
+            calls.setdefault(call.actor, []).append(call)
+        return calls
+
+    def age_s(self, call: OpenCall) -> float:
+        return self._clock() - call.since
+
     def lines(self) -> list[str]:
         """One line an actor: what it has been doing longest, and how many more calls are open."""
-        by_actor: dict[str, list[OpenCall]] = {}
-        for call in sorted(self._open.values(), key=lambda call: call.since):
-            by_actor.setdefault(call.actor, []).append(call)
-        now = self._clock()
         return [
-            f"{actor}: {calls[0].what} for {now - calls[0].since:.0f} s"
+            f"{actor}: {calls[0].what} for {self.age_s(calls[0]):.0f} s"
             + (f" (and {len(calls) - 1} more calls)" if len(calls) > 1 else "")
-            for actor, calls in sorted(by_actor.items())
+            for actor, calls in sorted(self.by_actor().items())
         ]

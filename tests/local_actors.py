@@ -5,7 +5,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,9 @@ class LocalActors:
         self.scorer = self._new_scorer()
         self.learner = LocalClient(
             "learner",
-            lambda: Learner(model, config, prepared.end_token_ids, training, run.skipped, prepared.model_path),
+            lambda: Learner(
+                model, config, prepared.end_token_ids, training, run.skipped, prepared.model_path, run.profile
+            ),
         )
         self.buffer = LocalClient(
             "buffer", lambda: TrajectoryBuffer(*buffer_arguments(config, run.rollouts, training))
@@ -162,6 +164,9 @@ class LocalActors:
 
     def spilled_bytes(self) -> int:
         return 0
+
+    def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def show_phase(self, phase: str) -> None: ...
 
     def dump_stacks(self) -> None:
         self.num_stack_dumps += 1

@@ -16,6 +16,7 @@ from grpo_ray.evaluation import EvaluationSummary
 from grpo_ray.preflight import check_files, prepare
 from grpo_ray.restores import train_through_restores
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.trackers import tracking
 
 Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that meddles with a run
 
@@ -24,6 +25,7 @@ class Recorder:
     def __init__(self) -> None:
         self.troubles: list[str] = []
         self.steps: list[int] = []
+        self.announced: list[str] = []  # by trackers
 
     def status(self, text: str) -> None: ...
     def evaluation(self, summary: EvaluationSummary) -> None: ...
@@ -65,7 +67,8 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
 
         asyncio.run(main())
 
-    train_through_restores(config, prepared, run, recorder, host, drive)
+    with tracking(config, run, recorder.announced.append, recorder.trouble) as trackers:
+        train_through_restores(config, prepared, run, recorder, host, drive, trackers)
     return recorder
 
 

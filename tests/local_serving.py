@@ -75,14 +75,16 @@ def serve_locally(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LocalSe
         started: list[LocalServing] = []
 
         @contextlib.contextmanager
-        def serving(config: Config, model_path: str, max_model_len: int, logs: Path) -> Iterator[LocalServing]:
+        def serving(
+            placement: None, config: Config, model_path: str, max_model_len: int, logs: Path
+        ) -> Iterator[LocalServing]:
             started.append(LocalServing(config, model_path, max_model_len, answers))
             yield started[-1]
             started[-1].scorer.actor.close()
 
         monkeypatch.setattr(command, "serving", serving)
         monkeypatch.setattr(command.cluster, "connected", lambda needs_hub: contextlib.nullcontext())
-        monkeypatch.setattr(command.cluster, "check_resources", lambda config: None)
+        monkeypatch.setattr(command.cluster, "placed", lambda config: contextlib.nullcontext())
         return started
 
     return install

@@ -19,7 +19,6 @@ from grpo_ray.types import (
     RolloutGroup,
     SamplingSettings,
     ScoredGroup,
-    ScoreFacts,
     TensorSpec,
     WeightSnapshot,
 )
@@ -43,11 +42,14 @@ def score(
 
 def test_scoring_tells_what_it_took() -> None:
     rollout = RolloutGroup(make_item(truth="01258"), (make_completion([5], text="?"),), "generator-0")
+    scorer = Scorer({"": "exact_match"}, AlgorithmConfig(), ScorerConfig(), 16)
     started = time.perf_counter()
-    _, facts = Scorer({"": "exact_match"}, AlgorithmConfig(), ScorerConfig(), 16).score(rollout)
-    assert isinstance(facts, ScoreFacts)
-    assert 0 < facts.score_s <= time.perf_counter() - started
-    assert 2**20 < facts.resident_bytes < 2**40
+    assert repr(scorer) == "Scorer(waiting for groups)"
+    scorer.score(rollout)
+    stats = scorer.take_stats()
+    assert 0 < stats.stages.seconds["score"] <= time.perf_counter() - started
+    assert "group 0" in [turn.label for turn in stats.stages.turns]
+    assert 2**20 < stats.resident_bytes < 2**40
 
 
 def test_scores_and_advantages_by_hand() -> None:
@@ -195,7 +197,7 @@ def test_weight_update_calls_the_engine_in_order() -> None:
         "resume",
         "shutdown",
     ]
-    assert repr(generator) == "Generator(generator-0, version=7, 0 groups running)"
+    assert repr(generator) == "Generator(generator-0, version=7, waiting for prompts, 0 groups running)"
 
 
 def test_failed_update_keeps_the_version_and_is_never_committed() -> None:
@@ -252,12 +254,16 @@ def test_cancelled_group_does_not_keep_its_generator_busy() -> None:
     asyncio.run(run())
 
 
-def test_groups_tokens_and_busy_seconds() -> None:
+async def generate_s(generator: Generator) -> float:
+    return (await generator.take_stats()).stages.seconds["generate"]
+
+
+def test_groups_tokens_and_seconds() -> None:
     async def run() -> None:
         engine = FakeEngine()
         generator = Generator("generator-3", engine)
         await asyncio.sleep(0.05)
-        assert (await generator.take_stats()).busy_s == 0.0  # idle so far
+        assert await generate_s(generator) == 0.0  # idle so far
 
         started = time.perf_counter()
         two = [
@@ -268,8 +274,8 @@ def test_groups_tokens_and_busy_seconds() -> None:
         assert "2 groups running" in repr(generator)
         asked = time.perf_counter()
         running = await generator.take_stats()
-        assert 0.09 <= running.busy_s <= time.perf_counter() - started  # two at a time are busy once
-        assert running.sampled_tokens == 0
+        # two at a time count once
+        assert 0.09 <= running.stages.seconds["generate"] <= time.perf_counter() - started
 
         engine.released.set()
         answers = await asyncio.gather(*two)
@@ -277,12 +283,14 @@ def test_groups_tokens_and_busy_seconds() -> None:
         assert {group.generator for group, _ in answers} == {"generator-3"}
         assert [num_tokens for _, num_tokens in answers] == [4 * 3, 4 * 3]
         finished = await generator.take_stats()
-        assert 0 < finished.busy_s <= time.perf_counter() - asked  # what was told is not told again
-        assert finished.sampled_tokens == 2 * 4 * 3
+        # what was told is not told again
+        assert 0 < finished.stages.seconds["generate"] <= time.perf_counter() - asked
+        assert sorted(span.label.partition(",")[0] for span in finished.stages.spans) == ["group 0", "group 1"]
 
         await asyncio.sleep(0.05)
         idle = await generator.take_stats()
-        assert (idle.busy_s, idle.sampled_tokens) == (0.0, 0)
+        assert idle.stages.seconds["generate"] == 0
+        assert idle.stages.seconds["wait_for_prompts"] >= 0.05
 
     asyncio.run(run())
 
@@ -298,8 +306,7 @@ def test_overlapping_groups_are_busy_once() -> None:
         started = time.perf_counter()
         lengths = (4, 10, 7)  # all begin together and end apart
         await asyncio.gather(*(generator.generate(make_item(), make_settings(max_tokens=n)) for n in lengths))
-        busy_s = (await generator.take_stats()).busy_s
-        assert 0.09 <= busy_s <= time.perf_counter() - started
+        assert 0.09 <= await generate_s(generator) <= time.perf_counter() - started
 
     asyncio.run(run())
 
@@ -334,7 +341,7 @@ def test_failed_group_does_not_keep_its_generator_busy() -> None:
         assert "0 groups running" in repr(generator)
         await generator.take_stats()
         await asyncio.sleep(0.02)
-        assert (await generator.take_stats()).busy_s == 0.0
+        assert await generate_s(generator) == 0.0
 
     asyncio.run(run())
 
@@ -345,7 +352,7 @@ def test_slowdown_holds_a_group_back() -> None:
         engine.released.set()
         generator = Generator("generator-0", engine, slowdown_s=0.05)
         await generator.generate(make_item(), make_settings())
-        assert (await generator.take_stats()).busy_s >= 0.05
+        assert await generate_s(generator) >= 0.05
 
     asyncio.run(run())
 

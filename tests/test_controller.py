@@ -54,7 +54,7 @@ def audit(run: RunDirectory, config: Config, set_aside: tuple[int, ...] = ()) ->
     assert summaries == [step for step in range(algorithm.num_steps + 1) if step % 4 == 0]
 
 
-TIMED = ("timing/", "throughput/", "utilization/", "memory/")
+TIMED = ("time/", "timing/", "throughput/", "utilization/", "memory/")
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ray.util
 from builders import make_item, make_settings
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray import cluster
+from grpo_ray.actors.generator import Generator
 from grpo_ray.config_loading import load_config
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.hosting import ActorGroup, running
@@ -30,7 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def actors(model_cache: None, folder: Path) -> Iterator[ActorGroup]:
     config = load_config(QUICKSTART, [*SMALL, "generator.num_generators=2", "generator.slowdown_s=60"])
     prepared = prepare(config, check_files(config))
-    with cluster.connected(), running(config, prepared, folder) as group:
+    with (
+        cluster.connected(),
+        cluster.placed(config) as placement,
+        running(placement, config, prepared, folder) as group,
+    ):
         asyncio.run(everyone_ready(group))
         yield group
 
@@ -50,6 +56,12 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
+def test_rays_dashboard_has_the_actors_names(actors: ActorGroup) -> None:
+    """Another group of this process may have had them before: then with a number."""
+    shown = [name.partition(" (")[0] for name in ray.util.list_named_actors()]
+    assert sorted(shown) == sorted(actors.by_name())
+
+
 def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
     async def run() -> None:
         await actors.learner.train_step(TrainBatch(()))
@@ -65,7 +77,7 @@ def test_a_given_up_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
         async with asyncio.timeout(20):
-            while "0 groups running" not in await generator.handle.__ray_call__.remote(repr):
+            while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
                 await asyncio.sleep(0.05)
 
     asyncio.run(run())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -58,7 +59,7 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:
-    timed = ("timing/", "throughput/", "utilization/", "memory/")
+    timed = ("time/", "timing/", "throughput/", "utilization/", "memory/")
     return {name: value for name, value in row.items() if not name.startswith(timed)}
 
 
@@ -175,10 +176,13 @@ def test_memory_does_not_grow_and_no_secret_leaves_the_driver(
     assert process.returncode == 0, output
     rows = read_metrics(folder / "metrics.jsonl")
     names = [name for name in rows[-1] if name.startswith("memory/") and "spilled" not in name]
-    assert len(names) == 5
+    assert len(names) == 6  # the five actors and the driver
     for name in names:
-        before, after = ([row[name] for row in rows[part]] for part in (slice(100, 150), slice(250, 300)))
-        assert sum(after) < 1.02 * sum(before), name
+        # On a busy machine an actor may not answer in time for one line or another.
+        before, after = (
+            fmean(row[name] for row in rows[part] if name in row) for part in (slice(100, 150), slice(250, 300))
+        )
+        assert after < 1.02 * before, name
     assert rows[-1]["memory/object_store_spilled_bytes"] == 0
     for file in folder.rglob("*"):
         assert file.is_dir() or b"not-for-actors" not in file.read_bytes()

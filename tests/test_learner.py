@@ -476,7 +476,7 @@ def test_steps_after_the_capture_do_not_change_what_is_written(
     with ThreadPoolExecutor(1) as pool:  # as Ray calls it: beside a step
         writing = pool.submit(learner.write_captured, tmp_path)
         train(learner, [3])
-        assert writing.result(60) > 0
+        writing.result(60)
     assert not torch.equal(weights(learner), expected)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(torch.cat([p.flatten() for p in loaded.parameters()]), expected)
@@ -543,7 +543,7 @@ def test_full_disk_is_an_oserror_and_frees_the_copies(
         learner.write_captured(tmp_path)
     assert learner._captured is None
     learner.capture()
-    assert learner.write_captured(tmp_path) > 0
+    learner.write_captured(tmp_path)
 
 
 # ---- updates that are not finite ----
@@ -640,5 +640,5 @@ def test_batch_without_groups_is_refused(make_learner: Callable[..., Learner]) -
 def test_report_tells_the_process_s_memory(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner()
     metrics = learner.train_step(TrainBatch(tuple(make_batch(learner)))).metrics
-    assert metrics["memory/learner_bytes"] > 50 * 2**20
+    assert learner.take_stats().resident_bytes > 50 * 2**20
     assert check_names(metrics) == []

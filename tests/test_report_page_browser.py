@@ -304,6 +304,7 @@ def test_stages_of_an_actor_have_colours_of_their_own(browser: Browser, tmp_path
     run = make_run(tmp_path / "run", config, num_steps=2)
     stages = ["train", "sync", "pause", "load_weights", "write", "wait_for_batch", "snapshot"]
     times = {f"time/learner/{stage}_s": 1.0 for stage in stages} | {"time/scorer/wait_for_groups_s": 7.0}
+    times |= {"time/weight_sync/wait_for_version_s": 3.0, "time/weight_sync/wait_for_learner_s": 4.0}
     write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
     page = tmp_path / "page.html"
     page.write_text(make_page([run_data(run, "run", Bounds(100, 100, 0), None)]), encoding="utf-8")
@@ -315,6 +316,8 @@ def test_stages_of_an_actor_have_colours_of_their_own(browser: Browser, tmp_path
     waiting = colors[1]
     assert waiting == ["var(--wait)"]
     assert colors[0].count(waiting[0]) == 1
+    assert len(set(colors[2])) == 2  # two things to wait for: one is paler
+    assert "var(--wait)" in colors[2][1]
     assert browser.run("document.querySelector('#time select').value") == "learner"
 
 

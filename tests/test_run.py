@@ -49,7 +49,11 @@ def run_actors(config: Config, folder: Path, actors_config: Config | None = None
     run = RunDirectory(folder)
     run.create(config)
     store = make_store(config, run)
-    with running(actors_config or config, prepared, folder) as actors:
+    actors_config = actors_config or config
+    with (
+        cluster.placed(actors_config) as placement,
+        running(placement, actors_config, prepared, folder) as actors,
+    ):
         log, budget = RunLog(run, Silent()), RestartBudget(0, 0.0)
         asyncio.run(Controller(config, prepared, actors, log, store, budget).run())
     return run
@@ -104,6 +108,17 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(
     assert len({row["generator"] for row in rollouts}) == num_generators
     if not in_flight:
         assert all(row["min_version"] == row["max_version"] for row in rollouts)
+
+    # Every actor's time is accounted for, in the metrics and in the timeline.
+    whole, rows = sum(row["timing/step_s"] for row in metrics), json.loads(run.timeline_path.read_text())
+    names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    generators = {f"generator-{index}" for index in range(num_generators)}
+    assert set(names.values()) == {"driver", "learner", "buffer", "scorer", "weight_sync"} | generators
+    for tid, name in names.items():
+        told = sum(v for row in metrics for k, v in row.items() if k.startswith(f"time/{name}/"))
+        drawn = sum(row["dur"] / 1e6 for row in rows if row["ph"] == "X" and row["tid"] == tid)
+        assert told == pytest.approx(whole, rel=0.02), name
+        assert drawn == pytest.approx(told, abs=0.001), name
 
     assert not check_names({k: v for row in metrics for k, v in row.items() if k != "step"})
     summaries = [json.loads(line) for line in run.evaluations_summary_path.read_text().splitlines()]

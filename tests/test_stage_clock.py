@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray import controller
+from grpo_ray.actors import generator, learner, trajectory_buffer
+from grpo_ray.telemetry.stage_clock import DOING, MAX_SPANS, StageClock
 
 
 class Time:
@@ -58,14 +60,74 @@ def test_a_stage_that_goes_on_is_counted_up_to_each_reading() -> None:
     assert clock.take().seconds == {"train": 5, "wait": 0}
 
 
-def test_spans_are_whole_and_carry_the_label() -> None:
-    clock, time = make("train")
-    with clock.stage("train", "version 1"):
+def test_turns_follow_each_other_and_carry_the_label() -> None:
+    clock, time = make("load", "generate")
+    time.pass_by(1)
+    with clock.stage("generate", "version 1"):
+        time.pass_by(2)
+        with clock.stage("load", "version 2"):
+            time.pass_by(4)
+        with clock.stage("generate", "version 2"):
+            time.pass_by(8)
+            first = clock.take().turns
+            time.pass_by(16)
+    turns = [*first, *clock.take().turns]
+    told = [(turn.name, round(turn.end - turn.start, 3), turn.label) for turn in turns]
+    assert told == [
+        ("wait", 1, ""),
+        ("generate", 2, "version 1"),
+        ("load", 4, "version 2"),
+        ("generate", 8, "version 2"),
+        ("generate", 16, "version 2"),  # cut in two by the reading
+    ]
+    assert [turn.start for turn in turns[1:]] == [turn.end for turn in turns[:-1]]
+
+
+def test_spans_are_told_whole_and_may_overlap() -> None:
+    clock, time = make("generate")
+    with clock.span("rollout", "group 1") as duration:
         time.pass_by(3)
-        assert clock.take().spans == ()
-    (span,) = clock.take().spans
-    assert (span.stage, span.label) == ("train", "version 1")
-    assert span.end - span.start == pytest.approx(3)
+        with clock.span("rollout", "group 2"):
+            time.pass_by(1)
+        (inner,) = clock.take().spans
+    (outer,) = clock.take().spans
+    assert (inner.label, outer.label) == ("group 2", "group 1")
+    assert outer.end - outer.start == pytest.approx(4) == duration.seconds
+    assert outer.start < inner.start
+
+
+def test_a_block_tells_how_long_it_took_whoever_had_the_time() -> None:
+    clock, time = make("optimizer", "train")
+    with clock.stage("train") as whole:
+        time.pass_by(1)
+        with clock.stage("optimizer") as part:
+            time.pass_by(2)
+    assert (whole.seconds, part.seconds) == (3, 2)
+    assert clock.take().seconds == {"optimizer": 2, "train": 1, "wait": 0}
+
+
+def test_who_listens_is_told_every_turn() -> None:
+    heard: list[str] = []
+    clock = StageClock(("evaluate", "train"), "idle", on_turn=heard.append)
+    with clock.stage("train"), clock.stage("evaluate"), clock.stage("train"):
+        pass
+    assert heard == ["train", "evaluate", "train", "idle"]
+
+
+def test_what_nobody_reads_does_not_grow() -> None:
+    clock, time = make("a")
+    for _ in range(MAX_SPANS + 5):
+        with clock.stage("a"), clock.span("rollout"):
+            time.pass_by(1)
+    times = clock.take()
+    assert len(times.turns) == len(times.spans) == MAX_SPANS
+    assert times.seconds["a"] == MAX_SPANS + 5
+
+
+def test_every_stage_has_words() -> None:
+    orders = [generator.STAGES, learner.STAGES, trajectory_buffer.STAGES, controller.STAGES]
+    for stages in orders:
+        assert set(stages) <= DOING.keys()
 
 
 def test_a_stage_that_fails_ends() -> None:
@@ -100,6 +162,7 @@ def test_stages_add_up_to_the_wall_time_whatever_overlaps(events: list[tuple[str
     readings.append(clock.take())
     for reading in readings:
         assert sum(reading.seconds.values()) == pytest.approx(reading.wall_s)
+        assert sum(turn.end - turn.start for turn in reading.turns) == pytest.approx(reading.wall_s, abs=1e-3)
     assert sum(reading.wall_s for reading in readings) == pytest.approx(time() - started)
 
 
@@ -121,4 +184,4 @@ def test_threads_count_each_second_once() -> None:
         thread.join()
     times = clock.take()
     assert sum(times.seconds.values()) == pytest.approx(times.wall_s)
-    assert len(times.spans) == 1000
+    assert sum(turn.end - turn.start for turn in times.turns) == pytest.approx(times.wall_s, abs=1e-3)

@@ -19,6 +19,7 @@ from grpo_ray.config import Config
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
+from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.types import BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch
 
 PLENTY = 2**30
@@ -659,7 +660,7 @@ def test_batches_beyond_the_memory_are_dropped_oldest_first(tmp_path: Path) -> N
     folder = tmp_path / "rollouts"  # it does not exist yet: every write fails
 
     async def run() -> None:
-        writer = RolloutWriter(folder, max_bytes=2 * simple_group(0).num_bytes)
+        writer = RolloutWriter(folder, 2 * simple_group(0).num_bytes, StageClock(("write_rollouts",), "idle"))
         for step in range(1, 6):
             await writer.room()
             writer.add(step, (simple_group(step),))

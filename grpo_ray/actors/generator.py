@@ -1,12 +1,15 @@
 """Generator: an engine that samples groups and takes new weights."""
 
 import asyncio
-import time
+from contextlib import ExitStack
 
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import check_snapshot
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.types import GeneratorStats, PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
+from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.types import ActorStats, PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
+
+STAGES = ("start", "load_weights", "resume", "pause", "sleep", "generate")
 
 
 class Generator:
@@ -21,16 +24,17 @@ class Generator:
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._busy_since = 0.0
-        self._busy_s = 0.0
-        self._sampled_tokens = 0
+        self._clock = StageClock(STAGES, rest="wait_for_prompts")
+        self._paused, self._asleep = ExitStack(), ExitStack()  # stages of several calls
 
     def __repr__(self) -> str:
-        return f"Generator({self.name}, version={self._version}, {self._num_running} groups running)"
+        doing = f"{self._clock.doing}, {self._num_running} groups running"
+        return f"Generator({self.name}, version={self._version}, {doing})"
 
     async def ready(self) -> bool:
         """True once the engine serves its first version (actor calls wait for the constructor)."""
-        await self._engine.start(self._version)
+        with self._clock.stage("start"):
+            await self._engine.start(self._version)
         return True
 
     async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
@@ -39,17 +43,20 @@ class Generator:
         Many calls run at a time; a cancelled one gives up its requests.
         """
         self._enter()
+        label = f"group {item.group_id}, {settings.num_samples} samples, begun at version {self._version}"
         try:
-            completions = await self._engine.generate(item.prompt_token_ids, settings)
-            if self._slowdown_s:
-                await asyncio.sleep(self._slowdown_s)
+            with self._clock.stage("generate"), self._clock.span("rollout", label):
+                completions = await self._engine.generate(item.prompt_token_ids, settings)
+                if self._slowdown_s:
+                    await asyncio.sleep(self._slowdown_s)
             num_tokens = sum(len(completion.token_ids) for completion in completions)
-            self._sampled_tokens += num_tokens
             return RolloutGroup(item, completions, self.name), num_tokens
         finally:
             self._leave()
 
     async def pause(self) -> None:
+        """From here on, until it has resumed, it stands still."""
+        self._paused.enter_context(self._clock.stage("pause"))
         await self._engine.pause()
 
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
@@ -58,40 +65,36 @@ class Generator:
         Raises:
             ValueError: the snapshot did not arrive whole, or does not fit the model.
         """
-        check_snapshot(snapshot)
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(snapshot)
-        await self._engine.finish_weight_update(snapshot.version)
+        with self._clock.stage("load_weights", f"version {snapshot.version}"):
+            check_snapshot(snapshot)
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(snapshot)
+            await self._engine.finish_weight_update(snapshot.version)
         self._version = snapshot.version
 
     async def resume(self) -> None:
-        await self._engine.reset_prefix_cache()
-        await self._engine.resume()
+        with self._paused.pop_all(), self._clock.stage("resume"):
+            await self._engine.reset_prefix_cache()
+            await self._engine.resume()
 
     async def sleep(self) -> None:
         """Colocated: the Learner's turn, once nothing runs here any more; admission lets nothing begin."""
         await self._idle.wait()
+        self._asleep.enter_context(self._clock.stage("sleep"))
         await self._engine.sleep()
 
     async def wake(self) -> None:
-        await self._engine.wake()
+        with self._asleep.pop_all():
+            await self._engine.wake()
 
-    async def take_stats(self) -> GeneratorStats:
+    async def take_stats(self) -> ActorStats:
         """What happened since the last call."""
-        now = time.perf_counter()
-        if self._num_running:
-            self._busy_s += now - self._busy_since
-            self._busy_since = now
-        stats = GeneratorStats(self._busy_s, self._sampled_tokens, resident_bytes())
-        self._busy_s, self._sampled_tokens = 0.0, 0
-        return stats
+        return ActorStats(self._clock.take(), resident_bytes())
 
     async def shutdown(self) -> None:
         await self._engine.shutdown()
 
     def _enter(self) -> None:
-        if self._num_running == 0:
-            self._busy_since = time.perf_counter()
         self._num_running += 1
         self._idle.clear()
 
@@ -99,4 +102,3 @@ class Generator:
         self._num_running -= 1
         if self._num_running == 0:
             self._idle.set()
-            self._busy_s += time.perf_counter() - self._busy_since

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 from grpo_ray.actors.staleness import StaleBatchError, oldest_allowed
 from grpo_ray.config import Config
@@ -24,7 +25,11 @@ from grpo_ray.policy.training_state import TrainingState, capture_state, restore
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
-from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
+from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.telemetry.step_profile import StepProfiler
+from grpo_ray.types import ActorStats, ScoredGroup, StepReport, TrainBatch, WeightSnapshot
+
+STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
 
 
 class Learner:
@@ -38,12 +43,14 @@ class Learner:
         checkpoint: Path | None = None,
         skipped_folder: Path | None = None,
         initial_path: str | None = None,
+        profile_folder: Path | None = None,
     ) -> None:
         """Go on from `checkpoint`, the `training` folder in `model_path`, if it is given.
 
         Args:
             skipped_folder: where batches are kept that could not be learned from.
             initial_path: the model that the run began with, if it is another than `model_path`.
+            profile_folder: where the traces of `learner.profile_steps` are written.
         """
         self._config = config
         self._device = torch.device("cuda" if config.learner.num_gpus else "cpu")
@@ -67,10 +74,12 @@ class Learner:
             weight_decay=config.learner.weight_decay,
         )
         self._reference = self._make_reference(initial_path or model_path, model_path)
+        self._clock = StageClock(STAGES, rest="wait_for_batch")
         torch.manual_seed(config.run.seed)  # a process begins with a state of its own
         self.version = 0
         self._skipped_in_a_row = 0
         self._skipped_folder = skipped_folder
+        self._profiler = StepProfiler(config.learner.profile_steps, profile_folder)
         self._last_report: StepReport | None = None
         self._captured: TrainingState | None = None
         self._shared: torch.Tensor | None = None  # the bytes of the last snapshot, on the device
@@ -93,10 +102,14 @@ class Learner:
         return Reference(first, kl, self._dtype)
 
     def __repr__(self) -> str:
-        return f"Learner(version={self.version})"
+        return f"Learner(version={self.version}, {self._clock.doing})"
 
     def ready(self) -> bool:
         return True
+
+    def take_stats(self) -> ActorStats:
+        """What happened since the last call; another thread may train meanwhile."""
+        return ActorStats(self._clock.take(), resident_bytes())
 
     def train_step(self, batch: TrainBatch) -> StepReport:
         """The updates of one batch: one, unless `epochs_per_batch` or `train_batch_size` asks for several.
@@ -110,11 +123,25 @@ class Learner:
         """
         if not batch.groups:
             raise ValueError(f"the batch of version {self.version} has no groups to train on")
-        started = time.perf_counter()
-        metrics = self._check_lag(batch.groups)
-        metrics |= self._update_on(batch.groups)
+        with self._clock.stage("train", f"step {self.version + 1}, {len(batch.groups)} groups") as duration:
+            metrics = self._train_on(batch.groups)
+        metrics["timing/train_s"] = duration.seconds
+        self._last_report = StepReport(self.version, metrics, self._write_profile())
+        return self._last_report
+
+    def _write_profile(self) -> str | None:
+        """Why the step's trace could not be written, if it has one."""
+        if not self._profiler.has_trace:
+            return None
+        with self._clock.stage("write_profile"):
+            return self._profiler.write()
+
+    def _train_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        metrics = self._check_lag(groups)
+        with self._profiler.step(self.version + 1):
+            metrics |= self._update_on(groups)
         if metrics["optim/skipped_updates"]:
-            self._keep_skipped(batch.groups)
+            self._keep_skipped(groups)
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # or the step would be timed, and reported, before it is done
         self.version += 1
@@ -122,10 +149,7 @@ class Learner:
             self._reference.follow(self.model, self.version)
         if self._config.learner.slowdown_s:
             time.sleep(self._config.learner.slowdown_s)
-        metrics["memory/learner_bytes"] = float(resident_bytes())
-        metrics["timing/train_s"] = time.perf_counter() - started
-        self._last_report = StepReport(self.version, metrics)
-        return self._last_report
+        return metrics
 
     def _update_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Every update of the batch; other policies' log-probabilities are looked up once, before the first."""
@@ -133,18 +157,22 @@ class Learner:
         sequences: Sequence[TrainSequence] = sequences_of(groups, algorithm.mask_truncated)
         sums: Sums = defaultdict(float)
         if self._reference is not None:
-            sequences = self._forward_backward.with_reference(self._reference.model, sequences)
+            with self._clock.stage("logprobs", "the reference's"):
+                sequences = self._forward_backward.with_reference(self._reference.model, sequences)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
         is_single = num_epochs == 1 and (size is None or size >= len(sequences))
         if not is_single and self._forward_backward.needs_proximal:
-            sequences, sums = self._forward_backward.with_proximal(self.model, sequences)
+            with self._clock.stage("logprobs", "before the first update"):
+                sequences, sums = self._forward_backward.with_proximal(self.model, sequences)
         updates: list[dict[str, float]] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
             of_this = self.accumulate_gradient(minibatch)
             if updates:  # later ones would measure the policy's own steps, not the engines' difference
                 of_this = {name: value for name, value in of_this.items() if name not in MISMATCH}
-            updates.append({**self._update(of_this["loss"]), "loss/policy": of_this["loss"]})
+            with self._clock.stage("optimizer"):
+                update = self._update(of_this["loss"])
+            updates.append({**update, "loss/policy": of_this["loss"]})
             add(sums, of_this)
         num_skipped = sum(update["optim/skipped_updates"] for update in updates)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if num_skipped == len(updates) else 0
@@ -169,7 +197,8 @@ class Learner:
         grad_norm = float(norm)
         is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not is_skipped:
-            self._optimizer.step()
+            with record_function("optimizer"):
+                self._optimizer.step()
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": learning_rate,
@@ -208,13 +237,17 @@ class Learner:
 
     def snapshot(self) -> tuple[WeightSnapshot, int]:
         """A copy of the weights in the served dtype, which outlives the next step, and its version."""
+        with self._clock.stage("snapshot", f"version {self.version}"):
+            return self._snapshot(), self.version
+
+    def _snapshot(self) -> WeightSnapshot:
         parameters, sync = self.model.named_parameters(), self._config.weight_sync
         if sync.transport == "ipc":
             self._shared = None  # every Generator has the one before by now
             packed = pack_on_device(parameters, self.version, self._dtype, self._device)
             snapshot, self._shared = packed  # kept until the next: a Generator that is replaced loads it too
-            return snapshot, self.version
-        return pack_weights(parameters, self.version, self._dtype, sync.checksum), self.version
+            return snapshot
+        return pack_weights(parameters, self.version, self._dtype, sync.checksum)
 
     def make_room(self) -> None:
         """Colocated on a GPU: leave the device to the Generators until `take_room`."""
@@ -228,30 +261,31 @@ class Learner:
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
-        self._optimizer.zero_grad()  # or the last gradient would be carried along
-        self.model.to(device)
-        move_optimizer(self._optimizer, device)
-        if self._reference is not None:
-            self._reference.model.to(device)
+        with self._clock.stage("move", f"to {device}"):
+            self._optimizer.zero_grad()  # or the last gradient would be carried along
+            self.model.to(device)
+            move_optimizer(self._optimizer, device)
+            if self._reference is not None:
+                self._reference.model.to(device)
 
     def capture(self) -> StepReport | None:
         """Copy the whole state to host memory, for `write_captured`; returns the last step's report."""
         counters = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
         self._captured = None  # what nobody wrote makes room first
-        reference = self._reference.weights() if self._reference is not None else {}
-        self._captured = capture_state(self.model, self._optimizer, counters, reference)
+        with self._clock.stage("capture", f"version {self.version}"):
+            reference = self._reference.weights() if self._reference is not None else {}
+            self._captured = capture_state(self.model, self._optimizer, counters, reference)
         return self._last_report
 
-    def write_captured(self, folder: Path) -> float:
-        """Write what was captured to an existing folder, and forget it; returns the seconds it took.
+    def write_captured(self, folder: Path) -> None:
+        """Write what was captured to an existing folder, and forget it.
 
         Another thread may train meanwhile: no live weight is looked at.
 
         Raises:
             OSError: it could not be written.
         """
-        started = time.perf_counter()
         captured, self._captured = self._captured, None
         assert captured is not None, "capture first"
-        write_state(captured, self.model, self._tokenizer, folder)
-        return time.perf_counter() - started
+        with self._clock.stage("write_checkpoint"):
+            write_state(captured, self.model, self._tokenizer, folder)

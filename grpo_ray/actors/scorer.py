@@ -1,8 +1,6 @@
 """Scorer: verified rewards and group advantages."""
 
 import logging
-import math
-import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,7 +14,8 @@ from grpo_ray.rewards.base import verdict
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.pool import ScoringError
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.types import RolloutGroup, ScoredGroup, ScoreFacts
+from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.types import ActorStats, RolloutGroup, ScoredGroup
 
 UNGRADED = verdict(has_format=False, is_right=False)
 
@@ -38,19 +37,27 @@ class Scorer:
         """
         self._grader = Grader(rewards, config)
         self._algorithm, self._max_tokens = algorithm, max_tokens
-        self._looked_at, self._num_resident_bytes = -math.inf, 0
+        self._clock = StageClock(("start", "score"), rest="wait_for_groups")
+
+    def __repr__(self) -> str:
+        return f"Scorer({self._clock.doing})"
 
     def ready(self) -> bool:
         """
         Raises:
             RunError: nothing can be graded, and why.
         """
-        self._grader.start()
+        with self._clock.stage("start"):
+            self._grader.start()
         return True
 
-    def score(self, group: RolloutGroup) -> tuple[ScoredGroup, ScoreFacts]:
-        """Rewards of each completion, and what they are worth beside their group's."""
-        started = time.perf_counter()
+    def score(self, group: RolloutGroup) -> tuple[ScoredGroup, int]:
+        """Rewards of each completion and what they are worth in their group, and how many have none."""
+        with self._clock.stage("score", f"group {group.item.group_id}"):
+            scored = self._score(group)
+        return scored, scored.num_errors
+
+    def _score(self, group: RolloutGroup) -> ScoredGroup:
         item = group.item
         pairs = [(completion.text, item.ground_truth) for completion in group.completions]
         scores, errors = [], {}
@@ -67,15 +74,11 @@ class Scorer:
         lengths = np.array([len(completion.token_ids) for completion in group.completions])
         is_graded = np.array([sample not in errors for sample in range(len(scores))])
         advantages = advantages_of(rewards, lengths, is_graded, self._algorithm, self._max_tokens)
-        scored = ScoredGroup(group, rewards, formats, answers, advantages, errors)
-        return scored, ScoreFacts(time.perf_counter() - started, self._resident_bytes())
+        return ScoredGroup(group, rewards, formats, answers, advantages, errors)
 
-    def _resident_bytes(self) -> int:
-        """As it was a second ago at most: to look costs milliseconds."""
-        now = time.monotonic()
-        if now > self._looked_at + 1.0:
-            self._looked_at, self._num_resident_bytes = now, resident_bytes()
-        return self._num_resident_bytes
+    def take_stats(self) -> ActorStats:
+        """What happened since the last call."""
+        return ActorStats(self._clock.take(), resident_bytes())
 
     def close(self) -> None:
         """End the processes that grade; they also end with this one."""

@@ -15,9 +15,11 @@ from grpo_ray.config import Config
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
-from grpo_ray.types import BatchFacts, GroupOutcome, PutReceipt, ScoredGroup, TrainBatch
+from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.types import ActorStats, BatchFacts, GroupOutcome, PutReceipt, ScoredGroup, TrainBatch
 
 GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
+STAGES = ("write_rollouts", "write_checkpoint", "make_batch", "wait_for_groups")
 
 
 class TrajectoryBuffer:
@@ -48,12 +50,22 @@ class TrajectoryBuffer:
         self._dropped: list[ScoredGroup] = []  # since the last batch
         self._changed = asyncio.Condition()
         self._captured: tuple[tuple[ScoredGroup, ...], tuple[ReplayedGroup, ...]] = (), ()
-        self._writer = None if rollouts_folder is None else RolloutWriter(rollouts_folder, max_bytes)
+        self._clock = StageClock(STAGES, rest="wait_for_learner")
+        self._writer = (
+            None if rollouts_folder is None else RolloutWriter(rollouts_folder, max_bytes, self._clock)
+        )
         if checkpoint is not None:
             self._restore(checkpoint)
 
+    def __repr__(self) -> str:
+        return f"TrajectoryBuffer({len(self._groups)} groups, {self._clock.doing})"
+
     async def ready(self) -> bool:
         return True
+
+    async def take_stats(self) -> ActorStats:
+        """What happened since the last call."""
+        return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
     async def begin(self, waiting: Sequence[int], next_id: int) -> int:
         """A run goes on: `waiting` groups are still to be trained, and all from `next_id` on.
@@ -106,21 +118,27 @@ class TrajectoryBuffer:
         rest stay, and the batch comes back empty with their ids in `rejected_ids`: sample them again, then
         take again.
         """
-        memory = float(await asyncio.to_thread(resident_bytes))
         if self._writer is not None:
             await self._writer.room()
         async with self._changed:
-            group_ids = await self._changed.wait_for(lambda: self._line.batch(self._groups))
+            with self._clock.stage("wait_for_groups", f"step {step + 1}"):
+                group_ids = await self._changed.wait_for(lambda: self._line.batch(self._groups))
             assert group_ids is not None  # what was waited for
-            # From here on nothing is awaited: a caller that gives up has the whole batch, or none of it.
-            write_error = self._writer.error if self._writer is not None else None
-            rejected = self._remove_older([self._groups[g] for g in group_ids], oldest_version)
-            if rejected:
-                self._changed.notify_all()  # there is room
-                return TrainBatch(()), BatchFacts((), rejected, {}, write_error=write_error)
-            fresh, replayed, dropped = self._make_batch(step, group_ids)
-            cut = self._cut(step)
-            num_places = self._settle()
+            with self._clock.stage("make_batch", f"step {step + 1}"):
+                return self._hand_out(step, group_ids, oldest_version)
+
+    def _hand_out(
+        self, step: int, group_ids: tuple[int, ...], oldest_version: int
+    ) -> tuple[TrainBatch, BatchFacts]:
+        """Awaits nothing: a caller that gives up has the whole batch, or none of it."""
+        write_error = self._writer.error if self._writer is not None else None
+        rejected = self._remove_older([self._groups[g] for g in group_ids], oldest_version)
+        if rejected:
+            self._changed.notify_all()  # there is room
+            return TrainBatch(()), BatchFacts((), rejected, {}, write_error=write_error)
+        fresh, replayed, dropped = self._make_batch(step, group_ids)
+        cut = self._cut(step)
+        num_places = self._settle()
         if self._writer is not None:
             uses = [FRESH] * len(fresh) + [r.num_uses for r in replayed] + [DROPPED] * len(dropped)
             self._writer.add(step + 1, (*fresh, *(r.group for r in replayed), *dropped), uses)
@@ -131,7 +149,6 @@ class TrajectoryBuffer:
             **self._memory.take_metrics(),
             "buffer/groups": float(len(self._groups)),
             "buffer/bytes": float(self._num_bytes),
-            "memory/buffer_bytes": memory,
         }
         dropped_ids = tuple(group.group_id for group in dropped)
         outcomes = group_outcomes([*fresh, *dropped])
@@ -197,8 +214,9 @@ class TrajectoryBuffer:
         groups = tuple(sorted(groups, key=lambda group: group.group_id))
         uses = [r.num_uses for r in replayed]
         write = asyncio.to_thread
-        await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
-        await write(write_rollouts, folder / REPLAY, None, [r.group for r in replayed], uses, fsync=True)
+        with self._clock.stage("write_checkpoint"):
+            await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
+            await write(write_rollouts, folder / REPLAY, None, [r.group for r in replayed], uses, fsync=True)
 
     def _restore(self, folder: Path) -> None:
         for group in read_groups(folder / GROUPS):

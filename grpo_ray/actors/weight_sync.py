@@ -1,14 +1,15 @@
 """WeightSync: the version ledger, admission, and the sync transaction."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from grpo_ray.actors.staleness import admission_limit, places_beyond
 from grpo_ray.config import Config
 from grpo_ray.errors import DataLost
-from grpo_ray.types import SyncReport
+from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.types import ActorStats, SyncReport
 
 
 class GeneratorClient(Protocol):
@@ -57,12 +58,18 @@ class WeightSync:
         self._snapshot: Any = None  # the published weights, once they are not those that Generators start with
         self._transaction = asyncio.Lock()
         self._published = asyncio.Condition()
+        self._clock = StageClock(("pause", "transfer", "resume"), rest="wait_for_version")
 
     def __repr__(self) -> str:
-        return f"WeightSync(published={self._published_version}, stale={sorted(self._stale)})"
+        stale = f", stale: {', '.join(sorted(self._stale))}" if self._stale else ""
+        return f"WeightSync(published={self._published_version}, {self._clock.doing}{stale})"
 
     async def ready(self) -> bool:
         return True
+
+    async def take_stats(self) -> ActorStats:
+        """What happened since the last call."""
+        return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
     async def admission(self, version: int, limit: int) -> tuple[int, int]:
         """Wait until a later version than `version` is published, or ids above `limit` may be dispatched.
@@ -110,7 +117,7 @@ class WeightSync:
         if version != self._published_version + 1:
             raise ValueError(f"version {version} cannot follow {self._published_version}")
         async with self._transaction:
-            seconds, failed = await self._sync(list(self._generators.values()), boxed_snapshot[0])
+            seconds, failed = await self._sync(list(self._generators.values()), boxed_snapshot[0], version)
             for name in failed:
                 await self.retire(name)
             self._versions = dict.fromkeys(self._generators, version)
@@ -135,7 +142,7 @@ class WeightSync:
         """
         async with self._transaction:
             if self._snapshot is not None:
-                _, failed = await self._sync([generator], self._snapshot)
+                _, failed = await self._sync([generator], self._snapshot, self._published_version)
                 if failed:
                     raise failed[generator.name]
             self._generators[generator.name] = generator
@@ -144,7 +151,7 @@ class WeightSync:
             return self._published_version
 
     async def _sync(
-        self, generators: list[GeneratorClient], snapshot: Any
+        self, generators: list[GeneratorClient], snapshot: Any, version: int
     ) -> tuple[dict[str, float], dict[str, WeightSyncError]]:
         """Run the phases, each on every Generator that is still there; returns seconds, and who failed."""
         phases: dict[str, Callable[[GeneratorClient], Awaitable[None]]] = {
@@ -155,11 +162,11 @@ class WeightSync:
         seconds: dict[str, float] = {}
         failed: dict[str, WeightSyncError] = {}
         for phase, call in phases.items():
-            started = time.perf_counter()
             present = [g for g in generators if g.name not in failed]
-            errors = await asyncio.gather(*(self._ask(g, phase, call(g)) for g in present))
+            with self._clock.stage(phase, f"version {version}, {len(present)} Generators") as duration:
+                errors = await asyncio.gather(*(self._ask(g, phase, call(g)) for g in present))
             failed |= {g.name: error for g, error in zip(present, errors, strict=True) if error is not None}
-            seconds[phase] = time.perf_counter() - started
+            seconds[phase] = duration.seconds
         return seconds, failed
 
     async def _ask(

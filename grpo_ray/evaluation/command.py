@@ -99,10 +99,13 @@ def _sample(
     assert config.model.path is not None
     console.status("starting Ray")
     model_path, logs = prepared.model_path, plan.folder.resolve() / "logs"
-    with cluster.connected(needs_hub=not is_local(config.model.path)), sigterm_interrupts():
-        cluster.check_resources(config)
-        with serving(config, model_path, prepared.max_model_len, logs) as actors:
-            asyncio.run(sample(plan, config, left, prepared, actors, console))
+    with (
+        cluster.connected(needs_hub=not is_local(config.model.path)),
+        sigterm_interrupts(),
+        cluster.placed(config) as placement,
+        serving(placement, config, model_path, prepared.max_model_len, logs) as actors,
+    ):
+        asyncio.run(sample(plan, config, left, prepared, actors, console))
 
 
 def _conclude(plan: Plan, summaries: Sequence[EvaluationSummary], console: EvaluationConsole) -> None:

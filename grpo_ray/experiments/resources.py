@@ -7,6 +7,7 @@ from pathlib import Path
 from platform import machine, python_version
 
 from grpo_ray.config import Config
+from grpo_ray.placement import bundles_of, total
 
 
 def cores_of(config: Config) -> int:
@@ -15,10 +16,7 @@ def cores_of(config: Config) -> int:
 
 
 def gpus_of(config: Config) -> int:
-    generators = config.generator.num_generators * config.generator.num_gpus
-    if config.generator.colocated:
-        return max(generators, config.learner.num_gpus)
-    return generators + config.learner.num_gpus
+    return round(total(bundles_of(config), "GPU"))
 
 
 def default_jobs(configs: Sequence[Config]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 from grpo_ray.algorithms import (
     Objective,
@@ -149,7 +150,8 @@ class ForwardBackward:
             reference_log_probs=batch.reference_logprobs,
             entropy=entropy,
         )
-        loss.backward()
+        with record_function("backward"):
+            loss.backward()
         sums = {name: count.item() for name, count in counts.items()}
         sums["kl_tokens"] = sums["num_tokens"]
         sums |= {"loss": loss.item(), "entropy": entropy.detach()[mask].sum().item()}
@@ -159,7 +161,8 @@ class ForwardBackward:
 
     def _log_probs(self, model: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         sampling = self._config.sampling
-        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+        is_mixed = self._dtype != torch.float32
+        with record_function("forward"), torch.autocast(self._device.type, self._dtype, enabled=is_mixed):
             logits = response_logits(
                 model, batch, sampling.temperature, sampling.min_tokens, self._end_token_ids
             )

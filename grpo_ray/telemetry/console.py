@@ -1,6 +1,7 @@
 """What a run prints: a plan, a progress bar or a line a step, evaluations, and the end."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable
 from typing import Any, Self
@@ -92,12 +93,13 @@ class RunConsole:
 
 def step_figures(metrics: Metrics) -> str:
     """A step's figures on one line; the seconds overlap, so they do not add up to the step's."""
+    generate_s = metrics.get("timing/generate_s", math.nan)  # not there when a Generator did not answer
     sync_s = sum(metrics[f"timing/weight_sync/{phase}_s"] for phase in ("pause", "transfer", "resume"))
     return (
         f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  "
         f"loss {metrics['loss/policy']:+.4f}  entropy {metrics['policy/entropy']:.3f}  "
         f"{metrics['throughput/sampled_tokens_per_s']:,.0f} tok/s  {metrics['timing/step_s']:.2f} s "
-        f"(generate {metrics['timing/generate_s']:.2f}, wait {metrics['timing/wait_for_batch_s']:.2f}, "
+        f"(generate {generate_s:.2f}, wait {metrics['timing/wait_for_batch_s']:.2f}, "
         f"train {metrics['timing/train_s']:.2f}, sync {sync_s:.2f})"
     )
 

@@ -75,6 +75,23 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return [row for _, row in lines_and_rows(path)]
 
 
+def read_last_lines(path: str | Path, num_lines: int, max_bytes: int = 2**18) -> list[dict[str, Any]]:
+    """The last lines as dicts, of a file of any length: no more than its last `max_bytes` are read.
+
+    Raises:
+        ValueError: one of them is not valid JSON.
+    """
+    with Path(path).open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
+        file.seek(start)
+        whole, _, _ = file.read(max_bytes).rpartition(b"\n")
+    lines = whole.split(b"\n")[1 if start else 0 :]  # the first may be cut off
+    try:
+        return [json.loads(line) for line in lines[-num_lines:] if line]
+    except ValueError as error:
+        raise ValueError(f"{path}: one of its last {num_lines} lines is not valid JSON ({error})") from None
+
+
 def lines_and_rows(path: str | Path) -> list[tuple[bytes, dict[str, Any]]]:
     """`read_lines`, each with its bytes in the file."""
     rows = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
+from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.types import ScoredGroup
 
 Groups = tuple[ScoredGroup, ...]
@@ -15,9 +16,11 @@ Groups = tuple[ScoredGroup, ...]
 class RolloutWriter:
     """`add` a step's groups; `error` says why some are not on the disk."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, clock: StageClock) -> None:
+        """Writing is the clock's stage `write_rollouts`."""
         self._folder = folder
         self._max_bytes = max_bytes
+        self._clock = clock
         self._waiting: deque[tuple[int, Groups, Sequence[int] | None]] = deque()
         self._num_bytes = 0
         self._num_dropped = 0
@@ -58,7 +61,8 @@ class RolloutWriter:
             step, groups, uses = self._waiting[0]
             path = self._folder / f"{step_name(step)}.parquet"
             try:
-                await asyncio.to_thread(write_rollouts, path, step, groups, uses)
+                with self._clock.stage("write_rollouts", f"step {step}, {len(groups)} groups"):
+                    await asyncio.to_thread(write_rollouts, path, step, groups, uses)
             except OSError as error:
                 self._keep_what_fits()
                 self.error = self._message(path, error)

@@ -38,12 +38,16 @@ class RunDirectory:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
+        self.timeline_path = self.path / "timeline.json"
+        self.state_path = self.path / "state.json"  # what the run is doing now
         self.rollouts = self.path / "rollouts"
         self.skipped = self.path / "skipped"  # batches whose update was skipped; made with the first
+        self.profile = self.path / "profile"  # traces of learner.profile_steps; made with the first
         self.evaluations = self.path / "evaluations"
         self.evaluations_summary_path = self.evaluations / "summary.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
+        self.trackers = self.path / "trackers"  # made when there are any
 
     def check_free(self) -> None:
         """Refuse a path that `create` would refuse: for before anything expensive."""

@@ -3,7 +3,8 @@
 
 const LONG = 1.5; // of the 95th percentile: a first step of minutes must not flatten all the others
 
-/** What stages of many actors have in common; waiting is grey. */
+/** What stages of many actors have in common; waiting is grey, and paler where it is for a second thing. */
+const PALER = "color-mix(in srgb, var(--wait) 45%, var(--card))";
 const STAGE_COLORS = [[/^(wait|idle)/, "var(--wait)"], [/generate/, seriesColor(0)],
   [/sync|load|pause|resume/, seriesColor(1)], [/train/, seriesColor(3)], [/score/, seriesColor(2)]];
 
@@ -13,8 +14,9 @@ function stageColors(stages) {
   const colors = new Map(), taken = new Set();
   for (const stage of Object.keys(stages).sort((a, b) => Boolean(own(b)) - Boolean(own(a)))) {
     const free = Array.from({ length: 8 }, (_, place) => seriesColor(place)).find((color) => !taken.has(color));
-    const wanted = own(stage), isFree = wanted === "var(--wait)" || (wanted && !taken.has(wanted));
-    colors.set(stage, isFree ? wanted : free ?? seriesColor(colors.size));
+    const wanted = own(stage), isFree = wanted && !taken.has(wanted);
+    const other = wanted === "var(--wait)" ? PALER : free ?? seriesColor(colors.size);
+    colors.set(stage, isFree ? wanted : other);
     taken.add(colors.get(stage));
   }
   return colors;

@@ -1,0 +1,105 @@
+"""What every actor did from one step's line to the next, asked of all of them at the same time."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.stage_clock import StageClock, StageTimes
+from grpo_ray.types import ActorStats
+
+DRIVER = "driver"
+ANSWER_S = 2.0  # an actor that takes longer has no figures in that step
+TRAINING = ("train", "optimizer", "logprobs")  # the Learner's stages
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The time between two readings."""
+
+    seconds: float
+    stats: Mapping[str, ActorStats]
+    """Of those who were read at its beginning and at its end; the driver is among them."""
+    is_complete: bool
+    """Every actor that was asked is in `stats`."""
+
+    @property
+    def stages(self) -> dict[str, StageTimes]:
+        return {name: stats.stages for name, stats in self.stats.items()}
+
+    def metrics(self, num_generators: int) -> Metrics:
+        """`time/<actor>/<stage>_s`, which add up to each actor's time, and what follows from them.
+
+        Args:
+            num_generators: that there should be; one that is being replaced generates nothing.
+        """
+        stages = self.stages
+        metrics = {
+            f"time/{name}/{stage}_s": seconds
+            for name, times in stages.items()
+            for stage, seconds in times.seconds.items()
+        }
+        metrics |= {f"memory/{name}_bytes": float(stats.resident_bytes) for name, stats in self.stats.items()}
+        generating = [times.seconds["generate"] for times in stages.values() if "generate" in times.seconds]
+        if generating and self.is_complete:
+            metrics["timing/generate_s"] = max(generating)
+            metrics["utilization/generators"] = sum(generating) / num_generators / self.seconds
+        if "learner" in stages:
+            learner = stages["learner"]
+            metrics["utilization/learner"] = sum(learner.seconds[s] for s in TRAINING) / learner.wall_s
+        if "scorer" in stages:
+            metrics["timing/score_s"] = stages["scorer"].seconds["score"]
+        return metrics
+
+
+class Activity:
+    """Reads the clocks of all actors and of the driver; whoever is dead or silent holds nobody up for long."""
+
+    def __init__(self, clock: StageClock, answer_s: float = ANSWER_S) -> None:
+        """`clock` is the driver's."""
+        self._clock, self._answer_s = clock, answer_s
+        self._asked: dict[str, tuple[Any, asyncio.Task[ActorStats]]] = {}
+        self._read: dict[str, Any] = {}  # the actors that answered in time at the last reading
+
+    async def read(self, clients: Mapping[str, Any]) -> Window:
+        """The window since the last reading.
+
+        Args:
+            clients: the actors that serve, by name; one that was replaced since has no figures yet.
+        """
+        own = self._clock.take()
+        stats = await self._ask(clients)
+        whole = {name: each for name, each in stats.items() if self._read.get(name) is clients[name]}
+        self._read = {name: clients[name] for name in stats}
+        whole[DRIVER] = ActorStats(own, resident_bytes(with_children=False))
+        return Window(
+            seconds=own.wall_s,
+            stats=whole,
+            is_complete=clients.keys() <= whole.keys(),
+        )
+
+    async def _ask(self, clients: Mapping[str, Any]) -> dict[str, ActorStats]:
+        """The answers that came in time. Who still owes one is not asked again, and not waited for."""
+        new: dict[asyncio.Task[ActorStats], str] = {}
+        for name, client in clients.items():
+            before, answer = self._asked.get(name, (None, None))
+            if before is not client or answer is None or answer.done():
+                answer = asyncio.create_task(_stats_of(client))
+                answer.add_done_callback(_look_at_error)
+                self._asked[name], new[answer] = (client, answer), name
+        done, _ = await asyncio.wait(new, timeout=self._answer_s) if new else ((), ())
+        return {new[answer]: answer.result() for answer in done if answer.exception() is None}
+
+
+async def _stats_of(client: Any) -> ActorStats:
+    stats: ActorStats = await client.take_stats()
+    return stats
+
+
+def _look_at_error(answer: "asyncio.Task[ActorStats]") -> None:
+    """Or asyncio would complain that nobody did: who is dead is dealt with where it is asked to work."""
+    if not answer.cancelled():
+        answer.exception()

@@ -1,0 +1,104 @@
+"""timeline.json: what every actor did and when, to be opened in https://ui.perfetto.dev or chrome://tracing.
+
+Format: Chrome's "Trace Event Format", an array of events. An actor is a row (tid) of turns that follow each
+other without a gap (complete events, `X`); what may overlap, such as rollouts, is drawn beside the rows (async
+events, `b` and `e`). Times are microseconds since the epoch: several machines' actors stand side by side.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.durable import replacing
+from grpo_ray.telemetry.stage_clock import Span, StageTimes
+
+MAX_BYTES = 64 * 2**20  # then the older half is dropped
+BEGIN, SEPARATOR, END = b"[\n", b",\n", b"\n]\n"
+LONGEST_EVENT = 64 * 2**10  # bytes
+
+Event = dict[str, Any]
+ROWS = ("driver", "learner", "buffer", "scorer", "weight_sync")  # from the top; the Generators follow
+
+
+class Timeline:
+    """Appends events; the file is a whole JSON array after each time, and whoever was cut off is mended."""
+
+    def __init__(self, path: Path, run_name: str, max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._run_name, self._max_bytes = path, run_name, max_bytes
+        self._named: set[str] = set()  # rows
+        self._ids = count(1)
+        self._end: int | None = None  # where the next event goes; None: look at the file
+
+    def append(self, times: Mapping[str, StageTimes]) -> str | None:
+        """Write what the actors did; returns why it could not be written. Then it is not in the timeline."""
+        events = [event for name, each in times.items() for event in self._events(name, each)]
+        try:
+            self._write([json.dumps(event, separators=(",", ":")).encode() for event in events])
+        except OSError as error:
+            self._end = None
+            return f"{self._path}: {error}; a part of the timeline is lost"
+        return None
+
+    def _events(self, actor: str, times: StageTimes) -> Iterator[Event]:
+        where = {"pid": 1, "tid": row_of(actor)}
+        if actor not in self._named:
+            self._named.add(actor)
+            yield {"ph": "M", "name": "process_name", **where, "args": {"name": self._run_name}}
+            yield {"ph": "M", "name": "thread_name", **where, "args": {"name": actor}}
+            yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": where["tid"]}}
+        for turn in times.turns:
+            start, end = _microseconds(turn)
+            event = {"ph": "X", "cat": "stage", "name": turn.name, **where, "ts": start, "dur": end - start}
+            yield {**event, "args": {"what": turn.label}} if turn.label else event
+        for span in times.spans:
+            start, end = _microseconds(span)
+            # One name for all of an actor: viewers give every name a track.
+            event = {"cat": span.name, "name": f"{span.name} ({actor})", "id": next(self._ids), **where}
+            yield {"ph": "b", **event, "ts": start, "args": {"what": span.label}}
+            yield {"ph": "e", **event, "ts": end}
+
+    def _write(self, lines: list[bytes]) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if self._end is None:
+                self._end = _end_of_events(descriptor)
+            start = BEGIN if self._end == 0 else SEPARATOR
+            data = start + SEPARATOR.join(lines) + END
+            if os.pwrite(descriptor, data, self._end) < len(data):
+                raise OSError("the disk is full")
+            self._end += len(data) - len(END)
+            os.ftruncate(descriptor, self._end + len(END))
+        finally:
+            os.close(descriptor)
+        if self._end > self._max_bytes:
+            self._drop_older_half()
+
+    def _drop_older_half(self) -> None:
+        """The rows' names and the newest events stay."""
+        lines = self._path.read_bytes().removeprefix(BEGIN).removesuffix(END).split(SEPARATOR)
+        half = len(lines) // 2
+        kept = [line for line in lines[:half] if line.startswith(b'{"ph":"M"')] + lines[half:]
+        with replacing(self._path, fsync=False) as partial:
+            partial.write_bytes(BEGIN + SEPARATOR.join(kept) + END)
+        self._end = None
+
+
+def row_of(actor: str) -> int:
+    """The same in every process that goes on with a run."""
+    return ROWS.index(actor) + 1 if actor in ROWS else len(ROWS) + 1 + int(actor.rpartition("-")[2])
+
+
+def _microseconds(span: Span) -> tuple[int, int]:
+    return round(span.start * 1e6), round(span.end * 1e6)
+
+
+def _end_of_events(descriptor: int) -> int:
+    """Behind the last whole event of the file, whose process may have been killed while it wrote; 0: none."""
+    size = os.fstat(descriptor).st_size
+    begin = max(0, size - LONGEST_EVENT)
+    tail = os.pread(descriptor, LONGEST_EVENT, begin)
+    last = max(tail.rfind(b"}" + SEPARATOR), tail.rfind(b"}" + END))
+    return begin + last + 1 if last >= 0 else 0

@@ -1,0 +1,229 @@
+"""What the actors' clocks come to in a step's line: every second counted once, and never a wrong figure."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_actors import LocalActors
+from local_runs import make_config, train
+
+from grpo_ray.actors.generator import Generator
+from grpo_ray.controller import Controller
+from grpo_ray.errors import ActorDied
+from grpo_ray.report.stage_times import stage_times
+from grpo_ray.telemetry.activity import Activity, Window
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.stage_clock import StageClock, StageTimes
+from grpo_ray.types import ActorStats
+
+
+class Actor:
+    """Answers with the seconds since it last did, once `answers` lets it."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.clock = StageClock(("work",), "wait", now)
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.num_asked = 0
+
+    async def take_stats(self) -> ActorStats:
+        self.num_asked += 1
+        await self.answers.wait()
+        return ActorStats(self.clock.take(), 1000)
+
+
+class Dead:
+    async def take_stats(self) -> ActorStats:
+        raise ActorDied("learner", "the test ended it")
+
+
+class Time:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_all_have_the_same_window() -> None:
+    async def run() -> None:
+        time = Time()
+        actors = {"generator-0": Actor(time), "generator-1": Actor(time)}
+        activity = Activity(StageClock((), "idle", time))
+        time.seconds = 3
+        first = await activity.read(actors)
+        assert first.stats.keys() == {"driver"}  # nobody was read before: their windows began anywhere
+        time.seconds = 10
+        second = await activity.read(actors)
+        assert (second.seconds, second.is_complete) == (7, True)
+        assert {name: times.wall_s for name, times in second.stages.items()} == {
+            "driver": 7, "generator-0": 7, "generator-1": 7,
+        }  # fmt: skip
+
+    asyncio.run(run())
+
+
+def test_a_dead_or_replaced_actor_has_no_figures() -> None:
+    async def run() -> None:
+        time = Time()
+        activity = Activity(StageClock((), "idle", time))
+        clients: dict[str, Any] = {"learner": Actor(time), "scorer": Actor(time)}
+        told = []
+        for changed in ({}, {"learner": Dead()}, {"learner": Actor(time)}, {}):
+            clients |= changed
+            time.seconds += 1
+            window = await activity.read(clients)
+            told.append((sorted(window.stats), window.is_complete))
+        assert told == [
+            (["driver"], False),
+            (["driver", "scorer"], False),
+            (["driver", "scorer"], False),  # the fresh one's window began in the middle of this one
+            (["driver", "learner", "scorer"], True),
+        ]
+
+    asyncio.run(run())
+
+
+def test_a_silent_actor_is_waited_for_once_and_its_late_answer_is_not_used() -> None:
+    async def run() -> None:
+        time, slow_s = Time(), 0.05
+        activity = Activity(StageClock((), "idle", time), answer_s=slow_s)
+        silent, other = Actor(time), Actor(time)
+        clients = {"learner": silent, "scorer": other}
+        await activity.read(clients)
+        silent.answers.clear()
+        loop = asyncio.get_running_loop()
+        waited = []
+        for _ in range(3):
+            time.seconds += 1
+            started = loop.time()
+            assert (await activity.read(clients)).stages.keys() == {"driver", "scorer"}
+            waited.append(loop.time() - started)
+        assert waited[0] >= slow_s > max(waited[1:])
+        assert silent.num_asked == 2  # not asked again while it owes an answer
+        silent.answers.set()
+        await asyncio.sleep(0)
+        windows = []
+        for _ in range(2):
+            time.seconds += 1
+            windows.append(await activity.read(clients))
+        assert [window.is_complete for window in windows] == [False, True]
+        assert windows[1].stages["learner"].wall_s == 1
+
+    asyncio.run(run())
+
+
+def window(**seconds: dict[str, float]) -> Window:
+    stats = {
+        name.replace("_", "-"): ActorStats(StageTimes(sum(stages.values()), stages), 7)
+        for name, stages in seconds.items()
+    }
+    return Window(4.0, stats, is_complete=True)
+
+
+LEARNER = {"train": 1.0, "optimizer": 0.5, "logprobs": 0.5, "snapshot": 1.0, "wait_for_batch": 1.0}
+
+
+def test_figures_by_hand() -> None:
+    metrics = window(
+        generator_0={"generate": 3.0, "wait_for_prompts": 1.0},
+        generator_1={"generate": 1.0, "wait_for_prompts": 3.0},
+        learner=LEARNER,
+        scorer={"score": 0.25, "wait_for_groups": 3.75},
+    ).metrics(num_generators=4)  # two of them are being replaced
+    assert metrics["time/generator-0/generate_s"] == metrics["timing/generate_s"] == 3
+    assert metrics["utilization/generators"] == (3 + 1) / 4 / 4
+    assert metrics["utilization/learner"] == 0.5
+    assert metrics["timing/score_s"] == metrics["time/scorer/score_s"] == 0.25
+    assert metrics["memory/learner_bytes"] == 7
+    assert check_names(metrics) == []
+
+
+def test_what_is_not_known_is_not_told() -> None:
+    """A Generator that is silent may have been idle or busy; one that is dead was not busy."""
+    known = window(generator_0={"generate": 3.0, "wait_for_prompts": 1.0})
+    unknown = Window(4.0, known.stats, is_complete=False).metrics(num_generators=2)
+    assert unknown.keys() == {
+        "time/generator-0/generate_s", "time/generator-0/wait_for_prompts_s", "memory/generator-0_bytes",
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("model_cache")
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
+    """For each actor, between the first line and the last, and so in the report; test_run.py has it on Ray."""
+    train(make_config(f"weight_sync.max_lag={max_lag}", "generator.num_generators=2"), tmp_path / "run")
+    lines = read_metrics(RunDirectory(tmp_path / "run").metrics_path)
+    assert check_names({name for line in lines for name in line} - {"step"}) == []
+    whole = sum(line["timing/step_s"] for line in lines)
+    columns = {name: [line.get(name) for line in lines] for line in lines for name in line}
+    actors = stage_times(columns)
+    assert actors.keys() == {
+        "driver", "learner", "buffer", "scorer", "weight_sync", "generator-0", "generator-1",
+    }  # fmt: skip
+    for name, stages in actors.items():
+        # Here all share one thread: who is asked while others work answers late, once at each end.
+        assert sum(map(sum, stages.values())) == pytest.approx(whole, abs=0.02 * whole + 0.1), name
+        assert all(seconds >= 0 for each in stages.values() for seconds in each), name
+    for stage in ("train", "optimizer", "snapshot", "capture", "wait_for_batch"):
+        assert sum(actors["learner"][stage]) > 0, stage
+    for name in (
+        "buffer/make_batch", "buffer/write_rollouts", "scorer/score", "weight_sync/transfer",
+        "generator-1/generate", "generator-1/load_weights",
+        "driver/train", "driver/evaluate", "driver/checkpoint",
+    ):  # fmt: skip
+        actor, _, stage = name.partition("/")
+        assert sum(actors[actor][stage]) > 0, (actor, stage)
+    # The step's own durations are the same clock's: what is not lost at the windows' edges agrees.
+    trained = sum(line["timing/train_s"] for line in lines)
+    in_turns = sum(sum(actors["learner"][stage]) for stage in ("train", "optimizer", "logprobs"))
+    assert in_turns == pytest.approx(trained, rel=0.02, abs=0.01)
+
+
+@pytest.mark.usefixtures("model_cache")
+def test_a_generator_that_never_answers_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Generator.take_stats
+    monkeypatch.setattr("grpo_ray.controller.Activity", partial(Activity, answer_s=0.05))
+
+    async def silent(self: Generator) -> ActorStats:
+        if self.name == "generator-1":
+            await asyncio.Event().wait()
+        return await take(self)
+
+    monkeypatch.setattr(Generator, "take_stats", silent)
+    train(make_config("generator.num_generators=2"), tmp_path / "run")
+    lines = read_metrics(RunDirectory(tmp_path / "run").metrics_path)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    named: dict[str, int] = defaultdict(int)
+    for line in lines:
+        for name in line:
+            named[name.rpartition("/")[0]] += name.startswith("time/")
+    assert named["time/generator-0"] > 0
+    assert named["time/generator-1"] == 0
+    assert not any("utilization/generators" in line for line in lines)
+    sampled = sum(line["throughput/sampled_tokens_per_s"] * line["timing/step_s"] for line in lines)
+    trained = sum(line["rollout/response_tokens/mean"] * 4 * 2 for line in lines)
+    assert sampled > trained  # both Generators' tokens, and those of the evaluation at step 4
+
+
+@pytest.mark.usefixtures("model_cache")
+def test_actors_say_what_they_are_doing(tmp_path: Path) -> None:
+    seen: set[str] = set()
+
+    async def look(actors: LocalActors, controller: Controller) -> None:
+        while controller._version < 8:
+            seen.update(repr(client.actor) for client in actors.by_name().values() if controller.has_begun)
+            await asyncio.sleep(0)
+
+    train(make_config(), tmp_path / "run", look)
+    assert "Learner(version=1, waiting for a batch)" in seen
+    assert "Scorer(waiting for groups)" in seen
+    assert any(text.startswith("Generator(generator-0, version=0, sampling, ") for text in seen)
+    assert any(text.startswith("WeightSync(published=") and "waiting for a version" in text for text in seen)
+    assert any(text.startswith("TrajectoryBuffer(") and "waiting for groups" in text for text in seen)

@@ -1,0 +1,152 @@
+"""The Grafana dashboard and Prometheus's configuration against what a run really exports."""
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+from grpo_ray.telemetry import ray_metrics
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.ray_metrics import RayMetrics
+
+PROFILING = Path("profiling")
+
+
+def script() -> ModuleType:
+    """profiling/check_dashboard.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("check_dashboard", PROFILING / "check_dashboard.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exported() -> set[str]:
+    """What Prometheus is given, as profiling/check_dashboard.py found it: a histogram is three metrics."""
+    names = {f"ray_{name}" for name in ray_metrics.names()}
+    for name, endings in (
+        (f"ray_{ray_metrics.STAGE_SECONDS}", ("_bucket", "_sum", "_count")),
+        (f"ray_{ray_metrics.STAGE_TIME}", ("_total",)),
+    ):
+        names.remove(name)
+        names |= {name + ending for ending in endings}
+    return names
+
+
+def test_every_query_reads_what_is_exported_and_everything_exported_is_read() -> None:
+    read = {
+        name for queries in script().queries().values() for q in queries for name in script().metric_names(q)
+    }
+    assert read <= exported()
+    unread = exported() - read
+    assert unread == {"ray_grpo_ray_stage_seconds_sum"}  # Ray's sum of a histogram is none
+
+
+def test_the_names_are_stable() -> None:
+    """Users' dashboards and alerts rely on them: change none without need."""
+    assert all(re.fullmatch(r"grpo_ray_[a-z_]+", name) for name in ray_metrics.names())
+    assert len(set(ray_metrics.names())) == len(ray_metrics.names())
+    assert {"grpo_ray_stage_seconds", "grpo_ray_reward", "grpo_ray_lag_max", "grpo_ray_buffer_groups",
+            "grpo_ray_learner_utilization", "grpo_ray_sampled_tokens_per_second", "grpo_ray_phase",
+            } <= set(ray_metrics.names())  # fmt: skip
+
+
+def test_every_gauge_is_of_a_metric_that_there_is() -> None:
+    assert check_names(ray_metrics.GAUGES) == []
+
+
+def test_panels_do_not_lie_on_each_other_and_have_units() -> None:
+    panels = json.loads((PROFILING / "grafana" / "grpo_ray.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
+        assert panel["fieldConfig"]["defaults"]["unit"]
+
+
+def test_prometheus_reads_rays_service_discovery() -> None:
+    (job,) = yaml.safe_load((PROFILING / "prometheus.yml").read_text())["scrape_configs"]
+    from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
+
+    assert job["file_sd_configs"][0]["files"] == [f"/tmp/ray/{PROMETHEUS_SERVICE_DISCOVERY_FILE}"]
+
+
+class FakeMetric:
+    """Keeps what it was told, in the place of Ray's."""
+
+    told: ClassVar[dict[str, list[tuple[float, dict[str, str]]]]] = {}
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.values = self.told.setdefault(name, [])
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values.append((value, tags))
+
+    observe = inc = set
+
+
+def test_a_line_is_exported_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeMetric, "told", {})
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(ray_metrics, kind, FakeMetric)
+    metrics = RayMetrics("sums")
+    metrics.phase("train")
+    metrics.phase("evaluate")
+    metrics.line(
+        3,
+        {
+            "reward/mean": 0.5,
+            "time/generator-0/wait_for_prompts_s": 1.25,
+            "time/learner/move_s": 0.0,
+            "memory/object_store_spilled_bytes": 7.0,
+            "optim/lr": 1e-3,
+        },
+    )
+    waiting = {"run": "sums", "actor": "generator-0", "stage": "wait_for_prompts"}
+    moving = {"run": "sums", "actor": "learner", "stage": "move"}
+    assert {name: values for name, values in FakeMetric.told.items() if values} == {
+        "grpo_ray_phase": [
+            (1, {"run": "sums", "phase": "train"}),
+            (0, {"run": "sums", "phase": "train"}),
+            (1, {"run": "sums", "phase": "evaluate"}),
+        ],
+        "grpo_ray_step": [(3, {"run": "sums"})],
+        "grpo_ray_reward": [(0.5, {"run": "sums"})],
+        "grpo_ray_stage_seconds": [(1.25, waiting), (0.0, moving)],
+        "grpo_ray_stage_time_seconds": [(1.25, waiting)],
+        "grpo_ray_memory_bytes": [(7.0, {"run": "sums", "process": "object_store_spilled"})],
+    }
+    assert sorted(FakeMetric.told) == sorted(ray_metrics.names())
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("0", False), ("false", False), ("1", True), (None, True)])
+def test_nothing_is_exported_where_rays_metrics_are_off(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("RAY_enable_metrics_collection", setting)
+    assert ray_metrics.are_on() is expected
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus here")
+def test_every_panel_has_data_on_a_real_prometheus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_dashboard.py"])
+    status = script().main()
+    assert status == 0, capsys.readouterr().out
