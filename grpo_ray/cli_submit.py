@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
 
 def _submit(options: argparse.Namespace) -> int:
     from grpo_ray.job_client import check_token, job_address
-    from grpo_ray.submission import Circumstances
+    from grpo_ray.submission import Circumstances, check_sent
 
     address = job_address(options.address)
     where = Circumstances(address, Path.cwd(), options.python, options.env)
@@ -50,11 +51,17 @@ def _submit(options: argparse.Namespace) -> int:
         _refuse_config(options)
     job = None if known else _job(options, where)
     check_token(where)
+    if job is not None:
+        check_sent(job)
     from grpo_ray.job_client import JobClient
 
     client = JobClient(address)
     if options.stop:
-        client.stop(options.stop)
+        try:
+            client.stop(options.stop)
+        except KeyboardInterrupt:
+            print("\nno longer waiting; a job that was asked to stop does so by itself", file=sys.stderr)
+            return INTERRUPTED
         return 0
     if job is not None:
         job_id = client.submit(job)
@@ -75,7 +82,7 @@ def _refuse_config(options: argparse.Namespace) -> None:
 
 def _job(options: argparse.Namespace, where: "Circumstances") -> "Submission":
     """The job, after making sure that it will not fail over a typing error: seconds here, not in a queue."""
-    from grpo_ray.submission import resumption_job, training_job
+    from grpo_ray.submission import files_only_there, resumption_job, training_job
 
     if options.resume is not None:  # what stands in CONFIG's place is a change
         overrides = [options.config, *options.overrides] if options.config else options.overrides
@@ -86,8 +93,12 @@ def _job(options: argparse.Namespace, where: "Circumstances") -> "Submission":
     from grpo_ray.config_loading import load_config
     from grpo_ray.preflight import check_files
 
+    config = load_config(options.config, options.overrides)
+    if there := files_only_there(config, where):
+        warning = f"{there[0]} is not on this machine, so data and model are checked on the cluster"
+        return replace(job, warnings=(*job.warnings, warning))
     with shown_plainly():
-        check_files(load_config(options.config, options.overrides))
+        check_files(config)
     return job
 
 

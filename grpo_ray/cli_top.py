@@ -1,6 +1,7 @@
 """The arguments of `grpo-ray top`."""
 
 import argparse
+import contextlib
 
 from grpo_ray.cli_arguments import above_zero
 
@@ -26,5 +27,6 @@ def add_top(parser: argparse.ArgumentParser) -> None:
 def _top(options: argparse.Namespace) -> int:
     from grpo_ray.top.command import TopOptions, top
 
-    top(TopOptions(options.target, options.address, options.once, options.every))
+    with contextlib.suppress(KeyboardInterrupt):  # there are no actors here to be ended, and to be told of
+        top(TopOptions(options.target, options.address, options.once, options.every))
     return 0

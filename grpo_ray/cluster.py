@@ -30,13 +30,18 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
     With `needs_hub` the actors of the latter inherit what fetching a model takes, such as HF_TOKEN.
 
     Raises:
-        RunError: RAY_ADDRESS is a dashboard's address, or nothing answers there.
+        RunError: RAY_ADDRESS is a dashboard's address or Ray Client's, or nothing answers there.
     """
-    address = os.environ.get("RAY_ADDRESS", "local")
+    address = os.environ.get("RAY_ADDRESS") or "local"
     if address.startswith("http"):
         raise RunError(
             f"RAY_ADDRESS is {address}, where jobs are submitted; submit one with grpo-ray submit CONFIG, "
             "or unset RAY_ADDRESS to train on this machine alone"
+        )
+    if address.startswith("ray://"):
+        raise RunError(
+            f"RAY_ADDRESS is {address}, but a run is driven from a node of the cluster; submit it with "
+            "grpo-ray submit CONFIG --address http://HOST:8265"
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that were given up with their actor
@@ -80,11 +85,12 @@ def check_machine(config: Config) -> None:
     Raises:
         ResourceError: as `placed`.
     """
-    if "RAY_ADDRESS" not in os.environ:
+    if not os.environ.get("RAY_ADDRESS"):
         there = {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}
         _refuse(shortfalls(config, [Node("this machine", there)]), "this machine lacks resources")
 
 
+NODES_MAY_COME = ". For nodes that are still coming, as an autoscaler's, set placement.wait_s"
 GRACE_S = 10.0  # for what another job is just letting go of
 RAY_STRATEGY: dict[Strategy, str] = {
     "pack": "PACK", "spread": "SPREAD", "strict_spread": "STRICT_SPREAD",
@@ -120,7 +126,7 @@ def placed(config: Config) -> Iterator[Placement]:
     """
     wait_s = config.placement.wait_s
     if not wait_s:
-        _refuse(shortfalls(config, _nodes()), "the cluster lacks resources")
+        _refuse(shortfalls(config, _nodes()), "the cluster lacks resources", NODES_MAY_COME)
     bundles = [dict(bundle.resources) for bundle in bundles_of(config)]
     if not bundles:
         yield Placement(config, None)
@@ -156,9 +162,9 @@ def _refuse_busy(config: Config, wait_s: float) -> NoReturn:
     )
 
 
-def _refuse(lacking: Sequence[str], what: str) -> None:
+def _refuse(lacking: Sequence[str], what: str, also: str = "") -> None:
     if lacking:
         raise ResourceError(
             f"{what}: {'; '.join(lacking)}. Run it on a larger cluster, or lower generator.num_generators or "
-            "num_gpus and num_cpus of generator, learner and scorer (0 GPUs runs on the CPU)"
+            f"num_gpus and num_cpus of generator, learner and scorer (0 GPUs runs on the CPU){also}"
         )

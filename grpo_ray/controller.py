@@ -25,11 +25,10 @@ from grpo_ray.restarts import RestartBudget
 from grpo_ray.rollouts import Rollouts, training_settings
 from grpo_ray.run_log import Metrics, RunLog
 from grpo_ray.stalls import keep_watch
-from grpo_ray.telemetry.activity import Activity
+from grpo_ray.step_figures import StepFigures
 from grpo_ray.telemetry.run_files import last_logged_step, step_name
 from grpo_ray.telemetry.run_state import ActorState, Glance
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.telemetry.timeline import Timeline
 from grpo_ray.types import BatchFacts, StepReport, SyncReport
 from grpo_ray.validation import Validation
 from grpo_ray.watch import OpenCall, Watch
@@ -59,9 +58,7 @@ class Controller:
         settings = training_settings(config.sampling, prepared.end_token_ids)
         self._rollouts = Rollouts(config, settings, actors, self._watch, budget, log)
         self._clock = StageClock(STAGES, rest="idle", on_turn=actors.show_phase)
-        self._activity = Activity(self._clock)
-        self._timeline = Timeline(log.run.timeline_path, log.run.path.name)
-        self._num_told_tokens = 0  # sampled before the newest step's line
+        self._figures = StepFigures(config.generator.num_generators, self._rollouts, actors, log, self._clock)
         self._validation = Validation(config, prepared, self._rollouts, actors, log, self._clock)
         self._checkpointing = Checkpointing(
             config.checkpoint, store, actors, self._ledger, self._watch, self._clock, self._version
@@ -84,6 +81,7 @@ class Controller:
             num_sampling=len(self._ledger.in_flight),
             num_buffered=len(self._ledger.buffered - set(in_training[0].group_ids if in_training else ())),
             actors=tuple(self._actor_state(name, calls.get(name, [])) for name in self._actors.by_name()),
+            is_evaluating=self._clock.current == "evaluate",
             is_stopping=self.was_stopped,
         )
 
@@ -145,10 +143,11 @@ class Controller:
             if last_logged_step(self._log.run.metrics_path) < self._version:
                 self._unlogged[self._version] = dict(state.metrics)
         await self._production.begin(self._version, is_resumed=self._checkpoint is not None)
-        self._log.display.status("evaluating the policy")
+        if self._validation.is_due(self._version):
+            self._log.display.status("evaluating the policy")
         await self._finish_step(self._version)
-        await self._activity.read(self._serving)  # the first step's window begins
-        self._num_told_tokens = self._rollouts.num_sampled_tokens
+        self._log.display.status("training")
+        await self._figures.begin()
         self.has_begun = True
 
     async def _until_ready(self, notice_s: float = 60.0) -> None:
@@ -299,7 +298,8 @@ class Controller:
                 report: SyncReport = await self._actors.weight_sync.publish(version, [snapshot])
         for name, error in report.failed.items():
             self._rollouts.report(name, error, seats.get(name))
-        metrics |= {**report.metrics, **await self._rates(metrics), **self._checkpointing.take_metrics()}
+        figures = await self._figures.take(metrics["throughput/trained_tokens"])
+        metrics |= {**report.metrics, **figures, **self._checkpointing.take_metrics()}
         self._log.display.step(version, metrics)
         await self._finish_step(version)
 
@@ -315,28 +315,6 @@ class Controller:
         self._validation.write()
         self._log.trouble("checkpoint", self._checkpointing.problem)
         self._log.show_troubles()
-
-    @property
-    def _serving(self) -> dict[str, Any]:
-        """Who can be asked what it did: all actors but Generators that are being replaced."""
-        replaced = self._actors.generators.keys() - self._rollouts.serving.keys()
-        return {name: actor for name, actor in self._actors.by_name().items() if name not in replaced}
-
-    async def _rates(self, metrics: Metrics) -> Metrics:
-        """Where everybody's time went since the last step's line, tokens per second, and memory."""
-        window = await self._activity.read(self._serving)
-        num_tokens = self._rollouts.num_sampled_tokens
-        num_sampled, self._num_told_tokens = num_tokens - self._num_told_tokens, num_tokens
-        spilled_bytes = await asyncio.to_thread(self._actors.spilled_bytes)
-        self._log.trouble("spilling", _spilling(spilled_bytes))
-        self._log.trouble("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
-        return {
-            **window.metrics(self._config.generator.num_generators),
-            "timing/step_s": window.seconds,
-            "throughput/sampled_tokens_per_s": num_sampled / window.seconds,
-            "throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / window.seconds,
-            "memory/object_store_spilled_bytes": spilled_bytes,
-        }
 
     def _recovery_metrics(self) -> Metrics:
         retried, self._rollouts.num_retried = self._rollouts.num_retried, 0
@@ -390,16 +368,6 @@ class Controller:
                 await self._save()
         except Exception as error:  # the run's own error is the one to be raised
             self._log.event("not_saved", None, f"no last checkpoint could be written: {error}")
-
-
-def _spilling(num_bytes: int) -> str | None:
-    """Nothing is lost by it, but every step waits for the disk."""
-    if not num_bytes:
-        return None
-    return (
-        f"Ray's object store is full and has written {num_bytes / 2**30:.2f} GiB to disk; "
-        "give it more memory (ray start --object-store-memory), or lower buffer.max_gib"
-    )
 
 
 class _Stopped(Exception):

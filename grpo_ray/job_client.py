@@ -96,7 +96,13 @@ class JobClient:
     def follow(self, job_id: str) -> bool:
         """Print the job's output until it ends; returns whether it succeeded."""
         with _explained(self.address):
-            asyncio.run(self._print_output(job_id))
+            self._client.get_job_info(job_id)  # says so if there is no such job; the output does not
+            with contextlib.suppress(RuntimeError):  # the connection broke
+                asyncio.run(self._print_output(job_id))
+            if not self._client.get_job_status(job_id).is_terminal():
+                raise RuntimeError(
+                    f"the connection has ended, and the job goes on; follow it again with --follow {job_id}"
+                )
             return self._report_end(job_id)
 
     def status(self, job_id: str) -> str:

@@ -63,7 +63,7 @@ def bundles_of(config: Config) -> tuple[Bundle, ...]:
 
 
 def total(bundles: Sequence[Bundle], resource: str) -> float:
-    return sum(bundle.resources.get(resource, 0) for bundle in bundles)
+    return _exact(bundle.resources.get(resource, 0) for bundle in bundles)
 
 
 def shortfalls(config: Config, nodes: Sequence[Node], there: str = "there") -> list[str]:
@@ -119,5 +119,10 @@ def _amounts(resources: Resources) -> str:
 def _sum(amounts: Iterable[Resources]) -> dict[str, float]:
     """The sum of each resource, without those of which nothing is wanted."""
     rows = list(amounts)
-    summed = {name: sum(row[name] for row in rows) for name in ("GPU", "CPU")}
+    summed = {name: _exact(row[name] for row in rows) for name in ("GPU", "CPU")}
     return {name: amount for name, amount in summed.items() if amount}
+
+
+def _exact(amounts: Iterable[float]) -> float:
+    """Their sum as Ray counts: 3 x 0.8 and 0.6 are 3, and not more than 3."""
+    return round(sum(amounts), 4)

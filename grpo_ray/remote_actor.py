@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,27 @@ class _Method:
         self._name, self._method = name, method
 
     def __call__(self, *args: Any) -> Awaitable[Any]:
-        return result_of(self._name, self._method.remote(*args))
+        return Answer(self._name, self._method.remote(*args))
 
     def split(self, *args: Any) -> tuple[Any, Awaitable[Any]]:
         """For a method that returns (bulk, facts): a reference to the one, to be passed on, and the other."""
         bulk, facts = self._method.options(num_returns=2).remote(*args)
-        return bulk, result_of(self._name, facts)
+        return bulk, Answer(self._name, facts)
 
     def reference(self, *args: Any) -> Any:
         """A reference to what the method will return."""
         return self._method.remote(*args)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call of the actor `name` will return; unlike a coroutine's, nobody has to await it."""
+
+    name: str
+    reference: Any
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return result_of(self.name, self.reference).__await__()
 
 
 async def result_of(name: str, reference: Any) -> Any:

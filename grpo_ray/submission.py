@@ -1,18 +1,22 @@
 """What is submitted to a Ray cluster for a run: a command, the files it needs, a few environment variables."""
 
+import json
+import logging
 import math
 import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
+from grpo_ray.config_schema import leaves
 from grpo_ray.environment import is_secret
 from grpo_ray.errors import RunError
 
@@ -31,6 +35,9 @@ SENT_ALONG = (
     "NCCL_DEBUG", "WANDB_MODE", "MLFLOW_TRACKING_URI",
 )  # fmt: skip
 
+# The fields of `model` and `task` that may name a file.
+FILE_FIELDS = ("path", "train_path", "validation_path", "keywords_path", "prompt")
+
 # After the time that a run may take for its last checkpoint: to end its actors. Ray itself would wait 3 s.
 TIME_TO_END_S = 30
 
@@ -46,6 +53,8 @@ class Submission:
     metadata: Mapping[str, str]
     """`run`: the run's folder, absolute. `config`: the file that describes it."""
     warnings: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Who names which file or folder relative to the working directory: a field, or CONFIG."""
 
     @property
     def entrypoint(self) -> str:
@@ -88,7 +97,7 @@ def training_job(path: str, overrides: Sequence[str], where: Circumstances) -> S
     config = load_config(path, overrides)
     name = config.run.name or f"{Path(path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_dir = (where.folder / config.run.output_dir).resolve()
-    settled = (f"run.output_dir={output_dir}", f"run.name={name}")
+    settled = (f"run.output_dir={_quoted(output_dir)}", f"run.name={_quoted(name)}")
     return _job(
         ("train", _name_there(path, where), *overrides, *settled), config, output_dir / name, path, where
     )
@@ -108,6 +117,59 @@ def resumption_job(run: str, overrides: Sequence[str], where: Circumstances) -> 
     return _job(("resume", str(folder), *overrides), load_config(path, overrides), folder, str(path), where)
 
 
+def check_sent(job: Submission) -> None:
+    """Compare what Ray will upload with what the job reads, and with what Ray takes; call after `check_token`.
+
+    Raises:
+        RunError: a file would stay here, or it is too much.
+    """
+    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
+
+    folder = Path(job.runtime_env["working_dir"])
+    sent = _sent(folder, job.runtime_env["excludes"])
+    for who, name in job.files.items():
+        path = Path(os.path.normpath(folder / name))
+        read = [file for file in path.iterdir() if file.name[0] != "."] if path.is_dir() else [path]
+        left = [file for file in read if file.is_file() and file not in sent]
+        if left:
+            raise RunError(
+                f"{who}: {os.path.relpath(left[0], folder)} is not uploaded with the working directory: it is "
+                "outside of it, or left out by .gitignore, .rayignore or submit itself (docs/cluster.md); move "
+                "it, or give an absolute path that the cluster sees"
+            )
+    total, most = sum(sent.values()), DASHBOARD_CLIENT_MAX_SIZE
+    if total > most:
+        sizes: Counter[str] = Counter()
+        for file, size in sent.items():
+            sizes[file.relative_to(folder).parts[0]] += size
+        largest = ", ".join(f"{name} ({_mib(size)})" for name, size in sizes.most_common(3))
+        raise RunError(
+            f"{folder}: {_mib(total)} would be uploaded, and Ray takes {_mib(most)}; the largest: {largest}. "
+            "Name in a .rayignore what is to stay here, and what the run reads of it by an absolute path that "
+            "the cluster sees"
+        )
+
+
+def _sent(folder: Path, excluded: Sequence[str]) -> dict[Path, int]:
+    """The files that Ray's own packaging takes, and their sizes in bytes; it does not compress them."""
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+    sizes: dict[Path, int] = {}
+
+    def note(path: Path) -> None:
+        if path.is_file():
+            sizes[path] = path.stat().st_size
+
+    with_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE") != "1"  # as Ray's client decides
+    rules = [_get_excludes(folder, list(excluded))]
+    _dir_travel(folder, rules, note, with_gitignore, logger=logging.getLogger(__name__))
+    return sizes
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
+
+
 def _job(arguments: Sequence[str], config: Config, run: Path, path: str, where: Circumstances) -> Submission:
     variables, warnings = _variables(where.env, os.environ)
     # Stopped, a run finishes its step and writes a checkpoint; Ray would kill it after 3 seconds.
@@ -117,9 +179,36 @@ def _job(arguments: Sequence[str], config: Config, run: Path, path: str, where: 
         "excludes": [*EXCLUDED, *_excluded_output(run.parent, where.folder)],
         "env_vars": {**variables, "RAY_JOB_STOP_WAIT_TIME_S": str(patience_s)},
     }
+    named = {"CONFIG": arguments[1], **_files_named(config)}
     return Submission(
-        (*where.program, *arguments), runtime_env, {"run": str(run), "config": path}, tuple(warnings)
+        command=(*where.program, *arguments),
+        runtime_env=runtime_env,
+        metadata={"run": str(run), "config": path},
+        warnings=tuple(warnings),
+        files={who: name for who, name in named.items() if not Path(name).is_absolute()},
     )
+
+
+def files_only_there(config: Config, where: Circumstances) -> list[str]:
+    """The absolute paths that this machine lacks and another may have, each with its field before it.
+
+    With a Python of its own the cluster may be elsewhere behind a tunnel, whatever its address.
+    """
+    if where.is_here and where.python is None:
+        return []
+    named = _files_named(config).items()
+    return [f"{who}: {name}" for who, name in named if Path(name).is_absolute() and not Path(name).exists()]
+
+
+def _files_named(config: Config) -> dict[str, str]:
+    """What may be a file, by its field; a hub's model or a template's name is none that is there."""
+    values = leaves(config.model_dump(include={"model", "task"}))
+    return {k: v for k, v in values.items() if v is not None and k.rpartition(".")[2] in FILE_FIELDS}
+
+
+def _quoted(text: str | Path) -> str:
+    """As an override's value that YAML reads back as the same text, be it `007` or `/a #b`."""
+    return json.dumps(str(text), ensure_ascii=False)
 
 
 def _name_there(path: str, where: Circumstances) -> str:

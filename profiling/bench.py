@@ -77,11 +77,13 @@ def measure(options: argparse.Namespace, console: Console) -> Result:
     """Run a benchmark, print its table and write its file.
 
     Raises:
-        ValueError: there is no such benchmark.
+        ValueError: there is no such benchmark, or it takes no changes.
     """
     known = modules()
     if options.name not in known:
         raise ValueError(f"{options.name!r} is no benchmark; there are {', '.join(known)}, and compare")
+    if options.rest and not hasattr(known[options.name], "TAKES_OVERRIDES"):
+        raise ValueError(f"{options.name} takes no changes of the configuration ({' '.join(options.rest)})")
     arguments = Options(options.rounds, options.quick, tuple(options.rest))
     machine = describe_machine()  # its load before the benchmark's own
     rows = known[options.name].run(arguments)

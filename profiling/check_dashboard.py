@@ -4,7 +4,7 @@
 
 Needs a `prometheus` (Debian: apt-get install prometheus). It also compares three accounts of where the time
 went: metrics.jsonl as the report has it, the timeline, and Prometheus. Ends with status 1 if a query has no
-data or the accounts differ.
+data, the accounts differ, or an actor's stages do not add up to the time of the steps.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(command: list[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+def started(
+    command: list[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A program, and all its children, for as long as the block runs."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
-        yield
+        yield process
     finally:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.terminate()
@@ -99,8 +103,9 @@ def ray_head(folder: Path) -> Iterator[dict[str, str]]:
         f"--dashboard-port={free_port()}",
         *(f"--{name}={free_port()}" for name in others),
     ]
-    with started([*command, f"--temp-dir={folder}/ray"], folder / "ray.log", environment):
-        wait_for(folder / "ray" / "prom_metrics_service_discovery.json", folder / "ray.log")
+    log, discovery = folder / "ray.log", folder / "ray" / "prom_metrics_service_discovery.json"
+    with started([*command, f"--temp-dir={folder}/ray"], log, environment) as head:
+        wait_for(lambda: b"Ray runtime started" in log.read_bytes() and discovery.exists(), head, log)
         yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
 
 
@@ -123,11 +128,14 @@ def prometheus(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def wait_for(path: Path, log: Path, timeout_s: float = 60) -> None:
+def wait_for(
+    is_ready: Callable[[], bool], process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = 120
+) -> None:
     deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not come in {timeout_s:g} s; see {log}")
+    while not is_ready():
+        if process.poll() is not None or time.monotonic() > deadline:
+            state = "is not up" if process.returncode is None else "has ended"
+            raise RuntimeError(f"{process.args} {state}:\n{log.read_text()[-2000:]}")
         time.sleep(0.2)
 
 
@@ -176,21 +184,28 @@ def in_prometheus(address: str, since: float) -> tuple[int, Seconds]:
 
 
 def compare(rows: list[dict[str, Any]], others: dict[str, Seconds]) -> bool:
-    """Prints how much of the time each account has; whether they agree to a ten-thousandth of it."""
+    """Prints how much of the time each account has.
+
+    Whether each actor's stages add up to it within 2%, and the accounts agree to a ten-thousandth of it.
+    """
     reported, whole = in_report(rows), sum(row["timing/step_s"] for row in rows)
     accounts = {"report": reported, **others}
     print(f"\nsteps 1 to {rows[-1]['step']}: {whole:.3f} s; what stands in", ", ".join(accounts))
+    incomplete = []
     for actor in sorted({actor for actor, _ in reported}):
         told = [sum(s for (name, _), s in seconds.items() if name == actor) for seconds in accounts.values()]
         print(f"{actor:>14}: {told[0] / whole:.2%}  ({', '.join(f'{each:.3f} s' for each in told)})")
+        if abs(told[0] - whole) > 0.02 * whole:
+            incomplete.append(actor)
     differing = {
         f"{name}: {actor} {stage}": (seconds, account.get((actor, stage), 0.0))
         for name, account in others.items()
         for (actor, stage), seconds in reported.items()
         if abs(seconds - account.get((actor, stage), 0.0)) > 1e-4 * whole
     }
+    print("actors whose stages do not add up:", incomplete or "none")
     print("stages that differ:", differing or "none")
-    return not differing
+    return not incomplete and not differing
 
 
 def check(folder: Path, overrides: list[str]) -> bool:

@@ -44,7 +44,7 @@ def test_scoring_tells_what_it_took() -> None:
     rollout = RolloutGroup(make_item(truth="01258"), (make_completion([5], text="?"),), "generator-0")
     scorer = Scorer({"": "exact_match"}, AlgorithmConfig(), ScorerConfig(), 16)
     started = time.perf_counter()
-    assert repr(scorer) == "Scorer(waiting for groups)"
+    assert repr(scorer) == "Scorer(wait_for_groups)"
     scorer.score(rollout)
     stats = scorer.take_stats()
     assert 0 < stats.stages.seconds["score"] <= time.perf_counter() - started
@@ -197,7 +197,7 @@ def test_weight_update_calls_the_engine_in_order() -> None:
         "resume",
         "shutdown",
     ]
-    assert repr(generator) == "Generator(generator-0, version=7, waiting for prompts, 0 groups running)"
+    assert repr(generator) == "Generator(generator-0, version=7, wait_for_prompts, 0 groups running)"
 
 
 def test_failed_update_keeps_the_version_and_is_never_committed() -> None:

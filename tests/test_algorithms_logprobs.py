@@ -89,6 +89,27 @@ def test_token_log_probs_gradient_is_one_hot_minus_softmax():
     torch.testing.assert_close(logits.grad[0, 0], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_log_probs_have_the_gradients_of_log_softmax(dtype):
+    """Of a slice, as the model's last position is left out, with a token ruled out and weights a token."""
+    generator = torch.Generator().manual_seed(0)
+    whole = (4 * torch.randn(2, 6, 11, generator=generator)).to(dtype)
+    whole[..., 3] = -math.inf
+    labels = 4 + torch.randint(0, 7, (2, 5), generator=generator)
+    weights = torch.randn(2, 5, generator=generator)
+    gradients = []
+    for way in (
+        token_log_probs,
+        lambda logits, labels: logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
+    ):
+        logits = whole.clone().requires_grad_()
+        (weights * way(logits[:, :-1], labels)).sum().backward()
+        assert logits.grad is not None
+        assert logits.grad.isfinite().all()
+        gradients.append(logits.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
 def test_a_temperature_that_is_not_positive_is_refused(temperature):
     with pytest.raises(ValueError, match="temperature"):

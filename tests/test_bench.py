@@ -138,9 +138,25 @@ def test_what_cannot_be_compared_or_measured_is_refused(
         (["compare", str(one)], "takes two results' files, not 1"),
         (["compare", str(one), str(tmp_path / "none.json")], "no result that bench.py wrote"),
         (["overlap"], "'overlap' is no benchmark; there are buffer, "),
+        (["logprobs", "model.dtype=float32"], "logprobs takes no changes of the configuration"),
     ):
         assert bench.main(arguments) == 2
         assert expected in capsys.readouterr().err
+
+
+def test_means_of_a_run_leave_out_its_first_steps_and_its_last(bench: ModuleType, tmp_path: Path) -> None:
+    from benchmarks.jobs import steady_means
+
+    from grpo_ray.telemetry.run_files import RunDirectory
+
+    run = RunDirectory(tmp_path)
+    seconds = [9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 9.0]
+    lines = [json.dumps({"step": n, "timing/step_s": s, "loss/policy": None}) for n, s in enumerate(seconds, 1)]
+    run.metrics_path.write_text("\n".join(lines) + "\n")
+    assert steady_means(run) == {"step": 5.5, "timing/step_s": 1.5}
+    run.metrics_path.write_text("\n".join(lines[:5]) + "\n")
+    with pytest.raises(ValueError, match="needs 6 steps or more"):
+        steady_means(run)
 
 
 def test_what_was_skipped_is_said(bench: ModuleType) -> None:

@@ -75,6 +75,7 @@ def test_a_synchronous_run_that_is_interrupted_and_resumed_equals_one_that_was_n
     shared_memory = shared_memory_of([*children, psutil.Process(process.pid)])
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=40)
+    assert "never awaited" not in output
     assert process.returncode == 130, output
     assert f"go on with: grpo-ray resume {other}" in output
     assert wait_until_gone(children, 10) == []

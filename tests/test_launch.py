@@ -158,6 +158,10 @@ def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     assert group["state"] == "REMOVED"
     assert len(group["bundles"]) == 2
 
+    unknown = submit(two_nodes, "follow", "job-9")
+    assert unknown.returncode == 2
+    assert "Job job-9 does not exist" in unknown.stderr
+
     without_token = {**two_nodes, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     refused = submit(without_token, QUICKSTART, *overrides)
     assert refused.returncode == 2
@@ -213,6 +217,22 @@ def test_ray_job_is_grpo_ray_submit_from_the_folder_above(elsewhere, tmp_path):
     assert usage.returncode == 2
     assert "launch/ray_job.sh CONFIG" in usage.stdout
     assert usage.stdout.endswith("how to stop it.\n")
+
+
+def test_local_is_grpo_ray_train_without_a_cluster(elsewhere, tmp_path):
+    (tmp_path / "bin" / "grpo-ray").write_text('#!/bin/bash\nprintf "%s\\n" "${RAY_ADDRESS-none}" "$@"\n')
+    result = elsewhere("local.sh", QUICKSTART, "run.name=a b", RAY_ADDRESS="http://head:8265")
+    assert result.stdout.splitlines() == ["none", "train", QUICKSTART, "run.name=a b"]
+    _parse(["train", QUICKSTART, "run.name=a b"])
+    assert elsewhere("local.sh").returncode == 2
+
+
+def test_a_node_joins_with_the_heads_token_only(elsewhere):
+    refused = elsewhere("join.sh", "head:6379")
+    assert refused.returncode == 2
+    assert "no token; copy the head's" in refused.stderr
+    joined = elsewhere("join.sh", "head:6379", "--num-cpus=2", "--block", RAY_AUTH_TOKEN="x")
+    assert {"--address=head:6379", "--num-cpus=2", "mode token"} <= set(joined.stdout.splitlines())
 
 
 def test_a_head_has_a_token_that_only_its_owner_can_read(elsewhere, tmp_path):

@@ -151,6 +151,16 @@ def test_the_autoscalers_file_fits_rays_schema_and_the_job() -> None:
         validate_config(prepare_config({**cluster, "max_wurkers": 1}))
 
 
+def test_whoever_brings_nodes_up_for_a_job_waits_for_them() -> None:
+    assert trained().placement.wait_s > 0
+    header = (LAUNCH / "cluster.yaml").read_text().split("cluster_name:")[0]
+    page = (ROOT / "docs" / "cluster.md").read_text().split("## AWS")[1].split("## Kubernetes")[0]
+    for text in (header, page.replace("\\\n", " ")):
+        (call,) = re.findall(r"launch/ray_job\.sh (.+)$", text, re.M)
+        words = shlex.split(call.replace("CONFIG", EIGHT_GPUS))
+        assert config_of(["submit", *words]).placement.wait_s > 0
+
+
 def test_the_autoscalers_commands() -> None:
     cluster = yaml.safe_load((LAUNCH / "cluster.yaml").read_text())
     (home,) = (remote for remote, local in cluster["file_mounts"].items() if local == ".")

@@ -9,6 +9,8 @@ from grpo_ray import cluster
 from grpo_ray.cluster import ResourceError
 from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
+from grpo_ray.config_placement import PlacementConfig
+from grpo_ray.errors import RunError
 from grpo_ray.experiments.resources import gpus_of
 from grpo_ray.placement import Bundle, Node, bundles_of, describe, shortfalls
 
@@ -60,6 +62,14 @@ def test_all_on_one_node() -> None:
     assert bundle.actors == (*(f"generator-{index}" for index in range(7)), "learner", "scorer")
 
 
+def test_fractions_add_up_as_ray_counts() -> None:
+    config = quickstart("generator.num_generators=3", "generator.num_cpus=0.8", "learner.num_cpus=0.6")
+    assert shortfalls(config, [Node("10.0.0.1", {"CPU": 3})]) == []
+    assert bundles_of(config.model_copy(update={"placement": PlacementConfig(strategy="colocate")})) == (
+        Bundle(("generator-0", "generator-1", "generator-2", "learner"), {"CPU": 3}),
+    )
+
+
 LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU": 2, "CPU": 16})
 
 
@@ -102,6 +112,23 @@ def test_what_is_free_is_told_from_what_is_there() -> None:
 def test_a_strategy_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match=r"placement\.strategy: 'pak' is not valid; allowed: pack, spread"):
         quickstart("placement.strategy=pak")
+
+
+def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address, message in [
+        ("http://head:8265", "where jobs are submitted"),
+        ("ray://head:10001", "driven from a node of the cluster"),
+    ]:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(RunError, match=message):
+            cluster.connected().__enter__()
+
+
+def test_an_empty_address_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    with pytest.raises(ResourceError, match="this machine lacks resources: CPU: 100000 wanted") as refused:
+        cluster.check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"))
+    assert "placement.wait_s" not in str(refused.value)  # nothing is coming
 
 
 # ---- the placement group; Ray's calls are fakes ----
@@ -170,7 +197,8 @@ def test_who_shares_a_gpu_is_in_one_bundle(on: Callable[[FakeRay], FakeRay]) -> 
 
 def test_what_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([SMALL]))
-    with pytest.raises(ResourceError, match=r"the cluster lacks resources: GPU: 8 wanted .* 2 there"):
+    message = r"the cluster lacks resources: GPU: 8 wanted .* 2 there.* still coming, .* set placement\.wait_s"
+    with pytest.raises(ResourceError, match=message):
         cluster.placed(on_gpus()).__enter__()
     assert ray.groups == []
 

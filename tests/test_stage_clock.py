@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray import controller
-from grpo_ray.actors import generator, learner, trajectory_buffer
-from grpo_ray.telemetry.stage_clock import DOING, MAX_SPANS, StageClock
+from grpo_ray.telemetry.stage_clock import MAX_SPANS, StageClock
 
 
 class Time:
@@ -124,12 +122,6 @@ def test_what_nobody_reads_does_not_grow() -> None:
     assert times.seconds["a"] == MAX_SPANS + 5
 
 
-def test_every_stage_has_words() -> None:
-    orders = [generator.STAGES, learner.STAGES, trajectory_buffer.STAGES, controller.STAGES]
-    for stages in orders:
-        assert set(stages) <= DOING.keys()
-
-
 def test_a_stage_that_fails_ends() -> None:
     clock, time = make("train")
     with pytest.raises(ZeroDivisionError), clock.stage("train"):
@@ -167,21 +159,25 @@ def test_stages_add_up_to_the_wall_time_whatever_overlaps(events: list[tuple[str
 
 
 def test_threads_count_each_second_once() -> None:
+    """One trains, others write beside it, and one reads meanwhile."""
     clock = StageClock(("train", "write"), "wait")
 
     def write() -> None:
         for _ in range(200):
-            with clock.stage("write"):
+            with clock.stage("write"), clock.span("file"):
                 pass
 
     threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
         thread.start()
+    readings = []
     for _ in range(200):
         with clock.stage("train"):
-            pass
+            readings.append(clock.take())
     for thread in threads:
         thread.join()
-    times = clock.take()
-    assert sum(times.seconds.values()) == pytest.approx(times.wall_s)
-    assert sum(turn.end - turn.start for turn in times.turns) == pytest.approx(times.wall_s, abs=1e-3)
+    readings.append(clock.take())
+    for times in readings:
+        assert sum(times.seconds.values()) == pytest.approx(times.wall_s)
+        assert sum(turn.end - turn.start for turn in times.turns) == pytest.approx(times.wall_s, abs=1e-3)
+    assert sum(len(times.spans) for times in readings) == 4 * 200

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from small_run import QUICKSTART
 
@@ -17,7 +18,7 @@ from grpo_ray.cli import main
 from grpo_ray.config_loading import ConfigError, load_config
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.job_client import JobClient, check_token, job_address
-from grpo_ray.submission import SENT_ALONG, Circumstances, resumption_job, training_job
+from grpo_ray.submission import SENT_ALONG, Circumstances, check_sent, resumption_job, training_job
 
 HERE = "http://127.0.0.1:8265"
 ELSEWHERE = "http://head.example:8265"
@@ -44,7 +45,7 @@ def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     run = Path.cwd() / "out" / "a b"
     assert job.command == (
         sys.executable, "-m", "grpo_ray.cli", "train", QUICKSTART, *overrides,
-        f"run.output_dir={Path.cwd() / 'out'}", "run.name=a b",
+        f'run.output_dir="{Path.cwd() / "out"}"', 'run.name="a b"',
     )  # fmt: skip
     assert job.metadata == {"run": str(run), "config": QUICKSTART}
     there = subprocess.run(
@@ -60,6 +61,12 @@ def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
     config = load_config(QUICKSTART, job.command[5:])
     assert str(config.run.name).startswith("quickstart-2")
     assert job.metadata["run"] == f"{config.run.output_dir}/{config.run.name}"
+
+
+def test_names_that_yaml_would_read_as_something_else(tmp_path: Path) -> None:
+    job = training_job(QUICKSTART, ['run.name="007"', 'run.output_dir="out #1"'], Circumstances(HERE, tmp_path))
+    config = load_config(QUICKSTART, job.command[5:])
+    assert (config.run.name, config.run.output_dir) == ("007", f"{tmp_path}/out #1")
 
 
 def test_the_python_of_the_cluster() -> None:
@@ -109,6 +116,47 @@ def test_what_ray_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     create_package(str(tmp_path), package, include_gitignore=True, excludes=job.runtime_env["excludes"])
     names = {name for name in ZipFile(package).namelist() if not name.endswith("/")}
     assert {name.removeprefix(f"{tmp_path.name}/") for name in names} == set(wanted)
+
+
+def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine.yaml", "experiments/mine.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(Path("configs/qwen2.5-math-1.5b.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+
+    def check(*overrides: str, config: str = "mine.yaml") -> None:
+        check_sent(training_job(config, overrides, circumstances()))
+
+    for name in ("data/train.jsonl", "kept/train.jsonl", "model/config.json", "model/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    data = ["task.train_path=data/train.jsonl", "task.validation_path=./kept/train.jsonl"]
+    model = "model.path=model"
+    check(*data, model)
+    check(*data)  # the model is on the hub
+    (tmp_path / ".gitignore").write_text("data/\n*.safetensors\n")
+    with pytest.raises(RunError, match=r"^task\.train_path: data/train\.jsonl is not uploaded"):
+        check(*data)
+    with pytest.raises(RunError, match=r"^model\.path: model/model\.safetensors is not uploaded"):
+        check(model)
+    with pytest.raises(RunError, match=r"^CONFIG: experiments/mine\.yaml is not uploaded"):
+        check(config="experiments/mine.yaml")
+    absolute = f"task.train_path={tmp_path}/data/train.jsonl"
+    check(absolute, data[1])  # the cluster may see it
+
+
+def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text(Path(QUICKSTART).read_text())
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        with (tmp_path / "data" / name).open("wb") as file:
+            file.truncate(60 * 2**20)
+    monkeypatch.chdir(tmp_path)
+    job = training_job("mine.yaml", [], circumstances())
+    with pytest.raises(RunError, match=r"120 MiB would be .* takes 100 MiB; the largest: data \(120 MiB"):
+        check_sent(job)
+    (tmp_path / ".rayignore").write_text("/data/b\n")
+    check_sent(job)
 
 
 def test_a_file_outside_of_the_working_directory(tmp_path: Path) -> None:
@@ -182,6 +230,7 @@ class FakeJobs:
         self.ending, self.not_ready = ending, 0
         self.jobs: dict[str, Any] = {}
         self.output: list[str | BaseException] = ["step 1\n", "step 2\n"]
+        self.stopped_by: BaseException | None = None
 
     def submit_job(self, **job: Any) -> str:
         if self.not_ready:
@@ -206,6 +255,8 @@ class FakeJobs:
         self.jobs[job_id].status = Status(self.ending)
 
     def stop_job(self, job_id: str) -> bool:
+        if self.stopped_by is not None:
+            raise self.stopped_by
         was_running = self.jobs[job_id].status == "RUNNING"
         if was_running:
             self.jobs[job_id].status = Status("STOPPED")
@@ -263,6 +314,22 @@ def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[st
     assert f"job job-1: stopped\ngo on with: grpo-ray submit --resume {Path.cwd()}/runs/a\n" in printed
     assert main(["submit", "--stop", "job-1"]) == 0  # a second time there is nothing to do
     assert capsys.readouterr().out == "job job-1: stopped\n"
+    jobs.stopped_by = KeyboardInterrupt()
+    assert main(["submit", "--stop", "job-1"]) == INTERRUPTED
+    assert "no longer waiting" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [[RuntimeError("closed with close code 1006")], []])
+def test_a_connection_that_ends_says_that_the_job_goes_on(
+    jobs: FakeJobs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: list[str | BaseException],
+) -> None:
+    monkeypatch.setattr(jobs, "ending", "RUNNING")
+    jobs.output = ["step 1\n", *how]
+    assert main(["submit", QUICKSTART]) == 2
+    assert "the job goes on; follow it again with --follow job-1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -283,10 +350,24 @@ def test_a_mistake_is_refused_before_anything_is_submitted(
     jobs: FakeJobs, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     if "--follow" in arguments:
-        jobs.output = [RuntimeError("Job job-9 does not exist")]
+        jobs.output = [aiohttp.ClientError("404, as if nobody answered")]  # as Ray's
     assert main(["submit", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert jobs.jobs == {}
+
+
+def test_files_that_the_cluster_alone_has(
+    jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    data = ["task.train_path=/none/train.jsonl", "task.validation_path=/none/test.jsonl"]
+    submit = ["submit", "configs/qwen2.5-math-1.5b.yaml", *data, "--no-wait"]
+    assert main(submit) == 2  # the cluster is this machine
+    assert "/none/train.jsonl" in capsys.readouterr().err
+    assert jobs.jobs == {}
+    for there in (["--address", ELSEWHERE], ["--python", "python"]):  # the latter behind a tunnel
+        assert main([*submit, *there]) == 0
+        assert "! task.train_path: /none/train.jsonl is not on this machine" in capsys.readouterr().out
 
 
 def test_a_head_that_takes_no_jobs(

@@ -189,7 +189,7 @@ def test_a_generator_that_never_answers_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = Generator.take_stats
-    monkeypatch.setattr("grpo_ray.controller.Activity", partial(Activity, answer_s=0.05))
+    monkeypatch.setattr("grpo_ray.step_figures.Activity", partial(Activity, answer_s=0.05))
 
     async def silent(self: Generator) -> ActorStats:
         if self.name == "generator-1":
@@ -222,8 +222,8 @@ def test_actors_say_what_they_are_doing(tmp_path: Path) -> None:
             await asyncio.sleep(0)
 
     train(make_config(), tmp_path / "run", look)
-    assert "Learner(version=1, waiting for a batch)" in seen
-    assert "Scorer(waiting for groups)" in seen
-    assert any(text.startswith("Generator(generator-0, version=0, sampling, ") for text in seen)
-    assert any(text.startswith("WeightSync(published=") and "waiting for a version" in text for text in seen)
-    assert any(text.startswith("TrajectoryBuffer(") and "waiting for groups" in text for text in seen)
+    assert "Learner(version=1, wait_for_batch)" in seen
+    assert "Scorer(wait_for_groups)" in seen
+    assert any(text.startswith("Generator(generator-0, version=0, generate, ") for text in seen)
+    assert any(text.startswith("WeightSync(published=") and "wait_for_version" in text for text in seen)
+    assert any(text.startswith("TrajectoryBuffer(") and "wait_for_groups" in text for text in seen)

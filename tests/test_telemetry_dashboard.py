@@ -141,6 +141,26 @@ def test_nothing_is_exported_where_rays_metrics_are_off(
     assert ray_metrics.are_on() is expected
 
 
+@pytest.mark.parametrize(
+    ("scored", "scraped", "expected"),
+    [(1.0, 1.0, True), (0.97, 1.0, True), (0.95, 1.0, False), (1.0, 0.9, False)],
+    ids=["all is well", "within 2%", "does not add up", "the accounts differ"],
+)
+def test_accounts_are_compared(scored: float, scraped: float, expected: bool) -> None:
+    rows = [
+        {
+            "step": step,
+            "timing/step_s": 2.0,
+            "time/scorer/score_s": scored,
+            "time/scorer/wait_for_groups_s": 1.0,
+        }
+        for step in (1, 2)
+    ]
+    same = {("scorer", "score"): 2 * scored, ("scorer", "wait_for_groups"): 2.0}
+    others = {"timeline": same, "Prometheus": {**same, ("scorer", "score"): 2 * scored * scraped}}
+    assert script().compare(rows, others) is expected
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus here")

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter, defaultdict
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from local_actors import LocalActors
 from local_runs import make_config, train, until
 
 from grpo_ray.controller import Controller
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
 from grpo_ray.telemetry.stage_clock import Span, StageTimes
 from grpo_ray.telemetry.timeline import Timeline, row_of
 
@@ -153,3 +153,31 @@ def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
     begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
     assert begun == ended
     assert len(set(begun)) == len(begun) >= 32
+
+
+@pytest.mark.usefixtures("model_cache")
+def test_steps_that_are_trained_again_are_drawn_again(tmp_path: Path) -> None:
+    """The time before a run goes back to a checkpoint stays, though metrics.jsonl has each step once."""
+    run, has_died = RunDirectory(tmp_path / "run"), False
+
+    async def end_the_learner_once(actors: LocalActors, controller: Controller) -> None:
+        nonlocal has_died
+        if not has_died:
+            await until(lambda: last_logged_step(run.metrics_path) >= 6)
+            has_died = True
+            actors.learner.die()
+
+    train(
+        make_config("checkpoint.every_num_steps=8", "learner.slowdown_s=0.05"), run.path, end_the_learner_once
+    )
+    assert [line["step"] for line in read_metrics(run.metrics_path)] == list(range(1, 9))
+    by_row: dict[int, list[Event]] = defaultdict(list)
+    for event in read(run.timeline_path):
+        if event["ph"] == "X":
+            by_row[event["tid"]].append(event)
+    for row in by_row.values():
+        assert min(later["ts"] - (sooner["ts"] + sooner["dur"]) for sooner, later in pairwise(row)) >= 0
+    trained = [event["args"]["what"] for event in by_row[row_of("learner")] if event["name"] == "train"]
+    steps = [int(what.split()[1].rstrip(",")) for what, _ in groupby(trained)]
+    assert steps[:6] == [1, 2, 3, 4, 5, 6]
+    assert steps[6:] in ([*range(1, 9)], [7, *range(1, 9)])  # the next step begins beside the line

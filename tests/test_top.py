@@ -124,6 +124,11 @@ def test_a_run_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
         assert (state.phase, state.now, state.troubles) == ("training", glance, ())
         assert state.metrics == {"reward/mean": 0.5, "loss/policy": None}
         assert (state.pid, state.num_steps) == (os.getpid(), 8)
+        reporter.follow(lambda: Glance(is_evaluating=True))
+        assert reporter.state().phase == "evaluating the policy"
+        reporter.follow(lambda: Glance(is_evaluating=True, is_stopping=True))
+        assert reporter.state().phase == "stopping after this step"
+        reporter.follow(lambda: glance)
         assert state.began <= state.time <= time.time()
     ended = read_state(run)
     assert ended is not None
@@ -203,6 +208,7 @@ def test_a_real_run_is_followed(tmp_path: Path) -> None:
     assert last.now.step == 6
     names = {"generator-0", "scorer", "learner", "buffer", "weight_sync"}
     assert {actor.name for actor in last.now.actors} == names
+    assert {glance.is_evaluating for glance in glances} == {True, False}
     steps = [glance.step for glance in glances]
     assert steps == sorted(steps)
     assert all(glance.published_version <= glance.step for glance in glances)
@@ -254,6 +260,15 @@ def test_whether_a_process_is_the_driver() -> None:
     assert not is_alive(make_state(pid=child, process_started=started))
 
 
+def test_a_process_that_may_not_be_looked_at_is_not_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(pid: int) -> None:
+        raise psutil.AccessDenied(pid)
+
+    state = make_state(process_started=1.0)
+    monkeypatch.setattr(psutil, "Process", denied)
+    assert is_alive(state)
+
+
 def test_a_folder_that_is_no_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no run to look at"):
         look(RunDirectory(tmp_path))
@@ -289,7 +304,7 @@ def test_both_sides_take_turns() -> None:
     sentence = bottleneck([step(2, lag__max=0.0, utilization__generators=0.6)])
     assert sentence == (
         "Learner waits 62% of the time and trains 35% of it: the two sides take turns; "
-        "let them overlap with weight_sync.max_lag: 1."
+        "let them overlap with weight_sync.max_lag: 1 (and generator.colocated: false)."
     )
 
 
@@ -506,11 +521,58 @@ def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "job raysubmit_1: RUNNING" in show(FakeJobs({"run": str(run.path)}))
     assert "job raysubmit_1: unknown, Ray does not answer" in show(FakeJobs({"run": str(run.path)}, "gone"))
-    assert "is not there: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
+    assert "holds no run: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
     with pytest.raises(RunError, match="holds no run that can be read here"):
         show(FakeJobs({"run": str(tmp_path / "later")}, "FAILED"))
+    (tmp_path / "later").mkdir()  # a run makes its folder before its configuration
+    assert "holds no run: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}))
     with pytest.raises(RunError, match="does not say where its run is"):
         show(FakeJobs({}))
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_job_that_goes_on_with_a_run_is_watched_though_it_ended_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", make_state(ending=Ending(kind="stopped")), [step(1)])
+    statuses = iter(["PENDING", "RUNNING", "SUCCEEDED"])
+
+    class Resumed(FakeJobs):
+        def status(self, job_id: str) -> str:
+            return next(statuses)
+
+    job = job_of(Resumed({"run": str(run.path)}), "raysubmit_1")
+    monkeypatch.setattr("grpo_ray.top.command.find_job", lambda name, address: job)
+    monkeypatch.setattr("grpo_ray.top.command.JOB_EVERY_S", 0.05)
+    console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
+    top(TopOptions("raysubmit_1", None, False, 0.01), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(f"raysubmit_1: {status}" in shown for status in ("PENDING", "RUNNING", "SUCCEEDED"))
+
+
+@pytest.mark.parametrize("part", ["_look", "_find", "frame"])
+def test_ctrl_c_ends_the_watching_only(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = make_run(tmp_path / "run", make_state(), [step(1)])
+    monkeypatch.setattr(f"grpo_ray.top.command.{part}", interrupted)
+    assert main(["top", "raysubmit_1" if part == "_find" else str(run.path)]) == 0
+    assert "have been ended" not in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> str:
+        raise KeyboardInterrupt
+
+    run = make_run(tmp_path / "run", make_state(), [step(1)])
+    monkeypatch.setattr("grpo_ray.top.command.keys", lambda: contextlib.nullcontext(interrupted))
+    console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
+    top(TopOptions(str(run.path), None, False, 0.01), console)
+    _, _, after = console.file.getvalue().rpartition("\x1b[?1049l")  # type: ignore[attr-defined]
+    assert "Learner waits 62% of the time" in after
 
 
 def test_a_last_line_of_a_run_stands_in_the_frame(tmp_path: Path) -> None:

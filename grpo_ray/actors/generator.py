@@ -28,7 +28,7 @@ class Generator:
         self._paused, self._asleep = ExitStack(), ExitStack()  # stages of several calls
 
     def __repr__(self) -> str:
-        doing = f"{self._clock.doing}, {self._num_running} groups running"
+        doing = f"{self._clock.current}, {self._num_running} groups running"
         return f"Generator({self.name}, version={self._version}, {doing})"
 
     async def ready(self) -> bool:

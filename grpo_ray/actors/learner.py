@@ -102,7 +102,7 @@ class Learner:
         return Reference(first, kl, self._dtype)
 
     def __repr__(self) -> str:
-        return f"Learner(version={self.version}, {self._clock.doing})"
+        return f"Learner(version={self.version}, {self._clock.current})"
 
     def ready(self) -> bool:
         return True
@@ -142,8 +142,6 @@ class Learner:
             metrics |= self._update_on(groups)
         if metrics["optim/skipped_updates"]:
             self._keep_skipped(groups)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()  # or the step would be timed, and reported, before it is done
         self.version += 1
         if self._reference is not None:
             self._reference.follow(self.model, self.version)
@@ -199,6 +197,8 @@ class Learner:
         if not is_skipped:
             with record_function("optimizer"):
                 self._optimizer.step()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # or it would be timed, and told of, before it is done
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": learning_rate,

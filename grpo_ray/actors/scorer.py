@@ -40,7 +40,7 @@ class Scorer:
         self._clock = StageClock(("start", "score"), rest="wait_for_groups")
 
     def __repr__(self) -> str:
-        return f"Scorer({self._clock.doing})"
+        return f"Scorer({self._clock.current})"
 
     def ready(self) -> bool:
         """

@@ -58,7 +58,7 @@ class TrajectoryBuffer:
             self._restore(checkpoint)
 
     def __repr__(self) -> str:
-        return f"TrajectoryBuffer({len(self._groups)} groups, {self._clock.doing})"
+        return f"TrajectoryBuffer({len(self._groups)} groups, {self._clock.current})"
 
     async def ready(self) -> bool:
         return True

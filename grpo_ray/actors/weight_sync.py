@@ -62,7 +62,7 @@ class WeightSync:
 
     def __repr__(self) -> str:
         stale = f", stale: {', '.join(sorted(self._stale))}" if self._stale else ""
-        return f"WeightSync(published={self._published_version}, {self._clock.doing}{stale})"
+        return f"WeightSync(published={self._published_version}, {self._clock.current}{stale})"
 
     async def ready(self) -> bool:
         return True

@@ -22,7 +22,7 @@ def gpus_of(config: Config) -> int:
 def default_jobs(configs: Sequence[Config]) -> int:
     """As many runs at once as the hungriest leaves room for; one where a cluster or pinned cores are shared."""
     is_pinned = any(config.generator.cpu_cores or config.learner.cpu_cores for config in configs)
-    if is_pinned or "RAY_ADDRESS" in os.environ:
+    if is_pinned or os.environ.get("RAY_ADDRESS"):
         return 1
     num_gpus = max(map(gpus_of, configs))
     if num_gpus:
@@ -47,7 +47,7 @@ class GpuPool:
     """The machine's GPUs, lent to runs: each run's Ray sees its own alone."""
 
     def __init__(self, configs: Sequence[Config]) -> None:
-        is_used = any(map(gpus_of, configs)) and "RAY_ADDRESS" not in os.environ
+        is_used = any(map(gpus_of, configs)) and not os.environ.get("RAY_ADDRESS")
         self._free = visible_gpus() if is_used else []
         self._num_gpus = len(self._free)
 

@@ -13,7 +13,7 @@ from grpo_ray.planning.model_shape import ModelShape
 
 FLOAT32 = 4
 # compute_entropy holds the logits, their log-probabilities, those clamped, their exponentials and the product;
-# logsumexp's backward pass as much. With an entropy bonus one more is kept for the backward pass.
+# the backward pass no more. With an entropy bonus one more is kept for it.
 LOGITS_COPIES, LOGITS_COPIES_OF_ENTROPY_BONUS = 5, 6
 
 

@@ -1,12 +1,12 @@
 """What each actor spent its time on, step by step: the web page's stacked bars."""
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from grpo_ray.telemetry.metrics_catalog import STAGE
+
 Column = Sequence[float | None]
 Stages = dict[str, list[float]]
-STAGE = re.compile(r"time/(?P<actor>[^/]+)/(?P<stage>.+)_s")
 SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("pause", "transfer", "resume"))
 
 

@@ -1,7 +1,11 @@
 """Every metric's unit and meaning: for the report, the docs, and a test that nobody logs another."""
 
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+
+STAGE = re.compile(r"time/(?P<actor>[^/]+)/(?P<stage>.+)_s")
+"""A figure of an actor's clock."""
 
 METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("share", "mean reward of the step's responses"),

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-STAGE = re.compile(r"time/(?P<actor>[^/]+)/(?P<stage>.+)_s")
+from grpo_ray.telemetry.metrics_catalog import STAGE
+
 MEMORY = re.compile(r"memory/(?P<process>.+)_bytes")
 SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
 

@@ -52,6 +52,8 @@ class Glance(_Part):
     num_buffered: int = 0
     """Scored groups that wait to be trained."""
     actors: tuple[ActorState, ...] = ()
+    is_evaluating: bool = False
+    """Validation prompts are sampled; training may go on beside it."""
     is_stopping: bool = False
     """It ends after the present step, with a checkpoint."""
 
@@ -123,12 +125,17 @@ class RunReporter:
             process_started=self._process_started,
             began=self._began,
             num_steps=self._num_steps,
-            phase="stopping after this step" if now.is_stopping else self._phase,
+            phase=self._phase_at(now),
             now=now,
             metrics={name: float(value) for name, value in dict(self._metrics).items()},
             troubles=tuple(self._troubles),
             ending=ending,
         )
+
+    def _phase_at(self, now: Glance) -> str:
+        if now.is_stopping:
+            return "stopping after this step"
+        return "evaluating the policy" if now.is_evaluating else self._phase
 
     def status(self, text: str) -> None:
         self._phase = text
@@ -139,7 +146,6 @@ class RunReporter:
         self._display.step(step, metrics)
 
     def evaluation(self, summary: EvaluationSummary) -> None:
-        self._phase = "training"
         self._display.evaluation(summary)
 
     def trouble(self, text: str) -> None:

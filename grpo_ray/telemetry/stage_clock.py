@@ -9,44 +9,6 @@ from dataclasses import dataclass, field
 
 MAX_SPANS = 10_000  # kept between two readings: in an evaluation nobody reads
 
-DOING = {
-    # Generator
-    "start": "starting its engine",
-    "load_weights": "loading weights",
-    "resume": "resuming after a sync",
-    "pause": "paused for a sync",
-    "sleep": "asleep in the Learner's turn",
-    "generate": "sampling",
-    "wait_for_prompts": "waiting for prompts",
-    # Scorer
-    "score": "scoring",
-    "wait_for_groups": "waiting for groups",
-    # TrajectoryBuffer, which waits for groups too
-    "write_rollouts": "writing rollouts",
-    "write_checkpoint": "writing a checkpoint",
-    "make_batch": "making a batch",
-    "wait_for_learner": "waiting for the Learner",
-    # Learner, which writes checkpoints too
-    "optimizer": "training: the optimizer's step",
-    "logprobs": "training: other policies' logprobs",
-    "train": "training",
-    "snapshot": "copying its weights for a sync",
-    "capture": "copying its state for a checkpoint",
-    "write_profile": "writing a profile",
-    "move": "moving to or from the GPU",
-    "wait_for_batch": "waiting for a batch",
-    # WeightSync; pause and resume are of all Generators
-    "transfer": "transferring weights",
-    "wait_for_version": "waiting for a version",
-    # driver
-    "evaluate": "evaluating",
-    "checkpoint": "beginning a checkpoint",
-    "join": "waiting for running groups to end",
-    "publish": "publishing weights",
-    "idle": "idle",
-}
-"""Every stage in words."""
-
 
 @dataclass(frozen=True)
 class Span:
@@ -121,17 +83,13 @@ class StageClock:
         finally:
             end = self._now()
             duration.seconds = end - start
-            self._spans.append(Span(name, self._epoch + start, self._epoch + end, label))
+            with self._lock:
+                self._spans.append(Span(name, self._epoch + start, self._epoch + end, label))
 
     @property
     def current(self) -> str:
         """The stage that time goes to now."""
         return next((stage for stage in self._order if self._running[stage]), self._rest)
-
-    @property
-    def doing(self) -> str:
-        """The same in words."""
-        return DOING[self.current]
 
     def take(self) -> StageTimes:
         """What happened since the last call; stages that go on are counted up to now."""

@@ -15,6 +15,7 @@ TRAIN_STAGES = ("train", "logprobs", "optimizer")  # of the Learner's clock
 WAITS = 0.25  # a share of the time worth a sentence
 BUSY = 0.8
 WELL_BUSY = 0.9
+OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
 # Not the join: while a sync waits for running groups, those are being sampled.
 SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("pause", "transfer", "resume"))
 
@@ -116,7 +117,7 @@ def _from_outside(shares: Shares) -> str | None:
 
 def _how_to_sync_faster(shares: Shares) -> str:
     if shares.is_synchronous:
-        return "let training go on beside them with weight_sync.max_lag: 1"
+        return f"let training go on beside them with {OVERLAP}"
     return "try a faster weight_sync.transport, or weight_sync.checksum: false"
 
 
@@ -130,7 +131,7 @@ def _from_waiting(shares: Shares) -> str | None:
     if shares.is_synchronous and shares.learner_trains >= WAITS:
         return (
             f"{waits} and trains {shares.learner_trains:.0%} of it: the two sides take turns; "
-            "let them overlap with weight_sync.max_lag: 1."
+            f"let them overlap with {OVERLAP}."
         )
     if shares.generators_sample >= BUSY:
         return f"{waits}: add Generators (generator.num_generators), or let each run more at a time."

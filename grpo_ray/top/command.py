@@ -1,5 +1,6 @@
 """`grpo-ray top RUN|JOB`: draw a run's frame again and again until it has ended or the user goes."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from grpo_ray.top.keys import keys
 from grpo_ray.top.run_view import RunView, look
 
 JOB_EVERY_S = 5.0
+JOB_GOING_ON = ("PENDING", "RUNNING")
 JOB_ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
@@ -77,22 +79,26 @@ def _look(run: RunDirectory, job: Job | None, status: _Every | None) -> tuple[Ru
     note = f"job {job.name}: {status()}"
     if run.config_path.exists():
         return look(run), note
-    if run.path.exists() or status().startswith(JOB_ENDED):
+    if status().startswith(JOB_ENDED):
         raise RunError(f"{note}; its run's folder, {run.path}, holds no run that can be read here")
-    return None, f"{note}; its run's folder, {run.path}, is not there: not yet made, or not on this machine"
+    return None, f"{note}; its run's folder, {run.path}, holds no run: not yet made, or not on this machine"
+
+
+def _is_over(view: RunView | None, status: _Every | None) -> bool:
+    """A job that goes on with a run finds how it ended before; only the job's start takes that away."""
+    is_job_going_on = status is not None and status() in JOB_GOING_ON
+    return view is not None and view.is_over and not is_job_going_on
 
 
 def _follow(
     run: RunDirectory, job: Job | None, status: _Every | None, console: Console, every_s: float
 ) -> None:
     view, note = _look(run, job, status)  # before the screen is taken: an error is then seen
-    with keys() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
-        while view is None or not view.is_over:
+    screen = Live(console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), keys() as wait, screen as live:
+        while not _is_over(view, status):
             live.update(Text(note or "") if view is None else frame(view, console, note), refresh=True)
-            try:
-                if wait(every_s) == "q":
-                    break
-            except KeyboardInterrupt:
+            if wait(every_s) == "q":
                 break
             view, note = _look(run, job, status)
     if view is not None:

@@ -78,5 +78,7 @@ def is_alive(state: RunState) -> bool:
         process = psutil.Process(state.pid)
         is_same = abs(process.create_time() - state.process_started) < 2
         return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:  # where users do not see each other's processes
+        return True
     except psutil.NoSuchProcess:
         return False

@@ -4,6 +4,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def steady_means(run: RunDirectory) -> Mapping[str, float]:
 
     Means, not medians: one step's delay can be the next one's head start.
     """
-    rows = read_metrics(run.metrics_path)[SKIPPED_STEPS:-1]
-    names = {name for row in rows for name in row}
-    return {name: statistics.fmean(row[name] for row in rows if row.get(name) is not None) for name in names}
+    known: dict[str, list[float]] = defaultdict(list)
+    for row in read_metrics(run.metrics_path)[SKIPPED_STEPS:-1]:
+        for name, value in row.items():
+            if value is not None:
+                known[name].append(value)
+    if not known:
+        raise ValueError(f"a run needs {SKIPPED_STEPS + 2} steps or more to be measured")
+    return {name: statistics.fmean(values) for name, values in known.items()}

@@ -13,6 +13,7 @@ from benchmarks.jobs import steady_means, train
 from benchmarks.results import Options, Row
 
 TITLE = "whole runs, one version behind against synchronous, seconds a step (a core for each side)"
+TAKES_OVERRIDES = True
 WORK = [
     "learner.learning_rate=0",
     "generator.cpu_cores=[0]",

@@ -1,0 +1,56 @@
+"""Calls of an actor without Ray: what becomes of answers that nobody wants any more."""
+
+import asyncio
+import gc
+import warnings
+from typing import Any
+
+from grpo_ray.remote_actor import Client
+
+
+class Reference:
+    """As Ray's: to be awaited, or not."""
+
+    def __await__(self) -> Any:
+        yield from asyncio.sleep(0).__await__()
+        return 7
+
+
+class Handle:
+    """An actor whose every method answers 7, beside something bulky."""
+
+    def __getattr__(self, _: str) -> "Handle":
+        return self
+
+    def options(self, num_returns: int) -> "Handle":
+        assert num_returns == 2
+        return self
+
+    def remote(self, *_: Any) -> Any:
+        return Reference(), Reference()
+
+
+class PlainHandle(Handle):
+    def remote(self, *_: Any) -> Any:
+        return Reference()
+
+
+def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
+    async def run() -> None:
+        _, copied = Client("learner", Handle()).snapshot.split()
+        assert await copied == 7
+        actor = Client("scorer", PlainHandle())
+        assert await asyncio.gather(actor.score(1), actor.score(2)) == [7, 7]
+        assert await asyncio.wait_for(actor.ready(), 1.0) == 7
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_awaits_is_no_mistake() -> None:
+    """As of a snapshot whose publication was cancelled before it began."""
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        Client("learner", Handle()).snapshot.split()
+        Client("scorer", PlainHandle()).score(1)
+        gc.collect()
+    assert [str(each.message) for each in complaints] == []
