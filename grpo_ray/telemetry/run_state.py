@@ -79,8 +79,6 @@ class RunState(_Part):
     num_steps: int
     phase: str
     now: Glance = Glance()
-    metrics: dict[str, float | None] = {}
-    """Of the newest step, as far as they are known."""
     troubles: tuple[str, ...] = ()
     """What was shown as out of the ordinary since the newest step, and before the first."""
     ending: Ending | None = None
@@ -109,7 +107,6 @@ class RunReporter:
         self._began = time.time()
         self._process_started = psutil.Process().create_time()
         self._glance: Callable[[], Glance] = Glance
-        self._metrics: Metrics = {}
         self._troubles: list[str] = []
 
     def follow(self, glance: Callable[[], Glance]) -> None:
@@ -127,7 +124,6 @@ class RunReporter:
             num_steps=self._num_steps,
             phase=self._phase_at(now),
             now=now,
-            metrics={name: float(value) for name, value in dict(self._metrics).items()},
             troubles=tuple(self._troubles),
             ending=ending,
         )
@@ -142,7 +138,7 @@ class RunReporter:
         self._display.status(text)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        self._phase, self._metrics, self._troubles = "training", metrics, []
+        self._troubles, self._phase = [], "training"
         self._display.step(step, metrics)
 
     def evaluation(self, summary: EvaluationSummary) -> None:
