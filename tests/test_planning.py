@@ -1,6 +1,7 @@
 """Plans against what torch allocates, what models have, what a run measured, and figures by hand."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from builders import ENDS, changed, make_batch
+from local_runs import make_config as make_run_config
+from local_runs import train
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_ray.actors.learner import Learner
@@ -564,6 +567,17 @@ def test_a_plan_says_when_rates_are_of_something_else(
     printed = capsys.readouterr().out
     assert "of another model (788,608 parameters)" in printed
     assert "of other devices" in printed
+
+
+@pytest.mark.usefixtures("model_cache", "any_reward")
+def test_a_run_that_was_trained_is_compared_process_by_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_run_config("algorithm.num_steps=4"), tmp_path / "run")
+    assert run("configs/quickstart.yaml", "--from", str(tmp_path / "run")) == 0
+    printed = capsys.readouterr().out
+    for process in ("driver", "Learner", "Generator", "Scorer", "TrajectoryBuffer", "WeightSync", "in all"):
+        assert re.search(rf"^  {process} +[\d.]+ [KMG]iB; a plan of it expects", printed, re.MULTILINE), process
 
 
 # ---- time ----

@@ -26,7 +26,8 @@ LEARNER_BYTES = 530 * MB  # with torch's optimizer loaded, and no model
 VLLM_BYTES = 1750 * MB  # Generator and engine, two processes on a CPU, without KV cache, after 40 steps
 TORCH_ENGINE_BYTES = 540 * MB
 SCORER_BYTES, NURSERY_BYTES, WORKER_BYTES = 340 * MB, 77 * MB, 67 * MB
-BUFFER_BYTES = WEIGHT_SYNC_BYTES = 175 * MB
+BUFFER_BYTES = 175 * MB
+WEIGHT_SYNC_BYTES = 330 * MB  # Ray loads the Generator's class, and torch with it, for its handles
 RAY_BYTES = 700 * MB  # its servers, agents and two idle workers
 LIBRARIES = "libraries"
 HEAP_SLACK = 0.6  # of what torch asks for in a micro-batch: glibc's heap keeps so much more in pieces

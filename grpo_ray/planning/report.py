@@ -19,6 +19,7 @@ PROCESSES = {  # by their names in `memory/<name>_bytes`
     "generator": "Generator",
     "scorer": "Scorer",
     "buffer": "TrajectoryBuffer",
+    "weight_sync": "WeightSync",
 }
 
 
