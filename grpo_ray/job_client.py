@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.environment import RAY_TOKEN
 from grpo_ray.errors import RunError
-from grpo_ray.submission import Circumstances, Submission
+from grpo_ray.submission import RUN_KEY, Circumstances, Submission
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -118,7 +118,7 @@ class JobClient:
     def stop(self, job_id: str) -> None:
         """Ask the job to end and wait until it has; its run finishes its step and writes a checkpoint."""
         with _explained(self.address):
-            run = (self._client.get_job_info(job_id).metadata or {}).get("run")
+            run = (self._client.get_job_info(job_id).metadata or {}).get(RUN_KEY)
             if not self._client.stop_job(job_id):
                 self._report_end(job_id)
                 return

@@ -38,6 +38,8 @@ SENT_ALONG = (
 # The fields of `model` and `task` that may name a file.
 FILE_FIELDS = ("path", "train_path", "validation_path", "keywords_path", "prompt")
 
+RUN_KEY = "run"  # in a job's metadata: where its run is
+
 # After the time that a run may take for its last checkpoint: to end its actors. Ray itself would wait 3 s.
 TIME_TO_END_S = 30
 
@@ -183,7 +185,7 @@ def _job(arguments: Sequence[str], config: Config, run: Path, path: str, where: 
     return Submission(
         command=(*where.program, *arguments),
         runtime_env=runtime_env,
-        metadata={"run": str(run), "config": path},
+        metadata={RUN_KEY: str(run), "config": path},
         warnings=tuple(warnings),
         files={who: name for who, name in named.items() if not Path(name).is_absolute()},
     )

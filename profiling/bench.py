@@ -68,7 +68,6 @@ def modules() -> dict[str, ModuleType]:
     found = {
         info.name: importlib.import_module(f"benchmarks.{info.name}")
         for info in pkgutil.iter_modules(benchmarks.__path__)
-        if info.name != "parity_job"  # a program
     }
     return {name: module for name, module in found.items() if hasattr(module, "TITLE")}
 

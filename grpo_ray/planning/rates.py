@@ -8,9 +8,9 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
+from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
 
-SYNC_PHASES = ("pause", "transfer", "resume")
 FIRST_STEPS = 2  # engine and allocator are slower in these
 
 
@@ -90,7 +90,7 @@ def _rates(config: Config, rows: Sequence[Mapping[str, Any]], response_tokens: f
         trained_tokens_per_s=median(
             row["throughput/trained_tokens_per_s"] / row["utilization/learner"] for row in rows
         ),
-        sync_s=median(sum(row[f"timing/weight_sync/{phase}_s"] for phase in SYNC_PHASES) for row in rows),
+        sync_s=median(sum(row[name] for name in SYNC) for row in rows),
         trained_frac=min(1.0, median(row["throughput/trained_tokens"] for row in rows) / all_tokens),
     )
 

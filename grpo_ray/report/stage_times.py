@@ -3,11 +3,10 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from grpo_ray.telemetry.metrics_catalog import STAGE
+from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
 
 Column = Sequence[float | None]
 Stages = dict[str, list[float]]
-SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("pause", "transfer", "resume"))
 
 
 def stage_times(columns: Mapping[str, Column]) -> dict[str, Stages]:

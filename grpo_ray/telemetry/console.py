@@ -13,6 +13,7 @@ from rich.table import Table
 
 from grpo_ray.config import Config
 from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.telemetry.metrics_catalog import SYNC
 
 Metrics = dict[str, float]
 
@@ -94,7 +95,7 @@ class RunConsole:
 def step_figures(metrics: Metrics) -> str:
     """A step's figures on one line; the seconds overlap, so they do not add up to the step's."""
     generate_s = metrics.get("timing/generate_s", math.nan)  # not there when a Generator did not answer
-    sync_s = sum(metrics[f"timing/weight_sync/{phase}_s"] for phase in ("pause", "transfer", "resume"))
+    sync_s = sum(metrics[name] for name in SYNC)
     return (
         f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  "
         f"loss {metrics['loss/policy']:+.4f}  entropy {metrics['policy/entropy']:.3f}  "

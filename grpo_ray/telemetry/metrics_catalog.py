@@ -6,6 +6,8 @@ from fnmatch import fnmatchcase
 
 STAGE = re.compile(r"time/(?P<actor>[^/]+)/(?P<stage>.+)_s")
 """A figure of an actor's clock."""
+SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("pause", "transfer", "resume"))
+"""A weight sync's seconds; not the join before it, in which running groups are still being sampled."""
 
 METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("share", "mean reward of the step's responses"),

@@ -7,17 +7,15 @@ Everything is a share of the time of the last steps. Stages come from the actors
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_ray.report.stage_times import STAGE
+from grpo_ray.telemetry.activity import TRAINING
+from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
 
 Row = Mapping[str, float | None]
 
-TRAIN_STAGES = ("train", "logprobs", "optimizer")  # of the Learner's clock
 WAITS = 0.25  # a share of the time worth a sentence
 BUSY = 0.8
 WELL_BUSY = 0.9
 OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
-# Not the join: while a sync waits for running groups, those are being sampled.
-SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("pause", "transfer", "resume"))
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def measure(rows: Sequence[Row]) -> Shares | None:
         generators = sum(used) / step_s
     return Shares(
         learner_waits=share("timing/wait_for_batch_s", "learner", "wait_for_batch"),
-        learner_trains=share("timing/train_s", "learner", *TRAIN_STAGES),
+        learner_trains=share("timing/train_s", "learner", *TRAINING),
         generators_sample=generators,
         scores=share("timing/score_s", "scorer", "score"),
         syncs=sum(_total(timed, name) for name in SYNC) / step_s,

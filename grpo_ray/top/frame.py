@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_ray.report.stage_times import STAGE
+from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
 from grpo_ray.telemetry.run_state import ActorState, RunState
 from grpo_ray.top.bottleneck import bottleneck, hints
 from grpo_ray.top.run_view import RunView
@@ -29,8 +29,7 @@ def _metric(name: str) -> Callable[[Row], float | None]:
 
 
 def _sync_s(row: Row) -> float | None:
-    phases = [row.get(f"timing/weight_sync/{phase}_s") for phase in ("pause", "transfer", "resume")]
-    known = [seconds for seconds in phases if seconds is not None]
+    known = [seconds for name in SYNC if (seconds := row.get(name)) is not None]
     return sum(known) if known else None
 
 

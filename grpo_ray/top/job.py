@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from grpo_ray.errors import RunError
-
-RUN_KEY = "run"  # in the metadata that `grpo-ray submit` gives a job
+from grpo_ray.submission import RUN_KEY, Circumstances
 
 
 class Jobs(Protocol):
@@ -39,7 +38,6 @@ def find_job(name: str, address: str | None) -> Job:
         RunError: no cluster answers, it has no such job, or the job does not say where its run is.
     """
     from grpo_ray.job_client import JobClient, check_token, job_address
-    from grpo_ray.submission import Circumstances
 
     try:
         where = Circumstances(job_address(address), Path.cwd())

@@ -37,7 +37,7 @@ def run(options: Options) -> list[Row]:
                     f"every{every}-{number}",
                     [*overrides, *options.overrides],
                     Path(folder),
-                    "benchmarks.parity_job",
+                    "any_reward_cli",
                 )
                 means = steady_means(job)
                 seconds[name].append(means["timing/step_s"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
-PROFILING = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2] / "tests"  # where any_reward_cli is
 SKIPPED_STEPS = 4  # the first batches warm both sides up
 
 
@@ -18,7 +18,7 @@ def train(name: str, overrides: Sequence[str], folder: Path, module: str = "grpo
     """Train the quickstart, changed so, by the command line in `module`; raises when it fails."""
     command = [sys.executable, "-m", module, "train", "configs/quickstart.yaml", *overrides]
     command += [f"run.output_dir={folder}", f"run.name={name}"]
-    path = os.pathsep.join(filter(None, [str(PROFILING), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
     return RunDirectory(folder / name)
 
