@@ -49,7 +49,8 @@ def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
 def test_an_answer_that_nobody_awaits_is_no_mistake() -> None:
     """As of a snapshot whose publication was cancelled before it began."""
     with warnings.catch_warnings(record=True) as complaints:
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", RuntimeWarning)  # "... was never awaited"
         Client("learner", Handle()).snapshot.split()
         Client("scorer", PlainHandle()).score(1)
         gc.collect()
