@@ -100,16 +100,19 @@ class Nursery:
 
     def _adopt(self) -> socket.socket:
         """The pool's end of a socket whose other end a worker has."""
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs:
+        with self._lock:
             try:
-                self._until_ready()
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                return self._fork()
             except GONE:  # somebody has killed it
                 self._end()
                 self._begin()
-                self._until_ready()
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                return self._fork()
+
+    def _fork(self) -> socket.socket:
+        self._until_ready()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         return ours
 
     def _begin(self) -> None:
