@@ -1,7 +1,7 @@
 """What a checkpoint costs a run: the same job without any and with one after every step.
 
-Its model is larger than the quickstart's (18M parameters unless overridden), for something to write, and random;
-half of its responses are rewarded, so that it trains and the optimizer has a state.
+Its model is larger than the quickstart's (18M parameters, unless overridden) so that there is something to
+write, and random; half of its responses are rewarded, so that it trains and the optimizer has a state.
 """
 
 import tempfile
