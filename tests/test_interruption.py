@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from small_run import QUICKSTART, SMALL
 
+from grpo_ray.cli import main
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
@@ -63,7 +64,9 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.ray
-def test_a_synchronous_run_that_is_interrupted_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+def test_a_synchronous_run_that_is_interrupted_and_resumed_equals_one_that_was_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights, optimizer and every figure, to the last bit; Ctrl-C leaves no process and no shared memory."""
     whole, other = tmp_path / "whole", tmp_path / "other"
     exact = ["weight_sync.max_lag=0", "algorithm.num_steps=8"]
@@ -96,34 +99,32 @@ def test_a_synchronous_run_that_is_interrupted_and_resumed_equals_one_that_was_n
         assert tensors.keys() == resumed_tensors.keys()
         assert all(torch.equal(tensors[name], resumed_tensors[name]) for name in tensors), file
 
-    done = resume(other)
-    assert done.returncode == 0
-    assert "all 8 steps are done" in done.stdout
+    assert main(["resume", str(other)]) == 0
+    assert "all 8 steps are done" in capsys.readouterr().out
 
 
 @pytest.mark.ray
-def test_after_kill_9_of_the_driver_nothing_is_left_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_after_kill_9_of_the_driver_nothing_is_left_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
-    job = ["algorithm.num_steps=100000", "learner.slowdown_s=0.1", "run.if_exists=resume"]
-    process = start(folder, *job)
+    process = start(folder, "algorithm.num_steps=100000", "learner.slowdown_s=0.1")
     wait_for_step(process, folder, 4)
-    taken = resume(folder)
-    assert taken.returncode == 2
-    assert f"another process (pid {process.pid} on host" in taken.stderr
-    for is_first in (True, False):
-        if not is_first:
-            num_steps = len(read_metrics(folder / "metrics.jsonl"))
-            process = start(folder, *job)  # as a scheduler submits it again
-            wait_for_step(process, folder, num_steps + 4)
-        children = psutil.Process(process.pid).children(recursive=True)
-        shared_memory = shared_memory_of([*children, psutil.Process(process.pid)])
-        process.kill()
-        process.wait()
-        assert wait_until_gone(children, 55) == []
-        assert not [path for path in shared_memory if os.path.exists(path)]
+    assert main(["resume", str(folder)]) == 2
+    assert f"another process (pid {process.pid} on host" in capsys.readouterr().err
+    children = psutil.Process(process.pid).children(recursive=True)
+    shared_memory = shared_memory_of([*children, psutil.Process(process.pid)])
+    process.kill()
+    process.wait()
+    assert wait_until_gone(children, 55) == []
+    assert not [path for path in shared_memory if os.path.exists(path)]
+
     run, num_steps = RunDirectory(folder), len(read_metrics(folder / "metrics.jsonl")) + 4
-    resumed = resume(folder, "learner.slowdown_s=0", f"algorithm.num_steps={num_steps}")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    resumed = start(
+        folder, f"algorithm.num_steps={num_steps}", "run.if_exists=resume"
+    )  # as a scheduler does it
+    output, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, output
     steps = range(1, num_steps + 1)
     assert [row["step"] for row in read_metrics(run.metrics_path)] == list(steps)
     trained = [row["group_id"] for step in steps for row in read_rollouts(run.rollouts_path(step))]

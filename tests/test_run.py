@@ -1,9 +1,7 @@
-"""Whole runs of the real actors on local Ray: staleness, the ledger, refusals, interruption, learning."""
+"""Whole runs of the real actors on local Ray: staleness, the ledger, learning."""
 
 import asyncio
 import json
-import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -155,100 +153,30 @@ def test_a_group_that_slipped_past_admission_is_refused_and_sampled_again(local_
     assert sorted(trained) == sorted([*range(32), *range(32)])  # two samples each, once
 
 
-def grpo_ray(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "grpo_ray.cli", *arguments],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["learner.lerning_rate=1"], "learner.lerning_rate: unknown key (did you mean learning_rate?)"),
-        (["algorithm.samples_per_prompt=1"], "a group needs at least 2 completions"),
-        (["model.tiny=null", "model.path=./no/such/model"], "model.path: no folder './no/such/model'"),
-        (["sampling.max_tokens=600"], "do not fit the model's positions (512); set it to 497 or less"),
-        (["generator.max_model_len=20"], "do not fit generator.max_model_len (20)"),
-        (["generator.num_gpus=1"], "this machine lacks resources: GPU: 1 wanted"),
-    ],
-)
-def test_a_mistake_is_refused_within_seconds(tmp_path, overrides, message):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    # Without devices, as on a machine without GPUs, wherever the test runs.
-    result = grpo_ray("train", QUICKSTART, f"run.output_dir={tmp_path}", *overrides, CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    # Seconds of computing: others may keep the machine busy.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20
-    assert list(tmp_path.iterdir()) == []
-
-
-def write_lines(path: Path, lines: list[str]) -> Path:
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "no examples"),
-        (['{"question": "1+1", "answer": "2"}', '{"question": "2+2"}'], "answer"),
-        (['{"question": "1+1", "answer": '], "line 1"),
-    ],
-)
-def test_a_bad_prompt_file_is_refused_with_its_name(tmp_path, lines, message):
-    train = write_lines(tmp_path / "train.jsonl", lines)
-    validation = write_lines(tmp_path / "validation.jsonl", ['{"question": "1+1", "answer": "2"}'])
-    config = write_lines(
-        tmp_path / "config.yaml",
-        [
-            f"task: {{kind: file, train_path: {train}, validation_path: {validation}}}",
-            "model: {path: some/model}",
-        ],
-    )
-    result = grpo_ray("check", str(config))
-    assert result.returncode == 2
-    assert str(train) in result.stderr
-    assert message in result.stderr
-
-
-def test_a_run_never_writes_into_another_runs_directory(tmp_path):
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
-    result = grpo_ray("train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=taken")
-    assert result.returncode == 2
-    assert f"go on with `grpo-ray resume {tmp_path / 'taken'}`" in result.stderr
-    assert (tmp_path / "taken" / "metrics.jsonl").read_text() == "{}\n"
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_quickstart_learns_through_vllm_one_version_behind(tmp_path):
     """A short form of `make quickstart`: the real model, task, engine and schedule."""
-    result = grpo_ray_long(
-        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=24"
-    )
+    result = grpo_ray("train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=20")
     assert result.returncode == 0, result.stdout + result.stderr
     run = RunDirectory(tmp_path / "r")
     rewards = {row["step"]: row["reward"] for row in read_metrics(run.evaluations_summary_path)}
     assert rewards[0] < 0.45
-    assert rewards[24] >= 0.7
+    assert rewards[20] >= 0.7
     metrics = read_metrics(run.metrics_path)
     assert max(row["lag/max"] for row in metrics) == 1
     assert (run.path / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (run.checkpoint_path(24) / "config.json").exists()
+    assert (run.checkpoint_path(20) / "config.json").exists()
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_path):
-    result = grpo_ray_long(
-        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=5",
-        "weight_sync.max_lag=0", "generator.num_generators=2",
+    result = grpo_ray(
+        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=3",
+        "weight_sync.max_lag=0", "generator.num_generators=2", "task.num_validation_prompts=16",
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     metrics = read_metrics(tmp_path / "r" / "metrics.jsonl")
@@ -257,6 +185,6 @@ def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_p
     assert max(row["mismatch/logprob_diff/max"] for row in metrics) < 1e-3
 
 
-def grpo_ray_long(*arguments: str) -> subprocess.CompletedProcess[str]:
+def grpo_ray(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "grpo_ray.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

@@ -44,7 +44,8 @@ def test_a_run_of_real_actors_survives_five_faults_with_a_clean_audit(tmp_path: 
 def test_vllms_engine_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
     records = chaos(
         tmp_path / "chaos", "kill_worker", 1, "model.tiny.warmup=null",
-        "task.num_validation_prompts=16", "recovery.stall_timeout_s=120", "checkpoint.every_num_steps=100",
+        "task.num_validation_prompts=16", "evaluation.every_num_steps=4", "sampling.max_tokens=16",
+        "recovery.stall_timeout_s=120", "checkpoint.every_num_steps=100",
     )  # fmt: skip
     assert [record["outcome"] for record in records] == ["replaced"] * len(records)
     assert [record["faults"] for record in records] == [["kill_worker"]]

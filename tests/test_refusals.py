@@ -1,0 +1,90 @@
+"""What `train` and `check` refuse before a run has started, and leave untouched."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import QUICKSTART
+
+from grpo_ray.cli import main
+
+MISTAKES = {
+    "learner.lerning_rate: unknown key (did you mean learning_rate?)": ["learner.lerning_rate=1"],
+    "a group needs at least 2 completions": ["algorithm.samples_per_prompt=1"],
+    "model.path: no folder './no/such/model'": ["model.tiny=null", "model.path=./no/such/model"],
+    "do not fit the model's positions (512); set it to 497 or less": ["sampling.max_tokens=600"],
+    "do not fit generator.max_model_len (20)": ["generator.max_model_len=20"],
+}
+NO_GPU = ["generator.num_gpus=1"]  # where no device is visible
+
+
+@pytest.mark.parametrize(
+    ("message", "overrides"), MISTAKES.items(), ids=[change[-1] for change in MISTAKES.values()]
+)
+def test_a_mistake_is_refused(
+    message: str, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", QUICKSTART, f"run.output_dir={tmp_path}", *overrides]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "starting Ray" not in output.out + output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_thing_that_is_looked_at_is_refused_within_seconds_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "grpo_ray.cli", "train", QUICKSTART, f"run.output_dir={tmp_path}", *NO_GPU]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    result = subprocess.run(
+        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "this machine lacks resources: GPU: 1 wanted" in result.stderr
+    assert "Traceback" not in result.stderr
+    # Seconds of computing: others may keep the machine busy.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def write_lines(path: Path, lines: list[str]) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "no examples"),
+        (['{"question": "1+1", "answer": "2"}', '{"question": "2+2"}'], "answer"),
+        (['{"question": "1+1", "answer": '], "line 1"),
+    ],
+)
+def test_a_bad_prompt_file_is_refused_with_its_name(
+    lines: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    validation = write_lines(tmp_path / "validation.jsonl", ['{"question": "1+1", "answer": "2"}'])
+    config = write_lines(
+        tmp_path / "config.yaml",
+        [
+            f"task: {{kind: file, train_path: {train}, validation_path: {validation}}}",
+            "model: {path: some/model}",
+        ],
+    )
+    assert main(["check", str(config)]) == 2
+    refusal = capsys.readouterr().err
+    assert str(train) in refusal
+    assert message in refusal
+
+
+def test_a_run_never_writes_into_another_runs_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
+    assert main(["train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=taken"]) == 2
+    assert f"go on with `grpo-ray resume {tmp_path / 'taken'}`" in capsys.readouterr().err
+    assert (tmp_path / "taken" / "metrics.jsonl").read_text() == "{}\n"
