@@ -49,7 +49,7 @@ def pid_of(folder: Path, name: str) -> int:
     return int((folder / "logs" / f"{name}.pid").read_text().split()[1])
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
