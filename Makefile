@@ -12,7 +12,7 @@ quickstart: $(READY)
 
 # In two processes, each file in one of them: what a file's tests share is started once.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

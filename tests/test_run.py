@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from small_run import QUICKSTART, SMALL
 
@@ -174,17 +177,50 @@ def test_the_quickstart_learns_through_vllm_one_version_behind(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_path):
-    result = grpo_ray(
-        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=3",
+    """Also those of an engine that took the place of one that was killed."""
+    run = RunDirectory(tmp_path / "r")
+    arguments = [
+        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=1000",
         "weight_sync.max_lag=0", "generator.num_generators=2", "task.num_validation_prompts=16",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    metrics = read_metrics(tmp_path / "r" / "metrics.jsonl")
+        "learner.slowdown_s=1", "checkpoint.every_num_steps=1000", "evaluation.every_num_steps=1000",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for_line(process, run.metrics_path, '"step": 2,')
+    kill_engine(run, "generator-1")
+    wait_for_line(process, run.path / "events.jsonl", '"generator_back"')
+    came_back = len(read_metrics(run.metrics_path))
+    wait_for_line(process, run.metrics_path, f'"step": {came_back + 3},')
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+
+    metrics = read_metrics(run.metrics_path)
+    last = read_rollouts(run.rollouts_path(came_back + 3))
+    assert {row["generator"] for row in last} == {"generator-0", "generator-1"}
     assert max(row["lag/max"] for row in metrics) == 0
     assert max(row["mismatch/kl"] for row in metrics) < 1e-5
     assert max(row["mismatch/logprob_diff/max"] for row in metrics) < 1e-3
+    assert audit(run).problems == []
+
+
+COMMAND = [sys.executable, "-m", "grpo_ray.cli"]
 
 
 def grpo_ray(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "grpo_ray.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=400, check=False)
+
+
+def wait_for_line(process: subprocess.Popen[str], file: Path, text: str) -> None:
+    while not (file.exists() and text in file.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+
+
+def kill_engine(run: RunDirectory, generator: str) -> None:
+    """End the process in which vLLM runs."""
+    pid = int((run.logs / f"{generator}.pid").read_text().split()[1])
+    children = psutil.Process(pid).children()
+    (engine,) = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    engine.kill()

@@ -35,17 +35,3 @@ def test_a_run_of_real_actors_survives_five_faults_with_a_clean_audit(tmp_path: 
     slow = ["learner.slowdown_s=0.05", "generator.num_generators=2"]
     records = chaos(tmp_path / "chaos", ",".join(sorted(kinds)), len(kinds), *SMALL, *slow)
     assert {fault for record in records for fault in record["faults"]} == kinds
-
-
-@pytest.mark.ray
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_vllms_engine_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
-    records = chaos(
-        tmp_path / "chaos", "kill_worker", 1, "model.tiny.warmup=null",
-        "task.num_validation_prompts=16", "evaluation.every_num_steps=4", "sampling.max_tokens=16",
-        "recovery.stall_timeout_s=120", "checkpoint.every_num_steps=100",
-    )  # fmt: skip
-    assert [record["outcome"] for record in records] == ["replaced"] * len(records)
-    assert [record["faults"] for record in records] == [["kill_worker"]]
