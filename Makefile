@@ -10,7 +10,8 @@ READY  := $(VENV)/.ready
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
-# In two processes, each file in one of them: what a file's tests share is started once.
+# In two processes, each file in one of them: what a file's tests share is started once. In the files' order, as
+# the default, those with the fewest tests last, leaves the longest to the end.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
