@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ray.util
 from builders import make_item, make_settings
+from run_process import pid_of
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray import cluster
@@ -45,11 +46,7 @@ async def everyone_ready(group: ActorGroup) -> None:
     await asyncio.gather(*(client.ready() for client in group.by_name().values()))
 
 
-def pid_of(folder: Path, name: str) -> int:
-    return int((folder / "logs" / f"{name}.pid").read_text().split()[1])
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

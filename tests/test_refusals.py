@@ -3,13 +3,13 @@
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.cli import main
+from grpo_ray.experiments.launch import PROGRAM
 
 MISTAKES = {
     "learner.lerning_rate: unknown key (did you mean learning_rate?)": ["learner.lerning_rate=1"],
@@ -18,7 +18,6 @@ MISTAKES = {
     "do not fit the model's positions (512); set it to 497 or less": ["sampling.max_tokens=600"],
     "do not fit generator.max_model_len (20)": ["generator.max_model_len=20"],
 }
-NO_GPU = ["generator.num_gpus=1"]  # where no device is visible
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,8 @@ def test_a_mistake_is_refused(
 
 
 def test_the_last_thing_that_is_looked_at_is_refused_within_seconds_too(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "grpo_ray.cli", "train", QUICKSTART, f"run.output_dir={tmp_path}", *NO_GPU]
+    no_gpu = "generator.num_gpus=1"  # where no device is visible
+    command = [*PROGRAM, "train", QUICKSTART, f"run.output_dir={tmp_path}", no_gpu]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     result = subprocess.run(
         command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -141,7 +141,7 @@ def test_what_would_take_for_ever_is_no_wrong_answer(answer: str) -> None:
     start = time.monotonic()
     with pytest.raises(NotGraded):
         r1_zero_reward_fn(respond(answer), truth)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 5
     assert r1_zero_reward_fn(respond(answer), answer) == RIGHT
 
 

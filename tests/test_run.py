@@ -4,12 +4,11 @@ import asyncio
 import json
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from run_process import num_lines, pid_of, wait_for_step, wait_until
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray import cluster
@@ -19,6 +18,7 @@ from grpo_ray.config import Config
 from grpo_ray.config_loading import load_config
 from grpo_ray.controller import Controller
 from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.experiments.launch import PROGRAM
 from grpo_ray.hosting import running
 from grpo_ray.preflight import check_files, prepare
 from grpo_ray.restarts import RestartBudget
@@ -156,12 +156,27 @@ def test_a_group_that_slipped_past_admission_is_refused_and_sampled_again(local_
     assert sorted(trained) == sorted([*range(32), *range(32)])  # two samples each, once
 
 
+def kill_engine(folder: Path, generator: str) -> None:
+    """End the process in which vLLM runs."""
+    children = psutil.Process(pid_of(folder, generator)).children()
+    (engine,) = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    engine.kill()
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_quickstart_learns_through_vllm_one_version_behind(tmp_path):
     """A short form of `make quickstart`: the real model, task, engine and schedule."""
-    result = grpo_ray("train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=20")
+    command = [
+        *PROGRAM,
+        "train",
+        QUICKSTART,
+        f"run.output_dir={tmp_path}",
+        "run.name=r",
+        "algorithm.num_steps=20",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     run = RunDirectory(tmp_path / "r")
     rewards = {row["step"]: row["reward"] for row in read_metrics(run.evaluations_summary_path)}
@@ -185,13 +200,14 @@ def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_p
         "learner.slowdown_s=1", "checkpoint.every_num_steps=1000", "evaluation.every_num_steps=1000",
     ]  # fmt: skip
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    wait_for_line(process, run.metrics_path, '"step": 2,')
-    kill_engine(run, "generator-1")
-    wait_for_line(process, run.path / "events.jsonl", '"generator_back"')
-    came_back = len(read_metrics(run.metrics_path))
-    wait_for_line(process, run.metrics_path, f'"step": {came_back + 3},')
+    wait_for_step(process, run.path, 2, timeout_s=300)
+    kill_engine(run.path, "generator-1")
+    events = run.path / "events.jsonl"
+    wait_until(process, lambda: events.exists() and '"generator_back"' in events.read_text())
+    came_back = num_lines(run.metrics_path)
+    wait_for_step(process, run.path, came_back + 3)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
@@ -203,24 +219,3 @@ def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_p
     assert max(row["mismatch/kl"] for row in metrics) < 1e-5
     assert max(row["mismatch/logprob_diff/max"] for row in metrics) < 1e-3
     assert audit(run).problems == []
-
-
-COMMAND = [sys.executable, "-m", "grpo_ray.cli"]
-
-
-def grpo_ray(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=400, check=False)
-
-
-def wait_for_line(process: subprocess.Popen[str], file: Path, text: str) -> None:
-    while not (file.exists() and text in file.read_text()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-
-
-def kill_engine(run: RunDirectory, generator: str) -> None:
-    """End the process in which vLLM runs."""
-    pid = int((run.logs / f"{generator}.pid").read_text().split()[1])
-    children = psutil.Process(pid).children()
-    (engine,) = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
-    engine.kill()

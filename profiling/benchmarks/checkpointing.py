@@ -21,6 +21,7 @@ LARGER = [
     "algorithm.prompts_per_step=16",
     "evaluation.every_num_steps=1000000",
 ]
+ANY_REWARD = ("tests/any_reward_cli.py",)
 WITHOUT = "no checkpoints"
 EVERY = {WITHOUT: 1_000_000, "one after every step": 1}
 
@@ -34,10 +35,7 @@ def run(options: Options) -> list[Row]:
             for name, every in EVERY.items():
                 overrides = [*LARGER, f"algorithm.num_steps={steps}", f"checkpoint.every_num_steps={every}"]
                 job = train(
-                    f"every{every}-{number}",
-                    [*overrides, *options.overrides],
-                    Path(folder),
-                    "any_reward_cli",
+                    f"every{every}-{number}", [*overrides, *options.overrides], Path(folder), ANY_REWARD
                 )
                 means = steady_means(job)
                 seconds[name].append(means["timing/step_s"])

@@ -1,6 +1,5 @@
 """Whole runs of the quickstart, as a user would start them, for benchmarks that compare runs."""
 
-import os
 import statistics
 import subprocess
 import sys
@@ -10,16 +9,16 @@ from pathlib import Path
 
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
-TESTS = Path(__file__).parents[2] / "tests"  # where any_reward_cli is
 SKIPPED_STEPS = 4  # the first batches warm both sides up
 
 
-def train(name: str, overrides: Sequence[str], folder: Path, module: str = "grpo_ray.cli") -> RunDirectory:
-    """Train the quickstart, changed so, by the command line in `module`; raises when it fails."""
-    command = [sys.executable, "-m", module, "train", "configs/quickstart.yaml", *overrides]
+def train(
+    name: str, overrides: Sequence[str], folder: Path, program: Sequence[str] = ("-m", "grpo_ray.cli")
+) -> RunDirectory:
+    """Train the quickstart, changed so, by the command line that is `program`; raises when it fails."""
+    command = [sys.executable, *program, "train", "configs/quickstart.yaml", *overrides]
     command += [f"run.output_dir={folder}", f"run.name={name}"]
-    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return RunDirectory(folder / name)
 
 
