@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo_ray.telemetry.stage_clock import StageTimes
-
 
 @dataclass(frozen=True)
 class DeviceHandle:
@@ -221,11 +219,3 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()
     end_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-
-
-@dataclass(frozen=True)
-class ActorStats:
-    """What an actor did since it was last asked, and what memory it has."""
-
-    stages: StageTimes
-    resident_bytes: int  # of its process and those that it started

@@ -25,7 +25,7 @@ fi
 export RAY_AUTH_MODE=token
 address=$1
 shift
-command=("${bin}python" -m grpo_ray.environment "${bin}ray" start "--address=$address" --disable-usage-stats
+command=("${bin}python" -m grpo_ray.config.secrets "${bin}ray" start "--address=$address" --disable-usage-stats
   --dashboard-agent-listen-port=0 "$@")
 case " $* " in
   *" --block "*) exec "${command[@]}" ;;

@@ -62,7 +62,7 @@ EOF
 }
 
 # A free port for the agent that starts jobs: a Ray that a local run has started may hold the usual one.
-command=("${bin}python" -m grpo_ray.environment "${bin}ray" start --head
+command=("${bin}python" -m grpo_ray.config.secrets "${bin}ray" start --head
   "--port=$gcs" "--dashboard-host=$host" "--dashboard-port=$port" --disable-usage-stats
   --dashboard-agent-listen-port=0 ${options[@]+"${options[@]}"})
 case " ${options[*]-} " in

@@ -23,8 +23,8 @@ from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.results import Options, Result, print_result, read_result
 from rich.console import Console
 
-from grpo_ray.cli import set_library_defaults
-from grpo_ray.cli_arguments import positive
+from grpo_ray.tools.arguments import positive
+from grpo_ray.tools.cli import set_library_defaults
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 200  # of the tables, whatever the terminal: a figure that is cut off is worth nothing

@@ -23,8 +23,8 @@ from chaos_faults import COUNTED, FAULTS, OUTCOMES, RESUMED, RODE_THROUGH, Fault
 from chaos_results import NOT_RECOVERED, Record, add_record, read_results, table, write_audit, write_table
 from chaos_run import ChaosRun, RunEnded
 
-from grpo_ray.audit import audit
-from grpo_ray.config_loading import load_config
+from grpo_ray.config.loading import load_config
+from grpo_ray.tools.audit.audit import audit
 
 ENDLESS = "algorithm.num_steps=1000000"  # until the last fault
 PAIR_PROBABILITY = 0.2  # two faults at once

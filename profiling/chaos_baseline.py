@@ -18,7 +18,7 @@ def run_baseline(folder: Path, config: str, overrides: Sequence[str], seed: int)
     num_steps = max(max(rewards_of(path / "run")) for path in folder.glob("seed-*"))
     run = folder / f"baseline-seed-{seed}"
     if not run.exists():
-        command = [sys.executable, "-m", "grpo_ray.cli", "train", config, *overrides, f"run.seed={seed}"]
+        command = [sys.executable, "-m", "grpo_ray", "train", config, *overrides, f"run.seed={seed}"]
         command += [f"algorithm.num_steps={num_steps}", f"run.output_dir={folder}", f"run.name={run.name}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return rewards_of(run)

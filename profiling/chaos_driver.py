@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from grpo_ray import hosting
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
-from grpo_ray.cli import main
+from grpo_ray.cluster import hosting
 from grpo_ray.policy.microbatch import TrainSequence
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.pool import ScoringError
+from grpo_ray.rewards.isolation.pool import ScoringError
+from grpo_ray.tools.cli import main
 
 TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from chaos_faults import FAULTS
 
-from grpo_ray.audit import AuditReport
+from grpo_ray.tools.audit.audit import AuditReport
 
 NOT_RECOVERED = "NOT RECOVERED"
 MARKS = "<!-- chaos -->", "<!-- /chaos -->"

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 from chaos_driver import TRIGGERS
 
-from grpo_ray.audit_rollouts import RolloutRows
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.rollouts import RolloutRows
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
 INTERRUPTED = 130

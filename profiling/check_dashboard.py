@@ -28,9 +28,9 @@ from typing import Any
 import psutil
 import yaml
 
-from grpo_ray.report.series import make_series
-from grpo_ray.report.stage_times import stage_times
 from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.tools.report.series import make_series
+from grpo_ray.tools.report.stage_times import stage_times
 
 HERE = Path(__file__).parent
 DASHBOARD = HERE / "grafana" / "grpo_ray.json"
@@ -212,7 +212,7 @@ def check(folder: Path, overrides: list[str]) -> bool:
     """Prints what each query came to; whether all is well."""
     since = time.time()
     with ray_head(folder) as environment, prometheus(folder) as address:
-        train = [sys.executable, "-m", "grpo_ray.cli", "train", "configs/quickstart.yaml", *RUN, *overrides]
+        train = [sys.executable, "-m", "grpo_ray", "train", "configs/quickstart.yaml", *RUN, *overrides]
         train += [f"run.output_dir={folder}", "run.name=run"]
         subprocess.run(train, env=environment, cwd=HERE.parent, check=True, stdout=subprocess.DEVNULL)
         time.sleep(3 * INTERVAL_S)

@@ -17,7 +17,7 @@ from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
 
 def run(name: str, overrides: list[str], folder: Path) -> None:
-    command = [sys.executable, "-m", "grpo_ray.cli", "train", "configs/quickstart.yaml"]
+    command = [sys.executable, "-m", "grpo_ray", "train", "configs/quickstart.yaml"]
     command += [f"run.output_dir={folder}", f"run.name={name}", *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     files = RunDirectory(folder / name)

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ray import hosting
 from grpo_ray.actors.scorer import Scorer
-from grpo_ray.cli import main
+from grpo_ray.cluster import hosting
 from grpo_ray.rewards.grader import Grader
+from grpo_ray.tools.cli import main
 
 
 class ParityGrader(Grader):

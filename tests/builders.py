@@ -16,7 +16,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.replay import ReplayMemory
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.config import Config
-from grpo_ray.config_schedule import ReplayConfig
+from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup
 
 

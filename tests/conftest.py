@@ -8,13 +8,13 @@ import pytest
 from any_reward_cli import ParityGrader
 from builders import perturb
 
-from grpo_ray import audit
 from grpo_ray.actors import scorer
 from grpo_ray.config import Config
-from grpo_ray.config_model import Implementation, TinyModelConfig
-from grpo_ray.config_task import SortingTaskConfig
+from grpo_ray.config.model import Implementation, TinyModelConfig
+from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.policy.tiny import build_model, train_tokenizer
 from grpo_ray.tasks.sorting import warmup_pairs
+from grpo_ray.tools.audit import audit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
 

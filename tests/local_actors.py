@@ -14,11 +14,11 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
-from grpo_ray.checkpoint import Checkpoint
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.errors import ActorDied
-from grpo_ray.preflight import Prepared
+from grpo_ray.run.preflight import Prepared
+from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
 
 

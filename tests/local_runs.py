@@ -10,11 +10,11 @@ from local_actors import LocalActors
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
-from grpo_ray.controller import Controller
-from grpo_ray.evaluation import EvaluationSummary
-from grpo_ray.preflight import check_files, prepare
-from grpo_ray.restores import train_through_restores
+from grpo_ray.config.loading import load_config
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.restores import train_through_restores
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.trackers import tracking
 

@@ -13,8 +13,8 @@ from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
-from grpo_ray.evaluation import command
 from grpo_ray.policy.loading import load_tokenizer
+from grpo_ray.tools.evaluation import evaluate
 from grpo_ray.types import Completion, SamplingSettings
 
 Answers = Callable[[str, SamplingSettings], Sequence[str]]  # (prompt, settings) -> a response a sample
@@ -82,9 +82,9 @@ def serve_locally(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LocalSe
             yield started[-1]
             started[-1].scorer.actor.close()
 
-        monkeypatch.setattr(command, "serving", serving)
-        monkeypatch.setattr(command.cluster, "connected", lambda needs_hub: contextlib.nullcontext())
-        monkeypatch.setattr(command.cluster, "placed", lambda config: contextlib.nullcontext())
+        monkeypatch.setattr(evaluate, "serving", serving)
+        monkeypatch.setattr(evaluate.session, "connected", lambda needs_hub: contextlib.nullcontext())
+        monkeypatch.setattr(evaluate.session, "placed", lambda config: contextlib.nullcontext())
         return started
 
     return install

@@ -8,8 +8,8 @@ from typing import Any
 
 from builders import make_completion, make_group, make_item
 
-from grpo_ray.checkpoint import CheckpointStore, RunState
 from grpo_ray.config import Config
+from grpo_ray.telemetry.checkpoint import CheckpointStore, RunState
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.types import ScoredGroup

@@ -13,7 +13,7 @@ from builders import make_completion, make_item, make_settings
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer, advantages_of
 from grpo_ray.config import ScorerConfig
-from grpo_ray.config_algorithm import AlgorithmConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.types import (
     Completion,
     RolloutGroup,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.algorithms import AdvantageKind, compute_group_normalized_rewards, group_advantages
-from grpo_ray.config_algorithm import AlgorithmConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
 
 REWARDS = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])  # mean 0.6, sample std sqrt(0.3) = 0.5477
 

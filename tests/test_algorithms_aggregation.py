@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_ray.algorithms import Aggregation, aggregate_loss, loss_denominator, masked_mean, masked_normalize
-from grpo_ray.config_algorithm import AlgorithmConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
 
 AGGREGATIONS = get_args(Aggregation)
 

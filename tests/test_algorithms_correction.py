@@ -12,7 +12,7 @@ from grpo_ray.algorithms import (
     effective_sample_sums,
     importance_weights,
 )
-from grpo_ray.config_algorithm import AlgorithmConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
 
 CAP, BAND = 2.0, (0.5, 5.0)
 CORRECTIONS = ["truncate_token", "truncate_sequence", "mask_band"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.algorithms import KLEstimator, kl_estimate
-from grpo_ray.config_algorithm import KLConfig
+from grpo_ray.config.algorithm import KLConfig
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.1, 1.0], dtype=torch.float64), dim=0)

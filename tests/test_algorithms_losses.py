@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 import torch
 
-from grpo_ray import config_algorithm
 from grpo_ray.algorithms import (
     RATIO_LOSSES,
     LossType,
@@ -14,7 +13,8 @@ from grpo_ray.algorithms import (
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
 )
-from grpo_ray.config_algorithm import AlgorithmConfig
+from grpo_ray.config import algorithm as config_algorithm
+from grpo_ray.config.algorithm import AlgorithmConfig
 
 CLIPRANGE = 0.2
 

@@ -16,16 +16,16 @@ from local_actors import LocalActors
 from safetensors.torch import load_file, save_file
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.audit import audit
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
-from grpo_ray.evaluation import EvaluationSummary
-from grpo_ray.preflight import check_files, prepare
-from grpo_ray.restores import train_through_restores
+from grpo_ray.config.loading import load_config
 from grpo_ray.rewards import REWARDS
 from grpo_ray.rewards.base import verdict
+from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.restores import train_through_restores
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
 
 Rows = list[dict[str, Any]]
 

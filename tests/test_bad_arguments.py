@@ -6,11 +6,11 @@ from typing import Any, get_args
 
 import pytest
 
-from grpo_ray.cli import main
 from grpo_ray.config import Config
-from grpo_ray.config_loading import ConfigError, load_config
-from grpo_ray.config_schema import sections_of
-from grpo_ray.config_section import Section
+from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.config.schema import sections_of
+from grpo_ray.config.section import Section
+from grpo_ray.tools.cli import main
 
 # ---- the configuration ----
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ray.cli import main
 from grpo_ray.config import Config
-from grpo_ray.config_task import FileTaskConfig
-from grpo_ray.preflight import TaskData, check_files, prepare
+from grpo_ray.config.task import FileTaskConfig
+from grpo_ray.run.preflight import TaskData, check_files, prepare
 from grpo_ray.tasks import files, load_examples
 from grpo_ray.tasks.prompts import load_template
+from grpo_ray.tools.cli import main
 
 
 def line(question: str, answer: str = "2") -> bytes:
@@ -313,7 +313,7 @@ def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
 
 def test_check_shows_a_refusal_plainly(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     task = write_task(tmp_path, line("a?") + line("a?", "3"))
-    command = [sys.executable, "-m", "grpo_ray.cli", "check", write_config(tmp_path, task, tiny_model())]
+    command = [sys.executable, "-m", "grpo_ray", "check", write_config(tmp_path, task, tiny_model())]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert f"grpo-ray: {task.train_path}, line 2: the question 'a?' has the answer '3'" in result.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_ray.checkpoint import Checkpoint, CheckpointStore, RunState, read_checkpoint
+from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore, RunState, read_checkpoint
 
 
 def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> CheckpointStore:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.config import Config, dump_config
-from grpo_ray.config_loading import ConfigError, load_config
-from grpo_ray.config_schema import describe, nearest_name, resolve
+from grpo_ray.config import Config
+from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.config.schema import describe, nearest_name, resolve
+from grpo_ray.telemetry.run_files import dump_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MINIMAL = "model: {tiny: {}}\ntask: {kind: sorting}\n"

@@ -15,16 +15,16 @@ from local_actors import LocalActors
 from local_runs import Killed, Recorder, Watcher, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
-from grpo_ray.checkpoint import make_store
 from grpo_ray.config import Config
-from grpo_ray.controller import Controller
 from grpo_ray.errors import ActorDied, RunError
-from grpo_ray.preflight import check_files, prepare
-from grpo_ray.restores import train_through_restores
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.restores import train_through_restores
+from grpo_ray.run.signals import Interrupted, run_until_signal
 from grpo_ray.telemetry import json_lines
+from grpo_ray.telemetry.checkpoint import make_store
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import MetricsLog, RunDirectory, read_metrics, step_name
-from grpo_ray.training import Interrupted, run_until_signal
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 
@@ -502,7 +502,7 @@ def test_going_back_to_a_checkpoint_waits_for_a_full_disk(
         original(self, step)
 
     monkeypatch.setattr(RunDirectory, "rewind", rewind)
-    monkeypatch.setattr("grpo_ray.restores.RETRY_S", 0.01)
+    monkeypatch.setattr("grpo_ray.run.restores.RETRY_S", 0.01)
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
         await until((run.checkpoints / "step-000004").exists)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from grpo_ray.actors.scorer import advantages_of
 from grpo_ray.actors.trajectory_buffer import group_outcomes
-from grpo_ray.config_algorithm import AlgorithmConfig
-from grpo_ray.config_task import CurriculumConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.task import CurriculumConfig
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import PromptLedger

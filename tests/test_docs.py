@@ -15,15 +15,15 @@ from types import ModuleType
 
 import pytest
 
-from grpo_ray.cli import _parse
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
-from grpo_ray.config_schema import leaves
-from grpo_ray.config_section import Section
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.schema import leaves
+from grpo_ray.config.section import Section
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.tasks import load_examples
 from grpo_ray.telemetry.metrics_catalog import METRICS
+from grpo_ray.tools.cli import _parse
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -17,7 +17,7 @@ from builders import make_settings, perturb, plain_logprobs, plain_rows
 from transformers import LlamaForCausalLM
 
 from grpo_ray.config import Config
-from grpo_ray.config_model import Implementation
+from grpo_ray.config.model import Implementation
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import pack_weights

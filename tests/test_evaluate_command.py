@@ -19,15 +19,15 @@ from local_runs import make_config, train
 from local_serving import LocalServing, serve_locally
 from safetensors.torch import load_file, save_file
 
-from grpo_ray.cli import main
 from grpo_ray.errors import RunError
-from grpo_ray.evaluation.command import evaluate
-from grpo_ray.evaluation.console import EvaluationConsole
-from grpo_ray.evaluation.plan import EvaluationOptions
-from grpo_ray.evaluation.responses import Row
-from grpo_ray.evaluation.task_choice import TaskChoice
+from grpo_ray.run.signals import Interrupted
 from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.training import Interrupted
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.evaluation.console import EvaluationConsole
+from grpo_ray.tools.evaluation.evaluate import evaluate
+from grpo_ray.tools.evaluation.plan import EvaluationOptions
+from grpo_ray.tools.evaluation.responses import Row
+from grpo_ray.tools.evaluation.task_choice import TaskChoice
 from grpo_ray.types import SamplingSettings
 
 __all__ = ["serve_locally"]

@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from builders import make_completion, make_group, make_item
 
-from grpo_ray.evaluation.responses import (
+from grpo_ray.telemetry.evaluation_summary import Category, summarise
+from grpo_ray.telemetry.validation_files import outcomes_of
+from grpo_ray.tools.evaluation.responses import (
     EXAMPLES_PER_PART,
     SCHEMA,
     ResponseFiles,
@@ -19,8 +21,6 @@ from grpo_ray.evaluation.responses import (
     sample_rows,
     table_outcomes,
 )
-from grpo_ray.evaluation.summary import Category, summarise
-from grpo_ray.evaluation.validation_files import outcomes_of
 from grpo_ray.types import ScoredGroup
 
 

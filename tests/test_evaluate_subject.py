@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_ray.config import Config
-from grpo_ray.config_loading import ConfigError
+from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
-from grpo_ray.evaluation.plan import EvaluationOptions, make_plan
-from grpo_ray.evaluation.subject import Weights, find_subject
-from grpo_ray.evaluation.task_choice import ALL_ROWS, TaskChoice, choose_task
 from grpo_ray.tasks import load_examples, load_validation
+from grpo_ray.tools.evaluation.plan import EvaluationOptions, make_plan
+from grpo_ray.tools.evaluation.subject import Weights, find_subject
+from grpo_ray.tools.evaluation.task_choice import ALL_ROWS, TaskChoice, choose_task
 
 CONFIG = "model: {tiny: {}}\ntask: {kind: sorting}\ngenerator: {colocated: true, num_gpus: 1}\n" + (
     "learner: {num_gpus: 1}\nweight_sync: {max_lag: 0, transport: ipc}\n"

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_ray.evaluation import sample_rollouts, summarise_groups, write_evaluation
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.telemetry.validation_files import sample_rollouts, summarise_groups, write_evaluation
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
 

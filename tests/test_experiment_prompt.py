@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from small_run import QUICKSTART
 
-from grpo_ray.config_loading import load_config
-from grpo_ray.config_task import SortingTaskConfig
-from grpo_ray.experiments.definitions import EXPERIMENTS
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.policy.tiny import tiny_tokenizer
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.tasks.prompts import load_template
 from grpo_ray.tasks.sorting import warmup_pairs
+from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 
 BOXED_TERMS = [
     [{"reward": "question_only"}, {"reward": "brevity", "weight": 0.1}],

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from grpo_ray.config_loading import ConfigError
-from grpo_ray.experiments.curves import plot_metrics, plot_validation_reward
-from grpo_ray.experiments.experiment import Experiment
-from grpo_ray.experiments.outcome import Outcome, Status
-from grpo_ray.experiments.summary import write_summary
-from grpo_ray.experiments.sweep import make_sweep, split_values
-from grpo_ray.experiments.table import by_variant, markdown_table, short, write_csv
-from grpo_ray.experiments.timing import plot_timing, weight_sync
+from grpo_ray.config.loading import ConfigError
+from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward
+from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.outcome import Outcome, Status
+from grpo_ray.tools.experiments.summary import write_summary
+from grpo_ray.tools.experiments.sweep import make_sweep, split_values
+from grpo_ray.tools.experiments.table import by_variant, markdown_table, short, write_csv
+from grpo_ray.tools.experiments.timing import plot_timing, weight_sync
 
 Evaluations = list[tuple[int, float]]
 

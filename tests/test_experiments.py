@@ -14,16 +14,16 @@ import pytest
 from matplotlib.image import imread
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.cli import main
-from grpo_ray.config_loading import ConfigError, load_config
+from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import RunError
-from grpo_ray.experiments.command import run_experiment
-from grpo_ray.experiments.definitions import EXPERIMENTS
-from grpo_ray.experiments.experiment import Experiment
-from grpo_ray.experiments.launch import Launcher
-from grpo_ray.experiments.plan import make_plan
-from grpo_ray.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.experiments.definitions import EXPERIMENTS
+from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.launch import Launcher
+from grpo_ray.tools.experiments.plan import make_plan
+from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
+from grpo_ray.tools.experiments.run_experiment import run_experiment
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run_cli.py")))
 LOW_HIGH = Experiment(
@@ -223,8 +223,8 @@ PROGRAM = """
 import sys
 sys.path.insert(0, "tests")
 import test_experiments as tests
-from grpo_ray import cli
-from grpo_ray.experiments import command, definitions
+from grpo_ray.tools import cli
+from grpo_ray.tools.experiments import command, definitions
 definitions.EXPERIMENTS["rates"] = tests.LOW_HIGH
 command.run_experiment.__defaults__ = (tests.FAKE,)
 sys.exit(cli.main(sys.argv[1:]))
@@ -302,7 +302,7 @@ def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("grpo_ray.experiments.resources.visible_gpus", lambda: ["4", "5", "6", "7"])
+    monkeypatch.setattr("grpo_ray.tools.experiments.resources.visible_gpus", lambda: ["4", "5", "6", "7"])
     apart = load_config(QUICKSTART, ["generator.num_gpus=1", "learner.num_gpus=1"])
     together = load_config(
         QUICKSTART,
@@ -320,8 +320,9 @@ def test_each_run_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_planning_imports_no_torch() -> None:
     code = (
-        "import sys; from grpo_ray.cli import main; main(['experiment', '--list']); "
-        "import grpo_ray.experiments.command; print({'torch', 'ray', 'matplotlib'} & set(sys.modules))"
+        "import sys; from grpo_ray.tools.cli import main; main(['experiment', '--list']); "
+        "import grpo_ray.tools.experiments.run_experiment; "
+        "print({'torch', 'ray', 'matplotlib'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "set()"
@@ -356,7 +357,9 @@ def test_jobs_are_counted_from_one(jobs: str, capsys: pytest.CaptureFixture[str]
 
 def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("grpo_ray.experiments.command.run_experiment", lambda *args: calls.append(args) or True)
+    monkeypatch.setattr(
+        "grpo_ray.tools.experiments.run_experiment.run_experiment", lambda *args: calls.append(args) or True
+    )
     assert main(["experiment", "async", "a.b=1", "--seeds", "2", "c.d=2", "--jobs", "3"]) == 0
     assert main(["sweep", QUICKSTART, "a.b=1,2", "--name", "mine", "c.d=3,4"]) == 0
     first, second = calls

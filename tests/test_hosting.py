@@ -13,12 +13,12 @@ from builders import make_item, make_settings
 from run_process import pid_of
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray import cluster
 from grpo_ray.actors.generator import Generator
-from grpo_ray.config_loading import load_config
+from grpo_ray.cluster import session
+from grpo_ray.cluster.hosting import ActorGroup, running
+from grpo_ray.config.loading import load_config
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.hosting import ActorGroup, running
-from grpo_ray.preflight import check_files, prepare
+from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.types import TrainBatch
 
 pytestmark = pytest.mark.ray
@@ -34,8 +34,8 @@ def actors(model_cache: None, folder: Path) -> Iterator[ActorGroup]:
     config = load_config(QUICKSTART, [*SMALL, "generator.num_generators=2", "generator.slowdown_s=60"])
     prepared = prepare(config, check_files(config))
     with (
-        cluster.connected(),
-        cluster.placed(config) as placement,
+        session.connected(),
+        session.placed(config) as placement,
         running(placement, config, prepared, folder) as group,
     ):
         asyncio.run(everyone_ready(group))

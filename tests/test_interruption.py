@@ -17,9 +17,9 @@ from run_process import wait_for_step, wait_until
 from safetensors.torch import load_file
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.cli import main
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("model_cache")
 

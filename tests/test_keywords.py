@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from grpo_ray.config_task import KeywordsTaskConfig
+from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.keyword_list import draw_keywords, read_words
-from grpo_ray.tasks.keywords import warmup_pairs
-from grpo_ray.tasks.sentences import sentence
+from grpo_ray.tasks.keywords.examples import warmup_pairs
+from grpo_ray.tasks.keywords.sentences import sentence
+from grpo_ray.tasks.keywords.word_list import draw_keywords, read_words
 
 
 def words_of(text: str) -> list[str]:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from builders import make_completion
 
-from grpo_ray.cli import main
 from grpo_ray.config import Config
-from grpo_ray.config_task import KeywordsTaskConfig
-from grpo_ray.data import writers
-from grpo_ray.data.keyword_dataset import KeywordDataset, has_keywords
+from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import RunError
 from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.tasks import load_examples
-from grpo_ray.tasks.keyword_list import Keywords
-from grpo_ray.tasks.keyword_pairs import KeywordPair
+from grpo_ray.tasks.keywords.pairs import KeywordPair
+from grpo_ray.tasks.keywords.word_list import Keywords
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.course.keyword_data import writers
+from grpo_ray.tools.course.keyword_data.keyword_dataset import KeywordDataset, has_keywords
 from grpo_ray.types import Completion, SamplingSettings
 
 

@@ -19,9 +19,9 @@ import psutil
 import pytest
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray.cli import _parse
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.cli import _parse
 
 SECRET = {"EXAMPLE_API_KEY": "for the shell that starts the nodes alone"}
 PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_ray.cli import _parse
+from grpo_ray.cluster.placement import Node, shortfalls
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
-from grpo_ray.placement import Node, shortfalls
+from grpo_ray.config.loading import load_config
+from grpo_ray.tools.cli import _parse
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -74,7 +74,7 @@ def manifest() -> dict[str, Any]:
 def trained() -> Config:
     """What the manifest trains; its files are where the image has the repository's."""
     words = shlex.split(manifest()["spec"]["entrypoint"].replace(f"{workdir()}/", ""))
-    assert words[:3] == ["python", "-m", "grpo_ray.cli"]
+    assert words[:3] == ["python", "-m", "grpo_ray"]
     return config_of(words[3:])
 
 

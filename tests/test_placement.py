@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 from small_run import QUICKSTART
 
-from grpo_ray import cluster
-from grpo_ray.cluster import ResourceError
+from grpo_ray.cluster import session
+from grpo_ray.cluster.placement import Bundle, Node, bundles_of, describe, shortfalls
+from grpo_ray.cluster.session import ResourceError
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
-from grpo_ray.config_placement import PlacementConfig
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.placement import PlacementConfig
 from grpo_ray.errors import RunError
-from grpo_ray.experiments.resources import gpus_of
-from grpo_ray.placement import Bundle, Node, bundles_of, describe, shortfalls
+from grpo_ray.tools.experiments.resources import gpus_of
 
 EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
 
@@ -121,13 +121,13 @@ def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -
     ]:
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(RunError, match=message):
-            cluster.connected().__enter__()
+            session.connected().__enter__()
 
 
 def test_an_empty_address_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
     with pytest.raises(ResourceError, match="this machine lacks resources: CPU: 100000 wanted") as refused:
-        cluster.check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"))
+        session.check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"))
     assert "placement.wait_s" not in str(refused.value)  # nothing is coming
 
 
@@ -161,9 +161,9 @@ class FakeRay:
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
     def install(fake: FakeRay) -> FakeRay:
-        monkeypatch.setattr(cluster, "_nodes", fake.nodes)
-        monkeypatch.setattr(cluster, "placement_group", fake.placement_group)
-        monkeypatch.setattr(cluster, "remove_placement_group", fake.remove_placement_group)
+        monkeypatch.setattr(session, "_nodes", fake.nodes)
+        monkeypatch.setattr(session, "placement_group", fake.placement_group)
+        monkeypatch.setattr(session, "remove_placement_group", fake.remove_placement_group)
         return fake
 
     return install
@@ -173,7 +173,7 @@ def test_an_actor_has_the_same_bundle_whenever_it_is_started(on: Callable[[FakeR
     ray = on(FakeRay([LARGE, LARGE]))
     engines = ("generator.num_generators=2", "generator.num_gpus=4", "placement.strategy=strict_spread")
     config = on_gpus(*engines, "learner.num_gpus=0", "learner.num_cpus=0")
-    with cluster.placed(config) as placement:
+    with session.placed(config) as placement:
         assert ray.groups == [([{"GPU": 4, "CPU": 1}] * 2, "STRICT_SPREAD")]
         for index in (0, 1, 1):
             options = placement.options(f"generator-{index}")
@@ -187,7 +187,7 @@ def test_an_actor_has_the_same_bundle_whenever_it_is_started(on: Callable[[FakeR
 def test_who_shares_a_gpu_is_in_one_bundle(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([LARGE]))
     turns = ("generator.num_generators=1", "generator.colocated=true", "weight_sync.max_lag=0")
-    with cluster.placed(on_gpus(*turns)) as placement:
+    with session.placed(on_gpus(*turns)) as placement:
         assert ray.groups == [([{"GPU": 1, "CPU": 2}], "PACK")]
         for actor in ("generator-0", "learner"):
             options = placement.options(actor)
@@ -199,7 +199,7 @@ def test_what_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], F
     ray = on(FakeRay([SMALL]))
     message = r"the cluster lacks resources: GPU: 8 wanted .* 2 there.* still coming, .* set placement\.wait_s"
     with pytest.raises(ResourceError, match=message):
-        cluster.placed(on_gpus()).__enter__()
+        session.placed(on_gpus()).__enter__()
     assert ray.groups == []
 
 
@@ -207,8 +207,8 @@ def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> N
     ray = on(FakeRay([LARGE], [Node("10.0.0.1", {"GPU": 3, "CPU": 96})]))
     message = r"the cluster is busy: GPU: 8 wanted .* 3 free\. Free are 10\.0\.0\.1: 3 GPU"
     with pytest.raises(ResourceError, match=message):
-        cluster.placed(on_gpus()).__enter__()
-    assert ray.waited == [cluster.GRACE_S]
+        session.placed(on_gpus()).__enter__()
+    assert ray.waited == [session.GRACE_S]
     assert ray.num_removed == 1
 
 
@@ -216,13 +216,13 @@ def test_nodes_that_are_coming_are_waited_for(on: Callable[[FakeRay], FakeRay]) 
     ray = on(FakeRay([SMALL], [SMALL]))
     message = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 wanted"
     with pytest.raises(ResourceError, match=message):
-        cluster.placed(on_gpus("placement.wait_s=60")).__enter__()
+        session.placed(on_gpus("placement.wait_s=60")).__enter__()
     assert ray.waited == [60]  # an autoscaler sees the group's demand
     assert ray.num_removed == 1
 
 
 def test_the_group_is_let_go_of_however_the_run_ends(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([LARGE]))
-    with pytest.raises(KeyboardInterrupt), cluster.placed(on_gpus()):
+    with pytest.raises(KeyboardInterrupt), session.placed(on_gpus()):
         raise KeyboardInterrupt
     assert ray.num_removed == 1

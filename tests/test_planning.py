@@ -18,31 +18,32 @@ from local_runs import train
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_ray.actors.learner import Learner
-from grpo_ray.cli import main
-from grpo_ray.config import Config, dump_config
-from grpo_ray.config_loading import load_config
-from grpo_ray.config_model import TinyModelConfig
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.errors import RunError
-from grpo_ray.planning.budget import GIB, Budget, Item, gib
-from grpo_ray.planning.command import PlanOptions, make_plan
-from grpo_ray.planning.devices import Hardware, device_budgets
-from grpo_ray.planning.generator_memory import kv_demand
-from grpo_ray.planning.known_shapes import KNOWN, find_shape, known_shape
-from grpo_ray.planning.learner_memory import (
+from grpo_ray.policy.forward_backward import ForwardBackward
+from grpo_ray.policy.microbatch import TrainSequence
+from grpo_ray.policy.tiny import build_model, tiny_tokenizer
+from grpo_ray.policy.transformer_lm import TransformerLM
+from grpo_ray.telemetry.run_files import dump_config
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.planning.budget import GIB, Budget, Item, gib
+from grpo_ray.tools.planning.devices import Hardware, device_budgets
+from grpo_ray.tools.planning.generator_memory import kv_demand
+from grpo_ray.tools.planning.known_shapes import KNOWN, find_shape, known_shape
+from grpo_ray.tools.planning.learner_memory import (
     MicroBatchTokens,
     kept_per_token,
     micro_batch_tokens,
     state_items,
     working_items,
 )
-from grpo_ray.planning.model_shape import ModelShape, shape_of, shape_of_tiny
-from grpo_ray.planning.rates import MeasuredRun, Rates, measure
-from grpo_ray.planning.report import compare_memory
-from grpo_ray.planning.step_time import StepTime, best, splits, step_time
-from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.microbatch import TrainSequence
-from grpo_ray.policy.tiny import build_model, tiny_tokenizer
-from grpo_ray.policy.transformer_lm import TransformerLM
+from grpo_ray.tools.planning.make_plan import PlanOptions, make_plan
+from grpo_ray.tools.planning.model_shape import ModelShape, shape_of, shape_of_tiny
+from grpo_ray.tools.planning.rates import MeasuredRun, Rates, measure
+from grpo_ray.tools.planning.report import compare_memory
+from grpo_ray.tools.planning.step_time import StepTime, best, splits, step_time
 from grpo_ray.types import TrainBatch
 
 QWEN = "configs/qwen2.5-math-1.5b.yaml"
@@ -272,7 +273,7 @@ import numpy as np
 import ray
 from builders import make_completion, make_group, make_item
 from grpo_ray.actors.learner import Learner
-from grpo_ray.config_loading import load_config
+from grpo_ray.config.loading import load_config
 from grpo_ray.types import TrainBatch
 path, config, overrides = sys.argv[1], sys.argv[2], sys.argv[3:]
 learner = Learner(path, load_config(config, overrides), (0,))
@@ -651,7 +652,7 @@ def test_the_quickstarts_processes_are_within_an_eighth_of_what_was_measured(pro
 
 def test_a_plan_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from grpo_ray.cli import main; assert main(sys.argv[1:]) == 0; "
+        "import sys; from grpo_ray.tools.cli import main; assert main(sys.argv[1:]) == 0; "
         "print(sorted({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run(

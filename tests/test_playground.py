@@ -16,15 +16,23 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from grpo_ray.algorithms import group_advantages
-from grpo_ray.cli import main
-from grpo_ray.playground import comparison
-from grpo_ray.playground.baseline import make_estimates
-from grpo_ray.playground.comparison import Difference, Run, summarize, table, train_all, variants
-from grpo_ray.playground.frozen import RATIOS, ascend, frozen, gradients, not_frozen, of_log_probs, slope
-from grpo_ray.playground.model import SortingModel, response_log_probs, sample_responses
-from grpo_ray.playground.policy_gradient import Point, compute_loss, train
-from grpo_ray.playground.settings import DELTAS, Settings
-from grpo_ray.playground.task import REWARD_FUNCTIONS, make_task
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.course.playground import comparison
+from grpo_ray.tools.course.playground.baseline import make_estimates
+from grpo_ray.tools.course.playground.comparison import Difference, Run, summarize, table, train_all, variants
+from grpo_ray.tools.course.playground.frozen import (
+    RATIOS,
+    ascend,
+    frozen,
+    gradients,
+    not_frozen,
+    of_log_probs,
+    slope,
+)
+from grpo_ray.tools.course.playground.model import SortingModel, response_log_probs, sample_responses
+from grpo_ray.tools.course.playground.policy_gradient import Point, compute_loss, train
+from grpo_ray.tools.course.playground.settings import DELTAS, Settings
+from grpo_ray.tools.course.playground.task import REWARD_FUNCTIONS, make_task
 
 # A tenth of the lecture's gradient steps, from a policy that is less certain at the start: a run takes 0.1 s.
 QUICK = {"updates": 1, "learning_rate": 0.01, "embedding_std": 0.3}
@@ -451,5 +459,6 @@ def test_other_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
-    code = "import sys, grpo_ray.cli, grpo_ray.playground.command; sys.exit('torch' in sys.modules)"
+    modules = "grpo_ray.tools.cli, grpo_ray.tools.course.playground.play"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

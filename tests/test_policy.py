@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
-from grpo_ray.config_model import Implementation, TinyModelConfig, WarmupConfig
-from grpo_ray.config_task import SortingTaskConfig
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
+from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.policy import loading
 from grpo_ray.policy.loading import (
     check_hub_model,
@@ -41,7 +41,7 @@ from grpo_ray.policy.tiny import (
 )
 from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import IGNORED, _encode, _pad, warm_up
-from grpo_ray.preflight import check_files
+from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.sorting import warmup_pairs
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("transformers", "grpo_ray")

@@ -14,7 +14,7 @@ from builders import changed, make_batch
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
-from grpo_ray.config_loading import ConfigError
+from grpo_ray.config.loading import ConfigError
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.types import TrainBatch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.config_task import CurriculumConfig, MixtureTaskConfig
+from grpo_ray.config.task import CurriculumConfig, MixtureTaskConfig
 from grpo_ray.tasks import make_order
 from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.prompt_order import EpochOrder, MixtureOrder

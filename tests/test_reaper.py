@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from grpo_ray import reaper
-from grpo_ray.reaper import LOOK_S, start_reaper
+from grpo_ray.cluster import reaper
+from grpo_ray.cluster.reaper import LOOK_S, start_reaper
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(120)"]
 # Each in a session of its own, as Ray's processes are: the end of one is not the end of those below it.
@@ -23,7 +23,7 @@ time.sleep(120)
 """
 DRIVER = f"""
 import subprocess, sys, time
-from grpo_ray.reaper import start_reaper
+from grpo_ray.cluster.reaper import start_reaper
 reaper = start_reaper()
 middle = subprocess.Popen(
     [sys.executable, "-S", "-c", {MIDDLE!r}, *sys.argv[1:]], stdout=subprocess.PIPE, start_new_session=True
@@ -115,7 +115,7 @@ def test_a_dismissed_reaper_kills_nobody(started: list[int]) -> None:
 
 GENTLE_DRIVER = """
 import subprocess, sys, time
-from grpo_ray.reaper import LOOK_S, start_reaper
+from grpo_ray.cluster.reaper import LOOK_S, start_reaper
 reaper = start_reaper()
 child = subprocess.Popen(sys.argv[1:])
 time.sleep(2 * LOOK_S + 0.5)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
-from grpo_ray.config_algorithm import KLConfig
+from grpo_ray.config.algorithm import KLConfig
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.reference import Reference
 from grpo_ray.telemetry.metrics_catalog import check_names

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from small_run import QUICKSTART
 
-from grpo_ray.cli import main
-from grpo_ray.experiments.launch import PROGRAM
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.experiments.launch import PROGRAM
 
 MISTAKES = {
     "learner.lerning_rate: unknown key (did you mean learning_rate?)": ["learner.lerning_rate=1"],

@@ -5,7 +5,7 @@ import gc
 import warnings
 from typing import Any
 
-from grpo_ray.remote_actor import Client
+from grpo_ray.cluster.remote_actor import Client
 
 
 class Reference:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
-from grpo_ray.config_schedule import ReplayConfig
+from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.types import ScoredGroup
 

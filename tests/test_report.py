@@ -8,11 +8,11 @@ import pytest
 from builders import make_completion, make_group, make_item
 from matplotlib.image import imread
 
-from grpo_ray.report.ending import print_ending
-from grpo_ray.report.plots import plot_reward_curve
-from grpo_ray.report.terminal_curve import terminal_curve
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, step_name
+from grpo_ray.tools.drawing.plots import plot_reward_curve
+from grpo_ray.tools.drawing.terminal_curve import terminal_curve
+from grpo_ray.tools.report.ending import print_ending
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from report_runs import HOSTILE, add_checkpoint, group, make_run, write_lines
 
-from grpo_ray.cli import main
 from grpo_ray.config import Config
-from grpo_ray.report.command import names_of
-from grpo_ray.report.page import embedded_json, make_page
-from grpo_ray.report.run_data import Bounds, run_data
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.report.page import embedded_json, make_page
+from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.write_report import names_of
 
 ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
 

@@ -13,12 +13,12 @@ from matplotlib.image import imread
 from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, write_lines
 
 from grpo_ray.config import Config
-from grpo_ray.config_model import TinyModelConfig
-from grpo_ray.config_task import SortingTaskConfig
-from grpo_ray.report.command import ReportOptions, report
-from grpo_ray.report.page import make_page
-from grpo_ray.report.run_data import Bounds, run_data
+from grpo_ray.config.model import TinyModelConfig
+from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.report.page import make_page
+from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.write_report import ReportOptions, report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package: chromium)")
 SCREENS = [(size, scheme) for size in (PHONE, DESKTOP) for scheme in ("light", "dark")]

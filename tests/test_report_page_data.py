@@ -12,21 +12,21 @@ import torch
 from builders import changed, make_completion, make_group, make_item, plain_logprobs
 from report_runs import add_checkpoint, group, make_run
 
-from grpo_ray.cli import main
 from grpo_ray.config import Config
 from grpo_ray.policy.loading import load_policy, load_tokenizer
-from grpo_ray.report import rollout_sample
-from grpo_ray.report.log_ratios import log_ratios
-from grpo_ray.report.panels import charted
-from grpo_ray.report.rollout_rows import MAX_CHARACTERS, MAX_TOKENS, show_rollouts
-from grpo_ray.report.rollout_sample import sample_rollouts, standard_error_of, step_files
-from grpo_ray.report.run_data import Bounds, run_data
-from grpo_ray.report.series import make_series
-from grpo_ray.report.stage_times import stage_times
-from grpo_ray.report.token_texts import TokenTexts
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.report import rollout_sample
+from grpo_ray.tools.report.log_ratios import log_ratios
+from grpo_ray.tools.report.panels import charted
+from grpo_ray.tools.report.rollout_rows import MAX_CHARACTERS, MAX_TOKENS, show_rollouts
+from grpo_ray.tools.report.rollout_sample import sample_rollouts, standard_error_of, step_files
+from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.series import make_series
+from grpo_ray.tools.report.stage_times import stage_times
+from grpo_ray.tools.report.token_texts import TokenTexts
 
 ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
 
@@ -299,7 +299,7 @@ def test_what_stands_in_the_way_of_log_ratios_is_told_and_the_rest_is_there(
 def test_large_weights_are_not_loaded_unasked(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_ray.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
+    monkeypatch.setattr("grpo_ray.tools.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)
     run = make_run(tmp_path / "run", tiny_config)
     add_checkpoint(run, 6, tiny_model())
     sample = sample_rollouts(step_files(run), 10, 0)

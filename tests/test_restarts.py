@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from grpo_ray.errors import RunError
-from grpo_ray.restarts import RestartBudget
+from grpo_ray.run.restarts import RestartBudget
 
 
 def pauses(at: list[float], backoff_s: float = 2.0, max_restarts: int = 100) -> list[float]:

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from grpo_ray.config_reward import RewardTerm
+from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn, needs_isolation
 from grpo_ray.rewards.answer_formats import answer_place
 from grpo_ray.rewards.graded import graded_reward_fn

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from sympy import Matrix, latex, sqrt
 
 from grpo_ray.rewards.base import NotGraded
-from grpo_ray.rewards.math_algebra import is_equal_latex
-from grpo_ray.rewards.math_equality import is_equal
-from grpo_ray.rewards.math_numbers import read_number
-from grpo_ray.rewards.math_structure import read_brackets, read_equation, read_list
-from grpo_ray.rewards.math_text import normalize
-from grpo_ray.rewards.math_units import read_quantities, read_quantity
+from grpo_ray.rewards.math.algebra import is_equal_latex
+from grpo_ray.rewards.math.equality import is_equal
+from grpo_ray.rewards.math.numbers import read_number
+from grpo_ray.rewards.math.structure import read_brackets, read_equation, read_list
+from grpo_ray.rewards.math.text import normalize
+from grpo_ray.rewards.math.units import read_quantities, read_quantity
 from grpo_ray.rewards.question_only import question_only_reward_fn
 from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from grpo_ray.config import Config
-from grpo_ray.config_reward import RewardTerm
-from grpo_ray.preflight import check_files
+from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.examples import json_object, numeric_tolerance, regex_format
 from grpo_ray.rewards.user_function import as_reward_fn
+from grpo_ray.run.preflight import check_files
 
 EXAMPLES = "grpo_ray.rewards.examples"
 

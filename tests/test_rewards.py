@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from grpo_ray.config_reward import REWARD_NAMES
+from grpo_ray.config.reward import REWARD_NAMES
 from grpo_ray.rewards import REWARDS, get_reward_fn
 from grpo_ray.rewards.base import NotGraded
 from grpo_ray.rewards.exact_match import exact_match_reward_fn

@@ -18,12 +18,12 @@ from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING
 from grpo_ray.config import ScorerConfig
 from grpo_ray.errors import RunError
 from grpo_ray.rewards import REWARDS as REWARDS_BY_NAME
-from grpo_ray.rewards import worker_process
 from grpo_ray.rewards.base import NotGraded, verdict
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.pool import RewardPool, ScoringError
+from grpo_ray.rewards.isolation import worker_process
+from grpo_ray.rewards.isolation.pool import RewardPool, ScoringError
+from grpo_ray.rewards.isolation.worker import try_to_grade
 from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
-from grpo_ray.rewards.worker import try_to_grade
 
 OWN = "hostile_rewards:obey"
 REWARDS = {"maths": "r1_zero", "own": OWN}
@@ -113,7 +113,7 @@ def test_an_answer_that_ends_its_worker_or_raises_is_an_error_with_its_cause(
 
 
 def test_a_reward_that_raises_keeps_its_worker(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_ray.rewards.pool.PATIENCE_S", 60.0)  # a busy machine alone ends none
+    monkeypatch.setattr("grpo_ray.rewards.isolation.pool.PATIENCE_S", 60.0)  # a busy machine alone ends none
     before = {worker.pid for worker in workers_of(pool)}
     obeyed(pool, *(f"{word} 72" for word in RAISING for _ in range(10)))
     assert {worker.pid for worker in workers_of(pool)} == before
@@ -300,7 +300,7 @@ def test_close_leaves_no_process() -> None:
 OWNER = """
 import sys
 sys.path.insert(0, {folder!r})
-from grpo_ray.rewards.pool import RewardPool
+from grpo_ray.rewards.isolation.pool import RewardPool
 pool = RewardPool({{"own": "hostile_rewards:obey"}}, 1, timeout_s=120, memory_gib=0.25)
 pool.grade("own", [("72", "72")])
 print(pool._nursery._process.pid, flush=True)
@@ -323,7 +323,7 @@ def test_a_killed_owner_leaves_no_process_even_amid_a_computation() -> None:
 
 
 def test_a_process_does_not_outlive_a_parent_that_is_gone_already() -> None:
-    script = "from grpo_ray.rewards.confinement import die_with_parent\ndie_with_parent(1)"
+    script = "from grpo_ray.rewards.isolation.confinement import die_with_parent\ndie_with_parent(1)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "gone" in result.stderr
@@ -391,7 +391,7 @@ def test_a_worker_inherits_no_secret(monkeypatch) -> None:
 # What an answer that got to run code in the worker would try; prints what succeeded.
 ATTEMPTS = """
 import os, pathlib, socket, subprocess, sys
-from grpo_ray.rewards.confinement import drop_capabilities, enter_sandbox, limit_resources
+from grpo_ray.rewards.isolation.confinement import drop_capabilities, enter_sandbox, limit_resources
 listener = socket.create_server(("127.0.0.1", 0))
 victim = pathlib.Path(sys.argv[1])
 attempts = {

@@ -11,21 +11,21 @@ import pytest
 from run_process import num_lines, pid_of, wait_for_step, wait_until
 from small_run import QUICKSTART, SMALL
 
-from grpo_ray import cluster
-from grpo_ray.audit import audit
-from grpo_ray.checkpoint import make_store
+from grpo_ray.cluster import session
+from grpo_ray.cluster.hosting import running
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
-from grpo_ray.controller import Controller
-from grpo_ray.evaluation import EvaluationSummary
-from grpo_ray.experiments.launch import PROGRAM
-from grpo_ray.hosting import running
-from grpo_ray.preflight import check_files, prepare
-from grpo_ray.restarts import RestartBudget
-from grpo_ray.run_log import RunLog
+from grpo_ray.config.loading import load_config
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.telemetry.checkpoint import make_store
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.tools.audit.audit import audit
+from grpo_ray.tools.experiments.launch import PROGRAM
 
 pytestmark = pytest.mark.usefixtures("model_cache")
 
@@ -41,7 +41,7 @@ class Silent:
 
 @pytest.fixture(scope="module")
 def local_ray():
-    with cluster.connected():
+    with session.connected():
         yield
 
 
@@ -52,7 +52,7 @@ def run_actors(config: Config, folder: Path, actors_config: Config | None = None
     store = make_store(config, run)
     actors_config = actors_config or config
     with (
-        cluster.placed(actors_config) as placement,
+        session.placed(actors_config) as placement,
         running(placement, actors_config, prepared, folder) as actors,
     ):
         log, budget = RunLog(run, Silent()), RestartBudget(0, 0.0)

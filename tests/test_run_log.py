@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.evaluation import EvaluationSummary
-from grpo_ray.run_log import RunLog
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_log import RunLog
 
 
 class Display:

@@ -9,9 +9,9 @@ import torch
 from local_runs import Killed, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
-from grpo_ray.audit import audit
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 

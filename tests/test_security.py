@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray import environment
-from grpo_ray.config_model import ModelConfig
+from grpo_ray.cluster import environment
+from grpo_ray.config import secrets as config_secrets
+from grpo_ray.config.model import ModelConfig
 from grpo_ray.errors import RunError
 
 SOURCES = sorted(Path("grpo_ray").rglob("*.py"))
@@ -132,7 +133,7 @@ def test_what_looks_like_a_credential_is_hidden_and_put_back(monkeypatch, name, 
     ],
 )
 def test_settings_stay(name, value):
-    assert not environment.is_secret(name, value)
+    assert not config_secrets.is_secret(name, value)
 
 
 def test_secrets_come_back_after_a_failure(monkeypatch):
@@ -159,7 +160,7 @@ def test_a_ray_folder_that_others_can_enter_is_refused(monkeypatch, tmp_path):
 START = """
 import json, os, psutil
 import ray
-from grpo_ray.environment import enable_token_auth, private_ray_folder, without_secrets
+from grpo_ray.cluster.environment import enable_token_auth, private_ray_folder, without_secrets
 
 def start():
     enable_token_auth()

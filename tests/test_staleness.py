@@ -17,13 +17,13 @@ from grpo_ray.actors.staleness import admission_limit, oldest_allowed, places_be
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
 from grpo_ray.config import Config
-from grpo_ray.production import Production
+from grpo_ray.run.open_calls import Watch
+from grpo_ray.run.rollout_producer import Production
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
 from grpo_ray.types import BatchFacts, PromptItem, ScoredGroup
-from grpo_ray.watch import Watch
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])

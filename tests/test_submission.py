@@ -13,12 +13,12 @@ import aiohttp
 import pytest
 from small_run import QUICKSTART
 
-from grpo_ray import job_client
-from grpo_ray.cli import main
-from grpo_ray.config_loading import ConfigError, load_config
+from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import INTERRUPTED, RunError
-from grpo_ray.job_client import JobClient, check_token, job_address
-from grpo_ray.submission import SENT_ALONG, Circumstances, check_sent, resumption_job, training_job
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.submit import job_client
+from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
+from grpo_ray.tools.submit.submission import SENT_ALONG, Circumstances, check_sent, resumption_job, training_job
 
 HERE = "http://127.0.0.1:8265"
 ELSEWHERE = "http://head.example:8265"
@@ -44,7 +44,7 @@ def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     job = training_job(QUICKSTART, overrides, circumstances())
     run = Path.cwd() / "out" / "a b"
     assert job.command == (
-        sys.executable, "-m", "grpo_ray.cli", "train", QUICKSTART, *overrides,
+        sys.executable, "-m", "grpo_ray", "train", QUICKSTART, *overrides,
         f'run.output_dir="{Path.cwd() / "out"}"', 'run.name="a b"',
     )  # fmt: skip
     assert job.metadata == {"run": str(run), "config": QUICKSTART}

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from grpo_ray.config_task import FileTaskConfig, Gsm8kTaskConfig, MathTaskConfig
+from grpo_ray.config.task import FileTaskConfig, Gsm8kTaskConfig, MathTaskConfig
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.sources import is_hub_dataset, train_source, validation_source

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ray.config_task import (
+from grpo_ray.config.task import (
     ArithmeticTaskConfig,
     FileTaskConfig,
     Gsm8kTaskConfig,

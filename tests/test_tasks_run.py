@@ -13,13 +13,13 @@ from local_actors import LocalActors
 from local_runs import make_config, train, until
 from transformers import AutoTokenizer
 
-from grpo_ray.audit import audit
 from grpo_ray.config import Config
-from grpo_ray.controller import Controller
-from grpo_ray.preflight import check_files
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import check_files
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 

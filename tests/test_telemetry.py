@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
+from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.metrics_catalog import METRICS, check_names

@@ -12,14 +12,13 @@ from local_actors import LocalActors
 from local_runs import make_config, train
 
 from grpo_ray.actors.generator import Generator
-from grpo_ray.controller import Controller
 from grpo_ray.errors import ActorDied
-from grpo_ray.report.stage_times import stage_times
+from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry.activity import Activity, Window
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.stage_clock import StageClock, StageTimes
-from grpo_ray.types import ActorStats
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock, StageTimes
+from grpo_ray.tools.report.stage_times import stage_times
 
 
 class Actor:
@@ -189,7 +188,7 @@ def test_a_generator_that_never_answers_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = Generator.take_stats
-    monkeypatch.setattr("grpo_ray.step_figures.Activity", partial(Activity, answer_s=0.05))
+    monkeypatch.setattr("grpo_ray.run.step_metrics.Activity", partial(Activity, answer_s=0.05))
 
     async def silent(self: Generator) -> ActorStats:
         if self.name == "generator-1":

@@ -11,7 +11,7 @@ import pytest
 from local_actors import LocalActors
 from local_runs import make_config, train, until
 
-from grpo_ray.controller import Controller
+from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
 from grpo_ray.telemetry.stage_clock import Span, StageTimes
 from grpo_ray.telemetry.timeline import Timeline, row_of

@@ -20,21 +20,21 @@ import pytest
 from local_actors import LocalActors
 from rich.console import Console
 
-from grpo_ray.cli import main
-from grpo_ray.config_loading import load_config
-from grpo_ray.config_schema import leaves
-from grpo_ray.controller import Controller
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError
+from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry import run_state
 from grpo_ray.telemetry.json_lines import read_last_lines
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.telemetry.run_state import ActorState, Ending, Glance, RunState, read_state, reported
-from grpo_ray.top.bottleneck import bottleneck, hints, measure
-from grpo_ray.top.command import TopOptions, top
-from grpo_ray.top.frame import frame, stage_shares
-from grpo_ray.top.job import job_of
-from grpo_ray.top.keys import keys
-from grpo_ray.top.run_view import RunView, is_alive, look, silence_of
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.top.bottleneck import bottleneck, hints, measure
+from grpo_ray.tools.top.frame import frame, stage_shares
+from grpo_ray.tools.top.job import job_of
+from grpo_ray.tools.top.keys import keys
+from grpo_ray.tools.top.run_view import RunView, is_alive, look, silence_of
+from grpo_ray.tools.top.watch_run import TopOptions, top
 
 NOW = 1_700_000_000.0
 
@@ -378,7 +378,7 @@ def test_hints() -> None:
 def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
     known = set(leaves(load_config("configs/quickstart.yaml").model_dump()))
     guide = Path("docs/tuning.md").read_text()
-    source = Path("grpo_ray/top/bottleneck.py").read_text().partition("def _from_outside")[2]
+    source = Path("grpo_ray/tools/top/bottleneck.py").read_text().partition("def _from_outside")[2]
     named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
     assert len(named) >= 9
     assert [name for name in sorted(named) if name not in guide] == []
@@ -514,7 +514,7 @@ def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def show(jobs: FakeJobs) -> str:
         console = Console(width=200, file=io.StringIO())
-        monkeypatch.setattr("grpo_ray.top.command.find_job", lambda name, address: job_of(jobs, name))
+        monkeypatch.setattr("grpo_ray.tools.top.watch_run.find_job", lambda name, address: job_of(jobs, name))
         top(TopOptions("raysubmit_1", None, False, 1), console)
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
@@ -541,8 +541,8 @@ def test_a_job_that_goes_on_with_a_run_is_watched_though_it_ended_before(
             return next(statuses)
 
     job = job_of(Resumed({"run": str(run.path)}), "raysubmit_1")
-    monkeypatch.setattr("grpo_ray.top.command.find_job", lambda name, address: job)
-    monkeypatch.setattr("grpo_ray.top.command.JOB_EVERY_S", 0.05)
+    monkeypatch.setattr("grpo_ray.tools.top.watch_run.find_job", lambda name, address: job)
+    monkeypatch.setattr("grpo_ray.tools.top.watch_run.JOB_EVERY_S", 0.05)
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
     top(TopOptions("raysubmit_1", None, False, 0.01), console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -557,7 +557,7 @@ def test_ctrl_c_ends_the_watching_only(
         raise KeyboardInterrupt
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
-    monkeypatch.setattr(f"grpo_ray.top.command.{part}", interrupted)
+    monkeypatch.setattr(f"grpo_ray.tools.top.watch_run.{part}", interrupted)
     assert main(["top", "raysubmit_1" if part == "_find" else str(run.path)]) == 0
     assert "have been ended" not in capsys.readouterr().err
 
@@ -567,7 +567,7 @@ def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     run = make_run(tmp_path / "run", make_state(), [step(1)])
-    monkeypatch.setattr("grpo_ray.top.command.keys", lambda: contextlib.nullcontext(interrupted))
+    monkeypatch.setattr("grpo_ray.tools.top.watch_run.keys", lambda: contextlib.nullcontext(interrupted))
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
     top(TopOptions(str(run.path), None, False, 0.01), console)
     _, _, after = console.file.getvalue().rpartition("\x1b[?1049l")  # type: ignore[attr-defined]

@@ -17,20 +17,20 @@ from builders import make_completion, make_group, make_item
 from local_actors import LocalActors
 from local_runs import make_config, train
 
-from grpo_ray import training
-from grpo_ray.config_loading import ConfigError
-from grpo_ray.controller import Controller
+from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
-from grpo_ray.evaluation import summarise_groups
-from grpo_ray.run_log import RunLog
+from grpo_ray.run import training
+from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.telemetry.trackers import Trackers, check_trackers, choice, tracking
 from grpo_ray.telemetry.trackers import delivery as delivery_module
 from grpo_ray.telemetry.trackers import trackers as module
 from grpo_ray.telemetry.trackers.delivery import Delivery
 from grpo_ray.telemetry.trackers.tensorboard_tracker import markdown_table
 from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun, Tracker
+from grpo_ray.telemetry.validation_files import summarise_groups
 
 LONG_S = 30.0  # never waited for in full
 

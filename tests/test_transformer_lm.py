@@ -19,7 +19,7 @@ from grpo_ray.config import Config
 from grpo_ray.policy import loading
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.transformer_lm import RMSNorm, TransformerLM, _allowed, rotary_angles, rotate
-from grpo_ray.preflight import check_files
+from grpo_ray.run.preflight import check_files
 from grpo_ray.types import TrainBatch
 
 VOCABULARY = 61

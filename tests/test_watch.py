@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_ray.watch import Watch
+from grpo_ray.run.open_calls import Watch
 
 
 class Clock:

@@ -9,8 +9,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from grpo_ray.config import Config
-from grpo_ray.config_schema import describe, sections_of
-from grpo_ray.config_section import Section
+from grpo_ray.config.schema import describe, sections_of
+from grpo_ray.config.section import Section
 from grpo_ray.telemetry.metrics_catalog import METRICS
 
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import check_snapshot
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import ActorStats, PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
 
 STAGES = ("start", "load_weights", "resume", "pause", "sleep", "generate")
 

@@ -25,9 +25,9 @@ from grpo_ray.policy.training_state import TrainingState, capture_state, restore
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
-from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
-from grpo_ray.types import ActorStats, ScoredGroup, StepReport, TrainBatch, WeightSnapshot
+from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
 

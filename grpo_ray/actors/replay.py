@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_ray.config_schedule import ReplayConfig
+from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.types import ScoredGroup
 
 

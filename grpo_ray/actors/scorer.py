@@ -8,14 +8,14 @@ import torch
 
 from grpo_ray.algorithms import group_advantages, overlong_penalties
 from grpo_ray.config import ScorerConfig
-from grpo_ray.config_algorithm import AlgorithmConfig
-from grpo_ray.config_reward import Reward
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.reward import Reward
 from grpo_ray.rewards.base import verdict
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.pool import ScoringError
+from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import ActorStats, RolloutGroup, ScoredGroup
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.types import RolloutGroup, ScoredGroup
 
 UNGRADED = verdict(has_format=False, is_right=False)
 

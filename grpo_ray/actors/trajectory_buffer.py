@@ -15,8 +15,8 @@ from grpo_ray.config import Config
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
-from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import ActorStats, BatchFacts, GroupOutcome, PutReceipt, ScoredGroup, TrainBatch
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.types import BatchFacts, GroupOutcome, PutReceipt, ScoredGroup, TrainBatch
 
 GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
 STAGES = ("write_rollouts", "write_checkpoint", "make_batch", "wait_for_groups")

@@ -8,8 +8,8 @@ from grpo_ray.actors.staleness import admission_limit, places_beyond
 from grpo_ray.config import Config
 from grpo_ray.errors import DataLost
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import ActorStats, SyncReport
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.types import SyncReport
 
 
 class GeneratorClient(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from grpo_ray.config import GeneratorConfig
-from grpo_ray.config_model import Implementation
+from grpo_ray.config.model import Implementation
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.engines.snapshot import as_tensor, unpack_weights
 from grpo_ray.policy.cores import hold_to_cores

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from grpo_ray.config_model import Implementation
+from grpo_ray.config.model import Implementation
 from grpo_ray.policy.llama_layout import check_plain, load_transformer_lm
 from grpo_ray.policy.model import PolicyModel
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from grpo_ray.config_algorithm import KLConfig
+from grpo_ray.config.algorithm import KLConfig
 from grpo_ray.policy.model import PolicyModel
 
 

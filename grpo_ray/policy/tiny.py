@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from grpo_ray.config import Config
-from grpo_ray.config_model import DEFAULT_INITIALIZER_RANGE, Implementation, TinyModelConfig
-from grpo_ray.config_task import MixtureTaskConfig, SortingTaskConfig
+from grpo_ray.config.model import DEFAULT_INITIALIZER_RANGE, Implementation, TinyModelConfig
+from grpo_ray.config.task import MixtureTaskConfig, SortingTaskConfig
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import warm_up

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.durable import sync
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.reference import Reference
+from grpo_ray.telemetry.durable import sync
 
 FILE_NAME = "optimizer.safetensors"
 REFERENCE = "reference/"

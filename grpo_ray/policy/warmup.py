@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.config_model import WarmupConfig
+from grpo_ray.config.model import WarmupConfig
 from grpo_ray.policy.model import PolicyModel
 
 IGNORED = -100  # cross_entropy leaves these labels out

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from grpo_ray.config_reward import Reward
+from grpo_ray.config.reward import Reward
 from grpo_ray.rewards.base import RewardFn
 from grpo_ray.rewards.exact_match import exact_match_reward_fn
 from grpo_ray.rewards.graded import graded_reward_fn

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from grpo_ray.config_reward import Reward
+from grpo_ray.config.reward import Reward
 from grpo_ray.rewards.answer_tags import read_answer
 from grpo_ray.rewards.question_only import read_boxed
 

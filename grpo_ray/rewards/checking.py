@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from grpo_ray.config_reward import Reward
+from grpo_ray.config.reward import Reward
 from grpo_ray.rewards import REWARDS
 from grpo_ray.rewards.user_function import import_function
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from grpo_ray.config import ScorerConfig
-from grpo_ray.config_reward import Reward
+from grpo_ray.config.reward import Reward
 from grpo_ray.rewards import get_reward_fn, needs_isolation
-from grpo_ray.rewards.pool import RewardPool, Scores, ScoringError
-from grpo_ray.rewards.worker import try_to_grade
+from grpo_ray.rewards.isolation.pool import RewardPool, Scores, ScoringError
+from grpo_ray.rewards.isolation.worker import try_to_grade
 
 
 class Grader:

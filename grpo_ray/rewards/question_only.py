@@ -1,8 +1,8 @@
 r"""The reward for a prompt that is the question alone: what stands in the last `\boxed{...}`."""
 
 from grpo_ray.rewards.base import NotGraded, verdict
-from grpo_ray.rewards.math_answer import grade, is_right
-from grpo_ray.rewards.math_text import closing_brace
+from grpo_ray.rewards.math.answer import grade, is_right
+from grpo_ray.rewards.math.text import closing_brace
 
 OPENING = r"\boxed{"
 MAX_BOXES = 16  # with different contents; each is compared with the truth

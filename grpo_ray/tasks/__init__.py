@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from grpo_ray.config_task import (
+from grpo_ray.config.task import (
     ArithmeticTaskConfig,
     ExamplesTaskConfig,
     KeywordsTaskConfig,
@@ -17,8 +17,8 @@ from grpo_ray.tasks.curriculum import CurriculumOrder
 from grpo_ray.tasks.duplicates import distinct, drop_duplicates, keep_validation_out
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.files import Fields, read_examples
-from grpo_ray.tasks.keyword_pairs import read_pairs
-from grpo_ray.tasks.keywords import keyword_examples
+from grpo_ray.tasks.keywords.examples import keyword_examples
+from grpo_ray.tasks.keywords.pairs import read_pairs
 from grpo_ray.tasks.prompt_order import EpochOrder, MixtureOrder
 from grpo_ray.tasks.sorting import sorting_examples
 from grpo_ray.tasks.sources import train_source, validation_source

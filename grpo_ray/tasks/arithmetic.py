@@ -4,7 +4,7 @@ import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from grpo_ray.config_task import ArithmeticTaskConfig
+from grpo_ray.config.task import ArithmeticTaskConfig
 from grpo_ray.rewards.answer_formats import answer_place
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.sorting import ENDINGS

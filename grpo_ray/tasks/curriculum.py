@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from grpo_ray.config_task import CurriculumConfig
+from grpo_ray.config.task import CurriculumConfig
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.types import GroupOutcome
 

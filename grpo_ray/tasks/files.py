@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_ray.rewards.math_text import closing_brace
+from grpo_ray.rewards.math.text import closing_brace
 from grpo_ray.tasks.examples import Example, counted
 from grpo_ray.tasks.sources import Source
 

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from grpo_ray.config_task import PlainTask
+from grpo_ray.config.task import PlainTask
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import PromptItem
 
-TEMPLATES = Path(__file__).parent.parent / "prompts"
+TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "{question}"
 CHAT = "chat"
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from grpo_ray.config_task import SortingTaskConfig
+from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.rewards.answer_formats import AnswerIn, answer_place
 from grpo_ray.tasks.examples import Example
 

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import metadata_load, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 
-from grpo_ray.config_task import ExamplesTaskConfig
+from grpo_ray.config.task import ExamplesTaskConfig
 
 SUFFIXES = (".parquet", ".jsonl")  # of a split that is there as both, the first is read
 CARD = "README.md"

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.config_task import SortingTaskConfig, Task
-from grpo_ray.tasks import arithmetic, keywords, sorting
+from grpo_ray.config.task import SortingTaskConfig, Task
+from grpo_ray.tasks import arithmetic, sorting
+from grpo_ray.tasks.keywords import examples as keywords
 
 Pairs = list[tuple[str, str]]
 TOKENIZER_PAIRS = 1000

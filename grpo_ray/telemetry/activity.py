@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.stage_clock import StageClock, StageTimes
-from grpo_ray.types import ActorStats
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock, StageTimes
 
 DRIVER = "driver"
 ANSWER_S = 2.0  # an actor that takes longer has no figures in that step

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from grpo_ray.config import Config
-from grpo_ray.evaluation import EvaluationSummary
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.metrics_catalog import SYNC
 
 Metrics = dict[str, float]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_ray.durable import replacing
+from grpo_ray.telemetry.durable import replacing
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
 DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step and left out, or trained for the first time

@@ -6,8 +6,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config import Config, dump_config
-from grpo_ray.durable import replacing
+import yaml
+
+from grpo_ray.config import Config
+from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.json_lines import JsonLines, lines_and_rows
 from grpo_ray.telemetry.json_lines import read_lines as read_metrics
 from grpo_ray.telemetry.run_lock import locked
@@ -16,6 +18,7 @@ __all__ = [
     "JsonLines",
     "MetricsLog",
     "RunDirectory",
+    "dump_config",
     "last_logged_step",
     "last_of_each_step",
     "read_metrics",
@@ -28,6 +31,12 @@ LOCK_NAME = ".lock"
 def step_name(step: int) -> str:
     """How everything that belongs to a step is called; names sort as the steps do."""
     return f"step-{step:06d}"
+
+
+def dump_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML that `load_config` reads back to the same tree."""
+    with replacing(path) as partial:
+        partial.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 class RunDirectory:

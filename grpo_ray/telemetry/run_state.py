@@ -12,10 +12,10 @@ from typing import Literal
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from grpo_ray.durable import replacing
-from grpo_ray.evaluation import EvaluationSummary
-from grpo_ray.run_log import Display, Metrics
+from grpo_ray.telemetry.durable import replacing
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_log import Display, Metrics
 
 EVERY_S = 0.5
 LAST_WORDS_S = 5.0  # a disk that hangs holds nobody longer

@@ -123,3 +123,11 @@ class StageClock:
             start, end = self._epoch + self._turn_began, self._epoch + now
             self._turns.append(Span(self._turn, start, end, self._labels.get(self._turn, "")))
         self._turn, self._turn_began = self.current, now
+
+
+@dataclass(frozen=True)
+class ActorStats:
+    """What an actor did since it was last asked, and what memory it has."""
+
+    stages: StageTimes
+    resident_bytes: int  # of its process and those that it started

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.durable import replacing
+from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.stage_clock import Span, StageTimes
 
 MAX_BYTES = 64 * 2**20  # then the older half is dropped

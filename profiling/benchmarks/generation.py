@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.config_loading import load_config
+from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.types import SamplingSettings

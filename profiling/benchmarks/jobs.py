@@ -13,7 +13,7 @@ SKIPPED_STEPS = 4  # the first batches warm both sides up
 
 
 def train(
-    name: str, overrides: Sequence[str], folder: Path, program: Sequence[str] = ("-m", "grpo_ray.cli")
+    name: str, overrides: Sequence[str], folder: Path, program: Sequence[str] = ("-m", "grpo_ray")
 ) -> RunDirectory:
     """Train the quickstart, changed so, by the command line that is `program`; raises when it fails."""
     command = [sys.executable, *program, "train", "configs/quickstart.yaml", *overrides]

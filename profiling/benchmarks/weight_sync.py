@@ -17,14 +17,14 @@ from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.weight_sync import WeightSync
-from grpo_ray.cluster import connected
+from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
-from grpo_ray.config_loading import load_config
+from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.model import PolicyModel
-from grpo_ray.remote_actor import Client, Deferred, as_actor
 
 TITLE = "weight sync by size of the model, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 
-from grpo_ray.environment import SECRET_VALUE
+from grpo_ray.config.secrets import SECRET_VALUE
 from grpo_ray.telemetry.trackers.tracker import End, TrackedRun, Tracker
 
 Message = Callable[[Tracker], None]

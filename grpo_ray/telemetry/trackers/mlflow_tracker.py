@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from grpo_ray.config_schema import leaves
+from grpo_ray.config.schema import leaves
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun
 

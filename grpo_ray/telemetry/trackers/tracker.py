@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from grpo_ray.config import Config
-from grpo_ray.durable import replacing
+from grpo_ray.telemetry.durable import replacing
 
 Row = Mapping[str, str | float]
 End = Literal["finished", "interrupted", "failed"]

@@ -11,12 +11,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from grpo_ray.config import Config
-from grpo_ray.config_tracking import TrackingConfig
-from grpo_ray.evaluation import EvaluationSummary, sample_rollouts
+from grpo_ray.config.tracking import TrackingConfig
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.trackers.choice import make_tracker
 from grpo_ray.telemetry.trackers.delivery import Delivery, Message
 from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun, Tracker
+from grpo_ray.telemetry.validation_files import sample_rollouts
 from grpo_ray.types import ScoredGroup
 
 COLUMNS = ["group_id", "prompt", "response", "ground_truth", "reward", "advantage", "num_tokens"]

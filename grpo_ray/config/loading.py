@@ -1,0 +1,176 @@
+"""Read a configuration: YAML, then dotted overrides, then validation, with every problem in one message."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from grpo_ray.config import Config
+from grpo_ray.config.schema import describe, field_names, nearest_name, resolve, sections_of
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message has a line for each problem."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file, changed by overrides such as `learner.learning_rate=1e-4`.
+
+    An override's value is YAML: `a.b=null`, `model.tiny={}`, `sampling.stop=["</answer>"]`.
+    Raises ConfigError with all problems at once.
+    """
+    path = Path(path)
+    try:
+        data = _read_mapping(path)
+    except ConfigError as error:
+        raise ConfigError(_message(path, [str(error), *_apply_overrides({}, overrides)])) from None
+    return make_config(data, overrides, path)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The YAML file's mapping, not validated; raises ConfigError."""
+    try:
+        return _read_mapping(path)
+    except ConfigError as error:
+        raise ConfigError(_message(path, [str(error)])) from None
+
+
+def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str | Path) -> Config:
+    """The configuration in a mapping, changed by overrides; `source` begins the message of a ConfigError."""
+    changed = deepcopy(dict(data))
+    problems = _apply_overrides(changed, overrides)
+    try:
+        config = Config.model_validate(changed)
+    except ValidationError as error:
+        problems += [_explain(detail) for detail in error.errors()]
+    if problems:
+        raise ConfigError(_message(source, problems))
+    return config
+
+
+def _message(path: str | Path, problems: Sequence[str]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n  ".join([f"{path}: {count} in the configuration", *problems])
+
+
+# ---- the file ----
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML itself lets a repeated key win silently; a second `learner:` section would drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            name = str(key.value)
+            if name in lines:
+                raise ConfigError(
+                    f"line {line}: `{name}` was given already on line {lines[name]}; keep one of them"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"there is no such file; {_neighbours(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError("this is a folder; give a .yaml file in it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
+    data = _parse_yaml(text)
+    if not isinstance(data, dict):
+        kind = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise ConfigError(f"the file {kind}; it must be a mapping of {', '.join(field_names(Config))}")
+    return data
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{where}not valid YAML: {error.problem}; check indentation and quotes") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _neighbours(path: Path) -> str:
+    names = sorted(file.name for file in path.parent.glob("*.yaml"))
+    if not names:
+        return f"{path.parent} has no .yaml file"
+    nearest = nearest_name(path.name, names)
+    hint = f"did you mean {nearest}? " if nearest else ""
+    return f"{hint}{path.parent} has: {', '.join(names)}"
+
+
+# ---- overrides ----
+
+
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Change `data` in place; returns the problems."""
+    problems = []
+    for override in overrides:
+        try:
+            _apply_override(data, override)
+        except ConfigError as error:
+            problems.append(f"override `{override}`: {error}")
+    return problems
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError("write it as section.key=value, for example learner.learning_rate=1e-4")
+    section = data
+    for depth, key in enumerate(keys[:-1], start=1):
+        if section.get(key) is None:
+            section[key] = {}
+        section = section[key]
+        if not isinstance(section, dict):
+            raise ConfigError(
+                f"`{'.'.join(keys[:depth])}` is {section!r}, which has no keys; override it as a whole"
+            )
+    section[keys[-1]] = _override_value(text)
+
+
+def _override_value(text: str) -> Any:
+    # To YAML `#` opens a comment, and `task.answer_marker=####` would quietly become null.
+    return text.strip() if text.lstrip().startswith("#") else _parse_yaml(text)
+
+
+# ---- what pydantic found ----
+
+
+def _explain(detail: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's errors: the path, the value given, what is allowed."""
+    kind, location, value = detail["type"], detail["loc"], detail["input"]
+    path, annotation = resolve(location)
+    if kind in ("extra_forbidden", "invalid_key"):
+        return _explain_unknown_key(location)
+    if kind == "value_error":
+        return f"{path or 'configuration'}: {detail['ctx']['error']}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        kinds = ", ".join(section.model_fields["kind"].default for section in sections_of(annotation))
+        given = f"{value['kind']!r} is not valid" if kind == "union_tag_invalid" else "required, but not given"
+        return f"{path}.kind: {given}; allowed: {kinds}"
+    if kind == "missing":
+        return f"{path}: required, but not given; allowed: {describe(annotation)}"
+    return f"{path}: {value!r} is not valid; allowed: {describe(annotation)}"
+
+
+def _explain_unknown_key(location: Sequence[int | str]) -> str:
+    path, _ = resolve([*location[:-1], str(location[-1])])
+    _, section = resolve(location[:-1])
+    names = [name for candidate in sections_of(section) for name in field_names(candidate)]
+    nearest = nearest_name(str(location[-1]), names)
+    hint = f" (did you mean {nearest}?)" if nearest else ""
+    return f"{path}: unknown key{hint}; allowed: {', '.join(names)}"

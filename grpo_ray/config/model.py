@@ -1,0 +1,91 @@
+"""The configuration of the model: loaded from somewhere, or built tiny."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from grpo_ray.config.section import Section
+
+Implementation = Literal["transformers", "grpo_ray"]
+
+
+DEFAULT_INITIALIZER_RANGE = 0.02  # as in Llama's and Qwen2's own configurations
+
+
+class WarmupConfig(Section):
+    """The supervised run that gives the tiny model something to improve on."""
+
+    num_steps: PositiveInt = 300
+    """AdamW steps."""
+    batch_size: PositiveInt = 64
+    """Examples a step."""
+    learning_rate: PositiveFloat = 3e-3
+    """Peak rate, after a ramp over a tenth of the steps; then linear decay to 0."""
+    num_threads: PositiveInt = 2
+    """CPU threads (nothing else runs yet)."""
+
+
+class TinyModelConfig(Section):
+    """A model and tokenizer built from the seed, for machines without a model hub.
+
+    Of Qwen2's architecture, or, with `model.implementation: grpo_ray`, a TransformerLM (Llama's).
+    """
+
+    hidden_size: PositiveInt = 128
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 4
+    """Transformer blocks."""
+    num_heads: PositiveInt = 4
+    """Attention heads of a block."""
+    num_kv_heads: PositiveInt = 2
+    """Heads of keys and values, each shared by as many of the queries'."""
+    intermediate_size: PositiveInt = 352
+    """Width of a block's MLP."""
+    vocab_size: Annotated[int, Field(ge=260)] = 384
+    """Tokens: 256 bytes, the end token, and merges learned from the task's text."""
+    max_position_embeddings: PositiveInt = 512
+    """Longest sequence, in tokens."""
+    tie_embeddings: bool = True
+    """The output layer uses the embeddings' weights."""
+    initializer_range: PositiveFloat = DEFAULT_INITIALIZER_RANGE
+    """Standard deviation of the random initial weights."""
+    warmup: WarmupConfig | None = WarmupConfig()
+    """`null` leaves the weights at their random initial values."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "TinyModelConfig":
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`."""
+    tiny: TinyModelConfig | None = None
+    """Build a tiny model instead of loading one."""
+    implementation: Implementation = "transformers"
+    """What the Learner and the torch engine compute with: transformers' classes, or `grpo_ray`'s own
+    TransformerLM, for any plain Llama."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of the served weights and of the Learner's forward pass (master weights are float32)."""
+    trust_remote_code: bool = False
+    """Run Python code that a model's folder brings."""
+
+    @field_validator("path")
+    @classmethod
+    def _home_folder(cls, path: str | None) -> str | None:
+        return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of `path` (a folder or hub name) and `tiny` (build one)")
+        return self

@@ -1,0 +1,74 @@
+"""The configuration of rewards: one by its name, a function of the user's, or a weighted sum of several."""
+
+from math import isfinite
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
+
+from grpo_ray.config.section import Section
+
+REWARD_NAMES = (
+    "brevity",
+    "exact_match",
+    "format",
+    "graded",
+    "keyword_inclusion",
+    "question_only",
+    "r1_zero",
+    "sort_distance",
+    "sort_inclusion_ordering",
+)
+
+
+def _known(name: str) -> str:
+    module, colon, function = name.partition(":")
+    is_function = bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])
+    if name not in REWARD_NAMES and not is_function:
+        raise ValueError(
+            f"{name!r} is not valid; allowed: {', '.join(REWARD_NAMES)}, or a function of your own as "
+            "`module:function`"
+        )
+    return name
+
+
+RewardName = Annotated[str, AfterValidator(_known)]
+
+
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not isfinite(value)):
+        raise ValueError(f"{value!r} is not valid; allowed: number, text, or true or false")
+    return value
+
+
+Argument = Annotated[bool | int | float | str, PlainValidator(_scalar)]  # a union reports each of its members
+
+
+class RewardTerm(Section):
+    """One term of a weighted sum."""
+
+    reward: RewardName
+    """A reward's name, or `module:function`."""
+    weight: float = 1.0
+    """What the term is multiplied by."""
+    arguments: dict[str, Argument] = Field(default_factory=dict)
+    """Further keyword arguments of the reward function."""
+
+
+def _some_terms(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
+    if not terms:
+        raise ValueError("an empty list rewards nothing; give at least one term, such as {reward: r1_zero}")
+    return terms
+
+
+def _form(value: Any) -> str | None:
+    """Which of the two forms was meant, so that an error is about that one alone."""
+    if isinstance(value, str):
+        return "name"
+    return "terms" if isinstance(value, list | tuple) else None
+
+
+RewardTerms = Annotated[tuple[RewardTerm, ...], AfterValidator(_some_terms)]
+Reward = Annotated[
+    Annotated[RewardName, Tag("name")] | Annotated[RewardTerms, Tag("terms")],
+    Discriminator(_form, custom_error_type="reward_form", custom_error_message="neither a name nor a list"),
+]

@@ -1,0 +1,152 @@
+"""Questions about the configuration's tree that its error messages ask: which keys, which values.
+
+Everything is read off the pydantic models, so a new field needs no line here.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Tag
+from pydantic.fields import FieldInfo
+
+from grpo_ray.config import Config
+from grpo_ray.config.section import Section
+
+BOUND_SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+TYPE_NAMES = {float: "number", int: "integer", bool: "true or false", str: "text", NoneType: "null"}
+
+
+def field_names(section: type[Section]) -> tuple[str, ...]:
+    return tuple(section.model_fields)
+
+
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
+    """The one of `names` that `name` is probably a misspelling of."""
+    matches = get_close_matches(name, names, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def resolve(location: Sequence[int | str]) -> tuple[str, Any]:
+    """The dotted path of a pydantic error location, and the annotation found there (None: no such key).
+
+    pydantic puts the tag of a discriminated union into the location, where no user wrote it:
+    `("task", "sorting", "num_digits")` is `task.num_digits`.
+    """
+    path = ""
+    annotation: Any = Config
+    for part in location:
+        chosen = _section_with_tag(annotation, part) or _alternative_with_tag(annotation, part)
+        if chosen is not None:
+            annotation = chosen
+            continue
+        if isinstance(part, int):
+            path, annotation = f"{path}[{part}]", _element(annotation, part)
+        else:
+            path, annotation = f"{path}.{part}" if path else part, _field(annotation, part)
+    return path, annotation
+
+
+def describe(annotation: Any) -> str:
+    """The values an annotation allows, in words: `number >= 0`, `sequence_mean, token_mean or constant`."""
+    if annotation in TYPE_NAMES:
+        return TYPE_NAMES[annotation]
+    if (sections := sections_of(annotation)) and not _allows_null(annotation):
+        if len(sections) > 1:
+            kinds = ", ".join(section.model_fields["kind"].default for section in sections)
+            return f"a mapping of kind ({kinds}) and the fields of that kind"
+        return f"a mapping of {', '.join(field_names(sections[0]))}"
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = _bounds(arguments[1:])
+        return f"{describe(arguments[0])} {' and '.join(bounds)}" if bounds else describe(arguments[0])
+    if origin is Literal:
+        return _either([str(value) for value in arguments])
+    if origin in (Union, UnionType):
+        return _either([describe(argument) for argument in arguments])
+    if origin is dict:
+        return f"a mapping of names, each to {describe(arguments[1])}"
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"a list, each element {describe(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}: {', '.join(describe(argument) for argument in arguments)}"
+    return str(annotation)
+
+
+def sections_of(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections among an annotation's alternatives."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    if get_origin(annotation) is Annotated:
+        return sections_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(section for argument in get_args(annotation) for section in sections_of(argument))
+    return ()
+
+
+def _section_with_tag(annotation: Any, tag: int | str) -> type[Section] | None:
+    sections = sections_of(annotation)
+    if len(sections) < 2:
+        return None  # a plain section has no tag: the part is one of its keys
+    return next((section for section in sections if section.model_fields["kind"].default == tag), None)
+
+
+def _alternative_with_tag(annotation: Any, tag: int | str) -> Any:
+    """That of a union whose alternatives are told apart by `Tag`."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return next((one for one in alternatives if Tag(str(tag)) in getattr(one, "__metadata__", ())), None)
+
+
+def _field(annotation: Any, name: str) -> Any:
+    """The annotation of a section's field, with the constraints that pydantic keeps apart put back."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is dict:  # every name of a mapping is as the others
+        return get_args(annotation)[1]
+    for section in sections_of(annotation):
+        field: FieldInfo | None = section.model_fields.get(name)
+        if field is not None:
+            return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return None
+
+
+def _element(annotation: Any, index: int) -> Any:
+    arguments = get_args(annotation)
+    alternatives = [annotation, *arguments]  # `tuple[int, ...] | None` holds its tuple one level down
+    for alternative in alternatives:
+        if get_origin(alternative) is tuple:
+            elements = get_args(alternative)
+            return elements[0] if elements[-1] is Ellipsis else elements[min(index, len(elements) - 1)]
+    return None
+
+
+def _bounds(metadata: Sequence[Any]) -> list[str]:
+    """`>= 0` of `Ge(0)`, also where it is wrapped in pydantic's `Field(ge=0)`."""
+    bounds = []
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            bounds += _bounds(item.metadata)
+        elif type(item) in BOUND_SIGNS:
+            sign, attribute = BOUND_SIGNS[type(item)]
+            bounds.append(f"{sign} {getattr(item, attribute)}")
+    return bounds
+
+
+def _allows_null(annotation: Any) -> bool:
+    return NoneType in get_args(annotation)
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A dumped configuration's values by dotted path."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found

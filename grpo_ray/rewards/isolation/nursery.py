@@ -1,0 +1,151 @@
+"""The program that the workers of a RewardPool are forked from: all imported, so a new one takes milliseconds.
+
+    python -m grpo_ray.rewards.isolation.nursery ARGUMENTS    (JSON; standard input is a socket to the pool)
+
+It says ["ready"] or ["failed", why], and is then sent one end of a socket for each worker that is wanted.
+Responses go past it: it reads none, and so cannot be brought to a standstill by one.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from grpo_ray.config.reward import Reward
+from grpo_ray.rewards import get_reward_fn, uses_algebra
+from grpo_ray.rewards.base import RewardFn
+from grpo_ray.rewards.isolation.confinement import die_with_parent
+from grpo_ray.rewards.isolation.worker import OUT_OF_MEMORY, describe, serve
+from grpo_ray.rewards.math.algebra import is_equal_latex
+
+REWARDS: TypeAdapter[dict[str, Reward]] = TypeAdapter(dict[str, Reward])
+
+# Imports sympy, and fills the tables of its parser, which learns a grammar by use.
+WARM_UP = [
+    (r"\sqrt{8}", r"2\sqrt{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\frac{12\pi}{5}", r"\frac{6}{5}\pi"),
+    ("x=5", "5=x"), (r"\{1, x\}", r"\{x, 1\}"), ("(1, x)", "(x, 1)"), (r"x \le 2", r"2 \ge x"),
+    (r"\sin x", r"\log_2 x"),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Child:
+    pid: int
+    exit_fd: int  # readable when the process has ended
+    channel: socket.socket  # its end of the socket to the pool
+    num_begun: mmap
+
+    def kill(self) -> None:
+        """With the processes that it may have started: root's cannot be kept from it."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.exit_fd)
+        self.channel.close()
+        self.num_begun.close()
+
+
+class _Nursery:
+    def __init__(self, control: socket.socket, reward_fns: Mapping[str, RewardFn], memory_gib: float) -> None:
+        self._control, self._reward_fns, self._memory_gib = control, reward_fns, memory_gib
+        self._by_channel: dict[int, _Child] = {}
+        self._by_exit: dict[int, _Child] = {}
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+
+    def run(self) -> None:
+        """Until the pool closes its end of `control`, or is gone."""
+        while True:
+            fd, _ = self._poll.poll()[0]  # one at a time: what it brings about can outdate the others
+            if fd in self._by_exit:
+                self._bury(self._by_exit[fd])
+            elif fd in self._by_channel:  # the pool has hung up on it: it took too long
+                self._poll.unregister(fd)
+                self._by_channel[fd].kill()
+            else:
+                _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not fds:
+                    break
+                self._fork(socket.socket(fileno=fds[0]))
+        for child in self._by_exit.values():
+            child.kill()
+            os.waitpid(child.pid, 0)
+
+    def _fork(self, channel: socket.socket) -> None:
+        parent, num_begun = os.getpid(), mmap(-1, 8)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with_parent(parent)
+                self._become_worker()
+                serve(channel, self._reward_fns, self._memory_gib, num_begun)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.setpgid(pid, pid)
+        child = _Child(pid, os.pidfd_open(pid), channel, num_begun)
+        self._by_exit[child.exit_fd] = self._by_channel[channel.fileno()] = child
+        self._poll.register(child.exit_fd, select.POLLIN)
+        self._poll.register(channel, select.POLLRDHUP)
+
+    def _become_worker(self) -> None:
+        """Let go of what is not this worker's; what it prints goes nowhere (a full pipe would hold it up)."""
+        for child in self._by_exit.values():
+            child.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):  # 0 was `control`
+            os.dup2(null, fd)
+        os.close(null)
+
+    def _bury(self, child: _Child) -> None:
+        """Tell the pool how it ended, after all that it said itself."""
+        child.kill()
+        _, status = os.waitpid(child.pid, 0)
+        del self._by_exit[child.exit_fd], self._by_channel[child.channel.fileno()]
+        for fd in (child.exit_fd, child.channel.fileno()):
+            with contextlib.suppress(KeyError):  # the pool had hung up
+                self._poll.unregister(fd)
+        message = ["ended", _ending(status), int.from_bytes(child.num_begun[:], "little")]
+        with contextlib.suppress(BrokenPipeError):
+            child.channel.sendall(json.dumps(message).encode() + b"\n")
+        child.close()
+
+
+def _ending(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code == OUT_OF_MEMORY:
+        return "too much memory (scorer.memory_gib)"
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+
+def _main(arguments: dict[str, Any]) -> None:
+    control = socket.socket(fileno=0)
+    signal.alarm(arguments["start_timeout_s"])  # should a user's module never end its import, and the pool die
+    sys.path[:] = arguments["path"]
+    try:
+        rewards = REWARDS.validate_python(arguments["rewards"])
+        reward_fns = {task: get_reward_fn(reward) for task, reward in rewards.items()}
+        if any(map(uses_algebra, rewards.values())):
+            for left, right in WARM_UP:
+                is_equal_latex(left, right)
+    except Exception as error:  # a user's module can raise anything
+        control.sendall(json.dumps(["failed", describe(error)]).encode())
+        return
+    signal.alarm(0)
+    gc.freeze()  # collecting what was imported would copy its pages into each worker
+    control.sendall(json.dumps(["ready"]).encode())
+    _Nursery(control, reward_fns, arguments["memory_gib"]).run()
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

@@ -1,0 +1,255 @@
+"""Whether an answer and a ground truth are the same to a mathematician: docs/rewards.md states the rules."""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from grpo_ray.rewards.base import NotGraded
+from grpo_ray.rewards.math.algebra import is_equal_latex
+from grpo_ray.rewards.math.numbers import read_number
+from grpo_ray.rewards.math.structure import (
+    MAX_PARTS,
+    UNION,
+    Bracketed,
+    depth,
+    is_asked_for,
+    read_assignments,
+    read_brackets,
+    read_equation,
+    read_list,
+    read_matrix,
+    split,
+)
+from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, normalize, plain
+from grpo_ray.rewards.math.units import PERCENT, Quantity, read_quantities
+
+SIMPLE_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
+MAX_DEPTH = 7  # of brackets: parsing takes exponential time in it
+CHOICE = re.compile(r"\(?([A-J])\)?")
+CHOSEN = re.compile(r"(?:option|choice)? ?[(\[]?([A-J])(?:[)\].:]|[)\].:]+ (?P<content>.+))?", re.IGNORECASE)
+ANOTHER_CHOICE = re.compile(r"\b[A-J]\b")
+# `AB`, `up`, `\angle ABC`: not a product, so the order of the letters matters.
+LABEL = re.compile(r"(?:\\(?P<kind>angle|triangle|overline) ?)?\{?(?P<letters>[A-Z]{2,}|[A-Za-z]{2,})\}?")
+PHRASE = re.compile(r"[A-Za-z][A-Za-z' .,-]*[A-Za-z.]")
+CLOCK = re.compile(r"(?<=\d) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
+RANGE = re.compile(r"[<>]|\\(?:le|ge|mathbb|emptyset)(?![A-Za-z])")
+MEMBER = re.compile(r"[A-Za-z] ?\\in(?![A-Za-z]) ?")
+
+PROSE = r"[A-Za-z:,.!'\s$\\]*"
+NUMBER_IN_PROSE = re.compile(rf"{PROSE}(?<![\w.,])([+-]?\d[\d,]*(?:\.\d+)?%?)(?![\w^*/+-]){PROSE}", re.ASCII)
+
+
+def is_equal(answer: str, truth: str) -> bool:
+    """The same text, number, quantity, list, or expressions that computer algebra finds equal.
+
+    Raises:
+        NotGraded: there is no telling; see `is_equal_latex`.
+    """
+    if answer == truth:
+        return bool(answer)
+    if SIMPLE_NUMBER.fullmatch(answer) and SIMPLE_NUMBER.fullmatch(truth):
+        return Fraction(answer) == Fraction(truth)
+    answer, truth = normalize(answer), normalize(truth)
+    if max(depth(answer), depth(truth)) > MAX_DEPTH:
+        raise NotGraded(f"brackets in brackets, more than {MAX_DEPTH} deep")
+    return bool(answer and truth) and _is_equal(answer, truth)
+
+
+def number_in_prose(answer: str) -> str | None:
+    """`72` of `She has 72 eggs.`; None when there is no number, more than one, or one that words change."""
+    match = NUMBER_IN_PROSE.fullmatch(answer)
+    return match[1] if match and not ANOTHER_NUMBER.search(answer) else None
+
+
+def _is_equal(answer: str, truth: str) -> bool:
+    """Of normalized texts, or of parts of them."""
+    if _spelling(answer) == _spelling(truth):
+        return True
+    numbers = read_number(answer), read_number(truth)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    choice = CHOICE.fullmatch(truth)
+    if choice and (chosen := _chosen(plain(answer))):
+        return chosen == choice[1]
+    if _is_phrase(truth):
+        return _phrase(answer) == _phrase(truth)
+    labels = LABEL.fullmatch(answer), LABEL.fullmatch(truth)
+    if labels[0] and labels[1] and _is_label(labels[1]):
+        return _is_same_label(labels[0], labels[1])
+    for compare in (
+        _compare_matrices,
+        _compare_lists,
+        _compare_equations,
+        _compare_brackets,
+        _compare_quantities,
+    ):
+        verdict = compare(answer, truth)
+        if verdict is not None:
+            return verdict
+    return is_equal_latex(plain(answer), plain(truth))
+
+
+# ---- text ----
+
+
+def _spelling(text: str) -> str:
+    text = CLOCK.sub(lambda match: f"{match[1].lower()}m", plain(text))
+    return re.sub(r"(?<=\W) | (?=\W)", "", text)
+
+
+def _is_phrase(text: str) -> bool:
+    """Words, not a product of letters: of three letters or more, or `no`."""
+    words = plain(text)
+    has_word = re.search(r"[A-Za-z]{3}|^no$", words, re.IGNORECASE)
+    return bool(PHRASE.fullmatch(words)) and bool(has_word) and not VARIABLES.issuperset(words)
+
+
+def _phrase(text: str) -> str:
+    return " ".join(re.sub(r"[.,'\"*]", "", plain(text)).casefold().split())
+
+
+def _chosen(text: str) -> str | None:
+    """`B` of `(B)`, `Option B` and `B. 42`; None of `B. or A`."""
+    match = CHOSEN.fullmatch(text)
+    content = (match and match["content"]) or ""
+    if match is None or ANOTHER_CHOICE.search(content) or ANOTHER_NUMBER.search(content):
+        return None
+    return match[1].upper()
+
+
+def _is_label(label: re.Match[str]) -> bool:
+    letters = label["letters"]
+    return bool(label["kind"]) or letters.isupper() or not VARIABLES.issuperset(letters)
+
+
+def _is_same_label(given: re.Match[str], wanted: re.Match[str]) -> bool:
+    is_same_kind = None in (given["kind"], wanted["kind"]) or given["kind"] == wanted["kind"]
+    return is_same_kind and given["letters"] == wanted["letters"]
+
+
+# ---- what is made of parts: each comparison is None where it has nothing to say ----
+
+
+def _compare_lists(answer: str, truth: str) -> bool | None:
+    r"""`1, 2`, `1 and 2`, `x = 1 or x = 2`, `1 \pm 2` and unions, in any order; a set may give the list."""
+    given, wanted = _members(answer), _members(truth)
+    if len(given) == len(wanted) == 1:
+        is_unchanged = (given[0], wanted[0]) == (answer, truth)
+        return None if is_unchanged else _is_equal(given[0], wanted[0])
+    if len(wanted) == 1 and (values := read_assignments(given)):
+        return _is_equal(values, truth)
+    names = [read_equation(part)[0] for part in wanted]
+    if len(set(names)) > 1 and None in [read_equation(part)[0] for part in given]:
+        return _is_equal_in_order(given, wanted)  # `x = 1, y = 2` asks for 1 and 2 in this order
+    return _is_equal_in_any_order(given, wanted)
+
+
+def _members(text: str) -> list[str]:
+    text = MEMBER.sub("", text, count=1) if MEMBER.match(text) else text
+    intervals = split(text, UNION)
+    if len(intervals) > 1:
+        return intervals
+    parts = read_list(text)
+    brackets = read_brackets(text) if len(parts) == 1 else None
+    return list(brackets.parts) if brackets and brackets.is_set else parts
+
+
+def _is_equal_in_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
+    return len(given) == len(wanted) and all(map(_is_equal, given, wanted))
+
+
+def _is_equal_in_any_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Each part has its own equal among the others (equality being transitive, the first will do)."""
+    if len(given) != len(wanted):
+        return False
+    if len(wanted) > MAX_PARTS:
+        raise NotGraded(f"a list of more than {MAX_PARTS} parts")
+    left = list(given)
+    for part in wanted:
+        found = next((index for index, other in enumerate(left) if _is_equal(other, part)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _compare_equations(answer: str, truth: str) -> bool | None:
+    """`x = 5` is 5, and `2 + 3 = 5` is 5, but `4 = 5` is not: every side must be right."""
+    (given_name, given), (wanted_name, wanted) = read_equation(answer), read_equation(truth)
+    is_plain = not given_name and len(given) == 1
+    if wanted_name:
+        wanted = wanted[-1:]  # of `A = 3 \cdot 4 = 12`
+        if given_name != wanted_name and not is_plain:
+            return None  # `2x - y = 0` for `y = 2x`
+    elif is_plain and len(wanted) == 1:
+        return None if given[0] == answer else _is_equal(given[0], truth)  # `= 5`
+    elif len(wanted) > 1:
+        return False if is_plain else None  # `5` for `2x + 3y = 5`
+    elif not given_name and is_asked_for(given[0]):
+        given = given[1:]  # `f(3) = 5`, `x + y = 5`
+    return all(_is_equal(side, wanted[0]) for side in given)
+
+
+def _compare_brackets(answer: str, truth: str) -> bool | None:
+    """Tuples and intervals: the same brackets, equal parts in order."""
+    given, wanted = _without_parentheses(answer), _without_parentheses(truth)
+    if isinstance(given, Bracketed) and isinstance(wanted, Bracketed):
+        is_same_kind = (given.opening, given.closing) == (wanted.opening, wanted.closing)
+        return is_same_kind and _is_equal_in_order(given.parts, wanted.parts)
+    if isinstance(given, str) and isinstance(wanted, str):
+        return None if (given, wanted) == (answer, truth) else _is_equal(given, wanted)
+    # An interval may be an inequality, or all numbers; nothing else is equal to something in brackets.
+    return None if RANGE.search(answer) or RANGE.search(truth) else False
+
+
+def _without_parentheses(text: str) -> "Bracketed | str":
+    brackets = read_brackets(text)
+    if brackets is None:
+        return text
+    is_value = (brackets.opening, brackets.closing) == ("(", ")") and len(brackets.parts) == 1
+    return brackets.parts[0] if is_value else brackets
+
+
+def _compare_matrices(answer: str, truth: str) -> bool | None:
+    given, wanted = read_matrix(answer), read_matrix(truth)
+    if given is None or wanted is None:
+        return None
+    return len(given) == len(wanted) and all(map(_is_equal_in_order, given, wanted))
+
+
+def _compare_quantities(answer: str, truth: str) -> bool | None:
+    """A unit that one of the two leaves out is taken for granted; two units must measure the same."""
+    given, wanted = read_quantities(answer, truth)
+    if (given.value, wanted.value) == (answer, truth):
+        return None
+    if PERCENT in (given.unit, wanted.unit) and given.unit != wanted.unit:
+        return _is_equal_percent(given, wanted)
+    if given.unit and wanted.unit and given.unit != wanted.unit:
+        return False
+    has_both = bool(given.unit and wanted.unit)
+    numbers = [_number(quantity, has_both) for quantity in (given, wanted)]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    is_same_scale = given.multiplier == wanted.multiplier and (not has_both or given.factor == wanted.factor)
+    if is_same_scale and _is_equal(given.value, wanted.value):
+        return True
+    return False if has_both else None  # what looks like a unit may be a variable: `3 m` is `3m`
+
+
+def _number(quantity: Quantity, is_converted: bool) -> Fraction | None:
+    number = read_number(quantity.value)
+    if number is None:
+        return None
+    return number * quantity.multiplier * (quantity.factor if is_converted else 1)
+
+
+def _is_equal_percent(given: Quantity, wanted: Quantity) -> bool:
+    """One of the two has a percent sign: `50%` is 50, the unit left out, and it is 0.5, its value."""
+    if given.unit and wanted.unit:
+        return False
+    percent, bare = (given, wanted) if given.unit else (wanted, given)
+    if _is_equal(rf"\frac{{{percent.value}}}{{100}}", bare.value):
+        return True
+    number = read_number(wanted.value)
+    is_share = not wanted.unit and number is not None and abs(number) <= 1  # `0.5%` is not 0.5
+    return not is_share and _is_equal(percent.value, bare.value)

@@ -1,0 +1,146 @@
+r"""How an answer is put together: brackets, lists, unions, matrices and equations, read off its text."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_ray.rewards.math.text import ANOTHER_NUMBER
+
+MAX_PARTS = 32  # of a list whose order does not matter: every part is compared with every other
+
+OPENING, CLOSING = ("(", "[", r"\{", r"\langle", "{"), (")", "]", r"\}", r"\rangle", "}")
+TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
+# Of `1,000, 2,000` only the middle comma separates.
+BETWEEN_NUMBERS = r",(?!\d{3}(?!\d))|(?<!\d),|;"
+SEPARATOR = re.compile(BETWEEN_NUMBERS + r"|(?:\\text\{)? *\b(?:and|or)\b *\}?")
+COMMA, SPACED_COMMA = re.compile("[,;]"), re.compile(BETWEEN_NUMBERS)
+EQUALS = re.compile(r"(?<![<>!:])=")
+UNION = re.compile(r"\\cup(?![A-Za-z])")
+RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
+REVERSED = {">": "<", r"\ge": r"\le"}
+ARGUMENTS = r"(?: ?\( ?[A-Za-z](?: ?, ?[A-Za-z])* ?\))?"
+VARIABLE = rf"\\?[A-Za-z]+(?:_(?:\w|\{{\w+\}}))?'*(?:\^\{{-1\}})?{ARGUMENTS}"
+NAME = re.compile(rf"\\text\{{[A-Za-z ]*\}}|{VARIABLE}|\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
+# What holds no letter that stands for something unknown.
+CONSTANT = re.compile(
+    r"\\(?!alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle|overline|text)[A-Za-z]+"
+    r"|\\text(?![A-Za-z])|(?<![A-Za-z])[ei](?![A-Za-z(])"
+)
+MULTIPLE = re.compile(r"[+-]? ?(?:\d|\\frac ?\{? ?\d)")
+MATRIX = re.compile(r"[(\[]?\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}[)\]]?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Bracketed:
+    r"""`(1, 2]` is ("(", "]", ["1", "2"]); `\langle` counts as `(`."""
+
+    opening: str
+    closing: str
+    parts: tuple[str, ...]
+
+    @property
+    def is_set(self) -> bool:
+        return self.opening == r"\{"
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The stripped parts between the separators outside all brackets."""
+    ends, depth = [], 0
+    starts = {match.start(): match.end() for match in separator.finditer(text)}
+    for token in TOKEN.finditer(text):
+        if depth <= 0 and token.start() in starts:
+            ends.append((token.start(), starts[token.start()]))
+        depth += (token[0] in OPENING) - (token[0] in CLOSING)
+    edges = [0, *(edge for span in ends for edge in span), len(text)]
+    return [text[start:end].strip() for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def depth(text: str) -> int:
+    """How many brackets are open at once, at most."""
+    level = deepest = 0
+    for token in TOKEN.finditer(text):
+        level += (token[0] in OPENING) - (token[0] in CLOSING)
+        deepest = max(deepest, level)
+    return deepest
+
+
+def read_brackets(text: str) -> Bracketed | None:
+    """The pair of brackets around the whole text; None when there is none."""
+    tokens = [token[0] for token in TOKEN.finditer(text)]
+    if len(tokens) < 2 or tokens[0] not in OPENING[:4] or tokens[-1] not in CLOSING[:4]:
+        return None
+    depth = 0
+    for index, token in enumerate(tokens):
+        depth += (token in OPENING) - (token in CLOSING)
+        if depth == 0 and index < len(tokens) - 1:
+            return None
+    opening, closing = tokens[0].replace(r"\langle", "("), tokens[-1].replace(r"\rangle", ")")
+    inner = text[len(tokens[0]) : -len(tokens[-1])]
+    return Bracketed(opening, closing, tuple(split(inner, SPACED_COMMA if ", " in inner else COMMA)))
+
+
+def read_list(text: str) -> list[str]:
+    r"""`1, 2 and 3` is three parts; `2 \pm x` is two."""
+    parts = split(text, SEPARATOR)
+    return [sign for part in parts for sign in _signs(part)] if all(parts) else [text]
+
+
+def _signs(part: str) -> Sequence[str]:
+    if r"\pm" not in part and r"\mp" not in part:
+        return (part,)
+    plus = re.sub(r"\\pm *", "+", re.sub(r"\\mp *", "-", part))
+    minus = re.sub(r"\\pm *", "-", re.sub(r"\\mp *", "+", part))
+    return tuple(re.sub(r"(^|=) *\+", r"\1", text) for text in (plus, minus))
+
+
+def read_matrix(text: str) -> list[list[str]] | None:
+    """Rows of cells."""
+    match = MATRIX.fullmatch(text)
+    if not match:
+        return None
+    rows = [row for row in re.split(r"\\\\", match[2]) if row.strip()]
+    return [[cell.strip() for cell in row.split("&")] for row in rows]
+
+
+def ascending(text: str) -> str:
+    """A chain of inequalities with the smallest side first: `3 > x` is `x < 3`."""
+    signs = RELATION.findall(text)
+    if not signs or not REVERSED.keys() >= set(signs):
+        return text
+    sides = split(text, RELATION)
+    return sides[-1] + "".join(
+        f" {REVERSED[sign]} {side}" for sign, side in zip(signs[::-1], sides[-2::-1], strict=False)
+    )
+
+
+def is_asked_for(side: str) -> bool:
+    r"""Whether `side = 5` says that 5 is the answer: `f(3)`, `x + y`, `\sin\theta`; not `5x`, nor `2 + 3`."""
+    letters = CONSTANT.sub(" ", side)
+    is_multiple = MULTIPLE.match(side) and not re.search(r".[+-]", side)
+    return bool(re.search("[A-Za-z]", letters)) and not is_multiple and not ANOTHER_NUMBER.search(side)
+
+
+def read_assignments(parts: Sequence[str]) -> str | None:
+    """`(5, 3)` of `y = 3` and `x = 5`; None of what is not one value for each of several names."""
+    equations = sorted((name or "", values) for name, values in map(read_equation, parts))
+    names = {name for name, _ in equations}
+    if (
+        len(parts) < 2
+        or "" in names
+        or len(names) < len(parts)
+        or any(len(values) > 1 for _, values in equations)
+    ):
+        return None
+    return f"({', '.join(values[0] for _, values in equations)})"
+
+
+def read_equation(text: str) -> tuple[str | None, list[str]]:
+    """The name on one side of an equation and the other sides: `x = 2 + 3 = 5` is ("x", ["2 + 3", "5"])."""
+    sides = split(text, EQUALS)
+    sides = sides[1:] if len(sides) > 1 and not sides[0] else sides  # `= 5`
+    if len(sides) < 2 or "" in sides:
+        return None, sides if "" not in sides else [text]
+    names = [side for side in sides if NAME.fullmatch(side) and not ANOTHER_NUMBER.search(side)]
+    if not names or len(names) == len(sides):
+        return (sides[0], sides[1:]) if names else (None, sides)
+    return re.sub(r"[ {}]", "", names[0]), [side for side in sides if side not in names]

@@ -1,0 +1,243 @@
+"""Everything a run can get wrong, checked before anything expensive starts."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NoReturn
+
+from grpo_ray.config import Config
+from grpo_ray.config.task import ExamplesTaskConfig, PlainTask
+from grpo_ray.policy.loading import (
+    check_hub_model,
+    check_lengths,
+    check_llama,
+    check_local_model,
+    check_vocabulary,
+    end_token_ids,
+    is_local,
+    load_tokenizer,
+    max_positions,
+)
+from grpo_ray.rewards.checking import check_reward
+from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
+from grpo_ray.tasks.examples import Example, ExampleSets
+from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.tasks.prompt_lengths import Lengths, check_cut, count_tokens, cut_notices, skip_long
+from grpo_ray.tasks.prompts import (
+    Prompter,
+    Prompters,
+    PromptTemplate,
+    Tokenizer,
+    make_items,
+    template_of,
+)
+from grpo_ray.tasks.sources import source_names
+from grpo_ray.tasks.warmup import check_warmup
+from grpo_ray.types import PromptItem
+
+WarmupProgress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The task's examples and templates, read and checked; what differs by part is by `Example.task`."""
+
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    templates: Mapping[str, PromptTemplate]
+    notices: tuple[str, ...] = ()  # what was left out or cut, a line each
+    longest_prompt: int | None = None  # tokens; None for a hub's model, whose tokenizer is not here yet
+    max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
+
+    def prompters(self, tokenizer: Tokenizer) -> Prompters:
+        cuts = self.max_prompt_tokens
+        return {name: Prompter(t, tokenizer, cuts.get(name)) for name, t in self.templates.items()}
+
+    def part(self, name: str) -> ExampleSets:
+        train, validation = ([e for e in some if e.task == name] for some in (self.train, self.validation))
+        return ExampleSets(train, validation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedServing:
+    """What Generators and the Scorer start from, and the prompts that they are evaluated on."""
+
+    model_path: str
+    validation: Sequence[PromptItem]
+    end_token_ids: tuple[int, ...]
+    longest_prompt: int  # tokens
+    max_model_len: int  # tokens
+    notices: tuple[str, ...] = ()  # the task's, complete now that the tokenizer is here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(PreparedServing):
+    """What all actors and the controller of a run start from."""
+
+    ledger: PromptLedger
+
+
+def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData:
+    """Read the task, and the model if it is here; seconds, and without Ray.
+
+    Args:
+        examples: the task's, where they have been read already.
+
+    Raises:
+        ValueError: names the field or file, what is wrong with it, and the fix.
+    """
+    for name, reward in config.task.rewards.items():
+        check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
+    if config.model.tiny is not None:
+        check_warmup(config.task)
+    if config.model.path is not None and is_local(config.model.path):
+        check_local_model(config.model.path)
+    if examples is None:
+        examples = load_examples(config.task, config.run.seed)
+    templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
+    task = TaskData(examples.train, examples.validation, templates, examples.notices)
+    if config.model.path is None or is_local(config.model.path):
+        task = _fit_prompts(config, task)
+    return task
+
+
+def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = None) -> Prepared:
+    """Find, fetch or build the model.
+
+    Raises:
+        ValueError: the hub does not give the model, or it does not fit its tokenizer, or is too short for
+            the prompts and `sampling.max_tokens`.
+    """
+    serving, task, prompters = _prepare(config, task, progress)
+    order = make_order(config.task, Counter(example.task for example in task.train), config.run.seed)
+    return Prepared(ledger=PromptLedger(task.train, prompters, order), **vars(serving))
+
+
+def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
+    """As `prepare`, for what trains nothing: `task.train` may be empty."""
+    return _prepare(config, task, None)[0]
+
+
+def _prepare(
+    config: Config, task: TaskData, progress: WarmupProgress | None
+) -> tuple[PreparedServing, TaskData, Prompters]:
+    if config.model.tiny is not None:
+        from grpo_ray.policy.tiny import tiny_model_folder
+
+        model_path = str(tiny_model_folder(config, progress))
+    else:
+        assert config.model.path is not None
+        model_path = config.model.path
+        if not is_local(model_path):
+            check_hub_model(model_path)
+    if task.longest_prompt is None:
+        task = _fit_prompts(config, task)
+    longest = task.longest_prompt
+    assert longest is not None
+    tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
+    prompters = task.prompters(tokenizer)
+    serving = PreparedServing(
+        model_path=model_path,
+        validation=make_items(task.validation, prompters),
+        end_token_ids=end_token_ids(model_path, tokenizer),
+        longest_prompt=longest,
+        max_model_len=config.generator.max_model_len or longest + config.sampling.max_tokens,
+        notices=task.notices,
+    )
+    return serving, task, prompters
+
+
+def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
+    """The model's tokenizer, after making sure that the two fit, and the longest sequence it was made for."""
+    if config.model.tiny is not None:  # both are built to fit
+        from grpo_ray.policy.tiny import tiny_tokenizer
+
+        return tiny_tokenizer(config), config.model.tiny.max_position_embeddings
+    assert config.model.path is not None
+    path, trust = config.model.path, config.model.trust_remote_code
+    if config.model.implementation == "grpo_ray":
+        check_llama(path)
+    positions = max_positions(path, trust)  # reads config.json, without which no tokenizer is found either
+    tokenizer = load_tokenizer(path, trust)
+    ends = end_token_ids(path, tokenizer)
+    if not ends and not config.sampling.stop:
+        raise ValueError(
+            f"sampling.stop: neither the tokenizer of {path!r} nor its generation_config.json names an end "
+            "token, so every response would run to sampling.max_tokens; give sampling.stop, "
+            "or set eos_token in tokenizer_config.json"
+        )
+    check_vocabulary(path, tokenizer, ends, trust)
+    return tokenizer, positions
+
+
+@dataclass(frozen=True)
+class _FittedPart:
+    examples: ExampleSets  # with the notices of what was done to fit them
+    longest_prompt: int  # tokens
+    max_prompt_tokens: int | None = None  # longer ones are to be cut
+
+
+def _fit_prompts(config: Config, task: TaskData) -> TaskData:
+    """The task with its longest prompt known, after dealing with those that are too long."""
+    tokenizer, positions = _tokenizer_and_positions(config)
+    prompters = task.prompters(tokenizer)
+    parts = {
+        name: _fit_part(config, part, task.part(name), prompters[name], positions)
+        for name, part in parts_of(config.task).items()
+    }
+    fitted = join_parts({name: part.examples for name, part in parts.items()})
+    cuts = {name: part.max_prompt_tokens for name, part in parts.items()}
+    return replace(
+        task,
+        train=fitted.train,
+        validation=fitted.validation,
+        notices=task.notices + fitted.notices,
+        longest_prompt=max(part.longest_prompt for part in parts.values()),
+        max_prompt_tokens={name: cut for name, cut in cuts.items() if cut is not None},
+    )
+
+
+def _fit_part(
+    config: Config, task: PlainTask, examples: ExampleSets, prompter: Prompter, positions: int | None
+) -> _FittedPart:
+    lengths = (count_tokens(examples.train, prompter), count_tokens(examples.validation, prompter))
+    longest = max(chain(*lengths))
+    limit = _longest_allowed(config, task, positions)
+    if limit is None or longest <= limit:
+        return _FittedPart(examples, longest)
+    if not isinstance(task, ExamplesTaskConfig) or task.long_prompts == "refuse":
+        _refuse_long(config, task, examples, lengths, positions)
+    names = source_names(task)
+    if task.long_prompts == "skip":
+        kept = skip_long(examples, lengths, limit, names)
+        return _FittedPart(kept, max(count for count in chain(*lengths) if count <= limit))
+    check_cut(prompter, limit)
+    return _FittedPart(replace(examples, notices=cut_notices(lengths, limit, names)), limit, limit)
+
+
+def _refuse_long(
+    config: Config, task: PlainTask, examples: ExampleSets, lengths: Lengths, positions: int | None
+) -> NoReturn:
+    pairs = zip(chain(*lengths), [*examples.train, *examples.validation], strict=True)
+    longest, example = max(pairs, key=lambda pair: pair[0])
+    remedy = ""
+    if isinstance(task, ExamplesTaskConfig):
+        remedy = "or set task.long_prompts to skip (left out) or truncate (cut on the left)"
+    spaces = ((positions, "the model's positions"), (config.generator.max_model_len, "generator.max_model_len"))
+    for space, what in spaces:
+        check_lengths(longest, config.sampling.max_tokens, space, what, example.place, remedy)
+    assert isinstance(task, ExamplesTaskConfig)
+    raise ValueError(
+        f"{example.place}: the prompt has {longest} tokens, more than task.max_prompt_tokens "
+        f"({task.max_prompt_tokens}); raise it, {remedy}"
+    )
+
+
+def _longest_allowed(config: Config, task: PlainTask, positions: int | None) -> int | None:
+    """Tokens of the longest prompt for which there is room; None: nothing limits it."""
+    spaces = [space for space in (positions, config.generator.max_model_len) if space is not None]
+    limits = [space - config.sampling.max_tokens for space in spaces]
+    if isinstance(task, ExamplesTaskConfig) and task.max_prompt_tokens is not None:
+        limits.append(task.max_prompt_tokens)
+    return min(limits, default=None)

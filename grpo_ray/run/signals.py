@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM: a first one ends a run with a checkpoint, a second ends the process."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from grpo_ray.run.controller import RECOVERABLE, Controller
+from grpo_ray.run.restores import how_to_go_on
+from grpo_ray.telemetry.run_files import RunDirectory
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM; every actor and process has been ended. The message says how to go on."""
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM as Ctrl-C, so that what follows is cleaned up the same way (Ray's own handler exits at once)."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def run_until_signal(controller: Controller, on_preemption_s: float, run: RunDirectory) -> None:
+    """Run the controller. A first SIGINT or SIGTERM stops it after the present step, with a checkpoint; a
+    second ends the process at once. SIGTERM's deadline abandons the step.
+    """
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            for other in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(other)
+                signal.signal(other, signal.SIG_DFL)
+            controller.stop()
+            if number == signal.SIGTERM:
+                loop.call_later(on_preemption_s, task.cancel)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        await controller.run()
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        text = f"no checkpoint could be written in {on_preemption_s:g} s (run.on_preemption_s)"
+        raise Interrupted(f"{text}; {how_to_go_on(run)}") from None
+    except RECOVERABLE as error:
+        if controller.was_stopped:  # it is not gone back to only to be stopped
+            raise Interrupted(f"{error}; {how_to_go_on(run)}") from error
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which would skip the clean-up
+    if controller.was_stopped:
+        raise Interrupted(how_to_go_on(run))

@@ -1,0 +1,150 @@
+"""A training run: begun, gone on with, and brought to its end or to a checkpoint, whatever happens."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from grpo_ray.cluster import session
+from grpo_ray.cluster.hosting import running
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.config.schema import leaves
+from grpo_ray.errors import RunError, all_of, shown_plainly
+from grpo_ray.policy.loading import is_local
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import Prepared, TaskData, check_files, prepare
+from grpo_ray.run.restores import train_through_restores
+from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
+from grpo_ray.telemetry.checkpoint import make_store
+from grpo_ray.telemetry.console import RunConsole, plan
+from grpo_ray.telemetry.run_files import RunDirectory, dump_config, last_logged_step
+from grpo_ray.telemetry.run_state import reported
+from grpo_ray.telemetry.trackers import check_trackers, tracking
+
+
+def train(config: Config, config_path: str) -> RunDirectory:
+    """Run a whole job; returns the run's directory.
+
+    Raises:
+        RunError: the files, the model, the cluster or an actor; the message says what to do.
+        Interrupted: Ctrl-C or SIGTERM.
+    """
+    name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDirectory(Path(config.run.output_dir) / name)
+    if config.run.if_exists == "resume" and run.config_path.exists():
+        return _resume(run, config)
+    task = _check(config, run.check_free)
+    with _ray_for(config) as (console, placement):
+        prepared = _prepare(config, task, console)
+        with shown_plainly():
+            run.create(config)
+        with run.lock():
+            _run_to_the_end(config, prepared, run, console, placement)
+    return run
+
+
+def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
+    """Go on with the run in folder `path` from its last checkpoint; overrides may change what is not fixed.
+
+    Raises:
+        As `train`; and RunError when the folder is no run, or an override would change its prompts.
+    """
+    run = RunDirectory(path)
+    if not run.config_path.exists():
+        raise RunError(f"{path}: no run to go on with (it has no config.yaml); give a folder that `train` made")
+    return _resume(run, load_config(run.config_path, overrides))
+
+
+def _resume(run: RunDirectory, config: Config) -> RunDirectory:
+    _check_same_prompts(load_config(run.config_path), config)
+    task = _check(config)
+    with run.lock():
+        if _is_done(run, config):
+            num_steps = config.algorithm.num_steps
+            print(
+                f"{run.path}: all {num_steps} steps are done; train on with algorithm.num_steps={2 * num_steps}"
+            )
+            return run
+        dump_config(config, run.config_path)
+        run.state_path.unlink(missing_ok=True)  # it says how the run ended before
+        with _ray_for(config) as (console, placement):
+            _run_to_the_end(config, _prepare(config, task, console), run, console, placement)
+    return run
+
+
+def _check(config: Config, *others: Callable[[], None]) -> TaskData:
+    """The task's data, after all that can be found wrong before Ray is started."""
+    *_, task, _, _ = all_of(
+        *others,
+        lambda: check_files(config),
+        lambda: session.check_machine(config),
+        lambda: check_trackers(config),
+    )
+    assert isinstance(task, TaskData)
+    return task
+
+
+def _is_done(run: RunDirectory, config: Config) -> bool:
+    """Whether the last step has its checkpoint and its line, which is written after its validation."""
+    newest, num_steps = make_store(config, run).latest(), config.algorithm.num_steps
+    is_saved = newest is not None and newest.state.step >= num_steps
+    return is_saved and last_logged_step(run.metrics_path) >= num_steps
+
+
+FIXED = (
+    "model.",
+    "task.",
+    "run.seed",
+    "algorithm.prompts_per_step",
+    "algorithm.samples_per_prompt",
+    "algorithm.dynamic_sampling_tries",
+    "buffer.replay.",
+)
+
+
+def _check_same_prompts(before: Config, now: Config) -> None:
+    """A run keeps its model and its prompts' order; everything else may change when it is resumed."""
+    old, new = leaves(before.model_dump()), leaves(now.model_dump())
+    for path in sorted(old.keys() | new.keys()):
+        if path.startswith(FIXED) and old.get(path) != new.get(path):
+            raise RunError(
+                f"{path}: this run has {old.get(path)!r} and cannot go on with {new.get(path)!r}; "
+                "leave it, or train a new run"
+            )
+
+
+@contextlib.contextmanager
+def _ray_for(config: Config) -> Iterator[tuple[RunConsole, session.Placement]]:
+    """The console, and a place for the run's actors in a Ray that has what they want."""
+    needs_hub = config.model.path is not None and not is_local(config.model.path)
+    with RunConsole(config.algorithm.num_steps) as console:
+        console.status("starting Ray")
+        with session.connected(needs_hub), sigterm_interrupts():
+            console.status("reserving what the actors want")
+            with session.placed(config) as placement:
+                yield console, placement
+
+
+def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
+    console.status("preparing the model")
+    with shown_plainly():
+        return prepare(config, task, console.warmup)
+
+
+def _run_to_the_end(
+    config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, placement: session.Placement
+) -> None:
+    console.print(plan(config, prepared.longest_prompt, str(run.path)))
+    with reported(run, config.algorithm.num_steps, console) as reporter:
+        for notice in prepared.notices:
+            reporter.trouble(notice)
+
+        def drive(controller: Controller) -> None:
+            reporter.follow(controller.glance)
+            run_until_signal(controller, config.run.on_preemption_s, run)
+
+        with tracking(config, run, console.print, reporter.trouble) as trackers:
+            host = partial(running, placement)
+            train_through_restores(config, prepared, run, reporter, host, drive, trackers)

@@ -1,0 +1,88 @@
+"""Prompt/answer pairs with their keywords: the files that `grpo-ray data keywords` writes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.tasks.examples import Example, ExampleSets, counted
+from grpo_ray.tasks.files import rows_of, text_of
+from grpo_ray.tasks.keywords.word_list import WORD, Keywords
+
+FIELDS = ("prompt", "answer", "keywords")
+
+
+@dataclass(frozen=True)
+class KeywordPair:
+    """A line: `{"prompt": "...", "answer": "...", "keywords": ["tree", "boat"]}`."""
+
+    prompt: str
+    answer: str
+    keywords: Keywords
+    place: str = field(default="", compare=False)  # its file and line, for messages
+
+    @property
+    def example(self) -> Example:
+        return Example(self.prompt, ", ".join(self.keywords), self.place)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "answer": self.answer, "keywords": list(self.keywords)}
+
+
+def read_pairs(path: str | Path, limit: int | None = None) -> list[KeywordPair]:
+    """The pairs of a JSONL or Parquet file in its order, at most `limit`; other fields are left alone.
+
+    Raises:
+        ValueError: the file cannot be read, holds no pairs, or one that is not right.
+    """
+    pairs = [_pair(place, row) for place, row in islice(rows_of(Path(path), FIELDS), limit)]
+    if not pairs:
+        raise ValueError(f"{path}: holds no pairs; make some with `grpo-ray data keywords`")
+    return pairs
+
+
+def _pair(place: str, row: Mapping[str, Any]) -> KeywordPair:
+    if missing := [name for name in FIELDS if name not in row]:
+        raise ValueError(
+            f"{place}: no field {missing[0]!r}; a row has {', '.join(FIELDS)}, not {', '.join(row)}"
+        )
+    prompt, answer = text_of(place, row, "prompt"), text_of(place, row, "answer")
+    keywords = row["keywords"]
+    is_list = isinstance(keywords, list) and all(isinstance(word, str) for word in keywords)
+    if not is_list or not keywords or not all(map(WORD.fullmatch, keywords)):
+        raise ValueError(
+            f"{place}: 'keywords' is {repr(keywords)[:80]}; it must be a list of words, one at least"
+        )
+    return KeywordPair(prompt, answer, tuple(keywords), place)
+
+
+def pair_examples(train_path: str, validation_path: str, num_validation: int) -> ExampleSets:
+    """All of train's and validation's first `num_validation`, whose keywords are kept out of training.
+
+    Raises:
+        ValueError: as `read_pairs`, or nothing is left to train on.
+    """
+    train, validation = read_pairs(train_path), read_pairs(validation_path, num_validation)
+    kept = not_evaluated(train, validation)
+    if not kept:
+        raise ValueError(
+            f"{train_path}: {validation_path} wants the keywords of every prompt too, so none is left to train "
+            "on; give other training or validation prompts"
+        )
+    notices: tuple[str, ...] = ()
+    if len(kept) < len(train):
+        shared = counted(len(train) - len(kept), "prompt")
+        notices = (f"{train_path}: {shared} with keywords of {validation_path} kept out of training",)
+    return ExampleSets([pair.example for pair in kept], [pair.example for pair in validation], notices)
+
+
+def not_evaluated(train: Sequence[KeywordPair], validation: Sequence[KeywordPair]) -> list[KeywordPair]:
+    """The pairs of `train` whose keywords none of `validation` wants."""
+    evaluated = {_wanted(pair) for pair in validation}
+    return [pair for pair in train if _wanted(pair) not in evaluated]
+
+
+def _wanted(pair: KeywordPair) -> frozenset[str]:
+    """The same for pairs that want the same words."""
+    return frozenset(word.casefold() for word in pair.keywords)

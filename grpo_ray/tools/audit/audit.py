@@ -1,0 +1,211 @@
+"""What a run's own files say of it: was every prompt trained once, on tokens young enough, for its true reward?
+
+Nothing here trusts the program that wrote the files: ages, rewards, advantages and counts are worked out
+again from tokens and texts. Every problem is one line of text.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
+from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
+from grpo_ray.tools.audit.epochs import audit_epochs
+from grpo_ray.tools.audit.rollouts import Asked, RolloutFacts, RolloutRows, audit_evaluation, audit_step
+
+Row = dict[str, Any]
+
+
+@dataclass
+class AuditReport:
+    """What was looked at, and what is wrong with it."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be looked at, and why
+    num_steps: int = 0
+    num_groups: int = 0
+    num_completions: int = 0
+    num_evaluations: int = 0
+    num_errors: int = 0  # responses that could not be graded
+    num_skipped_updates: int = 0
+    set_aside: tuple[int, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_steps} steps, {self.num_groups} groups, {self.num_completions} completions, "
+            f"{self.num_evaluations} evaluations; {self.num_errors} responses not graded, "
+            f"{self.num_skipped_updates} updates skipped, {len(self.set_aside)} groups set aside"
+        ]
+        lines += [f"problem: {text}" for text in self.problems] or ["no problem"]
+        return "\n".join(lines + [f"note: {text}" for text in self.notes])
+
+
+def audit(run: RunDirectory) -> AuditReport:
+    """Look through the files of a run that is not being trained now.
+
+    Raises:
+        OSError, ValueError: the configuration or a log cannot be read at all.
+    """
+    config = load_config(run.config_path)
+    metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
+    report = AuditReport(num_steps=len(metrics))
+    last = max((row["step"] for row in metrics), default=0)
+    is_finished = last >= config.algorithm.num_steps
+    if not is_finished:
+        report.notes.append(f"the run stands at step {last} of {config.algorithm.num_steps}")
+    report.problems += _audit_lines(metrics)
+    checkpoint = audit_checkpoint(run, last, is_finished)
+    report.problems += checkpoint.problems
+    report.set_aside = tuple(sorted(checkpoint.set_aside))
+    grader = Grader(config.task.rewards, config.scorer)
+    try:
+        if config.run.save_rollouts:
+            _audit_training(run, config, metrics, checkpoint, grader, report)
+        else:
+            report.notes.append("run.save_rollouts is false: what was trained cannot be audited")
+        _audit_evaluations(run, config, last, is_finished, grader, report)
+    finally:
+        grader.close()
+    report.problems += _audit_skipped(run, metrics, report)
+    if is_finished:
+        report.problems += _leftovers(run)
+    return report
+
+
+def _audit_lines(metrics: Sequence[Row]) -> list[str]:
+    """Every step has one line, in order."""
+    steps = [row["step"] for row in metrics]
+    expected = list(range(1, max(steps, default=0) + 1))
+    if steps == expected:
+        return []
+    counts = Counter(steps)
+    problems = [f"metrics.jsonl: step {step} has no line" for step in expected if step not in counts]
+    problems += [f"metrics.jsonl: step {step} has {n} lines" for step, n in counts.items() if n > 1]
+    return problems or ["metrics.jsonl: its lines are not in the order of the steps"]
+
+
+def _audit_training(
+    run: RunDirectory,
+    config: Config,
+    metrics: Sequence[Row],
+    checkpoint: CheckpointFacts,
+    grader: Grader,
+    report: AuditReport,
+) -> None:
+    """Each step's file: its own groups, whole, young enough, and rewarded as they deserve."""
+    prompts: dict[int, Asked] = {}
+    trained: Counter[int] = Counter()
+    uses: Counter[int] = Counter()  # batches that a group has been in
+    dropped: set[int] = set()
+    due: set[int] = set()  # groups that the checkpoint must know as trained or dropped
+    for row in {row["step"]: row for row in metrics}.values():
+        step, path = row["step"], run.rollouts_path(row["step"])
+        if not path.exists():
+            if step <= checkpoint.step:  # later ones may still have been on their way when the run ended
+                report.problems.append(f"{path.name}: step {step} was trained and has no rollouts")
+            continue
+        rows = RolloutRows(path.name, read_rollouts(path))
+        facts = audit_step(rows, row, config, grader)
+        _add(report, facts)
+        report.num_groups += len(facts.prompts)
+        report.num_completions += facts.num_completions
+        trained.update(facts.trained)
+        report.problems += [
+            f"{path.name}: group {group} is replayed as its use {use}, after {uses[group]}"
+            for group, use in facts.replayed.items()
+            if not 0 < uses[group] == use - 1
+        ]
+        uses.update([*facts.trained, *facts.replayed])
+        dropped |= set(facts.dropped)
+        if row["step"] <= checkpoint.step:
+            due |= set(facts.prompts)
+        prompts |= facts.prompts
+    report.problems += [f"group {group} was trained {n} times" for group, n in trained.items() if n > 1]
+    report.problems += [
+        f"group {group} was trained, and left out" for group in sorted(dropped & trained.keys())
+    ]
+    last = max((row["step"] for row in metrics), default=0)
+    for file in sorted(run.rollouts.glob("step-*.parquet")):
+        if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
+            report.problems.append(f"{file.name}: rollouts of a step that has no line in metrics.jsonl")
+    report.problems += _audit_account(checkpoint, due)
+    problems, notes = audit_epochs(config, prompts, checkpoint)
+    report.problems += problems
+    report.notes += notes
+
+
+def _audit_account(checkpoint: CheckpointFacts, due: set[int]) -> Iterator[str]:
+    """Every group that the checkpoint has taken is done by the rollouts, set aside, or still to be trained."""
+    if checkpoint.next_group_id is None:
+        return
+    done = due | checkpoint.set_aside
+    both = sorted(done & checkpoint.unfinished)
+    missing = sorted(set(range(checkpoint.next_group_id)) - done - checkpoint.unfinished)
+    if both:
+        yield f"groups {both[:10]} are done, and the checkpoint still has them to train"
+    if missing:
+        yield f"groups {missing[:10]} are lost: not trained, and the checkpoint does not have them"
+
+
+def _add(report: AuditReport, facts: RolloutFacts) -> None:
+    report.problems += facts.problems
+    report.notes += facts.notes
+    report.num_errors += facts.num_errors
+
+
+def _audit_evaluations(
+    run: RunDirectory, config: Config, last: int, is_finished: bool, grader: Grader, report: AuditReport
+) -> None:
+    """Each step that is due has one, its rewards are true, and its summary says what its responses say."""
+    path = run.evaluations_summary_path
+    summaries = read_metrics(path) if path.exists() else []
+    steps = Counter(row["step"] for row in summaries)
+    due = set(range(0, last + 1, config.evaluation.every_num_steps)) | ({last} if is_finished else set())
+    report.num_evaluations = len(summaries)
+    report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]
+    report.problems += [f"{n} evaluations at step {step}" for step, n in steps.items() if n > 1]
+    for summary in summaries:
+        file = run.evaluations / f"{step_name(summary['step'])}.parquet"
+        if not file.exists():
+            report.problems.append(f"evaluations/{file.name} is missing")
+            continue
+        rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))
+        _add(report, audit_evaluation(rows, summary, config, grader))
+
+
+def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:
+    """An update that was not finite is counted, and only such a one has its batch kept."""
+    skipped = {step_name(row["step"]) for row in metrics if row["optim/skipped_updates"]}
+    report.num_skipped_updates = int(sum(row["optim/skipped_updates"] for row in metrics))
+    kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
+    infinite = [row["step"] for row in metrics if not _is_finite(row["optim/grad_norm"])]
+    problems = [
+        f"skipped/{name}.parquet: no update of that step was skipped" for name in sorted(kept - skipped)
+    ]
+    problems += [
+        f"step {s}: its gradient is not finite and was used" for s in infinite if step_name(s) not in skipped
+    ]
+    return problems
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)  # JSON has null for nan
+
+
+def _leftovers(run: RunDirectory) -> list[str]:
+    """Files that a clean end would not have left."""
+    files = [path for path in run.checkpoints.iterdir() if not re.fullmatch(r"step-\d{6,}", path.name)]
+    for folder in (run.rollouts, run.evaluations, run.skipped, run.path):
+        files += list(folder.glob(".*.partial"))
+    return [f"{path.relative_to(run.path)} is left over" for path in sorted(files)]

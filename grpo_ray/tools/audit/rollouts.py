@@ -1,0 +1,216 @@
+"""One file of rollouts, worked out again: its groups, the age of its tokens, rewards and advantages."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_ray.actors.scorer import UNGRADED, advantages_of
+from grpo_ray.config import Config
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.isolation.pool import Scores, ScoringError
+from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
+
+Row = dict[str, Any]
+REWARDS = ("reward", "format_reward", "answer_reward")
+
+
+class RolloutRows:
+    """A rollout file's rows, by group in the file's order; `name` is for messages."""
+
+    def __init__(self, name: str, rows: list[Row]) -> None:
+        self.name, self.rows = name, rows
+        self.groups: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            self.groups[row["group_id"]].append(row)
+
+    @property
+    def num_errors(self) -> int:
+        return sum(row.get("error") is not None for row in self.rows)
+
+    def mean(self, column: str) -> float:
+        return sum(row[column] for row in self.rows) / max(1, len(self.rows))
+
+
+class Asked(NamedTuple):
+    """What a group was asked."""
+
+    text: str  # the prompt
+    ground_truth: str
+    task: str  # the part of a mixture
+
+
+@dataclass
+class RolloutFacts:
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be looked at
+    prompts: dict[int, Asked] = field(default_factory=dict)  # each own group's
+    trained: list[int] = field(default_factory=list)  # own groups that were trained
+    replayed: dict[int, int] = field(default_factory=dict)  # groups of earlier steps, with their `use`
+    dropped: list[int] = field(default_factory=list)  # and those that were left out for lack of signal
+    num_completions: int = 0
+    num_errors: int = 0
+
+
+def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Grader) -> RolloutFacts:
+    """The batch of one step: its own groups (fresh or dropped), and those that are replayed.
+
+    Args:
+        metrics: the step's line in metrics.jsonl.
+    """
+    step = metrics["step"]
+    own = RolloutRows(rows.name, [row for row in rows.rows if row["use"] in (DROPPED, FRESH)])
+    replayed = RolloutRows(rows.name, [row for row in rows.rows if row["use"] > FRESH])
+    fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
+    problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
+    problems += _audit_size(fresh, own, replayed, config)
+    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt)
+    wrong, notes = _audit_rewards(rows, grader)
+    problems += wrong
+    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
+    if replayed.rows:
+        problems += _audit_lag(replayed, metrics, config.buffer.replay.max_age, "buffer.replay.max_age")
+        uses = {group: members[0]["use"] for group, members in replayed.groups.items()}
+        allowed = config.buffer.replay.max_uses
+        problems += [
+            f"group {g} is used {n} times, {allowed} are allowed" for g, n in uses.items() if n > allowed
+        ]
+    problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
+    problems += _compare(metrics, "reward/mean", own.mean("reward"))
+    problems += _compare(metrics, "reward/errors", own.num_errors)
+    facts = _facts(own, problems, notes)
+    facts.trained = list(fresh.groups)
+    facts.replayed = {group: members[0]["use"] for group, members in replayed.groups.items()}
+    facts.dropped = [group for group in own.groups if group not in fresh.groups]
+    return facts
+
+
+def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, config: Config) -> Iterator[str]:
+    if len(fresh.groups) != config.fresh_per_step:
+        yield f"has {len(fresh.groups)} groups of its own instead of {config.fresh_per_step}"
+    if len(replayed.groups) > config.replayed_per_step:
+        yield f"replays {len(replayed.groups)} groups, more than {config.replayed_per_step}"
+    allowed = config.algorithm.dynamic_sampling_tries * config.fresh_per_step
+    dropped = {group: members for group, members in own.groups.items() if group not in fresh.groups}
+    if len(dropped) > allowed:
+        yield f"left out {len(dropped)} groups, more than {allowed}"
+    for group, members in dropped.items():
+        if any(row["advantage"] for row in members):
+            yield f"group {group} was left out, and has a signal"
+
+
+def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Grader) -> RolloutFacts:
+    """One validation: all its tokens are of its step's version.
+
+    Args:
+        summary: its line in summary.jsonl.
+    """
+    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt))
+    wrong, notes = _audit_rewards(rows, grader)
+    problems += wrong
+    versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
+    if versions - {None} != {summary["step"]}:
+        problems.append(f"sampled by versions {sorted(versions - {None})}, not {summary['step']} alone")
+    problems += _compare(summary, "reward", rows.mean("reward"))
+    problems += _compare(summary, "num_examples", len(rows.groups))
+    return _facts(rows, problems, notes)
+
+
+def _facts(rows: RolloutRows, problems: list[str], notes: list[str]) -> RolloutFacts:
+    asked = {group: members[0] for group, members in rows.groups.items()}
+    # Runs of older versions have no column for the part.
+    prompts = {g: Asked(row["prompt"], row["ground_truth"], row.get("task", "")) for g, row in asked.items()}
+    named, noted = ([f"{rows.name}: {text}" for text in texts] for texts in (problems, notes))
+    return RolloutFacts(named, noted, prompts, num_completions=len(rows.rows), num_errors=rows.num_errors)
+
+
+def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[str]:
+    if recorded[name] is None or not math.isclose(recorded[name], value, rel_tol=1e-5, abs_tol=1e-5):
+        yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
+
+
+def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterator[str]:
+    """Ages worked out from every token's version, against the bound."""
+    lag, newest = _lag(rows, metrics["step"]), max(_versions(rows), default=0)
+    if lag > bound:
+        yield f"a token is {lag} versions old; {name} is {bound}"
+    if newest > metrics["step"] - 1:
+        yield f"a token is of version {newest}, which was not there yet"
+
+
+def _lag(rows: RolloutRows, step: int) -> int:
+    """The age of the oldest token when the Learner trained on it."""
+    return step - 1 - min(_versions(rows), default=step - 1)
+
+
+def _versions(rows: RolloutRows) -> list[int]:
+    return [span["version"] for row in rows.rows for span in row["versions"]]
+
+
+def _audit_groups(rows: RolloutRows, config: Config, num_samples: int) -> Iterator[str]:
+    for group, members in rows.groups.items():
+        problems = [*_audit_members(members, num_samples), *_audit_advantages(members, config)]
+        yield from (f"group {group}: {problem}" for problem in problems)
+
+
+def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
+    """One prompt, each completion once and whole."""
+    if [row["sample"] for row in members] != list(range(num_samples)):
+        yield f"has completions {[row['sample'] for row in members]} instead of {num_samples}"
+    for name in ("task", "prompt", "ground_truth", "prompt_token_ids", "generator"):
+        if any(row.get(name) != members[0].get(name) for row in members):
+            yield f"has more than one {name}"
+    for row in members:
+        if not row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]):
+            yield f"completion {row['sample']}: numbers of tokens and logprobs differ"
+        yield from (f"completion {row['sample']}: {problem}" for problem in _audit_versions(row))
+
+
+def _audit_versions(row: Row) -> Iterator[str]:
+    """The spans follow each other over all tokens, with versions that only rise."""
+    spans = row["versions"]
+    ends = [0, *(span["end"] for span in spans)]
+    if [span["start"] for span in spans] != ends[:-1] or ends[-1] != row["num_tokens"]:
+        yield "its version spans do not cover its tokens"
+    versions = [span["version"] for span in spans]
+    if versions != sorted(set(versions)):
+        yield f"its versions are {versions}"
+    if versions and (row["min_version"], row["max_version"]) != (min(versions), max(versions)):
+        yield "min_version and max_version are not those of its spans"
+
+
+def _audit_rewards(rows: RolloutRows, grader: Grader) -> tuple[list[str], list[str]]:
+    """Rewards are what the response earns, or 0 for one that could not be graded: problems, and notes.
+
+    A response that cannot be graded now, as on a machine that is busy, is a note: it proves nothing.
+    """
+    problems, failures = [], []
+    for group, members in rows.groups.items():
+        for row, earned in zip(members, _earned(members, grader), strict=True):
+            name = f"group {group}: completion {row['sample']}"
+            if isinstance(earned, ScoringError):
+                failures.append(f"{name}: {earned}")
+            elif any(row[column] != np.float32(earned[column]) for column in REWARDS):  # as the file holds it
+                problems.append(f"{name}: reward {row['reward']:g}, it earns {earned}")
+    notes = [f"{len(failures)} responses could not be graded now; first {failures[0]}"] if failures else []
+    return problems, notes
+
+
+def _earned(members: list[Row], grader: Grader) -> list[Scores | ScoringError]:
+    """What each response earns; nothing where the run could not grade it."""
+    pairs = [(row["response"], row["ground_truth"]) for row in members if row.get("error") is None]
+    results = iter(grader.grade(members[0].get("task", ""), pairs))
+    return [next(results) if row.get("error") is None else UNGRADED for row in members]
+
+
+def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
+    rewards = np.array([row["reward"] for row in members], np.float32)
+    lengths = np.array([row["num_tokens"] for row in members])
+    is_graded = np.array([row.get("error") is None for row in members])
+    worth = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens)
+    recorded = np.array([row["advantage"] for row in members])
+    if not np.allclose(recorded, worth, rtol=1e-5, atol=1e-5):
+        yield f"advantages {recorded.tolist()} are recorded, its rewards give {worth.tolist()}"

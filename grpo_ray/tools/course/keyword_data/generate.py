@@ -1,0 +1,165 @@
+"""`grpo-ray data keywords`: from its options to its files."""
+
+import asyncio
+import hashlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from grpo_ray.config.task import KeywordsTaskConfig
+from grpo_ray.engines.base import EngineDied
+from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.run.preflight import check_files
+from grpo_ray.tasks.examples import counted
+from grpo_ray.tasks.keywords.examples import make_example, task_keywords
+from grpo_ray.tasks.keywords.pairs import KeywordPair
+from grpo_ray.tasks.keywords.word_list import Keywords, read_words
+from grpo_ray.telemetry.run_lock import locked
+from grpo_ray.tools.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, has_keywords
+from grpo_ray.tools.course.keyword_data.writers import (
+    AnswerWriter,
+    TemplateWriter,
+    default_prompt,
+    model_config,
+    start_model,
+)
+
+AT_ONCE = 256  # prompts in the engine at a time
+
+
+@dataclass(frozen=True)
+class KeywordOptions:
+    """As on the command line."""
+
+    output: Path
+    num_pairs: int = 1000
+    keywords: str | None = None
+    num_keywords: tuple[int, int] = (2, 4)
+    seed: int = 0
+    model: str | None = None
+    engine: str = "vllm"
+    prompt: str | None = None
+    temperature: float = 1.0
+    max_tokens: int = 64
+    max_attempts: int = 4
+
+
+def make_keyword_dataset(options: KeywordOptions) -> None:
+    """Write the dataset; a second start goes on where the first was interrupted.
+
+    Raises:
+        RunError: an option, the list, the model or the folder; the message says what to do.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the message says what is kept.
+    """
+    with shown_plainly():
+        task = _task(options)
+        wanted = task_keywords(task, options.seed)
+        start_writer = _checked_writer(options, task)
+        dataset = KeywordDataset(options.output, _definition(options, task))
+        if dataset.pairs:
+            print(f"going on with {counted(len(dataset.pairs), 'pair')} of {dataset.unfinished}")
+        with locked(dataset.unfinished / ".lock", dataset.unfinished):
+            if left := [keywords for keywords in wanted if keywords not in dataset.pairs]:
+                _run(dataset, left, start_writer(), options.max_attempts)
+            num_train, num_validation = dataset.finish(wanted)
+    print(f"{options.output}: {num_train:,} pairs in train.jsonl, {num_validation:,} in validation.jsonl")
+    if dropped := len(wanted) - num_train - num_validation:
+        attempts = counted(options.max_attempts, "attempt")
+        print(f"{counted(dropped, 'prompt')} dropped: no answer with all of the keywords in {attempts}")
+
+
+def _task(options: KeywordOptions) -> KeywordsTaskConfig:
+    """The generated task whose prompts are to be answered."""
+    prompt = options.prompt or (default_prompt(options.model) if options.model else "question_only")
+    if options.num_pairs < FEWEST_PAIRS:
+        raise ValueError(f"--num-pairs: {options.num_pairs} is too few; a dataset needs {FEWEST_PAIRS}")
+    return KeywordsTaskConfig(
+        keywords_path=options.keywords,
+        num_keywords=options.num_keywords,
+        num_train_prompts=options.num_pairs - 1,  # the split is made when it is known who got an answer
+        num_validation_prompts=1,
+        prompt=prompt,
+    )
+
+
+def _checked_writer(options: KeywordOptions, task: KeywordsTaskConfig) -> Callable[[], AnswerWriter]:
+    """What starts the writer, after making sure that it can be started."""
+    if options.model is None:
+        return lambda: TemplateWriter(options.seed)
+    sampling = options.temperature, options.max_tokens
+    config = model_config(options.model, task, options.seed, *sampling, options.engine)
+    data = check_files(config)
+    return lambda: start_model(config, data)
+
+
+def _definition(options: KeywordOptions, task: KeywordsTaskConfig) -> dict[str, Any]:
+    """What an unfinished dataset must have been begun with to be gone on with."""
+    words = read_words(options.keywords)
+    return {
+        "num_pairs": options.num_pairs,
+        "keywords_sha256": hashlib.sha256("\n".join(words).encode()).hexdigest(),
+        "num_keywords": list(options.num_keywords),
+        "seed": options.seed,
+        **(_sampler(options, task) if options.model is not None else {}),
+    }
+
+
+def _sampler(options: KeywordOptions, task: KeywordsTaskConfig) -> dict[str, Any]:
+    template = Path(task.prompt)
+    return {
+        "model": options.model,
+        "prompt": template.read_text(encoding="utf-8") if template.is_file() else task.prompt,
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+        "engine": options.engine,
+    }
+
+
+def _run(dataset: KeywordDataset, left: Sequence[Keywords], writer: AnswerWriter, max_attempts: int) -> None:
+    num_wanted = len(dataset.pairs) + len(left)
+    kept = f"pairs are verified, and kept in {dataset.unfinished}; the same command goes on with them"
+    try:
+        asyncio.run(_write_all(dataset, left, writer, max_attempts))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt(f"{len(dataset.pairs):,} of {num_wanted:,} {kept}") from None
+    except EngineDied as error:
+        raise RunError(f"{error}; {len(dataset.pairs):,} of {num_wanted:,} {kept}") from error
+
+
+async def _write_all(
+    dataset: KeywordDataset, left: Sequence[Keywords], writer: AnswerWriter, max_attempts: int
+) -> None:
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    room = asyncio.Semaphore(AT_ONCE)
+    try:
+        await writer.start()
+        with Progress(disable=not sys.stdout.isatty()) as progress:
+            bar = progress.add_task("prompts", total=len(left))
+
+            async def write(keywords: Keywords) -> None:
+                async with room:
+                    await _write_one(dataset, keywords, writer, max_attempts)
+                progress.advance(bar)
+
+            await asyncio.gather(*map(write, left))
+    finally:
+        await writer.close()
+
+
+async def _write_one(
+    dataset: KeywordDataset, keywords: Keywords, writer: AnswerWriter, max_attempts: int
+) -> None:
+    """Ask until an answer has the keywords."""
+    for _ in range(max_attempts):
+        answer = await writer.write(keywords)
+        if has_keywords(answer, keywords):
+            dataset.add(KeywordPair(make_example(keywords).question, answer, keywords))
+            return

@@ -1,0 +1,102 @@
+"""Who writes the answers of a keyword dataset: the templates of a small grammar, or a model."""
+
+import os
+import random
+from typing import Protocol
+
+import torch
+
+from grpo_ray.config import Config
+from grpo_ray.config.task import KeywordsTaskConfig
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.base import Engine
+from grpo_ray.policy.loading import check_local_model, is_local, load_tokenizer
+from grpo_ray.run.generator_pool import training_settings
+from grpo_ray.run.preflight import TaskData, prepare_serving
+from grpo_ray.tasks.keywords.examples import make_example
+from grpo_ray.tasks.keywords.sentences import sentence
+from grpo_ray.tasks.keywords.word_list import Keywords
+from grpo_ray.tasks.prompts import CHAT, Prompter
+from grpo_ray.types import SamplingSettings
+
+
+class AnswerWriter(Protocol):
+    async def start(self) -> None:
+        """Make ready; before anything is written."""
+
+    async def write(self, keywords: Keywords) -> str:
+        """One attempt at an answer, which need not be a good one; empty if there is none."""
+
+    async def close(self) -> None: ...
+
+
+class TemplateWriter:
+    """Sentences of the grammar; the same seed gives the same sentence for the same words."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    async def start(self) -> None: ...
+
+    async def write(self, keywords: Keywords) -> str:
+        return sentence(random.Random(f"{self._seed}/{keywords}"), keywords)
+
+    async def close(self) -> None: ...
+
+
+class ModelWriter:
+    """One completion of a model an attempt; a completion that was cut off is none."""
+
+    def __init__(self, engine: Engine, prompter: Prompter, settings: SamplingSettings) -> None:
+        self._engine, self._prompter, self._settings = engine, prompter, settings
+
+    async def start(self) -> None:
+        await self._engine.start(version=0)
+
+    async def write(self, keywords: Keywords) -> str:
+        item = self._prompter.item(0, make_example(keywords))
+        (completion,) = await self._engine.generate(item.prompt_token_ids, self._settings)
+        return "" if completion.is_truncated else completion.text.strip()
+
+    async def close(self) -> None:
+        await self._engine.shutdown()
+
+
+def model_config(
+    model: str, task: KeywordsTaskConfig, seed: int, temperature: float, max_tokens: int, engine: str
+) -> Config:
+    """What the model is asked with: on a GPU if there is one, else on the CPU in float32."""
+    on_gpu = torch.cuda.is_available()
+    return Config.model_validate(
+        {
+            "run": {"seed": seed},
+            "model": {"path": model, "dtype": "bfloat16" if on_gpu else "float32"},
+            "task": task,
+            "sampling": {"temperature": temperature, "min_tokens": 1, "max_tokens": max_tokens, "stop": ()},
+            "generator": {"engine": engine, "num_gpus": int(on_gpu)},
+        }
+    )
+
+
+def default_prompt(model: str) -> str:
+    """The model's chat template where it has one, else the bare question.
+
+    Raises:
+        ValueError: the model or its tokenizer is not there.
+    """
+    if is_local(model):
+        check_local_model(model)
+    return CHAT if load_tokenizer(model).chat_template else "question_only"
+
+
+def start_model(config: Config, data: TaskData) -> ModelWriter:
+    """Start the engine, which takes a while; `data` is what `check_files` said of the configuration.
+
+    Raises:
+        ValueError: the hub does not give the model, or it does not fit its tokenizer.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # on a terminal its log would bury ours
+    prepared = prepare_serving(config, data)
+    prompter = Prompter(data.templates[""], load_tokenizer(prepared.model_path))
+    settings = training_settings(config.sampling, prepared.end_token_ids)
+    return ModelWriter(make_engine(config, prepared.model_path, prepared.max_model_len, 0), prompter, settings)

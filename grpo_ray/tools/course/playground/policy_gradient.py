@@ -1,0 +1,102 @@
+"""The lecture's training loop: sample responses, fix what they are worth, take a few gradient steps on them."""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from grpo_ray.algorithms import LossType, Objective, group_advantages, policy_gradient_step
+from grpo_ray.tools.course.playground.model import SortingModel, response_log_probs, sample_responses
+from grpo_ray.tools.course.playground.settings import DELTAS, Settings
+from grpo_ray.tools.course.playground.task import SortingTask
+
+LOSS_TYPES: dict[str, LossType] = {
+    "naive": "reinforce_with_baseline",
+    "unclipped": "unclipped",
+    "clipped": "grpo_clip",
+}
+ADVANTAGE_EPS = 1e-5  # the lecture's
+
+
+@dataclass(frozen=True)
+class Point:
+    """The policy after so many steps. Of every possible response, not of a sample, but for `clip_fraction`."""
+
+    step: int
+    reward: float
+    """Expected."""
+    right: float
+    """Probability of the sorted prompt."""
+    kl: float
+    """KL(policy || reference) of a response, in nats; before the reference is refreshed."""
+    clip_fraction: float
+    """Share of the tokens that the clip took the gradient from, at the step's last update."""
+
+
+def train(settings: Settings, task: SortingTask, seed: int) -> list[Point]:
+    """`steps + 1` points: before training and after each step. The seed decides weights and samples."""
+    generator = torch.Generator().manual_seed(seed)
+    model = SortingModel(task.vocab_size, settings.dim, settings.numbers, settings.embedding_std, generator)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    old = reference = _frozen_log_probs(model, task)  # [batch, pos, vocab], all that a policy is on this task
+    points = [_measure(task, old, reference, 0, clip_fraction=0.0)]
+    for step in range(settings.steps):
+        if step % settings.reference_every == 0:
+            reference = old
+        responses = sample_responses(old, settings.responses, generator)  # [batch, response, pos]
+        rewards = task.rewards_of(responses)  # [batch, response]
+        deltas = group_advantages(rewards, DELTAS[settings.deltas], advantage_eps=ADVANTAGE_EPS)
+        for _ in range(settings.updates):
+            loss, clip_fraction = compute_loss(model(task.prompts), old, reference, responses, deltas, settings)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        old = _frozen_log_probs(model, task)
+        points.append(_measure(task, old, reference, step + 1, clip_fraction))
+    return points
+
+
+def compute_loss(
+    policy: Tensor, old: Tensor, reference: Tensor, responses: Tensor, deltas: Tensor, settings: Settings
+) -> tuple[Tensor, float]:
+    """The mean over responses of their tokens' mean loss, plus the KL penalty; and the share of clipped tokens.
+
+    Args:
+        policy, old, reference: log-probabilities `[batch, pos, vocab]`, in nats; the first is differentiated.
+        responses: `[batch, response, pos]` integers.
+        deltas: `[batch, response]`.
+        settings: the loss and its constants.
+    """
+    policy_tokens, old_tokens, reference_tokens = (
+        rearrange(response_log_probs(of_all, responses), "batch response pos -> (batch response) pos")
+        for of_all in (policy, old, reference)
+    )
+    num_responses, num_positions = policy_tokens.shape
+    objective = Objective(
+        LOSS_TYPES[settings.loss],
+        "sequence_mean",
+        cliprange=settings.clip,
+        kl_coefficient=settings.kl * num_positions,  # the penalty is on a response's KL, the sum of its tokens'
+    )
+    loss, sums = policy_gradient_step(
+        policy_tokens,
+        torch.ones_like(policy_tokens, dtype=torch.bool),
+        objective=objective,
+        denominator=num_responses,
+        advantages=rearrange(deltas, "batch response -> (batch response) 1"),
+        old_log_probs=old_tokens,
+        reference_log_probs=reference_tokens,
+    )
+    num_clipped = sums.get("num_clipped", torch.tensor(0))
+    return loss, (num_clipped / sums["num_tokens"]).item()
+
+
+@torch.no_grad()
+def _frozen_log_probs(model: SortingModel, task: SortingTask) -> Tensor:
+    return model(task.prompts)
+
+
+def _measure(task: SortingTask, policy: Tensor, reference: Tensor, step: int, clip_fraction: float) -> Point:
+    kl = (policy.exp() * (policy - reference)).sum(dim=(1, 2)).mean().item()  # positions are independent
+    return Point(step, task.expected_reward(policy), task.share_right(policy), kl, clip_fraction)

@@ -1,0 +1,66 @@
+"""What the pictures of a comparison share: colours, lines, spreads, and a legend beside the axes."""
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from grpo_ray.tools.drawing.plots import GRID, INK
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow (unreadable on white).
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":")
+MARKERS = "osD^vP*X<>hd"
+STYLES = [(color, dash) for dash, color in product(DASHES, COLORS)]
+
+Points = Sequence[tuple[float, Sequence[float]]]  # x, and the values of all runs there
+
+
+def new_figure(width: float, height: float) -> Figure:
+    # Drawn without pyplot, which keeps every figure alive and picks a backend for the whole process.
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_spread(axis: Axes, index: int, label: str, points: Points, has_markers: bool = False) -> None:
+    """The mean over runs as a line, and from their least to their greatest as a band."""
+    if not points:
+        return
+    color, dash = STYLES[index % len(STYLES)]
+    x = [at for at, _ in points]
+    axis.fill_between(
+        x, [min(values) for _, values in points], [max(values) for _, values in points],
+        color=color, alpha=0.13, linewidth=0,
+    )  # fmt: skip
+    axis.plot(
+        x, [fmean(values) for _, values in points], dash, color=color, label=label, linewidth=2,
+        marker=MARKERS[index % len(MARKERS)] if has_markers else None, markersize=6,
+    )  # fmt: skip
+
+
+def legend_beside(figure: Figure, axis: Axes, title: str) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    if handles:
+        figure.legend(
+            handles, labels, loc="outside right upper", frameon=False, fontsize=11, title=title,
+            alignment="left", handlelength=3,
+        )  # fmt: skip
+
+
+def tidy(axis: Axes, x_label: str, y_label: str) -> None:
+    axis.set_xlabel(x_label, fontsize=12, color=INK)
+    axis.set_ylabel(y_label, fontsize=12, color=INK)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(INK)
+    axis.tick_params(colors=INK, labelsize=11)
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path)

@@ -1,0 +1,139 @@
+"""`grpo-ray evaluate`: from what was typed to the folder of results."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from grpo_ray.cluster import session
+from grpo_ray.cluster.hosting import serving
+from grpo_ray.config import Config
+from grpo_ray.errors import RunError, all_of, shown_plainly
+from grpo_ray.policy.loading import is_local
+from grpo_ray.run.preflight import PreparedServing, check_files, prepare_serving
+from grpo_ray.run.signals import Interrupted, sigterm_interrupts
+from grpo_ray.tasks import load_validation
+from grpo_ray.tasks.examples import ExampleSets
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
+from grpo_ray.telemetry.run_lock import locked
+from grpo_ray.tools.drawing.terminal_curve import terminal_curve
+from grpo_ray.tools.evaluation.console import EvaluationConsole
+from grpo_ray.tools.evaluation.curve import plot_curve, write_curve
+from grpo_ray.tools.evaluation.folder import check_folder, claim, read_summary
+from grpo_ray.tools.evaluation.plan import EvaluationOptions, Plan, asked_of, make_plan
+from grpo_ray.tools.evaluation.readable import summary_table
+from grpo_ray.tools.evaluation.sampling import sample
+from grpo_ray.tools.evaluation.subject import Weights
+
+
+def evaluate(options: EvaluationOptions) -> Path:
+    """Sample, grade and sum up; returns the folder.
+
+    Raises:
+        ConfigError, RunError: what was typed, the files, the model, the cluster or an actor.
+        Interrupted: Ctrl-C or SIGTERM; what there is is kept, and the message says how to go on.
+    """
+    plan = make_plan(options)
+    _, examples, _ = all_of(
+        lambda: check_folder(plan.folder, plan.asked),
+        lambda: load_validation(plan.config.task, plan.config.run.seed, plan.limit),
+        lambda: session.check_machine(plan.config),
+    )
+    with EvaluationConsole() as console:
+        for notice in plan.subject.notices:
+            console.trouble(notice)
+        config = _with_model(plan, console)
+        prepared = _prepare(config, examples, console)
+        asked = asked_of(plan, prepared.validation)
+        check_folder(plan.folder, asked)
+        left = [w for w in plan.subject.weights if read_summary(plan.folder_of(w)) is None]
+        if left:
+            _print_plan(plan, config, prepared, console)
+            plan.folder.mkdir(parents=True, exist_ok=True)
+            with locked(plan.folder / ".lock", plan.folder):
+                claim(plan.folder, asked)
+                with _resumable(plan):
+                    _sample(plan, config, left, prepared, console)
+        found = [read_summary(plan.folder_of(weights)) for weights in plan.subject.weights]
+        _conclude(plan, [summary for summary in found if summary is not None], console)
+    return plan.folder
+
+
+def _with_model(plan: Plan, console: EvaluationConsole) -> Config:
+    """The configuration with the folder of the first weights, which the Generators load at their start."""
+    first = plan.subject.weights[0]
+    path = str(first.folder) if first.folder is not None else plan.config.model.path
+    if path is None:
+        from grpo_ray.policy.tiny import tiny_model_folder
+
+        with shown_plainly():
+            console.status("preparing the model")
+            path = str(tiny_model_folder(plan.model_config, console.warmup))
+    model = plan.config.model.model_copy(update={"path": path, "tiny": None})
+    return plan.config.model_copy(update={"model": model})
+
+
+def _prepare(config: Config, examples: ExampleSets, console: EvaluationConsole) -> PreparedServing:
+    with shown_plainly():
+        prepared = prepare_serving(config, check_files(config, examples))
+    for notice in prepared.notices:
+        console.trouble(notice)
+    return prepared
+
+
+@contextlib.contextmanager
+def _resumable(plan: Plan) -> Iterator[None]:
+    """What ends it says where the responses so far are, and how to go on."""
+    kept = f"the responses so far are in {plan.folder}; go on with: {plan.command}"
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(kept) from None
+    except (RunError, OSError) as error:  # OSError: a full disk
+        raise RunError(f"{error}\n{kept}") from error
+
+
+def _sample(
+    plan: Plan, config: Config, left: Sequence[Weights], prepared: PreparedServing, console: EvaluationConsole
+) -> None:
+    assert config.model.path is not None
+    console.status("starting Ray")
+    model_path, logs = prepared.model_path, plan.folder.resolve() / "logs"
+    with (
+        session.connected(needs_hub=not is_local(config.model.path)),
+        sigterm_interrupts(),
+        session.placed(config) as placement,
+        serving(placement, config, model_path, prepared.max_model_len, logs) as actors,
+    ):
+        asyncio.run(sample(plan, config, left, prepared, actors, console))
+
+
+def _conclude(plan: Plan, summaries: Sequence[EvaluationSummary], console: EvaluationConsole) -> None:
+    """The last one's table, and the curve of several."""
+    last = summaries[-1]
+    console.print(summary_table(last))
+    if last.num_errors:
+        console.trouble(f"{last.num_errors} responses could not be graded, and count as not right")
+    if len(plan.subject.weights) == 1:
+        console.print(f"\n{plan.folder}  (summary.json, examples.parquet, examples.md)")
+        return
+    write_curve(summaries, plan.folder / "curve.csv")
+    plot_curve(summaries, f"{plan.subject.name}: {plan.config.task.kind}", plan.folder / "accuracy.png")
+    points = [(summary.step, summary.accuracy) for summary in summaries]
+    console.print(f"\n{terminal_curve(points, title='accuracy of the checkpoints')}")
+    console.print(f"\n{plan.folder}  (curve.csv, accuracy.png, a folder a checkpoint)")
+
+
+def _print_plan(plan: Plan, config: Config, prepared: PreparedServing, console: EvaluationConsole) -> None:
+    task, generator, sampling = config.task, config.generator, config.sampling
+    prompt, reward = (getattr(task, name, "of each part") for name in ("prompt", "reward"))
+    how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
+    top_p = f", top_p {plan.top_p:g}" if plan.top_p < 1 else ""
+    stop = f", up to {' or '.join(map(repr, sampling.stop))}" if sampling.stop else ""
+    console.print(
+        f"{plan.subject.name}: {len(prepared.validation):,} prompts of {task.kind} x {plan.num_samples}, "
+        f"prompt {prompt}, reward {reward}\n"
+        f"{how}{top_p}, {sampling.min_tokens} to {sampling.max_tokens} tokens{stop}, "
+        f"{generator.num_generators} x {generator.engine} on "
+        f"{f'{generator.num_gpus} GPU' if generator.num_gpus else 'CPU'}"
+    )

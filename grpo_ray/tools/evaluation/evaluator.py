@@ -1,0 +1,117 @@
+"""Samples and grades a task's prompts with every Generator, for one policy after another."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import torch
+
+from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.config import Config
+from grpo_ray.engines.base import EngineDied
+from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.run.generator_pool import Rollouts
+from grpo_ray.run.open_calls import Watch
+from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.run.stalls import keep_watch
+from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.types import PromptItem, SamplingSettings, ScoredGroup, WeightSnapshot
+
+SURPLUS = 1.25  # requests beyond those that an engine runs, so that it never waits for the next
+
+
+class Evaluator:
+    """A run's way from prompts to scored groups, deaths and restarts included, without its Learner.
+
+    The weights of another policy reach the Generators as a trained version would: by a weight sync, of which
+    the WeightSync here (in this process) keeps the account.
+    """
+
+    def __init__(self, config: Config, settings: SamplingSettings, actors: Any, log: RunLog) -> None:
+        self._config, self._actors, self._log = config, actors, log
+        recovery = config.recovery
+        self._watch = Watch()
+        budget = RestartBudget(recovery.max_restarts, recovery.restart_backoff_s)
+        generators = list(actors.generators.values())
+        actors.weight_sync = WeightSync(generators, 0, 1, config.weight_sync.phase_timeout_s)
+        self._rollouts = Rollouts(config, settings, actors, self._watch, budget, log)
+        self._num_loaded = 0
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work once every actor is up.
+
+        Raises:
+            RunError: what ended it.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._rollouts.start(tasks)
+                await asyncio.gather(*(a.ready() for a in self._actors.by_name().values()))
+                limit_s = self._config.recovery.stall_timeout_s
+                watching = tasks.create_task(
+                    keep_watch(self._watch, self._rollouts, self._actors, self._log, limit_s)
+                )
+                await work()
+                for task in (watching, *self._rollouts.replacing):
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+            if isinstance(error, ActorDied | DataLost | EngineDied | Stalled):
+                logs = self._log.run.logs
+                raise RunError(f"{error}\nThe actors' output is in {logs}/") from error
+            raise error from None
+
+    async def load(self, path: str) -> None:
+        """Bring the weights in a folder to every Generator; a Generator that fails is replaced.
+
+        Raises:
+            ValueError: they cannot be used; the Generators keep those they have.
+        """
+        snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded + 1)
+        self._num_loaded += 1
+        boxed = [self._actors.put(snapshot)]
+        report = await self._actors.weight_sync.publish(self._num_loaded, boxed)
+        for name, error in report.failed.items():
+            self._rollouts.report(name, error)
+
+    async def evaluate(
+        self, items: Sequence[PromptItem], num_samples: int, take: Callable[[ScoredGroup], None]
+    ) -> list[int]:
+        """Give each scored group to `take`, as they come; returns the ids of those that always failed."""
+        waiting = iter(items)  # shared: whoever is free takes the next
+        failed: list[int] = []
+
+        async def work() -> None:
+            for item in waiting:
+                group = await self._group(item, num_samples)
+                if group is None:
+                    failed.append(item.group_id)
+                else:
+                    take(group)
+
+        generator = self._config.generator
+        in_flight = generator.num_generators * math.ceil(SURPLUS * generator.max_num_seqs / num_samples)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(in_flight, len(items))):
+                tasks.create_task(work())
+        return sorted(failed)
+
+    async def _group(self, item: PromptItem, num_samples: int) -> ScoredGroup | None:
+        while True:
+            scored = await self._rollouts.sample(item, num_samples, "evaluation")
+            try:
+                return None if scored is None else await self._actors.fetch(scored)
+            except DataLost:  # with the Scorer that held it
+                continue
+
+
+def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
+    model = config.model
+    try:
+        policy = load_policy(path, model.trust_remote_code, model.implementation)
+    except OSError as error:  # a run that still trains may have deleted it
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return pack_weights(policy.named_parameters(), version, getattr(torch, model.dtype))

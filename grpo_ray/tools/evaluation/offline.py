@@ -1,0 +1,105 @@
+"""`evaluate_vllm`: a zero-shot baseline in one call, on a `vllm.LLM` of one's own, without Ray."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpo_ray.rewards.base import RewardFn, verdict
+from grpo_ray.rewards.isolation.worker import describe
+from grpo_ray.rewards.user_function import as_reward_fn
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, summarise
+from grpo_ray.tools.evaluation.folder import write_results
+from grpo_ray.tools.evaluation.responses import SCHEMA, Row, make_row, table_outcomes
+from grpo_ray.types import PromptItem
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+
+
+@dataclass(frozen=True)
+class EvaluationResults:
+    """What `evaluate_vllm` returns."""
+
+    summary: EvaluationSummary
+    rows: list[Row]  # of every response, as in examples.parquet
+
+
+def evaluate_vllm(
+    vllm_model: "LLM",
+    reward_fn: RewardFn,
+    prompts: Sequence[str] | Sequence[PromptItem],
+    eval_sampling_params: "SamplingParams",
+    ground_truths: Sequence[str] | None = None,
+    output: str | Path | None = None,
+) -> EvaluationResults:
+    """Sample `eval_sampling_params.n` responses a prompt, grade them, and add them up.
+
+    The reward function is called here, without a limit on its time; where it raises, or returns no reward,
+    that response has an error, and counts as not right. `grpo-ray evaluate` grades in processes that can be
+    killed.
+
+    Args:
+        prompts: texts with their template, or `PromptItem`s, which bring their ground truths.
+        ground_truths: of each prompt, where prompts are texts.
+        output: folder for `examples.parquet`, `summary.json` and `examples.md`, which must not be there.
+
+    Raises:
+        ValueError: there are not as many ground truths as prompts, or no prompts.
+        FileExistsError: `output` is there already.
+    """
+    items = _items(prompts, ground_truths)
+    if output is not None and Path(output).exists():
+        raise FileExistsError(f"output: {output} is there already; give another folder, or move it away")
+    grade = as_reward_fn(reward_fn, getattr(reward_fn, "__name__", repr(reward_fn)))
+    inputs: Any = [
+        {"prompt_token_ids": list(item.prompt_token_ids)} if item.prompt_token_ids else item.prompt
+        for item in items
+    ]
+    outputs = vllm_model.generate(inputs, eval_sampling_params)
+    rows = [
+        _graded(item, sample, response, grade)
+        for item, answered in zip(items, outputs, strict=True)
+        for sample, response in enumerate(answered.outputs)
+    ]
+    if errors := [row["error"] for row in rows if row["error"]]:
+        warnings.warn(f"{len(errors)} of {len(rows)} responses could not be graded: {errors[0]}", stacklevel=2)
+    table = pa.Table.from_pylist(rows, SCHEMA)
+    if output is None:
+        return EvaluationResults(summarise(table_outcomes(table)), rows)
+    Path(output).mkdir(parents=True)  # now: a call that fails leaves nothing in the way of the next
+    examples = Path(output) / "examples.parquet"
+    pq.write_table(table, examples, compression="zstd")
+    facts = {"sampling": repr(eval_sampling_params)}
+    return EvaluationResults(write_results(Path(output), examples, 0, facts), rows)
+
+
+def _items(
+    prompts: Sequence[str] | Sequence[PromptItem], ground_truths: Sequence[str] | None
+) -> list[PromptItem]:
+    if not prompts:
+        raise ValueError("prompts: there are none; give one at least")
+    if ground_truths is None:
+        items = [prompt for prompt in prompts if isinstance(prompt, PromptItem)]
+        if len(items) < len(prompts):
+            raise ValueError("ground_truths: texts have none; give one for each, or give PromptItems")
+        return items
+    if len(ground_truths) != len(prompts):
+        raise ValueError(f"ground_truths: there are {len(ground_truths)} for {len(prompts)} prompts")
+    texts = [prompt.prompt if isinstance(prompt, PromptItem) else prompt for prompt in prompts]
+    pairs = enumerate(zip(texts, ground_truths, strict=True))
+    return [PromptItem(index, text, (), truth) for index, (text, truth) in pairs]
+
+
+def _graded(item: PromptItem, sample: int, response: Any, reward_fn: RewardFn) -> Row:
+    try:
+        rewards, error = reward_fn(response.text, item.ground_truth), ""
+    except Exception as failure:  # the user's function may raise whatever it likes
+        rewards = verdict(has_format=False, is_right=False)
+        error = describe(failure)
+    num_tokens, reason = len(response.token_ids), response.finish_reason
+    return make_row(item, sample, response.text, num_tokens, reason, rewards, error)

@@ -1,0 +1,198 @@
+"""`examples.parquet`: a row for every response, on the disk soon after it came.
+
+    parts/00003.parquet     examples 192 to 255; of an interrupted evaluation perhaps some of them
+    examples.parquet        all of them, in order, once the evaluation is over
+
+Each file appears whole or not at all.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from grpo_ray.telemetry.durable import replacing
+from grpo_ray.telemetry.evaluation_summary import Category, Outcomes
+from grpo_ray.types import PromptItem, ScoredGroup
+
+EXAMPLES_PER_PART = 64
+
+SCHEMA = pa.schema(
+    [
+        ("example_id", pa.int64()),  # its place in the task's validation set
+        ("task", pa.string()),  # the part of a mixture
+        ("prompt", pa.string()),
+        ("ground_truth", pa.string()),
+        ("sample", pa.int32()),
+        ("response", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("finish_reason", pa.string()),  # "stop", or "length": truncated
+        ("reward", pa.float64()),
+        ("format_reward", pa.float64()),
+        ("answer_reward", pa.float64()),
+        ("category", pa.string()),  # a Category
+        ("error", pa.string()),  # why it could not be graded; empty: it was
+    ]
+)
+NUMBERS = ["example_id", "task", "sample", "num_tokens", "finish_reason", "category", "error"]
+REWARDS = ["reward", "format_reward", "answer_reward"]
+
+Row = dict[str, Any]
+
+
+def category_of(rewards: Mapping[str, float], error: str) -> Category:
+    if error:
+        return Category.NOT_GRADED
+    if rewards["format_reward"] <= 0:
+        return Category.NO_FORMAT
+    return Category.CORRECT if rewards["answer_reward"] > 0 else Category.WRONG_ANSWER
+
+
+def make_row(
+    item: PromptItem, sample: int, response: str, num_tokens: int, finish_reason: str,
+    rewards: Mapping[str, float], error: str,
+) -> Row:  # fmt: skip
+    return {
+        "example_id": item.group_id,
+        "task": item.task,
+        "prompt": item.prompt,
+        "ground_truth": item.ground_truth,
+        "sample": sample,
+        "response": response,
+        "num_tokens": num_tokens,
+        "finish_reason": finish_reason,
+        **{name: float(rewards[name]) for name in REWARDS},
+        "category": category_of(rewards, error),
+        "error": error,
+    }
+
+
+def rows_of(group: ScoredGroup) -> list[Row]:
+    """A row for each response of the group."""
+    columns = zip(group.rewards, group.format_rewards, group.answer_rewards, strict=True)
+    rewards = [dict(zip(REWARDS, values, strict=True)) for values in columns]
+    return [
+        make_row(
+            group.rollout.item, sample, c.text, len(c.token_ids), c.finish_reason, rewards[sample],
+            group.errors.get(sample, ""),
+        )
+        for sample, c in enumerate(group.rollout.completions)
+    ]  # fmt: skip
+
+
+class ResponseFiles:
+    """Takes groups in any order; what an earlier, interrupted evaluation left in the folder is kept.
+
+    In memory are the parts that still lack an example: about as many as are being sampled.
+    """
+
+    def __init__(self, folder: Path, example_ids: Sequence[int]) -> None:
+        """`example_ids` are all that the evaluation asks."""
+        self._parts = folder / "parts"
+        self._examples_path = folder / "examples.parquet"
+        self._rows: dict[int, list[Row]] = {}  # of parts that are not complete
+        self._missing: dict[int, set[int]] = {}
+        for example_id in example_ids:
+            self._missing.setdefault(example_id // EXAMPLES_PER_PART, set()).add(example_id)
+        self.done: frozenset[int] = frozenset(self._take_up())
+        self._parts.mkdir(exist_ok=True)
+
+    def _take_up(self) -> Iterator[int]:
+        """The examples that are there already."""
+        for part in list(self._missing):
+            path = self._part_path(part)
+            if path.exists():
+                rows = pq.read_table(path).to_pylist()
+                self._missing[part] -= {row["example_id"] for row in rows}
+                if self._missing[part]:
+                    self._rows[part] = rows
+                yield from sorted({row["example_id"] for row in rows})
+
+    def add(self, group: ScoredGroup) -> None:
+        """Raises OSError, as on a full disk: nothing of the part is lost, and `flush` tries again."""
+        part = group.group_id // EXAMPLES_PER_PART
+        self._missing[part].remove(group.group_id)
+        self._rows.setdefault(part, []).extend(rows_of(group))
+        if not self._missing[part]:
+            self._write(part)
+
+    def flush(self) -> None:
+        """Write what is in memory too."""
+        for part in list(self._rows):
+            self._write(part)
+
+    def join(self) -> Path:
+        """All parts as one file, in the examples' order; returns it."""
+        self.flush()
+        with (
+            replacing(self._examples_path) as partial,
+            pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer,
+        ):
+            for part in sorted(self._missing):
+                if self._part_path(part).exists():
+                    writer.write_table(pq.read_table(self._part_path(part)))
+        return self._examples_path
+
+    def remove_parts(self) -> None:
+        """Once everything else is written: until then they are what an interrupted evaluation goes on from."""
+        shutil.rmtree(self._parts)
+
+    def _write(self, part: int) -> None:
+        rows = sorted(self._rows[part], key=lambda row: (row["example_id"], row["sample"]))
+        with replacing(self._part_path(part)) as partial:
+            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), partial, compression="zstd")
+        del self._rows[part]
+
+    def _part_path(self, part: int) -> Path:
+        return self._parts / f"{part:05d}.parquet"
+
+
+def read_outcomes(path: Path) -> Outcomes:
+    """The file's responses in numbers: what is long, texts, is not read."""
+    return table_outcomes(pq.read_table(path, columns=[*NUMBERS, *REWARDS]))
+
+
+def table_outcomes(table: pa.Table) -> Outcomes:
+    """Rows in the order of examples, then samples; every example has as many samples."""
+    num_samples = 1 + pc.max(table["sample"]).as_py()
+
+    def by_prompt(values: pa.ChunkedArray) -> np.ndarray:
+        return values.to_numpy().reshape(-1, num_samples)
+
+    def column(name: str) -> np.ndarray:
+        return by_prompt(table[name])
+
+    # Texts are compared in Arrow: in numpy every one would take as much memory as the longest.
+    return Outcomes(
+        rewards=column("reward"),
+        format_rewards=column("format_reward"),
+        answer_rewards=column("answer_reward"),
+        is_error=by_prompt(pc.not_equal(table["error"], "")),
+        num_tokens=column("num_tokens"),
+        is_truncated=by_prompt(pc.equal(table["finish_reason"], "length")),
+        tasks=column("task")[:, 0],
+    )
+
+
+def sample_rows(path: Path, category: Category, num_rows: int, seed: int = 0) -> list[Row]:
+    """So many rows of the category, drawn without replacement, in the file's order."""
+    categories = pq.read_table(path, columns=["category"])["category"].to_pylist()
+    places = [place for place, name in enumerate(categories) if name == category]
+    chosen = np.random.default_rng(seed).permutation(len(places))[:num_rows]
+    wanted = sorted(places[index] for index in chosen)
+    return list(_rows_at(path, wanted))
+
+
+def _rows_at(path: Path, places: Sequence[int]) -> Iterator[Row]:
+    """Rows by their place, in ascending order, a batch of the file in memory at a time."""
+    waiting, start = list(places), 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=256):
+            while waiting and waiting[0] < start + batch.num_rows:
+                yield batch.slice(waiting.pop(0) - start, 1).to_pylist()[0]
+            start += batch.num_rows

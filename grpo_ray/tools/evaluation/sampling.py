@@ -1,0 +1,87 @@
+"""Every policy's responses to a plan's prompts, into their folders."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.errors import RunError
+from grpo_ray.run.generator_pool import training_settings
+from grpo_ray.run.preflight import PreparedServing
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.tools.evaluation.console import EvaluationConsole
+from grpo_ray.tools.evaluation.evaluator import Evaluator
+from grpo_ray.tools.evaluation.folder import write_results
+from grpo_ray.tools.evaluation.plan import Plan
+from grpo_ray.tools.evaluation.responses import ResponseFiles
+from grpo_ray.tools.evaluation.subject import Weights
+from grpo_ray.types import ScoredGroup
+
+
+async def sample(
+    plan: Plan, config: Config, left: Sequence[Weights], prepared: PreparedServing, actors: Any,
+    console: EvaluationConsole,
+) -> None:  # fmt: skip
+    """Those that are left, one after another; the actors begin with the plan's first weights.
+
+    Others that cannot be loaded are passed over.
+
+    Raises:
+        RunError: what ended it; the responses so far are on the disk.
+    """
+    settings = replace(
+        training_settings(config.sampling, prepared.end_token_ids),
+        temperature=plan.temperature,
+        top_p=plan.top_p,
+    )
+    console.status("starting the actors")
+    evaluator = Evaluator(config, settings, actors, RunLog(RunDirectory(plan.folder), console))
+
+    async def work() -> None:
+        for weights in left:
+            if weights != plan.subject.weights[0]:
+                try:
+                    await evaluator.load(str(weights.folder))
+                except ValueError as error:
+                    console.trouble(f"{weights.folder} is passed over: {error}")
+                    continue
+            await _sample_one(plan, weights, prepared, evaluator, console)
+
+    await evaluator.run(work)
+
+
+async def _sample_one(
+    plan: Plan, weights: Weights, prepared: PreparedServing, evaluator: Evaluator, console: EvaluationConsole
+) -> None:
+    folder, items = plan.folder_of(weights), prepared.validation
+    folder.mkdir(exist_ok=True)
+    files = ResponseFiles(folder, [item.group_id for item in items])
+    console.begin(folder.name, len(items), len(files.done))
+    started, num_tokens = time.perf_counter(), 0
+
+    def take(group: ScoredGroup) -> None:
+        nonlocal num_tokens
+        num_tokens += sum(len(completion.token_ids) for completion in group.rollout.completions)
+        files.add(group)
+        console.advance(group)
+
+    waiting = [item for item in items if item.group_id not in files.done]
+    try:
+        failed = await evaluator.evaluate(waiting, plan.num_samples, take)
+    finally:
+        files.flush()
+    if len(failed) == len(items):
+        raise RunError(f"not one prompt could be sampled; see {plan.folder / 'events.jsonl'}")
+    if failed:
+        console.trouble(f"{len(failed)} prompts failed at every try, and are left out: see summary.json")
+    facts = {
+        **plan.asked,
+        "weights": str(weights.folder or plan.config.model.path or "tiny"),
+        "not_sampled": failed,  # ids of prompts that are not in the figures
+        "seconds": time.perf_counter() - started,  # of this start, which sampled so many tokens
+        "sampled_tokens": num_tokens,
+    }
+    write_results(folder, files.join(), weights.step, facts)
+    files.remove_parts()

@@ -1,0 +1,172 @@
+"""Which questions an evaluation asks, and how: the configuration's, or others in their place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.config.schema import sections_of
+from grpo_ray.config.section import Section
+from grpo_ray.config.task import ExamplesTaskConfig
+from grpo_ray.errors import RunError
+from grpo_ray.tasks.files import rows_of
+from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
+
+ALL_ROWS = 2**31
+FILE_SUFFIXES = (".jsonl", ".parquet")
+OTHER_SUFFIXES = (
+    ".json",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".arrow",
+    ".gz",
+    ".zst",
+    ".zip",
+)  # no dataset has such a name
+# What the mathematics rewards read is what these prompts ask for.
+REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
+
+
+@dataclass(frozen=True)
+class TaskChoice:
+    """The options that say what is asked; None leaves what the configuration has."""
+
+    task: str | None = None  # a kind, a file, or a dataset on the hub
+    question_field: str | None = None
+    answer_field: str | None = None
+    prompt: str | None = None
+    reward: str | None = None
+    limit: int | None = None  # prompts (of each part of a mixture)
+
+
+def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:
+    """The configuration's mapping with the task that was chosen, not validated.
+
+    Raises:
+        RunError: there is no task, the choice contradicts itself, or a file's fields are not known.
+        ValueError: a file cannot be read.
+    """
+    task = data.get("task")
+    if choice.task is not None:
+        task = _replaced(task, choice)
+    elif choice.question_field or choice.answer_field:
+        raise RunError("--question-field, --answer-field: they are of a file; give it by --task")
+    if not isinstance(task, Mapping):
+        raise RunError("--task: a model alone has no questions; give a kind of task or a file")
+    task = dict(task)
+    _refuse_for_mixture(task, choice)
+    if choice.prompt is not None:
+        task["prompt"] = choice.prompt
+    if choice.reward is not None:
+        task["reward"] = choice.reward
+    elif choice.prompt in REWARD_OF_PROMPT and _reward(task) in REWARD_OF_PROMPT.values():
+        task["reward"] = REWARD_OF_PROMPT[choice.prompt]
+    if choice.limit is not None and _is_of_files(task):
+        task["num_validation_prompts"] = choice.limit
+    return {**data, "task": task}
+
+
+def _refuse_for_mixture(task: Mapping[str, Any], choice: TaskChoice) -> None:
+    given = [name for name in ("prompt", "reward") if getattr(choice, name) is not None]
+    if task.get("kind") == "mixture" and given:
+        parts = task.get("parts")
+        names = " or ".join(map(str, parts)) if isinstance(parts, Mapping) and parts else "NAME"
+        raise RunError(
+            f"--{given[0]}: the parts of a mixture have their own; set task.parts.NAME.task.{given[0]}=... "
+            f"for NAME {names}"
+        )
+
+
+def _is_of_files(task: Mapping[str, Any]) -> bool:
+    """Whether its validation prompts are rows of a file, and not generated."""
+    section = _kinds().get(task.get("kind", ""))
+    if section is None or "validation_path" not in section.model_fields:
+        return False
+    return issubclass(section, ExamplesTaskConfig) or task.get("validation_path") is not None
+
+
+def _kinds() -> dict[str, type[Section]]:
+    sections = sections_of(Config.model_fields["task"].annotation)
+    return {section.model_fields["kind"].default: section for section in sections}
+
+
+def _reward(task: Mapping[str, Any]) -> Any:
+    section = _kinds().get(task.get("kind", ""))
+    default = section.model_fields["reward"].default if section and "reward" in section.model_fields else None
+    return task.get("reward", default)
+
+
+def _replaced(task: Any, choice: TaskChoice) -> dict[str, Any]:
+    name = choice.task
+    assert name is not None
+    section = _kinds().get(name)
+    if section is None:
+        return _of_file(name, choice)
+    if choice.question_field or choice.answer_field:
+        raise RunError(f"--question-field, --answer-field: they are of a file, and --task {name} is none")
+    if isinstance(task, Mapping) and task.get("kind") == name:
+        return {**task, "num_validation_prompts": ALL_ROWS} if _is_of_files(task) else dict(task)
+    if name in ("file", "mixture"):
+        raise RunError(f"--task {name}: name the file, such as --task questions.jsonl, or give a configuration")
+    if not issubclass(section, ExamplesTaskConfig):
+        return {"kind": name, **({"num_validation_prompts": choice.limit} if choice.limit else {})}
+    fields = section.model_fields
+    return {"kind": name, **_one_set(fields["validation_path"].default, fields["validation_split"].default)}
+
+
+def _of_file(path: str, choice: TaskChoice) -> dict[str, Any]:
+    """Rows of a file here, or of a dataset on the hub, with the fields that were named or that are known."""
+    _refuse_other_files(path)
+    if choice.question_field or choice.answer_field:
+        names = {"question_field": choice.question_field, "answer_field": choice.answer_field}
+        return {"kind": "file", **{key: name for key, name in names.items() if name}, **_one_set(path)}
+    if Path(path).suffix not in FILE_SUFFIXES:
+        return {"kind": "file", **_one_set(path)}
+    return _recognised(Path(path))
+
+
+def _refuse_other_files(path: str) -> None:
+    """Leave .jsonl and .parquet files, and what may be a dataset on the hub."""
+    file = Path(path)
+    if file.suffix in FILE_SUFFIXES:
+        return
+    is_file_name = file.suffix.lower() in (*FILE_SUFFIXES, *OTHER_SUFFIXES) or file.exists()
+    if is_file_name or ("/" in path and file.parent.is_dir()):
+        raise RunError(
+            f"--task: {path!r} is no .jsonl or .parquet file; convert or rename it, or correct the path"
+        )
+    if path.count("/") != 1:
+        raise RunError(
+            f"--task: {path!r} is no kind of task ({', '.join(_kinds())}), no .jsonl or .parquet file, and no "
+            "dataset on the hub (owner/name)"
+        )
+
+
+def _one_set(path: str, split: str = "test") -> dict[str, Any]:
+    """Nothing is trained, so the training set need not be there: the same rows stand for it."""
+    return {
+        "train_path": path, "validation_path": path, "train_split": split, "validation_split": split,
+        "num_validation_prompts": ALL_ROWS, "duplicates": "keep",
+    }  # fmt: skip
+
+
+def _recognised(path: Path) -> dict[str, Any]:
+    """The task of a file whose first row looks like GSM8K's, MATH's, their relatives' or the keywords'."""
+    _, row = next(rows_of(path, ("every column",)), ("", {}))
+    question, answer, solution = row.get("question"), str(row.get("answer")), str(row.get("solution"))
+    if question is not None and "####" in answer:
+        return {"kind": "gsm8k", "subset": None, **_one_set(str(path))}
+    if "problem" in row and r"\boxed" in solution:
+        return {"kind": "math", **_one_set(str(path))}
+    if all(name in row for name in PAIR_FIELDS):
+        paths = {"train_path": str(path), "validation_path": str(path)}
+        return {"kind": "keywords", **paths, "num_validation_prompts": ALL_ROWS}
+    for field in ("question", "problem", "prompt"):
+        if field in row and "answer" in row:
+            return {"kind": "file", "question_field": field, **_one_set(str(path))}
+    raise RunError(
+        f"{path}: its fields are {', '.join(map(str, row)) or 'none'}; say which of them hold the question and "
+        "the answer by --question-field and --answer-field"
+    )

@@ -1,0 +1,67 @@
+"""What an experiment is, and finding one by its name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from grpo_ray.config.loading import ConfigError
+from grpo_ray.config.schema import nearest_name
+
+RUN_KEYS = ("run.name", "run.output_dir", "run.seed", "run.if_exists")  # every run is given its own
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Variants of one job. The first is what the others are compared with."""
+
+    name: str
+    title: str
+    variants: Mapping[str, tuple[str, ...]]  # label -> overrides
+    metrics: tuple[str, ...]  # what the comparison is about, beside the validation reward
+    common: tuple[str, ...] = ()  # overrides of every variant, which a user's own may change
+    problem: int | None = None  # of the course handout
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "variants", MappingProxyType(dict(self.variants)))
+
+    @property
+    def varied_keys(self) -> set[str]:
+        return {key_of(override) for overrides in self.variants.values() for override in overrides}
+
+
+def key_of(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def find(name: str, experiments: Mapping[str, Experiment]) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        ConfigError: there is none; with the nearest name.
+    """
+    if not name:
+        raise ConfigError(f"give the name of an experiment: {', '.join(experiments)}")
+    if name not in experiments:
+        nearest = nearest_name(name, list(experiments))
+        hint = f"did you mean {nearest}? " if nearest else ""
+        raise ConfigError(f"{name!r} is not an experiment; {hint}there are: {', '.join(experiments)}")
+    return experiments[name]
+
+
+def check_overrides(experiment: Experiment, overrides: Sequence[str]) -> list[str]:
+    """What is wrong with the overrides, a user's own or the experiment's, a line each."""
+    problems = []
+    for override in overrides:
+        varied = sorted(other for other in experiment.varied_keys if _overlap(key_of(override), other))
+        if varied:
+            problems.append(f"override `{override}`: {', '.join(varied)} is what {experiment.name} varies")
+    everything = {key_of(override) for override in (*overrides, *experiment.common)} | experiment.varied_keys
+    for key in sorted(everything):
+        if any(_overlap(key, other) for other in RUN_KEYS):
+            problems.append(f"{key}: every run is given its own; see --seeds, --output and --name")
+    return problems
+
+
+def _overlap(key: str, other: str) -> bool:
+    """The same key, or one holds the other: `algorithm.kl` and `algorithm.kl.coefficient`."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")

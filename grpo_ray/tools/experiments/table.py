@@ -1,0 +1,172 @@
+"""The comparison in figures: a row a variant, as CSV and as Markdown."""
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from grpo_ray.telemetry.durable import replacing
+from grpo_ray.tools.experiments.outcome import Outcome
+
+THRESHOLDS = (0.5, 0.8)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value over the runs that have one."""
+
+    mean: float
+    sd: float | None  # sample standard deviation; None: a single run
+    num_runs: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """One variant's runs. Failed ones are counted, and left out of every figure."""
+
+    label: str
+    outcomes: Sequence[Outcome]
+
+    @property
+    def results(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.is_over]
+
+    def count(self, status: str) -> int:
+        return sum(outcome.status == status for outcome in self.outcomes)
+
+    def figure(self, value: Callable[[Outcome], float | None]) -> Figure | None:
+        values = [found for outcome in self.results if (found := value(outcome)) is not None]
+        if not values:
+            return None
+        sd = stdev(values) if len(values) > 1 else None
+        return Figure(fmean(values), sd, len(values), min(values), max(values))
+
+    @property
+    def final(self) -> Figure | None:
+        return self.figure(lambda outcome: outcome.final)
+
+    @property
+    def seconds_per_step(self) -> Figure | None:
+        return self.figure(lambda outcome: outcome.seconds_per_step)
+
+    def last_quarter(self, metric: str) -> Figure | None:
+        return self.figure(lambda outcome: outcome.last_quarter(metric))
+
+    @property
+    def largest_lag(self) -> float | None:
+        figure = self.figure(lambda outcome: outcome.largest("lag/max"))
+        return figure.high if figure else None
+
+
+def by_variant(labels: Iterable[str], outcomes: Sequence[Outcome]) -> list[VariantResult]:
+    return [VariantResult(label, [o for o in outcomes if o.variant == label]) for label in labels]
+
+
+# ---- CSV: plain numbers; nothing where there is none ----
+
+
+def write_csv(path: Path, results: Sequence[VariantResult], metrics: Sequence[str]) -> None:
+    rows = [_csv_row(result, metrics) for result in results]
+    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, str | float | int | None]:
+    final = result.final
+    row: dict[str, str | float | int | None] = {
+        "variant": result.label,
+        "runs": len(result.results),
+        "final_reward_mean": final.mean if final else None,
+        "final_reward_sd": final.sd if final else None,
+        "best_reward_mean": _mean(result.figure(lambda outcome: outcome.best)),
+        "half_reward_mean": _mean(result.figure(_half)),
+    }
+    for threshold in THRESHOLDS:
+        reached = _steps_to(result, threshold)
+        row[f"steps_to_{threshold}_mean"] = _mean(reached)
+        row[f"steps_to_{threshold}_runs"] = reached.num_runs if reached else 0
+    row["seconds_total_mean"] = _mean(result.figure(lambda outcome: outcome.seconds))
+    row["seconds_per_step_mean"] = _mean(result.seconds_per_step)
+    row["lag_max"] = result.largest_lag
+    row |= {f"{metric}_last_quarter_mean": _mean(result.last_quarter(metric)) for metric in metrics}
+    return row | {"diverged": result.count("diverged"), "failed": _num_failed(result)}
+
+
+# ---- Markdown: for reading ----
+
+
+def markdown_table(results: Sequence[VariantResult], metrics: Sequence[str]) -> str:
+    headings = ["variant", "final validation reward", "best", "at half the steps"]
+    headings += [f"steps to {threshold}" for threshold in THRESHOLDS]
+    headings += ["seconds", "seconds a step", *metrics]
+    headings += ["largest lag"] * ("lag/max" not in metrics) + ["diverged", "failed"]
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1)]
+    lines += [_markdown_row(result, metrics) for result in results]
+    notes = (
+        "Mean ± sample standard deviation over the runs (seeds). Steps to a reward: the first validation that "
+        "reached it, and in how many runs one did where it was not all. Metrics: mean over the last quarter of "
+        "the steps (lag/max: the largest). Seconds: sum of the steps', without the start; a step's without the "
+        "first."
+    )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{notes}\n"
+
+
+def _markdown_row(result: VariantResult, metrics: Sequence[str]) -> list[str]:
+    cells = [result.label, spread(result.final)]
+    cells += [_reward(_mean(result.figure(value))) for value in (lambda o: o.best, _half)]
+    cells += [_steps_cell(result, threshold) for threshold in THRESHOLDS]
+    cells += [short(_mean(result.figure(lambda o: o.seconds))), short(_mean(result.seconds_per_step))]
+    lag = short(result.largest_lag)
+    cells += [lag if metric == "lag/max" else short(_mean(result.last_quarter(metric))) for metric in metrics]
+    cells += [lag] * ("lag/max" not in metrics)
+    return [*cells, str(result.count("diverged")), str(_num_failed(result))]
+
+
+def _steps_cell(result: VariantResult, threshold: float) -> str:
+    reached, num_runs = _steps_to(result, threshold), len(result.results)
+    if reached is None:
+        return "never" if num_runs else "–"
+    share = "" if reached.num_runs == num_runs else f" ({reached.num_runs} of {num_runs})"
+    return f"{short(reached.mean)}{share}"
+
+
+def _reward(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def spread(figure: Figure | None) -> str:
+    """`0.912 ± 0.013`."""
+    if figure is None:
+        return "–"
+    return f"{figure.mean:.3f}" + (f" ± {figure.sd:.3f}" if figure.sd is not None else "")
+
+
+def short(value: float | None) -> str:
+    """Three significant digits, without an exponent where it can be read; whole numbers as such."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == round(value) or abs(value) >= 100:
+        return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
+
+
+def _half(outcome: Outcome) -> float | None:
+    return outcome.reward_at(outcome.num_steps / 2)
+
+
+def _steps_to(result: VariantResult, threshold: float) -> Figure | None:
+    return result.figure(lambda outcome: outcome.steps_to(threshold))
+
+
+def _num_failed(result: VariantResult) -> int:
+    return len(result.outcomes) - len(result.results)
+
+
+def _mean(figure: Figure | None) -> float | None:
+    return figure.mean if figure else None

@@ -1,0 +1,51 @@
+"""What a run says when it has ended: the curve, a few rollouts, and where to look next."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_ray.telemetry.rollout_log import read_groups
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
+from grpo_ray.telemetry.validation_files import sample_rollouts
+from grpo_ray.tools.drawing.plots import plot_reward_curve
+from grpo_ray.tools.drawing.terminal_curve import terminal_curve
+
+
+def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
+    """From the run's files alone, so that a resumed run shows its whole course."""
+    curve = run.path / "reward_curve.png"
+    try:
+        plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
+    except OSError as error:  # a full disk: the run itself is saved
+        print_line(f"\n{curve} could not be drawn: {error}")
+    rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
+    print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
+    for step in (rewards[0][0], rewards[-1][0]):
+        print_line(f"\nSamples at step {step}:")
+        for sample in sample_rollouts(read_groups(run.evaluations / f"{step_name(step)}.parquet"), 3):
+            print_line(f"  reward {sample.reward:g}  {sample.prompt!r} -> {sample.response!r}")
+    _print_set_aside(print_line, run)
+    print_line(f"\nReward curve   {curve}")
+    print_line(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")
+    _print_commands(print_line, run)
+
+
+def _print_set_aside(print_line: Callable[[str], None], run: RunDirectory) -> None:
+    events = read_metrics(run.events_path) if run.events_path.exists() else []
+    group_ids = sorted({event["group_id"] for event in events if event["kind"] == "set_aside"})
+    if group_ids:
+        print_line(
+            f"\nSet aside, never finished: groups {', '.join(map(str, group_ids))} (see {run.events_path})"
+        )
+
+
+def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> None:
+    command = sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"
+    num_steps = max((row["step"] for row in read_metrics(run.metrics_path)), default=0)
+    train = f"{command} train {run.config_path} run.name=another"
+    print_line("Next:")
+    print_line(f"  {command} report {run.path}    # its web page")
+    print_line(f"  {command} resume {run.path} algorithm.num_steps={2 * num_steps}    # train on")
+    print_line(f"  {train} weight_sync.max_lag=0         # synchronous")
+    print_line(f"  {train} generator.num_generators=2    # two Generators")
+    print_line(f"  {train} run.seed=1 learner.learning_rate=1e-4")

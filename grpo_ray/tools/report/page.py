@@ -1,0 +1,62 @@
+"""The web page of runs: one HTML file with everything in it, that asks no network for anything."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from grpo_ray.telemetry.json_lines import to_json
+from grpo_ray.telemetry.metrics_catalog import METRICS
+from grpo_ray.tools.report.panels import PANELS
+
+WEB = resources.files("grpo_ray.tools.report") / "web"
+SCRIPTS = ("elements.js", "chart.js", "stages.js", "rollouts.js", "page.js")
+MOST_NAMES = 4  # in the page's title
+# In JSON these can stand in strings only. Without them no text of a run can end the script element it is in.
+ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The page of what `run_data` found.
+
+    Nothing that a run's texts hold is ever parsed as HTML: they come as JSON, become text nodes, and the
+    page's policy allows no script but its own.
+    """
+    names = [run["name"] for run in runs]
+    script = "\n".join(_source(name) for name in SCRIPTS)
+    style = _source("page.css")
+    parts = {
+        "title": html.escape(", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} runs"),
+        "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'",
+        "style": style,
+        "data": embedded_json({"runs": runs, "panels": _panels(), "metrics": METRICS}),
+        "script": script,
+    }
+    # In one pass: a run's text that looks like one of the names stays as it is.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _source("page.html"))
+
+
+def embedded_json(value: Any) -> str:
+    """JSON that can stand in a script element, whatever its strings hold."""
+    text = json.dumps(to_json(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029]", lambda match: ESCAPED[match[0]], text)
+
+
+def _panels() -> list[dict[str, Any]]:
+    return [
+        {"title": title, "panels": [{**vars(panel), "series": list(panel.series)} for panel in panels]}
+        for title, panels in PANELS.items()
+    ]
+
+
+def _source(name: str) -> str:
+    return (WEB / name).read_text(encoding="utf-8")
+
+
+def _hash(source: str) -> str:
+    """As a Content-Security-Policy names an inline element's text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

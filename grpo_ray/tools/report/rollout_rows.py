@@ -1,0 +1,120 @@
+"""Sampled rollouts as the web page shows them: texts and tokens of bounded length, with logprobs and ratios."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grpo_ray.config.loading import load_config, read_config
+from grpo_ray.errors import RunError
+from grpo_ray.policy.loading import is_local, load_tokenizer
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.evaluation.subject import find_subject
+from grpo_ray.tools.report.log_ratios import log_ratios
+from grpo_ray.tools.report.rollout_sample import RolloutSample, Row
+from grpo_ray.tools.report.token_texts import TokenTexts
+
+MAX_TOKENS = 400  # of a response
+MAX_CHARACTERS = 4000  # of a prompt, or of a response
+SMALL_WEIGHTS_BYTES = 500_000_000  # log-ratios of such a model take seconds, and come unasked
+NO_RATIOS = "none"
+PLAIN = (
+    "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
+    "num_tokens", "error", "finish_reason", "min_version", "max_version", "generator", "use",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShownRollouts:
+    """The rows for the page, and what to tell beside them."""
+
+    rows: list[Row]
+    checkpoint: str | None  # whose log-ratios the tokens have
+    notices: list[str]
+
+
+def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | None) -> ShownRollouts:
+    """The sample with the tokens' texts, and log-ratios to a checkpoint's policy.
+
+    Args:
+        log_ratio: `last`, `best` or a checkpoint's name; `none`; or None: the last, if its weights are small
+            and nothing is in the way.
+
+    Raises:
+        RunError: there is no such checkpoint.
+        ValueError: it, or the run's configuration, cannot be loaded.
+    """
+    if not sample.rows:
+        return ShownRollouts([], None, [])
+    checkpoint, ratios, notices = None, None, []
+    if log_ratio != NO_RATIOS:
+        try:
+            checkpoint = _find_checkpoint(run, log_ratio)
+            ratios = log_ratios(load_config(run.config_path), checkpoint, sample.rows, MAX_TOKENS)
+        except (RunError, ValueError) as error:
+            if log_ratio is not None:
+                raise
+            checkpoint, notices = None, [f"no log-ratios: {error}"]
+    texts = _token_texts(run, notices)
+    rows = [
+        _shown(row, texts, ratios[place] if ratios is not None else None)
+        for place, row in enumerate(sample.rows)
+    ]
+    return ShownRollouts(rows, checkpoint.name if checkpoint is not None else None, notices)
+
+
+def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
+    """The one whose log-ratios are wanted."""
+    names = sorted(folder.name for folder in run.checkpoints.glob("step-*"))
+    if not names:
+        raise RunError(f"{run.path} has no checkpoint yet")
+    if log_ratio not in (None, "last", "best", *names):
+        choices = f"last, best, {NO_RATIOS}, or one of its own: {', '.join(names)}"
+        raise RunError(f"--log-ratio: {run.path} has no checkpoint {log_ratio!r}; give {choices}")
+    try:
+        folder = find_subject(str(run.path), log_ratio).weights[0].folder
+    except RunError as error:
+        raise RunError(str(error).replace("--checkpoint", "--log-ratio")) from None
+    assert folder is not None, "only the initial weights have none"
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if log_ratio is None and num_bytes > SMALL_WEIGHTS_BYTES:
+        raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; ask with --log-ratio last")
+    return folder
+
+
+def _token_texts(run: RunDirectory, notices: list[str]) -> TokenTexts | None:
+    """By the newest checkpoint's tokenizer, or the model's that the run began with."""
+    model = read_config(run.config_path).get("model") or {}
+    folders = [str(folder) for folder in sorted(run.checkpoints.glob("step-*"), reverse=True)]
+    if model.get("path") and is_local(model["path"]):
+        folders.append(model["path"])
+    for folder in folders:
+        try:
+            return TokenTexts(load_tokenizer(folder, bool(model.get("trust_remote_code"))))
+        except ValueError as error:
+            notices.append(f"{error}")
+    notices.append("responses are not cut into tokens: the run has no tokenizer that can be loaded")
+    return None
+
+
+def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row:
+    token_ids = row["token_ids"][:MAX_TOKENS]
+    shown = {name: row.get(name) for name in PLAIN}
+    shown |= {name: _cut(row[name] or "") for name in ("prompt", "response", "ground_truth")}
+    if texts is not None:
+        shown |= {
+            "tokens": texts.of(token_ids),
+            "logprobs": [_number(value) for value in row["logprobs"][:MAX_TOKENS]],
+            "ratios": [_number(value) for value in ratios] if ratios is not None else None,
+            "spans": [[span["version"], span["start"]] for span in row["versions"]],
+        }
+    return shown
+
+
+def _number(value: float | None) -> float | None:
+    return round(float(value), 3) if value is not None and np.isfinite(value) else None
+
+
+def _cut(text: str) -> str:
+    more = len(text) - MAX_CHARACTERS
+    return text if more <= 0 else f"{text[:MAX_CHARACTERS]}… ({more:,} more characters)"

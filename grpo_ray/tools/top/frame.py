@@ -1,0 +1,187 @@
+"""One frame of `grpo-ray top`: a run's view as rich draws it."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
+from grpo_ray.telemetry.run_state import ActorState, RunState
+from grpo_ray.tools.top.bottleneck import bottleneck, hints
+from grpo_ray.tools.top.run_view import RunView
+
+WIDE = 112  # columns from which everything is shown
+MIN_STEPS, STEPS_WITHOUT_TERMINAL = 3, 10
+ENDING_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
+
+Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], float | None], str]  # heading, figure, its format
+
+
+def _metric(name: str) -> Callable[[Row], float | None]:
+    return lambda row: row.get(name)
+
+
+def _sync_s(row: Row) -> float | None:
+    known = [seconds for name in SYNC if (seconds := row.get(name)) is not None]
+    return sum(known) if known else None
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("step", _metric("step"), "{:.0f}"),
+    ("reward", _metric("reward/mean"), "{:.3f}"),
+    ("lag", _metric("lag/max"), "{:.0f}"),
+    ("seconds", _metric("timing/step_s"), "{:.2f}"),
+    ("generate", _metric("timing/generate_s"), "{:.2f}"),
+    ("wait", _metric("timing/wait_for_batch_s"), "{:.2f}"),
+    ("train", _metric("timing/train_s"), "{:.2f}"),
+    ("sync", _sync_s, "{:.2f}"),
+    ("tokens/s", _metric("throughput/sampled_tokens_per_s"), "{:,.0f}"),
+)
+MORE_COLUMNS: tuple[Column, ...] = (
+    ("tokens", _metric("rollout/response_tokens/mean"), "{:.1f}"),
+    ("cut off", _metric("rollout/truncated_frac"), "{:.0%}"),
+    ("loss", _metric("loss/policy"), "{:+.4f}"),
+    ("entropy", _metric("policy/entropy"), "{:.3f}"),
+    ("grad", _metric("optim/grad_norm"), "{:.3f}"),
+    ("eval", _metric("eval/reward"), "{:.3f}"),
+)
+
+
+def frame(view: RunView, console: Console, job: str | None = None) -> RenderableType:
+    """As wide as the console and, on a terminal, no higher.
+
+    Args:
+        job: what to say of the job that the run belongs to.
+    """
+    above = [*_header(view, job), *_actors(view, console.width), _bottleneck(view)]
+    below = _events(view)
+    height = STEPS_WITHOUT_TERMINAL
+    if console.is_terminal:
+        taken = len(console.render_lines(Group(*above, *below), pad=False))
+        height = max(MIN_STEPS, console.height - taken - 4)
+    return Group(*above, _steps(view.steps[-height:], console.width), *below)
+
+
+def _header(view: RunView, job: str | None) -> list[RenderableType]:
+    state = view.state
+    lines: list[RenderableType] = [Text(str(view.path), style="bold")]
+    if job is not None:
+        lines.append(Text(job, style="dim"))
+    if state is None:
+        lines.append(Text("it has no state.json: it is just starting, or an older grpo_ray made it"))
+        return lines
+    began = timedelta(seconds=round((state.time if view.is_over else view.looked_at) - state.began))
+    lines.append(_progress(state))
+    if state.ending is not None:
+        style = ENDING_STYLES[state.ending.kind]
+        text = f": {state.ending.text}" if state.ending.text else ""
+        lines.append(Text(f"{state.ending.kind} after {began}{text}", style=style))
+    elif view.silence is not None:
+        go_on = f"go on with: grpo-ray resume {view.path}" if "and is gone" in view.silence else ""
+        lines.append(Text("\n".join(filter(None, [view.silence, go_on])), style="bold red"))
+    else:
+        lines.append(Text(f"driver: process {state.pid} on {state.host}, for {began}", style="dim"))
+    return lines
+
+
+def _progress(state: RunState) -> RenderableType:
+    now, line = state.now, Table.grid(padding=(0, 2))
+    facts = f"step {now.step}/{state.num_steps}"
+    bar = ProgressBar(total=state.num_steps, completed=now.step, width=16)
+    if state.ending is not None:
+        line.add_row(facts, bar)
+    else:
+        line.add_row(Text(state.phase, style="bold cyan"), facts, bar)
+    return line
+
+
+def _actors(view: RunView, width: int) -> list[RenderableType]:
+    if view.state is None or view.is_over or not view.state.now.actors:
+        return []
+    now, shares = view.state.now, stage_shares(view.steps, num_stages=2 if width >= WIDE else 1)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("actor", no_wrap=True, min_width=max(len(actor.name) for actor in now.actors))
+    table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("for", justify="right", no_wrap=True, min_width=len("999.9 s"))
+    if shares:
+        table.add_column("its time of late", no_wrap=True, overflow="ellipsis", max_width=width // 2)
+    for actor in now.actors:
+        seconds = "" if actor.doing is None else f"{actor.for_s:.1f} s"
+        row: list[RenderableType] = [actor.name, _doing(actor), Text(seconds, style="dim")]
+        row.append(shares.get(actor.name, ""))
+        table.add_row(*row[: len(table.columns)])
+    groups = (
+        f"{now.num_sampling} groups are sampled or graded, {now.num_buffered} wait in the buffer; "
+        f"sampled by version {now.published_version}"
+    )
+    return [Text(), table, Text(groups, style="dim")]
+
+
+def _doing(actor: ActorState) -> Text:
+    if actor.doing is None:
+        return Text("nothing", style="dim")
+    more = f" (and {actor.num_calls - 1} more)" if actor.num_calls > 1 else ""
+    return Text(actor.doing + more, style="yellow" if actor.is_waiting else "green")
+
+
+def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
+    """What each actor spent most of its time on, by its own clock: `train 61%, wait for batch 35%`."""
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in rows:
+        for name, value in row.items():
+            if match := STAGE.fullmatch(name):
+                seconds[match["actor"]][match["stage"]] += value or 0.0
+    texts = {}
+    for actor, stages in seconds.items():
+        whole = sum(stages.values())
+        largest = sorted(stages.items(), key=lambda stage: -stage[1])[:num_stages]
+        parts = [f"{name.replace('_', ' ')} {spent / whole:.0%}" for name, spent in largest if spent]
+        texts[actor] = ", ".join(parts)
+    return texts
+
+
+def _bottleneck(view: RunView) -> RenderableType:
+    rows = _steady(view.steps)
+    lines = [Text(bottleneck(rows), style="bold"), *(Text(f"! {hint}", style="yellow") for hint in hints(rows))]
+    return Group(Text(), *lines)
+
+
+def _steady(steps: Sequence[Row]) -> Sequence[Row]:
+    """Without the run's first step, which warms engines up, where there are others."""
+    return [row for row in steps if row["step"] > 1] or steps
+
+
+def _steps(rows: Sequence[Row], width: int) -> RenderableType:
+    if not rows:
+        return Group()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    columns = COLUMNS + MORE_COLUMNS if width >= WIDE else COLUMNS
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        figures = [(figure(row), form) for _, figure, form in columns]
+        table.add_row(*("" if value is None else form.format(value) for value, form in figures))
+    return Group(Text(), table)
+
+
+def _events(view: RunView) -> list[RenderableType]:
+    lines = []
+    for event in view.events[-3:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        lines.append(_line(f"{clock} {event['text']}", "dim"))
+    told = {event["text"] for event in view.events}
+    troubles = view.state.troubles if view.state is not None and not view.is_over else ()
+    lines += [_line(f"! {text}", "yellow") for text in troubles[-3:] if text not in told]
+    return [Text(), *lines] if lines else []
+
+
+def _line(text: str, style: str) -> Text:
+    """One line, however many the text has."""
+    return Text(" ".join(text.split()), style=style, overflow="ellipsis", no_wrap=True)
