@@ -3,19 +3,38 @@
     PromptItem -> RolloutGroup(Completion...) -> ScoredGroup -> TrainBatch -> StepReport
     (ledger)      (Generator)                   (Scorer)       (buffer)      (Learner)
 
-and, the other way, WeightSnapshot from the Learner to the Generators.
-A *version* counts the steps the Learner has completed and published; the initial weights are version 0.
+and, in the other direction, WeightSnapshot from the Learner to the Generators.
+
+A *step* trains on one batch and is counted from 1. A *version* is the number of steps that the Learner has
+completed and published, so the initial weights are version 0, and step n turns version n - 1 into n.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Ref(Awaitable[T_co], Protocol[T_co]):
+    """A reference to a value in another process; awaiting it would bring the value here."""
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """The model that a run's actors load when it begins."""
+
+    path: str
+    end_token_ids: tuple[int, ...]
+    max_model_len: int
+    """Longest prompt and response together, in tokens."""
 
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """A buffer of bytes on a GPU for another process on it, in plain values that every message can carry."""
+    """A buffer on a GPU that another process on the same GPU can open, in plain values."""
 
     num_bytes: int
     storage_handle: bytes
@@ -31,24 +50,24 @@ class DeviceHandle:
 class PromptItem:
     """One prompt to be sampled as a group.
 
-    `group_id` is the prompt's place in the run's whole order (epoch after epoch); batches are made in that
-    order (actors/batch_line.py).
+    `group_id` is the prompt's position in the order of the whole run (epoch after epoch), which is also the
+    order of batches (actors/batch_queue.py).
     """
 
     group_id: int
     prompt: str
     prompt_token_ids: tuple[int, ...]
     ground_truth: str
-    num_cuts: int = 0  # times it was cut off by oversampling before
-    task: str = ""  # the part of a mixture that it comes from
+    num_cuts: int = 0  # times that oversampling cut it off before
+    task: str = ""  # the part of a mixture that it belongs to
 
 
 @dataclass(frozen=True)
 class Completion:
     """One sampled response; the three arrays are `[response_tokens]`.
 
-    `logprobs` are the behaviour logprobs (natural log, at the sampling temperature, as the sampler
-    assigned them) and `versions` the weight version that sampled each token.
+    `logprobs` are the behaviour logprobs (natural log, at the sampling temperature, as the sampler assigned
+    them), and `versions` the weight version that sampled each token.
     """
 
     text: str
@@ -78,9 +97,9 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What sampling a prompt as a group has shown of it."""
+    """The result of sampling a prompt as a group."""
 
-    pass_rate: float  # the share of its graded responses that is right
+    pass_rate: float  # share of its graded responses that are right
     has_signal: bool  # as in ScoredGroup
 
 
@@ -88,8 +107,8 @@ class GroupOutcome:
 class ScoredGroup:
     """A group with its rewards; every array is `[G]` float32.
 
-    A response that could not be graded has reward 0 and advantage 0, and stands in `errors`: it is left out
-    of its group's mean and std, and so teaches nothing.
+    A response that could not be graded is listed in `errors`, with reward 0 and advantage 0. The group's mean
+    and standard deviation exclude it, so it teaches nothing.
     """
 
     rollout: RolloutGroup
@@ -109,7 +128,7 @@ class ScoredGroup:
 
     @property
     def outcome(self) -> GroupOutcome | None:
-        """None if no response was graded."""
+        """The group's outcome; None if no response was graded."""
         graded = [right for sample, right in enumerate(self.answer_rewards) if sample not in self.errors]
         return GroupOutcome(float(np.mean(np.array(graded) > 0)), self.has_signal) if graded else None
 
@@ -120,7 +139,7 @@ class ScoredGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Roughly the memory it takes: its arrays and texts."""
+        """Approximate memory of the group's arrays and texts."""
         item, completions = self.rollout.item, self.rollout.completions
         arrays = [self.rewards, self.format_rewards, self.answer_rewards, self.advantages]
         arrays += [array for c in completions for array in (c.token_ids, c.logprobs, c.versions)]
@@ -137,29 +156,29 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class PutReceipt:
-    """What became of a group that was put into the buffer."""
+    """The buffer's answer to a group that was put into it."""
 
-    is_kept: bool  # False: it is too old for every batch to come
-    num_places: int = 0  # groups that left the line for lack of signal: so many more may be admitted
+    is_kept: bool  # False: the group is too old for every batch to come
+    num_slots: int = 0  # groups dropped for lack of signal just now; as many more may be admitted
 
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What the controller needs to know of a batch: small numbers, never tokens."""
+    """Small numbers about a batch for the controller, never tokens."""
 
-    group_ids: tuple[int, ...]  # fresh groups that are trained
+    group_ids: tuple[int, ...]  # fresh groups in the batch
     rejected_ids: tuple[int, ...]  # groups that were too old: they are sampled again, and there is no batch yet
     metrics: dict[str, float]
     dropped_ids: tuple[int, ...] = ()  # left out for lack of signal
-    cut_ids: tuple[int, ...] = ()  # came, but too late: the next batch cannot have them either
-    num_places: int = 0  # as in PutReceipt
+    cut_ids: tuple[int, ...] = ()  # came, but too late for the next batch as well
+    num_slots: int = 0  # as in PutReceipt
     outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
     write_error: str | None = None  # why rollouts of an earlier batch are not on disk yet
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one Learner step did."""
+    """The result of one Learner step."""
 
     version: int  # the Learner's version after the step
     metrics: dict[str, float]
@@ -168,7 +187,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Where one tensor lies in a snapshot's buffer."""
+    """Position of one tensor in a snapshot's buffer."""
 
     name: str
     dtype: str  # torch's name without the prefix: "float32", "bfloat16"
@@ -181,13 +200,13 @@ class TensorSpec:
 class WeightSnapshot:
     """All weights of one version, end to end in one buffer of bytes (Hugging Face names).
 
-    The bytes are in `data`, or where `on_device` leads to, on the GPU that Learner and Generator share.
+    The bytes are in `data`, or in the buffer of `on_device` on the GPU that Learner and Generator share.
     """
 
     version: int
     specs: tuple[TensorSpec, ...]
     data: np.ndarray  # uint8 [total_bytes]
-    checksum: int | None = None  # CRC-32 of `data`, where it was asked for
+    checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on
     on_device: DeviceHandle | None = None
 
     @property
@@ -196,19 +215,30 @@ class WeightSnapshot:
 
 
 @dataclass(frozen=True)
+class Admitted:
+    """The permission to dispatch groups, as of a published version."""
+
+    version: int  # the published version
+    num_groups: int  # groups that may have been dispatched since the beginning of the run
+
+    def exceeds(self, other: "Admitted") -> bool:
+        return self.version > other.version or self.num_groups > other.num_groups
+
+
+@dataclass(frozen=True)
 class SyncReport:
-    """Seconds of each phase of one weight sync, the slowest Generator counted."""
+    """Seconds per phase of one weight sync, as the slowest Generator took, and the Generators that failed."""
 
     version: int
     metrics: dict[str, float]
-    failed: dict[str, str]  # Generators that did not come along, and why: they are out until admitted again
+    failed: dict[str, str]  # why each failed; they are excluded until they are admitted again
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How an engine samples; `seed` makes a request's draws reproducible where the engine can.
+    """Sampling parameters of a request; `seed` makes its draws reproducible if the engine supports that.
 
-    At temperature 0 the likeliest token is taken each time (an evaluation's; training cannot use it).
+    At temperature 0 the most likely token is taken each time (for evaluations; training cannot use it).
     """
 
     num_samples: int

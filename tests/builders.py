@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from grpo_ray.actors.batch_line import BatchLine
+from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.replay import ReplayMemory
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
@@ -77,7 +77,7 @@ def make_buffer(
     seed: int = 0,
 ) -> TrajectoryBuffer:
     """`size` fresh groups and `num_replayed` old ones a batch."""
-    line = BatchLine(size, lookahead, first_come, max_dropped)
+    line = BatchQueue(size, lookahead, first_come, max_dropped)
     memory = ReplayMemory(ReplayConfig(**(replay or {})), num_replayed, seed)
     return TrajectoryBuffer(line, memory, max_bytes, rollouts, checkpoint, cut_max_lag)
 

@@ -9,21 +9,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.actors.clients import methods_with_bulk
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
-from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
+from grpo_ray.actors.weight_sync import WeightSync, admission_of
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.errors import ActorDied
-from grpo_ray.run.preflight import Prepared
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.types import StartingModel
 
 
 class LocalClient:
-    """As `remote_actor.Client`, over an object in this process."""
+    """A client as `remote_actor.Client`, of an object in this process."""
 
     def __init__(self, name: str, build: Callable[[], Any]) -> None:
         self.name = name
@@ -32,10 +33,17 @@ class LocalClient:
         self._dead = asyncio.Event()
         self._turn = asyncio.Lock()  # a synchronous actor's calls run one at a time, in order
 
-    def __getattr__(self, method: str) -> "_LocalMethod":
+    def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        return _LocalMethod(self, method)
+
+        def call(*args: Any) -> Any:
+            answer = _quiet(self.call(method, args))
+            if method not in methods_with_bulk(type(self.actor)):
+                return answer
+            return _quiet(_item(answer, 0)), _quiet(_item(answer, 1))
+
+        return call
 
     @property
     def actor(self) -> Any:
@@ -60,9 +68,9 @@ class LocalClient:
 
     async def _work(self, method: str, args: tuple[Any, ...]) -> Any:
         args = tuple([await arg if isinstance(arg, asyncio.Future) else arg for arg in args])
-        args = tuple(
-            [[await a for a in arg] if _holds_futures(arg) else arg for arg in args]
-        )  # a boxed reference
+        args = tuple(  # a boxed reference
+            [tuple([await a for a in arg]) if _holds_futures(arg) else arg for arg in args]
+        )
         function = getattr(self.actor, method)
         if inspect.iscoroutinefunction(function):
             return await function(*args)
@@ -72,22 +80,7 @@ class LocalClient:
 
 
 def _holds_futures(argument: Any) -> bool:
-    return isinstance(argument, list) and any(isinstance(item, asyncio.Future) for item in argument)
-
-
-class _LocalMethod:
-    def __init__(self, client: LocalClient, method: str) -> None:
-        self._client, self._method = client, method
-
-    def __call__(self, *args: Any) -> Awaitable[Any]:
-        return self.reference(*args)
-
-    def split(self, *args: Any) -> tuple[Any, Awaitable[Any]]:
-        both = self.reference(*args)
-        return _quiet(_item(both, 0)), _quiet(_item(both, 1))
-
-    def reference(self, *args: Any) -> Any:
-        return _quiet(self._client.call(self._method, args))
+    return isinstance(argument, tuple) and any(isinstance(item, asyncio.Future) for item in argument)
 
 
 def _quiet(work: Any) -> "asyncio.Future[Any]":
@@ -105,16 +98,16 @@ class LocalActors:
     """As `hosting.ActorGroup`."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, run_dir: Path, checkpoint: Checkpoint | None = None
+        self, config: Config, start: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
     ) -> None:
-        self._config, self._prepared, self._checkpoint = config, prepared, checkpoint
+        self._config = config
         run = RunDirectory(run_dir)
-        model = str(checkpoint.model_path) if checkpoint else prepared.model_path
+        model = str(checkpoint.model_path) if checkpoint else start.path
         version = checkpoint.state.step if checkpoint else 0
         training = checkpoint.training_path if checkpoint else None
 
         def generator(name: str) -> Generator:
-            engine = make_engine(config, model, prepared.max_model_len, int(name.rpartition("-")[2]))
+            engine = make_engine(config, model, start.max_model_len, int(name.rpartition("-")[2]))
             return Generator(name, engine, config.generator.slowdown_s, version)
 
         self._generator = generator
@@ -123,16 +116,16 @@ class LocalActors:
         self.scorer = self._new_scorer()
         self.learner = LocalClient(
             "learner",
-            lambda: Learner(
-                model, config, prepared.end_token_ids, training, run.skipped, prepared.model_path, run.profile
-            ),
+            lambda: Learner(model, config, start.end_token_ids, training, run.skipped, start.path, run.profile),
         )
         self.buffer = LocalClient(
             "buffer", lambda: TrajectoryBuffer(*buffer_arguments(config, run.rollouts, training))
         )
-        clients, ledger = list(self.generators.values()), prepared.ledger
-        arguments = weight_sync_arguments(config, ledger.num_trained, ledger.num_left, version)
-        self.weight_sync = LocalClient("weight_sync", lambda: WeightSync(clients, *arguments))
+        clients: list[Any] = list(self.generators.values())
+        timeout_s = config.weight_sync.phase_timeout_s
+        self.weight_sync = LocalClient(
+            "weight_sync", lambda: WeightSync(clients, admission_of(config), timeout_s, version)
+        )
         self.num_stack_dumps = 0
 
     def by_name(self) -> dict[str, LocalClient]:

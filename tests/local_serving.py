@@ -15,7 +15,7 @@ from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.tools.evaluation import evaluate
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion, SamplingSettings, StartingModel
 
 Answers = Callable[[str, SamplingSettings], Sequence[str]]  # (prompt, settings) -> a response a sample
 
@@ -40,11 +40,11 @@ class KnownEngine:
 class LocalServing:
     """As `hosting.ServingGroup`."""
 
-    def __init__(self, config: Config, model_path: str, max_model_len: int, answers: Answers | None) -> None:
+    def __init__(self, config: Config, model: StartingModel, answers: Answers | None) -> None:
         def generator(name: str) -> Generator:
             index = int(name.rpartition("-")[2])
-            known: Any = KnownEngine(model_path, answers) if answers is not None else None
-            return Generator(name, known or make_engine(config, model_path, max_model_len, index))
+            known: Any = KnownEngine(model.path, answers) if answers is not None else None
+            return Generator(name, known or make_engine(config, model.path, model.max_model_len, index))
 
         self._generator = generator
         names = [f"generator-{index}" for index in range(config.generator.num_generators)]
@@ -76,9 +76,9 @@ def serve_locally(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LocalSe
 
         @contextlib.contextmanager
         def serving(
-            placement: None, config: Config, model_path: str, max_model_len: int, logs: Path
+            placement: None, config: Config, model: StartingModel, logs: Path
         ) -> Iterator[LocalServing]:
-            started.append(LocalServing(config, model_path, max_model_len, answers))
+            started.append(LocalServing(config, model, answers))
             yield started[-1]
             started[-1].scorer.actor.close()
 

@@ -287,7 +287,9 @@ def test_long_prompts_are_skipped_or_cut(
     end = load_template("short").text.rpartition("{question}")[2]
     assert all(item.prompt.startswith("9") and item.prompt.endswith("9" + end) for item in cut)
     assert all(item.prompt.startswith("User: ") for item in items if item not in cut)
-    assert prepared.max_model_len == (config.generator.max_model_len or limit + config.sampling.max_tokens)
+    assert prepared.model.max_model_len == (
+        config.generator.max_model_len or limit + config.sampling.max_tokens
+    )
 
 
 def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[..., Config]) -> None:

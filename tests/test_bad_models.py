@@ -168,7 +168,7 @@ def test_without_end_token_or_stop_string_a_response_would_never_end(
 def test_a_stop_string_is_end_enough(without_end: Path, of_folder: Callable[..., Config]) -> None:
     config = of_folder(sampling={"stop": ("5",)})
     prepared = prepare(config, check_files(config))
-    assert prepared.end_token_ids == ()
+    assert prepared.model.end_token_ids == ()
     engine = TorchEngine(str(without_end), config.generator, "float32", seed=0)
     settings = make_settings(num_samples=64, min_tokens=1, max_tokens=40, stop=("5",))
     completions = asyncio.run(engine.generate((40, 41), settings))
@@ -181,7 +181,7 @@ def test_an_end_token_in_either_place_is_enough(folder: Path, of_folder: Callabl
     edit(folder / "tokenizer_config.json", eos_token=None)
     edit(folder / "generation_config.json", eos_token_id=7)
     config = of_folder(sampling={"stop": ()})
-    assert prepare(config, check_files(config)).end_token_ids == (7,)
+    assert prepare(config, check_files(config)).model.end_token_ids == (7,)
 
 
 # ---- vocabulary ----
@@ -218,7 +218,7 @@ def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(
     prepared = prepare(config, check_files(config))
 
     engine = TorchEngine(str(folder), config.generator, "float32", seed=0)
-    settings = make_settings(num_samples=20, max_tokens=16, end_token_ids=prepared.end_token_ids)
+    settings = make_settings(num_samples=20, max_tokens=16, end_token_ids=prepared.model.end_token_ids)
     completions = asyncio.run(engine.generate((40, 41), settings))
     sampled = np.concatenate([completion.token_ids for completion in completions])
     assert (sampled >= len(tokenizer)).mean() > 0.5  # the tokenizer knows a third of the vocabulary

@@ -174,7 +174,7 @@ def test_the_buffer_tells_the_outcomes_of_trained_and_of_dropped_groups() -> Non
         buffer = make_buffer(2, max_dropped=2)
         for group_id, has_signal in enumerate([True, False, True]):
             await buffer.put(simple_group(group_id, has_signal=has_signal))
-        return (await buffer.take(0, 0))[1]
+        return (await buffer.take(1, 0))[1]
 
     found = asyncio.run(facts())
     assert (found.group_ids, found.dropped_ids) == ((0, 2), (1,))

@@ -13,50 +13,58 @@ from builders import make_completion, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.staleness import admission_limit, oldest_allowed, places_beyond
+from grpo_ray.actors.staleness import Admission, extra_slots_at, oldest_allowed, version_trained_at
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
-from grpo_ray.actors.weight_sync import WeightSync, weight_sync_arguments
+from grpo_ray.actors.weight_sync import WeightSync, admission_of
 from grpo_ray.config import Config
-from grpo_ray.run.open_calls import Watch
-from grpo_ray.run.rollout_producer import Production
+from grpo_ray.run.context import RunContext
+from grpo_ray.run.open_calls import OpenCalls
+from grpo_ray.run.rollout_producer import RolloutProducer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
-from grpo_ray.types import BatchFacts, PromptItem, ScoredGroup
+from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.types import Admitted, BatchFacts, PromptItem, ScoredGroup
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
 def test_admission_limit_by_hand(max_lag: int, limits: list[int]) -> None:
-    """max_lag 0: exactly the batch that version 0 trains; each lag allowed is one batch more."""
+    """max_lag 0: exactly the batch that version 0 trains; each further version of lag is one batch more."""
 
     async def run() -> list[int]:
-        generators = [VersionedGenerator("a", iter([]))]
-        sync = WeightSync(generators, max_lag, prompts_per_step=4, phase_timeout_s=5)
-        seen = [(await sync.admission(-1, 0))[1]]
+        generators: list[Any] = [VersionedGenerator("a", iter([]))]
+        sync = WeightSync(generators, Admission(max_lag, 4, num_steps=100), phase_timeout_s=5)
+        admitted = [await sync.admission(Admitted(-1, 0))]
         for version in (1, 2):
-            await sync.publish(version, [None])
-            seen.append((await sync.admission(version - 1, seen[-1]))[1])
-        return seen
+            await sync.publish(version, (None,))  # type: ignore[arg-type]
+            admitted.append(await sync.admission(admitted[-1]))
+        return [each.num_groups for each in admitted]
 
     assert asyncio.run(run()) == limits
-    assert [admission_limit(version, max_lag, 4) for version in (0, 1, 2)] == limits
-    assert [admission_limit(version, max_lag, 4, 3) for version in (0, 1, 2)] == [n + 3 for n in limits]
+    for extra in (0, 3):
+        admission = Admission(max_lag, 4, num_steps=100, extra_slots=extra)
+        assert [admission.limit(version) for version in (0, 1, 2)] == [limit + extra for limit in limits]
 
 
-def test_places_beyond_by_hand() -> None:
-    """At version 3 of batches of 4, a run has trained 12: what left it and the oversampled are beyond."""
-    assert places_beyond(3, num_trained=12, num_left=0, num_oversampled=0, prompts_per_step=4) == 0
-    assert places_beyond(3, num_trained=12, num_left=5, num_oversampled=2, prompts_per_step=4) == 7
+def test_nothing_is_admitted_for_steps_after_the_last() -> None:
+    admission = Admission(max_lag=2, groups_per_step=4, num_steps=5, extra_slots=1)
+    assert [admission.limit(version) for version in (1, 2, 3, 9)] == [17, 21, 21, 21]
 
 
-@given(version=st.integers(0, 100), max_lag=st.integers(0, 10), prompts_per_step=st.integers(1, 50))
-def test_the_two_guards_agree(version: int, max_lag: int, prompts_per_step: int) -> None:
+def test_extra_slots_by_hand() -> None:
+    """At version 3 of batches of 4 a run has trained 12; discarded and oversampled groups need extra slots."""
+    assert extra_slots_at(3, num_trained=12, num_left=0, num_oversampled=0, groups_per_step=4) == 0
+    assert extra_slots_at(3, num_trained=12, num_left=5, num_oversampled=2, groups_per_step=4) == 7
+
+
+@given(version=st.integers(0, 100), max_lag=st.integers(0, 10), groups_per_step=st.integers(1, 50))
+def test_the_two_guards_agree(version: int, max_lag: int, groups_per_step: int) -> None:
     """The last group admitted at a version is trained while that version is just allowed."""
-    last_group = admission_limit(version, max_lag, prompts_per_step) - 1
-    trained_at = last_group // prompts_per_step
-    assert oldest_allowed(trained_at, max_lag) == version
-    assert oldest_allowed(trained_at + 1, max_lag) > version  # one group more would be too old
+    num_groups = Admission(max_lag, groups_per_step, num_steps=1000).limit(version)
+    last_step = num_groups // groups_per_step
+    assert oldest_allowed(version_trained_at(last_step), max_lag) == version
+    assert oldest_allowed(version_trained_at(last_step + 1), max_lag) > version  # one group more is too old
 
 
 # ---- the controller's schedule, without its actors ----
@@ -120,7 +128,7 @@ class Pace:
 
 @dataclass
 class Trained:
-    """What the Learner saw, a list a step."""
+    """The groups that the Learner saw, one list per step."""
 
     fresh: list[list[int]] = field(default_factory=list)
     replayed: list[list[int]] = field(default_factory=list)
@@ -145,8 +153,8 @@ class Remote:
         return call
 
 
-class PacedRollouts:
-    """As Rollouts, where a group's three tokens take their turns."""
+class PacedPool:
+    """A GeneratorPool in which each of a group's three tokens takes its turns."""
 
     def __init__(self, generators: Sequence[VersionedGenerator], pace: Pace) -> None:
         self._generators, self._pace = generators, pace
@@ -169,14 +177,14 @@ class NoLog:
 
 
 class Actors:
-    """Those that Production talks to."""
+    """The actors that RolloutProducer calls."""
 
     def __init__(self, buffer: Remote, weight_sync: Remote) -> None:
         self.buffer, self.weight_sync = buffer, weight_sync
 
 
 class Schedule:
-    """Production on the plain classes, and beside it the Controller's _train, _next_batch and _publish."""
+    """RolloutProducer on the plain classes, with the Controller's _train, _next_batch and _publish in short."""
 
     def __init__(
         self, config: Config, pace: Pace, trained: Trained, ledger: PromptLedger, version: int = 0,
@@ -184,33 +192,33 @@ class Schedule:
     ) -> None:  # fmt: skip
         self.config, self.pace, self.trained, self.ledger, self.version = config, pace, trained, ledger, version
         generators = [VersionedGenerator(name, pace.of("load"), version) for name in ("a", "b")]
-        arguments = weight_sync_arguments(config, ledger.num_trained, ledger.num_left, version)
-        self.sync = WeightSync(generators, *arguments)
+        serving: list[Any] = list(generators)
+        self.sync = WeightSync(serving, admission_of(config), phase_timeout_s=5, version=version)
         self.buffer = TrajectoryBuffer(*buffer_arguments(config, None, checkpoint))
         self.is_resumed = checkpoint is not None
         travel = pace.of("travel")
         self.actors = Actors(Remote(self.buffer, travel), Remote(self.sync, travel))
-        rollouts: Any = PacedRollouts(generators, pace)
+        pool: Any = PacedPool(generators, pace)
         log: Any = NoLog()
-        self.production = Production(config, ledger, rollouts, self.actors, Watch(), log, version)
+        actors: Any = self.actors
+        context = RunContext(config, actors, OpenCalls(), log, StageClock((), rest="idle"))
+        self.producer = RolloutProducer(context, ledger, pool, version)
 
     async def run(self, last_step: int) -> None:
-        if self.is_resumed:
-            self.ledger.load_state_dict(self.ledger.state_dict(), await self.buffer.group_ids())
+        ledger_state = self.ledger.state_dict() if self.is_resumed else None
         async with asyncio.TaskGroup() as self.tasks:
-            await self.production.begin(self.version, self.is_resumed)
-            self.production.start(self.tasks)
+            await self.producer.begin(self.version, ledger_state)
+            self.producer.start(self.tasks)
             await self.train(last_step)
-            self.production.cancel()
+            self.producer.cancel()
 
     async def train(self, last_step: int) -> None:
         published: asyncio.Task[None] | None = None
-        for step in range(self.version, last_step):
+        for step in range(self.version + 1, last_step + 1):
             facts = await self.next_batch(step)
             await turns(next(self.pace.of("train")))
-            self.ledger.mark_trained(facts.group_ids)
-            self.ledger.mark_dropped(facts.dropped_ids)
-            self.version = step + 1
+            self.producer.batch_trained(facts)
+            self.version = step
             if published is not None:
                 await published
             published = self.tasks.create_task(self.publish(self.version))
@@ -218,24 +226,24 @@ class Schedule:
             await published
 
     async def next_batch(self, step: int) -> BatchFacts:
-        oldest = oldest_allowed(step, self.config.weight_sync.max_lag)
+        version = version_trained_at(step)
+        oldest = oldest_allowed(version, self.config.weight_sync.max_lag)
         batch, facts = await self.actors.buffer.take(step, oldest)
         assert facts.rejected_ids == ()  # admission is enough: the other guard has nothing to do
-        await self.production.until_answered({*facts.group_ids, *facts.dropped_ids, *facts.cut_ids})
         fresh = [group for group in batch.groups if group.group_id in facts.group_ids]
         replayed = [group for group in batch.groups if group.group_id not in facts.group_ids]
         self.trained.fresh.append([group.group_id for group in fresh])
         self.trained.replayed.append([group.group_id for group in replayed])
         self.trained.dropped.append(list(facts.dropped_ids))
-        self.trained.lags.append(step - min(group.rollout.oldest_version for group in fresh))
-        self.trained.replayed_ages += [step - group.rollout.oldest_version for group in replayed]
-        await self.production.settle_batch(step, facts)
+        self.trained.lags.append(version - min(group.rollout.oldest_version for group in fresh))
+        self.trained.replayed_ages += [version - group.rollout.oldest_version for group in replayed]
+        await self.producer.batch_taken(step, facts)
         return facts
 
     async def publish(self, version: int) -> None:
         if not self.config.weight_sync.in_flight:
-            await self.production.until_none_runs(version - 1)
-        await self.actors.weight_sync.publish(version, [None])
+            await self.producer.until_none_runs(version - 1)
+        await self.actors.weight_sync.publish(version, (None,))
 
 
 MAX_TURNS = 12_000  # a run with the slowest groups takes four thousand

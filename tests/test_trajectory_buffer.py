@@ -14,7 +14,8 @@ from builders import make_buffer, make_completion, make_group, make_item, same_g
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.trajectory_buffer import buffer_arguments, cut_metrics, rollout_metrics
+from grpo_ray.actors.batch_metrics import cut_metrics, rollout_metrics
+from grpo_ray.actors.trajectory_buffer import buffer_arguments
 from grpo_ray.config import Config
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
@@ -45,21 +46,21 @@ def test_batches_are_in_group_order_whatever_the_arrival(arrival: tuple[int, ...
         buffer = make_buffer(2)
         for group_id in arrival:
             assert await buffer.put(simple_group(group_id)) == KEPT
-        return [await buffer.take(step, oldest_version=0) for step in (0, 1)]
+        return [await buffer.take(step, oldest_version=0) for step in (1, 2)]
 
     batches = asyncio.run(run())
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3]]
     assert [facts.group_ids for _, facts in batches] == [(0, 1), (2, 3)]
     assert [facts.metrics["buffer/groups"] for _, facts in batches] == [2.0, 0.0]
     for _, facts in batches:
-        assert (facts.rejected_ids, facts.dropped_ids, facts.cut_ids, facts.num_places) == ((), (), (), 0)
+        assert (facts.rejected_ids, facts.dropped_ids, facts.cut_ids, facts.num_slots) == ((), (), (), 0)
         assert check_names(facts.metrics) == []
 
 
 def test_take_waits_for_the_slowest_group() -> None:
     async def run() -> None:
         buffer = make_buffer(2)
-        taken = asyncio.create_task(buffer.take(0, oldest_version=0))
+        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
         for group_id in (1, 2, 3):  # the batch after is whole already; it does not overtake
             await buffer.put(simple_group(group_id))
             assert await is_done(taken) == [False]
@@ -74,7 +75,7 @@ def test_take_waits_for_the_slowest_group() -> None:
 def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
     async def run() -> None:
         buffer = make_buffer(2, lookahead=2)
-        taken = asyncio.create_task(buffer.take(0, oldest_version=0))
+        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
         await buffer.put(simple_group(3))
         await buffer.put(simple_group(2))
         assert await is_done(taken) == [False]  # 3 is beyond the window
@@ -82,7 +83,7 @@ def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
         batch, _ = await asyncio.wait_for(taken, 5)
         assert ids(batch.groups) == [1, 2]
         await buffer.put(simple_group(0))
-        batch, _ = await asyncio.wait_for(buffer.take(1, oldest_version=0), 5)
+        batch, _ = await asyncio.wait_for(buffer.take(2, oldest_version=0), 5)
         assert ids(batch.groups) == [0, 3]
 
     asyncio.run(run())
@@ -105,13 +106,13 @@ def test_stale_groups_are_rejected_and_the_rest_stay() -> None:
         await buffer.put(simple_group(3, versions=4))
         await buffer.put(simple_group(4, versions=[4, 3, 5]))  # one token too old
         await buffer.put(simple_group(5, versions=5))
-        batch, facts = await buffer.take(1, oldest_version=4)
+        batch, facts = await buffer.take(2, oldest_version=4)
         assert batch.groups == ()
         assert facts.group_ids == ()
         assert facts.rejected_ids == (4,)
         assert await buffer.group_ids() == (3, 5)
 
-        again = asyncio.create_task(buffer.take(1, oldest_version=4))
+        again = asyncio.create_task(buffer.take(2, oldest_version=4))
         assert await is_done(again) == [False]
         await buffer.put(simple_group(4, versions=5))
         batch, facts = await asyncio.wait_for(again, 5)
@@ -192,8 +193,8 @@ def test_taken_batches_are_written(tmp_path: Path) -> None:
         buffer = make_buffer(2, PLENTY, tmp_path)
         for group_id in (3, 2, 1, 0):
             await buffer.put(simple_group(group_id, versions=group_id // 2))
-        await buffer.take(0, oldest_version=0)
-        _, facts = await buffer.take(1, oldest_version=0)
+        await buffer.take(1, oldest_version=0)
+        _, facts = await buffer.take(2, oldest_version=0)
         assert facts.write_error is None
         assert await buffer.flush() is None
 
@@ -215,7 +216,7 @@ def test_group_set_aside_is_not_waited_for_and_another_takes_its_place() -> None
     async def run() -> None:
         buffer = make_buffer(3)
         await buffer.put(simple_group(0))
-        taken = asyncio.create_task(buffer.take(0, oldest_version=0))
+        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
         await buffer.put(simple_group(2))
         assert await is_done(taken) == [False]
         assert await buffer.set_aside(1) == 0  # its own place is not counted
@@ -234,7 +235,7 @@ def test_stale_groups_are_found_beside_one_that_is_set_aside() -> None:
         buffer = make_buffer(1)
         await buffer.set_aside(0)
         await buffer.put(simple_group(1, versions=2))
-        _, facts = await buffer.take(0, oldest_version=3)
+        _, facts = await buffer.take(1, oldest_version=3)
         assert facts.rejected_ids == (1,)
 
     asyncio.run(run())
@@ -244,7 +245,7 @@ def test_group_that_comes_after_its_batch_is_refused() -> None:
     async def run() -> None:
         buffer = make_buffer(1)
         await buffer.put(simple_group(0))
-        await buffer.take(0, oldest_version=0)
+        await buffer.take(1, oldest_version=0)
         with pytest.raises(ValueError, match="group 0 came after it was trained"):
             await buffer.put(simple_group(0))
 
@@ -257,17 +258,17 @@ def test_groups_without_signal_leave_their_places_to_others(tmp_path: Path) -> N
     async def run() -> None:
         buffer = make_buffer(2, PLENTY, tmp_path, max_dropped=2)
         signals = {0: False, 1: True, 2: False, 3: True, 4: False, 5: False, 6: False, 7: True}
-        places = [(await buffer.put(simple_group(g, has_signal=s))).num_places for g, s in signals.items()]
+        places = [(await buffer.put(simple_group(g, has_signal=s))).num_slots for g, s in signals.items()]
         assert places == [1, 0, 1, 0, 0, 0, 0, 0]
         assert await buffer.group_ids() == tuple(range(8))  # who was dropped is known until the batch is taken
-        batch, facts = await buffer.take(0, oldest_version=0)
+        batch, facts = await buffer.take(1, oldest_version=0)
         assert (ids(batch.groups), facts.group_ids, facts.dropped_ids) == ([1, 3], (1, 3), (0, 2))
-        assert facts.num_places == 2  # 4 and 5: the next batch may drop two again
+        assert facts.num_slots == 2  # 4 and 5: the next batch may drop two again
         assert facts.metrics["rollout/dropped_groups"] == 2.0
         assert facts.metrics["rollout/zero_variance_groups"] == 2.0
         assert facts.metrics["reward/mean"] == 1 / 4  # of all that were sampled for it
-        batch, facts = await buffer.take(1, oldest_version=0)
-        assert (facts.group_ids, facts.dropped_ids, facts.num_places) == ((6, 7), (4, 5), 0)
+        batch, facts = await buffer.take(2, oldest_version=0)
+        assert (facts.group_ids, facts.dropped_ids, facts.num_slots) == ((6, 7), (4, 5), 0)
         with pytest.raises(ValueError, match="group 4 came after it was trained, dropped"):
             await buffer.put(simple_group(4))
         await buffer.flush()
@@ -295,14 +296,14 @@ def test_what_comes_too_late_is_cut_off() -> None:
         buffer = make_buffer(1, first_come=True, cut_max_lag=1)
         for group_id, version in ((2, 0), (0, 0), (3, 1)):
             assert await buffer.put(simple_group(group_id, versions=version)) == KEPT
-        _, facts = await buffer.take(0, oldest_version=-1)
+        _, facts = await buffer.take(1, oldest_version=-1)
         assert (facts.group_ids, facts.cut_ids) == ((2,), ())
-        _, facts = await buffer.take(1, oldest_version=0)
+        _, facts = await buffer.take(2, oldest_version=0)
         assert (facts.group_ids, facts.cut_ids) == ((0,), ())  # 3 is young enough for step 2
         assert await buffer.put(simple_group(1, versions=[1, 0, 1])) == PutReceipt(is_kept=False)
         assert await buffer.put(simple_group(4, versions=1)) == KEPT
         assert await buffer.put(simple_group(5, versions=2)) == KEPT
-        _, facts = await buffer.take(2, oldest_version=1)
+        _, facts = await buffer.take(3, oldest_version=1)
         assert (facts.group_ids, facts.cut_ids) == ((3,), (4,))
         assert facts.metrics["buffer/bytes"] == simple_group(5).num_bytes
         assert await buffer.group_ids() == (5,)
@@ -321,7 +322,7 @@ def test_batch_has_its_fresh_groups_and_then_those_that_are_replayed(tmp_path: P
         buffer = make_buffer(2, PLENTY, tmp_path, num_replayed=1, replay=replay)
         for group_id in range(8):
             await buffer.put(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4))
-        batches = [await buffer.take(step, oldest_version=0) for step in range(4)]
+        batches = [await buffer.take(step, oldest_version=0) for step in range(1, 5)]
         await buffer.flush()
         return batches
 
@@ -341,13 +342,13 @@ def test_rejected_batch_draws_nothing() -> None:
     async def run() -> None:
         buffer = make_buffer(1, num_replayed=1, replay={"max_uses": 2})
         await buffer.put(simple_group(0))
-        await buffer.take(0, oldest_version=0)
+        await buffer.take(1, oldest_version=0)
         await buffer.put(simple_group(1, versions=0))
         for _ in range(3):
-            batch, facts = await buffer.take(1, oldest_version=1)
+            batch, facts = await buffer.take(2, oldest_version=1)
             assert (batch.groups, facts.rejected_ids) == ((), (1,))
             await buffer.put(simple_group(1, versions=0))
-        batch, _ = await buffer.take(1, oldest_version=0)
+        batch, _ = await buffer.take(2, oldest_version=0)
         assert ids(batch.groups) == [1, 0]
 
     asyncio.run(run())
@@ -373,10 +374,10 @@ def test_groups_wait_outside_while_there_is_no_room() -> None:
         for group_id in (1, 0):  # the next batch comes in all the same
             await asyncio.wait_for(buffer.put(simple_group(group_id)), 5)
         assert await buffer.group_ids() == (0, 1, 5, 6, 7)
-        _, facts = await buffer.take(0, oldest_version=0)
+        _, facts = await buffer.take(1, oldest_version=0)
         assert facts.metrics["buffer/bytes"] == 3 * size
         assert await is_done(*later) == [True, True, False]  # the batch after, and no more
-        await buffer.take(1, oldest_version=0)
+        await buffer.take(2, oldest_version=0)
         assert await is_done(*later) == [True, True, True]
         assert await buffer.group_ids() == (4, 5, 6, 7)
 
@@ -389,7 +390,7 @@ def test_next_batch_comes_in_however_little_room_there_is() -> None:
         await buffer.begin((80, 81, 82), next_id=83)
         puts = [asyncio.create_task(buffer.put(simple_group(g))) for g in (80, 81, 82)]
         assert await is_done(*puts) == [True, True, False]
-        _, facts = await asyncio.wait_for(buffer.take(40, oldest_version=0), 5)
+        _, facts = await asyncio.wait_for(buffer.take(41, oldest_version=0), 5)
         assert facts.group_ids == (80, 81)
         assert await is_done(*puts) == [True, True, True]
 
@@ -444,7 +445,7 @@ def test_no_size_and_no_order_stops_the_buffer(
 
         puts = [asyncio.create_task(produce(group_id)) for group_id in order]
         trained: list[int] = []
-        for step in range((12 - len(aside)) // size):
+        for step in range(1, 1 + (12 - len(aside)) // size):
             _, facts = await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
             trained += facts.group_ids
             left = [g for g in range(12) if g not in trained and g not in aside]
@@ -468,11 +469,11 @@ def test_take_that_is_given_up_loses_nothing() -> None:
     async def run() -> None:
         buffer = make_buffer(2)
         await buffer.put(simple_group(0))
-        taken = asyncio.create_task(buffer.take(0, oldest_version=0))
+        taken = asyncio.create_task(buffer.take(1, oldest_version=0))
         assert await is_done(taken) == [False]
         taken.cancel()
         await buffer.put(simple_group(1))
-        _, facts = await asyncio.wait_for(buffer.take(0, oldest_version=0), 5)
+        _, facts = await asyncio.wait_for(buffer.take(1, oldest_version=0), 5)
         assert facts.group_ids == (0, 1)
 
     asyncio.run(run())
@@ -490,7 +491,7 @@ def test_captured_groups_come_back(tmp_path: Path) -> None:
         for group in groups.values():
             await buffer.put(group)
         assert await buffer.capture(99) == (2, 3, 4, 5, 6)
-        await buffer.take(1, oldest_version=0)  # what happens after the capture does not matter
+        await buffer.take(2, oldest_version=0)  # what happens after the capture does not matter
         await buffer.put(simple_group(7))
         await buffer.write_captured(tmp_path)
 
@@ -498,7 +499,7 @@ def test_captured_groups_come_back(tmp_path: Path) -> None:
         buffer = make_buffer(2, checkpoint=tmp_path)
         assert await buffer.group_ids() == (2, 3, 4, 5, 6)
         assert await buffer.begin((2, 3, 4, 5, 6), next_id=7) == 0
-        batch, facts = await buffer.take(1, oldest_version=0)
+        batch, facts = await buffer.take(2, oldest_version=0)
         assert same_groups(batch.groups, (groups[2], groups[3]))
         assert facts.metrics["buffer/bytes"] == sum(groups[g].num_bytes for g in (4, 5, 6))
         with pytest.raises(ValueError, match="group 6 came twice"):
@@ -519,15 +520,15 @@ def test_dropped_groups_are_dropped_again_after_a_resume(tmp_path: Path) -> None
         places = 0
         for group_id in (0, 1, 2):
             receipt = await buffer.put(simple_group(group_id, has_signal=group_id != 1))
-            places += receipt.num_places
+            places += receipt.num_slots
         assert await buffer.capture(99) == (0, 1, 2)
         await buffer.write_captured(tmp_path)
-        return places, (await buffer.take(0, oldest_version=0))[1]
+        return places, (await buffer.take(1, oldest_version=0))[1]
 
     async def go_on() -> tuple[int, BatchFacts]:
         buffer = make_buffer(2, checkpoint=tmp_path, max_dropped=2)
         places = await buffer.begin((0, 1, 2), next_id=3)
-        return places, (await buffer.take(0, oldest_version=0))[1]
+        return places, (await buffer.take(1, oldest_version=0))[1]
 
     (places, facts), (places_again, facts_again) = asyncio.run(write()), asyncio.run(go_on())
     assert places == places_again == 1
@@ -542,13 +543,13 @@ def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None
         buffer = make_buffer(2, **options)
         for group_id in range(12):
             await buffer.put(simple_group(group_id))
-        for step in range(3):
+        for step in (1, 2, 3):
             await buffer.take(step, oldest_version=0)
         await buffer.capture(99)
         await buffer.write_captured(tmp_path)
         resumed = make_buffer(2, checkpoint=tmp_path, **options)
         await resumed.begin(range(6, 12), next_id=12)
-        for step in range(3, 6):
+        for step in (4, 5, 6):
             (batch, facts), (again, facts_again) = [
                 await each.take(step, oldest_version=0) for each in (buffer, resumed)
             ]
@@ -630,7 +631,7 @@ async def main():
     buffer = make_buffer(1, rollouts=Path(sys.argv[1]))
     async def step(k):
         await buffer.put(simple_group(k))
-        batch, facts = await buffer.take(k, 0)
+        batch, facts = await buffer.take(k + 1, 0)
         assert facts.group_ids == (k,)
         return facts.write_error
     assert await step(0) is None and await buffer.flush() is None
@@ -680,8 +681,8 @@ def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
 
     async def run() -> None:
         buffer = make_buffer(1, PLENTY, tmp_path)
-        for step in range(3):
-            await buffer.put(simple_group(step))
+        for step in (1, 2, 3):
+            await buffer.put(simple_group(step - 1))
             await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
         flushed = asyncio.create_task(buffer.flush())
         assert await is_done(flushed) == [False]
@@ -700,10 +701,10 @@ def test_take_waits_for_a_slow_disk_once_too_much_is_waiting(
 
     async def run() -> None:
         buffer = make_buffer(1, simple_group(0).num_bytes, tmp_path)
-        for step in range(3):
-            await buffer.put(simple_group(step))
+        for step in (1, 2, 3):
+            await buffer.put(simple_group(step - 1))
             taken = asyncio.create_task(buffer.take(step, oldest_version=0))
-            assert await is_done(taken) == [step < 2]
+            assert await is_done(taken) == [step < 3]
         may_write()
         await asyncio.wait_for(taken, 5)
         await buffer.flush()
@@ -720,12 +721,12 @@ def test_mistake_in_writing_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mon
 
     async def run() -> None:
         buffer = make_buffer(1, PLENTY, tmp_path)
-        for step in range(2):
-            await buffer.put(simple_group(step))
-        await buffer.take(0, oldest_version=0)
+        for group_id in range(2):
+            await buffer.put(simple_group(group_id))
+        await buffer.take(1, oldest_version=0)
         await asyncio.sleep(0.05)
         with pytest.raises(TypeError, match="a mistake"):
-            await buffer.take(1, oldest_version=0)
+            await buffer.take(2, oldest_version=0)
         assert await buffer.group_ids() == (1,)
 
     asyncio.run(run())

@@ -60,9 +60,9 @@ class FakeGenerator:
 
 
 def make_sync(
-    *generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0, extra_places: int = 0
+    *generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0, extra_slots: int = 0
 ) -> WeightSync:
-    return WeightSync(generators, 1, 4, timeout_s, version, extra_places)  # a lag of 1, and 4 prompts a step
+    return WeightSync(generators, 1, 4, timeout_s, version, extra_slots)  # a lag of 1, and 4 prompts a step
 
 
 async def publish(sync: WeightSync, version: int) -> SyncReport:
@@ -134,16 +134,16 @@ def test_admission_goes_on_from_the_version_the_run_starts_with() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("extra_places", [3, 0, -2])
-def test_places_that_groups_left_admit_others_at_once(extra_places: int) -> None:
+@pytest.mark.parametrize("extra_slots", [3, 0, -2])
+def test_places_that_groups_left_admit_others_at_once(extra_slots: int) -> None:
     async def run() -> None:
-        sync = make_sync(FakeGenerator("a"), extra_places=extra_places)
-        limit = 8 + extra_places
+        sync = make_sync(FakeGenerator("a"), extra_slots=extra_slots)
+        limit = 8 + extra_slots
         assert await sync.admission(-1, 0) == (0, limit)
         waiting = asyncio.create_task(sync.admission(0, limit))
         await asyncio.sleep(0.02)
         assert not waiting.done()
-        await sync.widen(2)
+        await sync.add_slots(2)
         assert await asyncio.wait_for(waiting, 5) == (0, limit + 2)
         await nobody_is_admitted(sync, 0, limit + 2)
         await publish(sync, 1)

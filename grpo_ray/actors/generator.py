@@ -1,8 +1,9 @@
-"""Generator: an engine that samples groups and takes new weights."""
+"""Generator: an engine that samples groups and loads new weights."""
 
 import asyncio
 from contextlib import ExitStack
 
+from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import check_snapshot
 from grpo_ray.telemetry.memory import resident_bytes
@@ -13,10 +14,13 @@ STAGES = ("start", "load_weights", "resume", "pause", "sleep", "generate")
 
 
 class Generator:
-    """Samples whatever it is given, at once; who is given what is decided by admission, not here."""
+    """Samples every group that it receives, at once; admission decides when a group is dispatched."""
 
     def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0, version: int = 0) -> None:
-        """`version` is the one of the weights that the engine has loaded."""
+        """
+        Args:
+            version: of the weights that the engine has loaded.
+        """
         self.name = name
         self._engine = engine
         self._slowdown_s = slowdown_s
@@ -25,25 +29,26 @@ class Generator:
         self._idle = asyncio.Event()
         self._idle.set()
         self._clock = StageClock(STAGES, rest="wait_for_prompts")
-        self._paused, self._asleep = ExitStack(), ExitStack()  # stages of several calls
+        self._paused, self._asleep = ExitStack(), ExitStack()  # stages that last from one call to another
 
     def __repr__(self) -> str:
         doing = f"{self._clock.current}, {self._num_running} groups running"
         return f"Generator({self.name}, version={self._version}, {doing})"
 
     async def ready(self) -> bool:
-        """True once the engine serves its first version (actor calls wait for the constructor)."""
+        """Start the engine; return once it serves its first version."""
         with self._clock.stage("start"):
             await self._engine.start(self._version)
         return True
 
+    @bulk_and_facts
     async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
-        """Sample the item's completions; returns them, and how many tokens they are.
+        """Sample the item's completions; return them, and their number of tokens.
 
-        Many calls run at a time; a cancelled one gives up its requests.
+        Many calls run concurrently; a cancelled one aborts its requests.
         """
         self._enter()
-        label = f"group {item.group_id}, {settings.num_samples} samples, begun at version {self._version}"
+        label = f"group {item.group_id}, {settings.num_samples} samples, started at version {self._version}"
         try:
             with self._clock.stage("generate"), self._clock.span("rollout", label):
                 completions = await self._engine.generate(item.prompt_token_ids, settings)
@@ -55,15 +60,15 @@ class Generator:
             self._leave()
 
     async def pause(self) -> None:
-        """From here on, until it has resumed, it stands still."""
+        """Stop sampling until `resume`; requests in flight are kept."""
         self._paused.enter_context(self._clock.stage("pause"))
         await self._engine.pause()
 
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
-        """All tensors first, then the version: a partial update is never served under a new version.
+        """Load all tensors, then the version: a partial update is never served under a new version.
 
         Raises:
-            ValueError: the snapshot did not arrive whole, or does not fit the model.
+            ValueError: the snapshot did not arrive complete, or does not fit the model.
         """
         with self._clock.stage("load_weights", f"version {snapshot.version}"):
             check_snapshot(snapshot)
@@ -73,22 +78,24 @@ class Generator:
         self._version = snapshot.version
 
     async def resume(self) -> None:
+        """Sample again, on the loaded weights alone."""
         with self._paused.pop_all(), self._clock.stage("resume"):
             await self._engine.reset_prefix_cache()
             await self._engine.resume()
 
     async def sleep(self) -> None:
-        """Colocated: the Learner's turn, once nothing runs here any more; admission lets nothing begin."""
+        """Free the device for the colocated Learner, once no group is running."""
         await self._idle.wait()
         self._asleep.enter_context(self._clock.stage("sleep"))
         await self._engine.sleep()
 
     async def wake(self) -> None:
+        """Take the device back from the colocated Learner."""
         with self._asleep.pop_all():
             await self._engine.wake()
 
     async def take_stats(self) -> ActorStats:
-        """What happened since the last call."""
+        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes())
 
     async def shutdown(self) -> None:

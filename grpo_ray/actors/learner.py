@@ -1,4 +1,4 @@
-"""Learner: the GRPO updates of one batch after another, on the policy's device."""
+"""Learner: GRPO updates on one batch after another, on the policy's device."""
 
 import logging
 import math
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
+from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import StaleBatchError, oldest_allowed
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_on_device, pack_weights
@@ -45,12 +46,12 @@ class Learner:
         initial_path: str | None = None,
         profile_folder: Path | None = None,
     ) -> None:
-        """Go on from `checkpoint`, the `training` folder in `model_path`, if it is given.
-
+        """
         Args:
-            skipped_folder: where batches are kept that could not be learned from.
-            initial_path: the model that the run began with, if it is another than `model_path`.
-            profile_folder: where the traces of `learner.profile_steps` are written.
+            checkpoint: the `training` folder in `model_path` to restore from.
+            skipped_folder: receives the batches whose update was skipped.
+            initial_path: the model that the run began with, if it is not `model_path`.
+            profile_folder: receives the traces of `learner.profile_steps`.
         """
         self._config = config
         self._device = torch.device("cuda" if config.learner.num_gpus else "cpu")
@@ -60,7 +61,7 @@ class Learner:
         self._dtype = getattr(torch, config.model.dtype)
         self._forward_backward = ForwardBackward(config, end_token_ids, self._device)
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
-        # Colocated, the first turn is the Generators'.
+        # When colocated, the Generators have the device first.
         self._home = torch.device("cpu") if config.generator.colocated else self._device
         self.model = self._load(model_path)
         if config.learner.gradient_checkpointing:
@@ -75,7 +76,7 @@ class Learner:
         )
         self._reference = self._make_reference(initial_path or model_path, model_path)
         self._clock = StageClock(STAGES, rest="wait_for_batch")
-        torch.manual_seed(config.run.seed)  # a process begins with a state of its own
+        torch.manual_seed(config.run.seed)  # every process starts with another state
         self.version = 0
         self._skipped_in_a_row = 0
         self._skipped_folder = skipped_folder
@@ -92,7 +93,7 @@ class Learner:
         return load_policy(path, model.trust_remote_code, model.implementation).to(self._home)
 
     def _make_reference(self, initial_path: str, model_path: str) -> Reference | None:
-        """A copy of the weights that the run began with; of a run that goes on they are loaded."""
+        """Return the reference policy with the weights that the run began with, or None without a KL term."""
         kl = self._config.algorithm.kl
         if kl.reference == "none":
             return None
@@ -108,14 +109,14 @@ class Learner:
         return True
 
     def take_stats(self) -> ActorStats:
-        """What happened since the last call; another thread may train meanwhile."""
+        """Return the stage times since the last call, and the memory; another thread may be training."""
         return ActorStats(self._clock.take(), resident_bytes())
 
     def train_step(self, batch: TrainBatch) -> StepReport:
-        """The updates of one batch: one, unless `epochs_per_batch` or `train_batch_size` asks for several.
+        """Update on one batch: once, unless `epochs_per_batch` or `train_batch_size` asks for more updates.
 
-        An update whose loss or gradient is not finite leaves weights and optimizer as they were, and the
-        batch is kept for inspection; the version counts on, as the batch is used up.
+        An update whose loss or gradient is not finite leaves weights and optimizer unchanged, and the batch is
+        kept for inspection; the version still advances, because the batch is used up.
 
         Raises:
             StaleBatchError: a token is older than the schedule allows; nothing was changed.
@@ -130,7 +131,7 @@ class Learner:
         return self._last_report
 
     def _write_profile(self) -> str | None:
-        """Why the step's trace could not be written, if it has one."""
+        """Write the step's trace, if it has one; return the error if that fails."""
         if not self._profiler.has_trace:
             return None
         with self._clock.stage("write_profile"):
@@ -150,12 +151,12 @@ class Learner:
         return metrics
 
     def _update_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Every update of the batch; other policies' log-probabilities are looked up once, before the first."""
+        """Run every update of the batch; compute other policies' logprobs once, before the first update."""
         algorithm = self._config.algorithm
         sequences: Sequence[TrainSequence] = sequences_of(groups, algorithm.mask_truncated)
         sums: Sums = defaultdict(float)
         if self._reference is not None:
-            with self._clock.stage("logprobs", "the reference's"):
+            with self._clock.stage("logprobs", "reference"):
                 sequences = self._forward_backward.with_reference(self._reference.model, sequences)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
@@ -184,12 +185,12 @@ class Learner:
         }
 
     def accumulate_gradient(self, sequences: Sequence[TrainSequence]) -> Sums:
-        """Leave the gradient of one update in `.grad`; returns summed metrics."""
-        self._optimizer.zero_grad()  # to none: where nothing can be learned, the optimizer takes no step
+        """Accumulate the gradient of one update in `.grad`; return summed metrics."""
+        self._optimizer.zero_grad()  # to None: without a gradient the optimizer takes no step
         return self._forward_backward.backward(self.model, sequences)
 
     def _update(self, loss: float) -> dict[str, float]:
-        """Take the optimizer's step, unless loss or gradient is not finite."""
+        """Take an optimizer step, unless loss or gradient is not finite."""
         learning_rate = self._set_learning_rate()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.learner.max_grad_norm)
         grad_norm = float(norm)
@@ -198,7 +199,7 @@ class Learner:
             with record_function("optimizer"):
                 self._optimizer.step()
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # or it would be timed, and told of, before it is done
+            torch.cuda.synchronize()  # otherwise it is timed and reported before it is done
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": learning_rate,
@@ -213,10 +214,10 @@ class Learner:
             self._skipped_folder.mkdir(parents=True, exist_ok=True)
             write_rollouts(self._skipped_folder / f"{step_name(step)}.parquet", step, groups)
         except OSError as error:
-            logging.warning("step %d: its batch could not be kept: %s", step, error)
+            logging.warning("step %d: the batch could not be kept: %s", step, error)
 
     def _check_lag(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """lag/mean and lag/max over the batch's tokens, replayed ones included, after the second guard."""
+        """Apply the second guard; return lag/mean and lag/max over the tokens, replayed ones included."""
         versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
         max_age = self._config.max_token_age
         if versions.min() < oldest_allowed(self.version, max_age):
@@ -235,55 +236,56 @@ class Learner:
             group["lr"] = rate
         return rate
 
+    @bulk_and_facts
     def snapshot(self) -> tuple[WeightSnapshot, int]:
-        """A copy of the weights in the served dtype, which outlives the next step, and its version."""
+        """Return a copy of the weights in the served dtype, unaffected by later steps, and its version."""
         with self._clock.stage("snapshot", f"version {self.version}"):
             return self._snapshot(), self.version
 
     def _snapshot(self) -> WeightSnapshot:
         parameters, sync = self.model.named_parameters(), self._config.weight_sync
         if sync.transport == "ipc":
-            self._shared = None  # every Generator has the one before by now
+            self._shared = None  # every Generator has loaded the last one
             packed = pack_on_device(parameters, self.version, self._dtype, self._device)
-            snapshot, self._shared = packed  # kept until the next: a Generator that is replaced loads it too
+            snapshot, self._shared = packed  # kept until the next: a replaced Generator loads it as well
             return snapshot
         return pack_weights(parameters, self.version, self._dtype, sync.checksum)
 
     def make_room(self) -> None:
-        """Colocated on a GPU: leave the device to the Generators until `take_room`."""
+        """Move off the colocated device, to leave it to the Generators until `take_room`."""
         if self._device.type == "cuda":
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def take_room(self) -> None:
-        """The Generators sleep: the device is the Learner's."""
+        """Move onto the colocated device while the Generators sleep."""
         if self._device.type == "cuda":
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
         with self._clock.stage("move", f"to {device}"):
-            self._optimizer.zero_grad()  # or the last gradient would be carried along
+            self._optimizer.zero_grad()  # otherwise the last gradient would move as well
             self.model.to(device)
             move_optimizer(self._optimizer, device)
             if self._reference is not None:
                 self._reference.model.to(device)
 
     def capture(self) -> StepReport | None:
-        """Copy the whole state to host memory, for `write_captured`; returns the last step's report."""
+        """Copy the whole state to host memory, for `write_captured`; return the last step's report."""
         counters = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
-        self._captured = None  # what nobody wrote makes room first
+        self._captured = None  # free an unwritten one first
         with self._clock.stage("capture", f"version {self.version}"):
             reference = self._reference.weights() if self._reference is not None else {}
             self._captured = capture_state(self.model, self._optimizer, counters, reference)
         return self._last_report
 
     def write_captured(self, folder: Path) -> None:
-        """Write what was captured to an existing folder, and forget it.
+        """Write the captured state to an existing folder, and forget it.
 
-        Another thread may train meanwhile: no live weight is looked at.
+        Reads no live weight, so another thread may train at the same time.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the state could not be written.
         """
         captured, self._captured = self._captured, None
         assert captured is not None, "capture first"

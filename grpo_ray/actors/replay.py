@@ -1,4 +1,4 @@
-"""ReplayMemory: groups that were trained on, and may be again while they are young and not used up."""
+"""ReplayMemory: groups that were trained on and may be again, within limits of age and uses."""
 
 import math
 import random
@@ -7,43 +7,50 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from grpo_ray.actors.staleness import oldest_allowed
 from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.types import ScoredGroup
 
 
 @dataclass(frozen=True)
 class ReplayedGroup:
+    """A group that was trained on."""
+
     group: ScoredGroup
-    num_uses: int  # batches that it has been in
+    num_uses: int  # batches that it has been in, the first included
 
 
 class ReplayMemory:
-    """Bounded in groups, bytes, age and uses. Draws come from the seed and the step, so a resumed run has the
-    same; ties are settled by the group's id.
+    """Groups to draw from, bounded in number, bytes, age and uses.
+
+    Draws depend on the seed and the version alone, so a resumed run repeats them; the group's id breaks ties.
     """
 
     def __init__(self, config: ReplayConfig, num_drawn: int, seed: int) -> None:
-        """`num_drawn` groups are drawn for a batch, or as many as there are."""
+        """
+        Args:
+            num_drawn: groups per batch; fewer are drawn when there are fewer.
+        """
         self._config, self._num_drawn, self._seed = config, num_drawn, seed
         self._groups: dict[int, ReplayedGroup] = {}  # in the order of their first use
         self._num_bytes = 0
-        self._drawn_step = -1
-        self._before: tuple[ReplayedGroup, ...] = ()  # what was there before that draw
+        self._drawn_version = -1
+        self._before: tuple[ReplayedGroup, ...] = ()  # the contents before that draw
         self._evicted = dict.fromkeys(("age", "uses", "room"), 0)
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def contents(self, version: int) -> tuple[ReplayedGroup, ...]:
-        """As the batches before step `version` have left it."""
-        return tuple(self._groups.values()) if self._drawn_step < version else self._before
+        """Return the contents after the batches that made the Learner's `version`."""
+        return tuple(self._groups.values()) if self._drawn_version < version else self._before
 
     def restore(self, contents: Iterable[ReplayedGroup]) -> None:
         for replayed in contents:
             self._add(replayed)
 
     def add(self, groups: Iterable[ScoredGroup]) -> None:
-        """They have been trained on once. The oldest make room."""
+        """Add groups that have been trained on once; evict the oldest to make room."""
         if not self._num_drawn:
             return
         for group in groups:
@@ -52,16 +59,16 @@ class ReplayMemory:
         while self._groups and (len(self) > self._config.max_groups or self._num_bytes > max_bytes):
             self._evict(next(iter(self._groups)), "room")
 
-    def draw(self, step: int) -> tuple[ReplayedGroup, ...]:
-        """The groups that the batch of `step` trains on again, by id, with this use counted.
+    def draw(self, version: int) -> tuple[ReplayedGroup, ...]:
+        """Return the groups that the Learner at `version` trains on again, by id, with this use counted.
 
-        Nobody is drawn who has a token older than `max_age` versions, or was used `max_uses` times.
+        Skips groups with a token older than `max_age` versions, and groups that were used `max_uses` times.
         """
-        self._drawn_step, self._before = step, tuple(self._groups.values())
+        self._drawn_version, self._before = version, tuple(self._groups.values())
         for group_id, replayed in list(self._groups.items()):
-            if replayed.group.rollout.oldest_version < step - self._config.max_age:
+            if replayed.group.rollout.oldest_version < oldest_allowed(version, self._config.max_age):
                 self._evict(group_id, "age")
-        chosen = self._choose(step)
+        chosen = self._choose(version)
         drawn = []
         for group_id in chosen:
             replayed = replace(self._groups[group_id], num_uses=self._groups[group_id].num_uses + 1)
@@ -72,15 +79,15 @@ class ReplayMemory:
         return tuple(drawn)
 
     def take_metrics(self) -> dict[str, float]:
-        """What is held, and what was evicted since the last call; nothing when nothing is replayed."""
+        """Return the size, and the evictions since the last call; empty if the run replays nothing."""
         if not self._num_drawn:
             return {}
         evicted = {f"replay/evicted_{cause}": float(n) for cause, n in self._evicted.items()}
         self._evicted = dict.fromkeys(self._evicted, 0)
         return {"replay/groups": float(len(self)), "replay/bytes": float(self._num_bytes), **evicted}
 
-    def _choose(self, step: int) -> list[int]:
-        rank = _rank(self._config.sampling, random.Random(f"{self._seed}/replay/{step}"))
+    def _choose(self, version: int) -> list[int]:
+        rank = _rank(self._config.sampling, random.Random(f"{self._seed}/replay/{version}"))
         ranked = sorted((rank(g.group), group_id) for group_id, g in sorted(self._groups.items()))
         return sorted(group_id for _, group_id in ranked[: self._num_drawn])
 
@@ -90,7 +97,7 @@ class ReplayMemory:
         self._num_bytes += replayed.group.num_bytes
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """These have not been trained on after all."""
+        """Remove groups that have not been trained on after all."""
         for group_id in set(group_ids) & self._groups.keys():
             self._remove(group_id)
 
@@ -103,10 +110,10 @@ class ReplayMemory:
 
 
 def _rank(sampling: str, rng: random.Random) -> Callable[[ScoredGroup], float]:
-    """The smallest are drawn.
+    """Return the sort key of groups, of which the smallest are drawn.
 
-    In proportion to a weight w, without replacement, are the smallest of -log(u) / w (Efraimidis and Spirakis
-    2006, A-Res); where w is 0 a group comes last.
+    To draw without replacement in proportion to a weight w, take the smallest of -log(u) / w with u uniform
+    (Efraimidis and Spirakis 2006, A-Res); a group with w = 0 comes last.
     """
     if sampling == "recent":
         return lambda group: -group.rollout.oldest_version

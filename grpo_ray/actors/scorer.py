@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.algorithms import group_advantages, overlong_penalties
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
@@ -21,7 +22,7 @@ UNGRADED = verdict(has_format=False, is_right=False)
 
 
 class Scorer:
-    """Its methods may run in several threads at a time, so that all of the Grader's workers are busy."""
+    """Grades groups; `score` may run in several threads, so that all workers of the Grader are busy."""
 
     def __init__(
         self,
@@ -32,8 +33,8 @@ class Scorer:
     ) -> None:
         """
         Args:
-            rewards: of each task, by its name (`config.task.rewards`).
-            max_tokens: the longest response that may be sampled.
+            rewards: per task, by its name (`config.task.rewards`).
+            max_tokens: length of the longest response that may be sampled.
         """
         self._grader = Grader(rewards, config)
         self._algorithm, self._max_tokens = algorithm, max_tokens
@@ -43,16 +44,18 @@ class Scorer:
         return f"Scorer({self._clock.current})"
 
     def ready(self) -> bool:
-        """
+        """Start the workers.
+
         Raises:
-            RunError: nothing can be graded, and why.
+            RunError: they cannot start; the message says why.
         """
         with self._clock.stage("start"):
             self._grader.start()
         return True
 
+    @bulk_and_facts
     def score(self, group: RolloutGroup) -> tuple[ScoredGroup, int]:
-        """Rewards of each completion and what they are worth in their group, and how many have none."""
+        """Return the group with rewards and advantages, and how many completions could not be graded."""
         with self._clock.stage("score", f"group {group.item.group_id}"):
             scored = self._score(group)
         return scored, scored.num_errors
@@ -77,32 +80,36 @@ class Scorer:
         return ScoredGroup(group, rewards, formats, answers, advantages, errors)
 
     def take_stats(self) -> ActorStats:
-        """What happened since the last call."""
+        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes())
 
     def close(self) -> None:
-        """End the processes that grade; they also end with this one."""
+        """End the workers, which would also end with this process."""
         self._grader.close()
 
 
 def advantages_of(
     rewards: np.ndarray, lengths: np.ndarray, is_graded: np.ndarray, algorithm: AlgorithmConfig, max_tokens: int
 ) -> np.ndarray:
-    """What a group's rewards are worth, from its `[G]` rewards and lengths in tokens; `[G]` float32.
+    """Return a group's advantages, `[G]` float32.
 
-    Overlong responses lose reward first, so a group that is all right can still prefer its shorter ones.
-    Responses that were not graded (`is_graded`, bool `[G]`) are worth 0, and the others are compared among
-    themselves.
+    Overlong responses lose reward first, so a group whose answers are all right can still prefer shorter ones.
+    Responses that were not graded get 0, and the others are compared among themselves.
+
+    Args:
+        rewards: `[G]`.
+        lengths: `[G]`, in tokens.
+        is_graded: `[G]` bool.
     """
     penalties = overlong_penalties(
         torch.from_numpy(lengths), max_tokens, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
     )
     shaped = (torch.from_numpy(rewards) + penalties)[torch.from_numpy(is_graded)]
     kind = algorithm.advantage_kind
-    if kind == "leave_one_out" and len(shaped) == 1:  # nothing to compare with: nothing is learned from it
+    if kind == "leave_one_out" and len(shaped) == 1:  # there is no other response: the advantage is 0
         kind = "mean"
-    worth = np.zeros(len(rewards), np.float32)
+    advantages = np.zeros(len(rewards), np.float32)
     if len(shaped):
         graded = group_advantages(shaped[None], kind, advantage_eps=algorithm.advantage_eps, std=algorithm.std)
-        worth[is_graded] = graded[0].numpy()
-    return worth
+        advantages[is_graded] = graded[0].numpy()
+    return advantages

@@ -1,39 +1,60 @@
 """The two guards that bound how old a trained token can be.
 
-Without look-ahead, drops or replay, group g belongs to the batch of step `g // prompts_per_step`, and the
-Learner trains on that batch at version `g // prompts_per_step`.
+Step n trains on the batch of step n while the Learner is at version n - 1, and makes version n. Without
+look-ahead, drops or replay, that batch holds the n-th `groups_per_step` groups.
 
-1. Admission: g may be dispatched only while `g < (published + 1 + max_lag) * prompts_per_step`, where
-   `published` is the version that every admitted Generator already runs. So the batch of step b is sampled
-   by versions `b - max_lag` and later.
+1. Admission: a group may be dispatched only while fewer than `(published + 1 + max_lag) * groups_per_step` have
+   been, where `published` is the version that every serving Generator already runs. A batch of step n is
+   therefore sampled by versions `n - 1 - max_lag` and later.
 2. Consumption: the buffer hands out no fresh token older than `max_lag`, and the Learner at version v refuses
    one older than `v - max_lag` (with replay, than `v - max_age`).
 
 The first implies the second; the second would catch a mistake in the first. The first stays exact when
 
-- a batch takes fewer fresh groups, because others are replayed: `prompts_per_step` is then the fresh ones;
-- a group leaves the line of groups without being trained (set aside, or dropped for lack of signal): its
-  place goes to one more group, as all that were admitted before stand before that one;
+- a batch takes fewer fresh groups because others are replayed: `groups_per_step` then counts the fresh ones;
+- a group leaves without being trained (set aside, or dropped for lack of signal): its slot goes to one more
+  group (`extra_slots`), and all groups admitted earlier come before that one;
 - a look-ahead lets a group come d steps late: `max_lag - d` stands for `max_lag`;
-- more groups are started than a step needs (`extra_places`): those that the next step could not train are
-  cut off and asked again, so none comes late.
+- more groups are started than a step needs (oversampling, `extra_slots` again): those that the next step could
+  not train on are cut off and sampled again, so none comes late.
 """
 
-
-def admission_limit(published_version: int, max_lag: int, prompts_per_step: int, extra_places: int = 0) -> int:
-    """Group ids below this may be dispatched."""
-    return (published_version + 1 + max_lag) * prompts_per_step + extra_places
+from dataclasses import dataclass
 
 
-def places_beyond(
-    version: int, num_trained: int, num_left: int, num_oversampled: int, prompts_per_step: int
+@dataclass
+class Admission:
+    """The first guard, and the only place that computes it."""
+
+    max_lag: int
+    """Versions, less the steps that a look-ahead lets a group come late."""
+    groups_per_step: int
+    """Fresh groups per step."""
+    num_steps: int
+    """Steps of the run; later steps have no batch, so nothing is admitted for them."""
+    extra_slots: int = 0
+    """Groups admitted beyond those of the steps, in place of groups that will not be trained."""
+
+    def limit(self, published_version: int) -> int:
+        """Return how many groups may have been dispatched since the beginning of the run."""
+        last_step = min(published_version + 1 + self.max_lag, self.num_steps)
+        return last_step * self.groups_per_step + self.extra_slots
+
+
+def extra_slots_at(
+    version: int, num_trained: int, num_left: int, num_oversampled: int, groups_per_step: int
 ) -> int:
-    """`extra_places` of a run at `version`, by its own account of groups that were trained or left the line."""
-    return num_trained - version * prompts_per_step + num_left + num_oversampled
+    """Return `Admission.extra_slots` of a run at `version`, from its count of trained and discarded groups."""
+    return num_trained - version * groups_per_step + num_left + num_oversampled
+
+
+def version_trained_at(step: int) -> int:
+    """Return the Learner's version while it trains on the batch of `step`: step n makes version n of n - 1."""
+    return step - 1
 
 
 def oldest_allowed(learner_version: int, max_lag: int) -> int:
-    """The smallest token version the Learner may train on."""
+    """Return the oldest token version that the Learner may train on."""
     return learner_version - max_lag
 
 

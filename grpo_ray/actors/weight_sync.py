@@ -2,24 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
 
-from grpo_ray.actors.staleness import admission_limit, places_beyond
+from grpo_ray.actors.clients import GeneratorClient
+from grpo_ray.actors.staleness import Admission
 from grpo_ray.config import Config
 from grpo_ray.errors import DataLost
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.types import SyncReport
-
-
-class GeneratorClient(Protocol):
-    """A Generator, here or in another process: each call returns something to await."""
-
-    name: str
-
-    def pause(self) -> Awaitable[None]: ...
-    def load_weights(self, snapshot: Any) -> Awaitable[None]: ...
-    def resume(self) -> Awaitable[None]: ...
+from grpo_ray.types import Admitted, Ref, SyncReport, WeightSnapshot
 
 
 class WeightSyncError(RuntimeError):
@@ -27,37 +17,35 @@ class WeightSyncError(RuntimeError):
 
 
 class WeightSync:
-    """Knows which version each Generator runs, and lets groups be dispatched accordingly.
+    """Tracks the version that each Generator runs, and admits groups accordingly.
 
-    A version is *published* when every Generator that serves runs it. One that failed a sync is stale: what
-    it runs is not known, so it is out of everything until a fresh one of its name is admitted.
+    A version is *published* when every serving Generator runs it. A Generator that failed a sync is stale: its
+    version is unknown, so it takes part in nothing until a fresh one of its name is admitted.
     """
+
+    name = "weight_sync"
 
     def __init__(
         self,
         generators: Sequence[GeneratorClient],
-        max_lag: int,
-        prompts_per_step: int,
+        admission: Admission,
         phase_timeout_s: float,
         version: int = 0,
-        extra_places: int = 0,
     ) -> None:
-        """`version` is the one that every Generator starts with.
-
+        """
         Args:
-            max_lag, prompts_per_step, extra_places: see `admission_limit`.
+            version: the version that every Generator starts with.
         """
         self._generators = {generator.name: generator for generator in generators}
         self._versions = dict.fromkeys(self._generators, version)
         self._stale: set[str] = set()
-        self._max_lag = max_lag
-        self._prompts_per_step = prompts_per_step
-        self._extra_places = extra_places
+        self._admission = admission
         self._phase_timeout_s = phase_timeout_s
         self._published_version = version
-        self._snapshot: Any = None  # the published weights, once they are not those that Generators start with
+        # The published weights; none while they are the ones that Generators start with.
+        self._snapshot: Ref[WeightSnapshot] | None = None
         self._transaction = asyncio.Lock()
-        self._published = asyncio.Condition()
+        self._admitted_more = asyncio.Condition()
         self._clock = StageClock(("pause", "transfer", "resume"), rest="wait_for_version")
 
     def __repr__(self) -> str:
@@ -68,76 +56,81 @@ class WeightSync:
         return True
 
     async def take_stats(self) -> ActorStats:
-        """What happened since the last call."""
+        """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes(with_children=False))
 
-    async def admission(self, version: int, limit: int) -> tuple[int, int]:
-        """Wait until a later version than `version` is published, or ids above `limit` may be dispatched.
+    # Admission
 
-        Returns the published version, and the limit of ids that may be dispatched (exclusive).
-        """
-        async with self._published:
-            await self._published.wait_for(lambda: self._published_version > version or self._limit > limit)
-            return self._published_version, self._limit
+    async def admission(self, known: Admitted) -> Admitted:
+        """Wait until more is admitted than `known`: a later version, or more groups."""
+        async with self._admitted_more:
+            await self._admitted_more.wait_for(lambda: self._admitted.exceeds(known))
+            return self._admitted
+
+    async def add_slots(self, num_slots: int) -> Admitted:
+        """Admit `num_slots` more groups, in place of as many that will not be trained."""
+        async with self._admitted_more:
+            self._admission.extra_slots += num_slots
+            self._admitted_more.notify_all()
+            return self._admitted
 
     @property
-    def _limit(self) -> int:
-        return admission_limit(
-            self._published_version, self._max_lag, self._prompts_per_step, self._extra_places
-        )
+    def _admitted(self) -> Admitted:
+        return Admitted(self._published_version, self._admission.limit(self._published_version))
 
-    async def widen(self, num_places: int) -> None:
-        """So many groups will not be trained: others take their places."""
-        async with self._published:
-            self._extra_places += num_places
-            self._published.notify_all()
+    # The version ledger
 
     async def versions(self) -> dict[str, int]:
-        """The version that each serving Generator runs."""
+        """Return the version that each serving Generator runs."""
         return dict(self._versions)
 
     async def stale(self) -> frozenset[str]:
-        """Generators that failed a sync or died, and have not been admitted again."""
+        """Return the Generators that failed a sync or died, and have not been admitted again."""
         return frozenset(self._stale)
 
-    async def publish(self, version: int, boxed_snapshot: list[Any]) -> SyncReport:
-        """The transaction: pause(keep), load, resume, on all Generators at once.
-
-        A Generator that fails or misses a phase's timeout is stale from there on, and the others go on
-        without it; the report names it, with the phase.
-
-        Args:
-            version: the snapshot's.
-            boxed_snapshot: the WeightSnapshot or a reference to it, in a list so that a reference passes
-                through this process without its bytes.
-
-        Raises:
-            DataLost: the snapshot is gone with the Learner that made it.
-        """
-        if version != self._published_version + 1:
-            raise ValueError(f"version {version} cannot follow {self._published_version}")
-        async with self._transaction:
-            seconds, failed = await self._sync(list(self._generators.values()), boxed_snapshot[0], version)
-            for name in failed:
-                await self.retire(name)
-            self._versions = dict.fromkeys(self._generators, version)
-            self._snapshot = boxed_snapshot[0]
-            async with self._published:
-                self._published_version = version
-                self._published.notify_all()
-        metrics = {f"timing/weight_sync/{phase}_s": s for phase, s in seconds.items()}
-        return SyncReport(version, metrics, {name: str(error) for name, error in failed.items()})
-
     async def retire(self, name: str) -> None:
-        """A Generator that died, or is not to be trusted, takes part in nothing any more."""
+        """Exclude a Generator that died or cannot be trusted from all that follows."""
         self._generators.pop(name, None)
         self._versions.pop(name, None)
         self._stale.add(name)
 
-    async def admit(self, generator: GeneratorClient) -> int:
-        """Bring a fresh Generator to the published version; from then on it takes part in every sync.
+    # The transaction
 
-        Returns the version. Raises:
+    async def publish(self, version: int, boxed: tuple[Ref[WeightSnapshot]]) -> SyncReport:
+        """Run the transaction on all Generators in parallel: pause(keep), load, resume.
+
+        A Generator that fails or exceeds a phase's timeout is stale from then on, and the others continue
+        without it; the report names it, with the phase.
+
+        Args:
+            version: the snapshot's.
+            boxed: the reference to the snapshot, in a tuple so that its bytes do not come to this process.
+
+        Raises:
+            DataLost: the snapshot was lost with the Learner that made it.
+        """
+        if version != self._published_version + 1:
+            raise ValueError(f"version {version} cannot follow {self._published_version}")
+        (snapshot,) = boxed
+        async with self._transaction:
+            seconds, failed = await self._sync(list(self._generators.values()), snapshot, version)
+            for name in failed:
+                await self.retire(name)
+            self._versions = dict.fromkeys(self._generators, version)
+            self._snapshot = snapshot
+            async with self._admitted_more:
+                self._published_version = version
+                self._admitted_more.notify_all()
+        metrics = {f"timing/weight_sync/{phase}_s": s for phase, s in seconds.items()}
+        return SyncReport(version, metrics, {name: str(error) for name, error in failed.items()})
+
+    async def admit(self, generator: GeneratorClient) -> int:
+        """Bring a fresh Generator to the published version, and include it in every later sync.
+
+        Returns:
+            The published version.
+
+        Raises:
             WeightSyncError: names the phase that failed or timed out; the Generator stays stale.
         """
         async with self._transaction:
@@ -151,9 +144,9 @@ class WeightSync:
             return self._published_version
 
     async def _sync(
-        self, generators: list[GeneratorClient], snapshot: Any, version: int
+        self, generators: list[GeneratorClient], snapshot: Ref[WeightSnapshot], version: int
     ) -> tuple[dict[str, float], dict[str, WeightSyncError]]:
-        """Run the phases, each on every Generator that is still there; returns seconds, and who failed."""
+        """Run each phase on every Generator that has not failed; return seconds per phase, and the failures."""
         phases: dict[str, Callable[[GeneratorClient], Awaitable[None]]] = {
             "pause": lambda generator: generator.pause(),
             "transfer": lambda generator: generator.load_weights(snapshot),
@@ -173,7 +166,8 @@ class WeightSync:
         self, generator: GeneratorClient, phase: str, answer: Awaitable[None]
     ) -> WeightSyncError | None:
         try:
-            await asyncio.wait_for(_as_coroutine(answer), self._phase_timeout_s)
+            async with asyncio.timeout(self._phase_timeout_s):  # wait_for can swallow a cancellation
+                await answer
         except TimeoutError:
             return WeightSyncError(
                 f"weight sync: {generator.name} did not finish phase `{phase}` within "
@@ -186,15 +180,7 @@ class WeightSync:
         return None
 
 
-def weight_sync_arguments(
-    config: Config, num_trained: int, num_left: int, version: int
-) -> tuple[int, int, float, int, int]:
-    """What follows the Generators in WeightSync's arguments, for a run at `version` by its ledger's account."""
-    fresh = config.fresh_per_step
-    extra = places_beyond(version, num_trained, num_left, config.num_oversampled, fresh)
-    sync = config.weight_sync
-    return sync.max_lag - config.steps_overtaken, fresh, sync.phase_timeout_s, version, extra
-
-
-async def _as_coroutine(answer: Awaitable[None]) -> None:
-    await answer
+def admission_of(config: Config) -> Admission:
+    """Return the admission of a run that has trained nothing."""
+    max_lag = config.weight_sync.max_lag - config.steps_overtaken
+    return Admission(max_lag, config.fresh_per_step, config.algorithm.num_steps)

@@ -12,15 +12,16 @@ import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from grpo_ray.cluster.ray_internals import forget_cached_token
 from grpo_ray.config.secrets import RAY_TOKEN, public_environment
 from grpo_ray.errors import RunError
 
 
 @contextlib.contextmanager
 def without_secrets(keep: Collection[str] = ()) -> Iterator[None]:
-    """Take the secrets out of `os.environ` while processes are started; put them back afterwards.
+    """Remove the secrets from `os.environ` while processes are started; restore them afterwards.
 
-    Ray's raylet starts every worker, so what it did not inherit no actor has, whenever that is started.
+    Ray's raylet starts every worker, so no actor ever has what the raylet did not inherit.
     """
     public = public_environment(os.environ, keep)
     hidden = {name: value for name, value in os.environ.items() if name not in public}
@@ -33,32 +34,29 @@ def without_secrets(keep: Collection[str] = ()) -> Iterator[None]:
 
 
 def enable_token_auth() -> None:
-    """Give the Ray that this process is about to start a token of its own; call before `ray.init`.
+    """Set an access token for the Ray that this process is about to start; call it before `ray.init`.
 
-    Ray turns token authentication on for a Ray that it starts, but takes the token from ~/.ray/auth_token,
-    which it writes with the umask's permissions (0644 as a rule) and never changes. A token given by
-    RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is kept; RAY_AUTH_MODE=disabled turns authentication off.
+    Ray turns token authentication on for a local Ray, but takes the token from ~/.ray/auth_token, which it
+    writes with the umask's permissions (usually 0644) and never changes. A token given by RAY_AUTH_TOKEN or
+    RAY_AUTH_TOKEN_PATH is kept; RAY_AUTH_MODE=disabled turns authentication off.
 
-    The token stays in `os.environ`: Ray's processes read it there, and threads of a Ray that is shutting
-    down still ask for it. The next Ray of this process has the same one.
+    The token stays in `os.environ`: Ray's processes read it there, and so do threads of a Ray that is shutting
+    down. The next Ray of this process has the same one.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
     if not any(os.environ.get(name) for name in RAY_TOKEN):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Here, because Ray is not needed to grade. Importing it has cached the token that was there before.
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-
-    AuthenticationTokenLoader.instance().reset_cache()
+    forget_cached_token()
 
 
 def private_ray_folder() -> str:
-    """A folder for the sessions of a Ray of our own that no other user of the machine can enter.
+    """Return a folder for the sessions of a local Ray that no other user of the machine can enter.
 
-    Ray makes folders that everybody may write to, with sockets and packages in them; by default in /tmp/ray.
+    Ray makes world-writable folders with sockets and packages in them, by default in /tmp/ray.
 
     Raises:
-        RunError: the folder exists, but is not this user's alone.
+        RunError: the folder exists, but other users can enter it.
     """
     folder = Path(tempfile.gettempdir()) / f"grpo_ray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -66,4 +64,4 @@ def private_ray_folder() -> str:
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if status.st_uid != os.getuid() or not is_private:
         raise RunError(f"{folder}: must be a folder that only you can enter; remove it, or set another TMPDIR")
-    return str(folder / "ray")  # one deeper, because Ray opens the folder that it is given to everybody
+    return str(folder / "ray")  # one deeper, because Ray makes the folder that it is given world-writable

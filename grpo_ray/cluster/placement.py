@@ -1,18 +1,18 @@
-"""Where a run's actors go: bundles of resources, each on one node, and what a cluster's nodes lack for them."""
+"""The placement of a run's actors: bundles of resources, each on one node, and what a cluster lacks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
 
-Resources = Mapping[str, float]  # "GPU" and "CPU"; what is not wanted is left out
+Resources = Mapping[str, float]  # "GPU" and "CPU"; zero amounts are left out
 
 LEARNER, SCORER = "learner", "scorer"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one node must have, and the actors that share it."""
+    """Resources that one node must have, and the actors that share them."""
 
     actors: tuple[str, ...]
     resources: Resources
@@ -20,7 +20,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster, and how much of each resource it has."""
+    """A machine of the cluster, and its amount of each resource."""
 
     name: str
     resources: Resources
@@ -34,7 +34,7 @@ def generator_names(config: Config) -> list[str]:
 
 
 def reservations(config: Config) -> dict[str, dict[str, float]]:
-    """What each actor reserves in Ray, by its name; the other actors of a run reserve nothing."""
+    """Return the resources that each actor reserves in Ray, by its name; actors left out reserve nothing."""
     learner, generator = config.learner, config.generator
     one = {"GPU": config.gpus_per_generator, "CPU": generator.num_cpus}
     return {
@@ -45,10 +45,10 @@ def reservations(config: Config) -> dict[str, dict[str, float]]:
 
 
 def bundles_of(config: Config) -> tuple[Bundle, ...]:
-    """The bundles that a run wants; who reserves nothing is in none.
+    """Return the bundles of a run; actors that reserve nothing are in no bundle.
 
-    An actor has a bundle of its own, except for those that share devices (`generator.colocated`: Generators and
-    Learner) or a node (`placement.strategy: colocate`: all).
+    An actor has a bundle of its own, unless it shares devices (`generator.colocated`: Generators and Learner)
+    or a node (`placement.strategy: colocate`: all).
     """
     wanted = {name: amounts for name, amounts in reservations(config).items() if any(amounts.values())}
     if config.placement.strategy == "colocate":
@@ -67,10 +67,12 @@ def total(bundles: Sequence[Bundle], resource: str) -> float:
 
 
 def shortfalls(config: Config, nodes: Sequence[Node], there: str = "there") -> list[str]:
-    """What the nodes certainly lack, a line each.
+    """Return one line per resource that the nodes certainly lack.
 
-    Where this is empty Ray may still find no place: it alone puts the bundles on nodes. `there` says what the
-    nodes' resources are: all there are, or what is free.
+    Even if there is none, Ray may find no place: it alone puts the bundles on nodes.
+
+    Args:
+        there: the word for the nodes' resources in the lines: "there" for all, "free" for the unreserved.
     """
     bundles = bundles_of(config)
     lines = []
@@ -80,16 +82,16 @@ def shortfalls(config: Config, nodes: Sequence[Node], there: str = "there") -> l
         bundle = max(bundles, key=lambda bundle: bundle.resources.get(resource, 0), default=Bundle((), {}))
         at_once = bundle.resources.get(resource, 0)
         if wanted > in_all:
-            lines.append(f"{resource}: {wanted:g} wanted ({_shares(config, resource)}), {in_all:g} {there}")
+            lines.append(f"{resource}: {wanted:g} needed ({_shares(config, resource)}), {in_all:g} {there}")
         elif at_once > largest:
-            whose = " and ".join(bundle.actors)
+            sharers = " and ".join(bundle.actors)
             lines.append(
-                f"{resource}: {at_once:g} for {whose} must be on one node, where {largest:g} are {there}"
+                f"{resource}: {at_once:g} for {sharers} must be on one node, where {largest:g} are {there}"
             )
     if not lines:
         lines = [_no_node_for(bundle, there) for bundle in bundles if not any(n.fits(bundle) for n in nodes)]
     if config.placement.strategy == "strict_spread" and len(bundles) > len(nodes):
-        lines.append(f"nodes: {len(bundles)} wanted (placement.strategy: strict_spread), {len(nodes)} {there}")
+        lines.append(f"nodes: {len(bundles)} needed (placement.strategy: strict_spread), {len(nodes)} {there}")
     return lines
 
 
@@ -102,14 +104,14 @@ def _no_node_for(bundle: Bundle, there: str) -> str:
 
 
 def _shares(config: Config, resource: str) -> str:
-    """Who wants how much, such as `2 x 1 for Generators, 1 for the Learner`."""
+    """Return the amounts per actor, such as `2 x 1 for Generators, 1 for the Learner`."""
     amounts = {name: amounts[resource] for name, amounts in reservations(config).items()}
     shares = [
         (f"{config.generator.num_generators} x ", amounts[generator_names(config)[0]], "Generators"),
         ("", amounts[LEARNER], "the Learner"),
         ("", amounts[SCORER], "the Scorer"),
     ]
-    return ", ".join(f"{times}{amount:g} for {whose}" for times, amount, whose in shares if amount)
+    return ", ".join(f"{times}{amount:g} for {actors}" for times, amount, actors in shares if amount)
 
 
 def _amounts(resources: Resources) -> str:
@@ -117,12 +119,12 @@ def _amounts(resources: Resources) -> str:
 
 
 def _sum(amounts: Iterable[Resources]) -> dict[str, float]:
-    """The sum of each resource, without those of which nothing is wanted."""
+    """Return the sum of each resource, leaving out zeros."""
     rows = list(amounts)
     summed = {name: _exact(row[name] for row in rows) for name in ("GPU", "CPU")}
     return {name: amount for name, amount in summed.items() if amount}
 
 
 def _exact(amounts: Iterable[float]) -> float:
-    """Their sum as Ray counts: 3 x 0.8 and 0.6 are 3, and not more than 3."""
+    """Return the sum at Ray's precision: 3 x 0.8 and 0.6 are 3, not more than 3."""
     return round(sum(amounts), 4)

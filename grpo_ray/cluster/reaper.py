@@ -1,11 +1,11 @@
-"""Ends what a killed driver leaves of the Ray that it started on this machine.
+"""A process that cleans up what a killed driver leaves of the Ray that it started on this machine.
 
 Most of it ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's process
-could outlive its actor. A process of its own holds a pipe from the driver, which closes however the driver
-dies, and knows every process that descended from it.
+could outlive its actor. The reaper holds a pipe from the driver, which closes however the driver dies, and
+tracks every process that descended from it.
 
-A process that is killed also leaves its named semaphores in /dev/shm (vLLM's engine has one): Ray kills the
-tracker that Python keeps for them along with it. They are known by who has them mapped.
+A killed process also leaves its named semaphores in /dev/shm (vLLM's engine has one), because Ray kills the
+tracker that Python keeps for them along with it. The reaper finds them by the processes that have them mapped.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ GRACE_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORE = "sem.mp-"  # as Python's multiprocessing names them
 
-Process = tuple[int, str]  # pid and start time: a pid alone may be another's by now
+Process = tuple[int, str]  # pid and start time: a pid alone may have been reused
 
 
 def start_reaper() -> subprocess.Popen[bytes]:
@@ -33,8 +33,8 @@ def start_reaper() -> subprocess.Popen[bytes]:
 
 
 def dismiss(reaper: subprocess.Popen[bytes]) -> None:
-    """The driver has cleaned up itself: nothing is to be killed."""
-    with contextlib.suppress(BrokenPipeError):  # somebody ended it
+    """End the reaper after the driver has cleaned up by itself."""
+    with contextlib.suppress(BrokenPipeError):  # it has been killed
         reaper.communicate(b"done")
 
 
@@ -69,7 +69,7 @@ def _semaphores() -> set[Path]:
 
 
 def _mapped(semaphores: set[Path], processes: set[Process]) -> set[Path]:
-    """Those that a process has in its memory; by inode, as a semaphore is made under another name."""
+    """Return the semaphores that a process has mapped, by inode: they are created under another name."""
     if not semaphores:
         return set()
     inodes: set[int] = set()
@@ -87,7 +87,7 @@ def _inode(path: Path) -> int | None:
 
 
 def _descendants(ancestors: list[int]) -> set[Process]:
-    """All processes below them, but for this one."""
+    """Return all descendants of the processes, without this one."""
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if stat := _stat(entry.name):
@@ -108,12 +108,12 @@ def _alive(processes: set[Process]) -> set[Process]:
 
 
 def _stat(pid: str) -> tuple[int, Process] | None:
-    """The process's parent, and itself; None when it has ended."""
+    """Return the process's parent and the process itself, or None when it has ended."""
     try:
         text = Path("/proc", pid, "stat").read_text()
     except OSError:
         return None
-    state, parent, *rest = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+    state, parent, *rest = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
     return None if state == "Z" else (int(parent), (int(pid), rest[17]))
 
 

@@ -1,7 +1,6 @@
-"""A plain class as a Ray actor: where its output goes, and how it is called.
+"""A plain class as a Ray actor: its process, its log, and the client that calls it.
 
-Elsewhere an actor is a `Client`: a call returns something to await, and an actor that is gone raises
-`ActorDied` with its name, whatever Ray calls it. Few imports: every actor's process loads this module.
+Few imports: every actor's process loads this module.
 """
 
 import asyncio
@@ -11,54 +10,50 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from grpo_ray.errors import ActorDied, DataLost
 
 
 class Client:
-    """An actor of this run, called by name: `await client.method(...)`.
+    """An actor of a run, called as the Protocols of actors/clients.py say.
 
-    Awaiting raises what the method raised, ActorDied when its process is gone, or DataLost when an argument
-    is. Cancelling what awaits a call of an async actor cancels the call.
+    Awaiting an answer raises what the method raised, ActorDied when the actor's process is gone, or DataLost
+    when an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
     """
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = ()) -> None:
+        """
+        Args:
+            bulk_methods: those that return `(bulk, facts)`, see `bulk_and_facts`.
+        """
         self.name = name
         self.handle = handle
+        self._bulk_methods = frozenset(bulk_methods)
 
-    def __getattr__(self, method: str) -> "_Method":
+    def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):  # pickle asks for such names before `handle` is there
             raise AttributeError(method)
-        return _Method(self.name, getattr(self.handle, method))
+        remote = getattr(self.handle, method)
+        if method in self._bulk_methods:
+            return lambda *args: self._call_with_bulk(remote, args)
+        return lambda *args: Answer(self.name, remote.remote(*args))
 
-
-class _Method:
-    def __init__(self, name: str, method: Any) -> None:
-        self._name, self._method = name, method
-
-    def __call__(self, *args: Any) -> Awaitable[Any]:
-        return Answer(self._name, self._method.remote(*args))
-
-    def split(self, *args: Any) -> tuple[Any, Awaitable[Any]]:
-        """For a method that returns (bulk, facts): a reference to the one, to be passed on, and the other."""
-        bulk, facts = self._method.options(num_returns=2).remote(*args)
-        return bulk, Answer(self._name, facts)
-
-    def reference(self, *args: Any) -> Any:
-        """A reference to what the method will return."""
-        return self._method.remote(*args)
+    def _call_with_bulk(self, remote: Any, args: tuple[Any, ...]) -> tuple[Any, Awaitable[Any]]:
+        bulk, facts = remote.options(num_returns=2).remote(*args)
+        return bulk, Answer(self.name, facts)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call of the actor `name` will return; unlike a coroutine's, nobody has to await it."""
+    """The future result of a call of the actor `name`; unlike a coroutine, it need not be awaited."""
 
     name: str
     reference: Any
@@ -68,13 +63,14 @@ class Answer:
 
 
 async def result_of(name: str, reference: Any) -> Any:
+    """Await a Ray reference, and translate Ray's errors; see `Client`."""
     try:
         return await reference
     except asyncio.CancelledError:
         ray.cancel(reference)
         raise
     except RayTaskError as error:
-        if isinstance(error.cause, RayError):  # an argument's: this actor is well
+        if isinstance(error.cause, RayError):  # the argument's: this actor is alive
             raise DataLost(f"{name}: {_last_line(error.cause)}") from error
         raise error.cause from error
     except RayActorError as error:
@@ -84,35 +80,36 @@ async def result_of(name: str, reference: Any) -> Any:
 
 
 def _last_line(error: BaseException) -> str:
-    """Ray's messages are long; the actor's own error, or the exit's cause, stands at the end."""
+    """Return the end of Ray's long message, which has the actor's own error or the cause of its exit."""
     text = str(error)
     cause = text.partition("The actor is dead because ")[2] or text.strip().splitlines()[-1]
     return cause.partition("Some common causes")[0].strip()[:500]
 
 
 class Deferred:
-    """An argument that is built in the actor's process (an engine cannot be sent there)."""
+    """An argument that is built in the actor's process, as an engine, which cannot be sent there."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
 
 
-def as_actor(cls: Any, name: str, logs: Path, beside: tuple[str, ...] = ()) -> Any:
-    """`cls` as a Ray actor class, its output (and its child processes') in `logs/<name>.log`.
+def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> ActorClass[Any]:
+    """Return `cls` as a Ray actor class whose output, and its child processes', is in `logs/<name>.log`.
 
-    Ray's dashboard shows it by its name; who takes the place of another is `<name> (2)`, `<name> (3)` ... Its
-    `repr` is the name, too: Ray asks for it once, and puts it before the methods in its lists of tasks. What it
-    is about at the moment would stand there for good.
-    Each method named in `beside` runs in a thread of its own, beside the others.
+    Ray's dashboard shows it by its name, and its replacements as `<name> (2)`, `<name> (3)` ... Its `repr` is
+    the name as well: Ray reads it once, so it cannot show the current state.
+
+    Args:
+        beside: methods that each run in a thread of their own, in parallel with the others.
     """
 
     def __init__(self: Any, *args: Any) -> None:
         _redirect_output(logs / f"{name}.log")
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before anyone knows the pid
         with contextlib.suppress(OSError):  # a full disk
             (logs / f"{name}.pid").write_text(f"{ray.get_runtime_context().get_node_id()} {os.getpid()}")
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
-        cls.__init__(self, *built)
+        cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
 
     members: dict[str, Any] = {
         "__init__": __init__,
@@ -124,7 +121,7 @@ def as_actor(cls: Any, name: str, logs: Path, beside: tuple[str, ...] = ()) -> A
     hosted = type(cls.__name__, (cls,), members)
     _num_started[name] += 1
     number = _num_started[name]
-    # Ray gives the name of one that was killed free only after a moment.
+    # Ray releases the name of a killed actor only after a moment.
     shown = name if number == 1 else f"{name} ({number})"
     return ray.remote(name=shown, concurrency_groups=dict.fromkeys(beside, 1))(hosted)
 

@@ -1,4 +1,4 @@
-"""Ray: joining or starting a cluster, and holding what a run wants of it."""
+"""The Ray session: joining or starting a cluster, and reserving the resources of a run."""
 
 import contextlib
 import os
@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 
 import ray
 import torch
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_ray.cluster.environment import enable_token_auth, private_ray_folder, without_secrets
 from grpo_ray.cluster.placement import Node, bundles_of, describe, reservations, shortfalls
+from grpo_ray.cluster.ray_internals import free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
 from grpo_ray.config.placement import Strategy
@@ -26,9 +26,11 @@ class ResourceError(RunError):
 
 @contextlib.contextmanager
 def connected(needs_hub: bool = False) -> Iterator[None]:
-    """Within it, this process is a driver: of the cluster at RAY_ADDRESS, or of one on this machine alone.
+    """Make this process a driver of the cluster at RAY_ADDRESS, or of a local one, while the block lasts.
 
-    With `needs_hub` the actors of the latter inherit what fetching a model takes, such as HF_TOKEN.
+    Args:
+        needs_hub: let the actors of a local cluster inherit the variables for fetching a model, such as
+        HF_TOKEN.
 
     Raises:
         RunError: RAY_ADDRESS is a dashboard's address or Ray Client's, or nothing answers there.
@@ -45,7 +47,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
             "grpo-ray submit CONFIG --address http://HOST:8265"
         )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that were given up with their actor
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that were abandoned with their actor
     with _own_cluster(HUB_ACCESS if needs_hub else ()) if address == "local" else _cluster_at(address):
         try:
             yield
@@ -53,7 +55,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
             ray.shutdown()
 
 
-# Each actor writes to the run's logs/ (see remote_actor), so Ray need not forward its output.
+# Each actor writes to the run's logs/ (remote_actor.py), so Ray need not forward its output.
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 
 
@@ -68,7 +70,7 @@ def _cluster_at(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
-    """A Ray of this user's and this run's alone, which ends with this process however that ends."""
+    """Start a Ray for this user and this run alone; it ends with this process, however that ends."""
     enable_token_auth()
     folder = private_ray_folder()
     with without_secrets(keep=secrets_kept):
@@ -81,7 +83,7 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
 
 
 def check_machine(config: Config) -> None:
-    """Refuse what this machine lacks for a run on it alone, before Ray is started.
+    """Refuse a run on this machine alone that needs more than it has, before Ray is started.
 
     Raises:
         ResourceError: as `placed`.
@@ -92,23 +94,26 @@ def check_machine(config: Config) -> None:
 
 
 NODES_MAY_COME = ". For nodes that are still coming, as an autoscaler's, set placement.wait_s"
-GRACE_S = 10.0  # for what another job is just letting go of
+GRACE_S = 10.0  # for resources that another job is just releasing
 RAY_STRATEGY: dict[Strategy, str] = {
     "pack": "PACK", "spread": "SPREAD", "strict_spread": "STRICT_SPREAD",
-    "colocate": "STRICT_PACK",  # of the one bundle that there is then
+    "colocate": "STRICT_PACK",  # of a single bundle
 }  # fmt: skip
 
 
 class Placement:
-    """The placement group of a run: what its actors reserve, held from before they start until the end."""
+    """The placement group of a run: the resources of its actors, held from before they start until the end."""
 
     def __init__(self, config: Config, group: PlacementGroup | None) -> None:
-        """`group` has the bundles of `bundles_of(config)`; None where nobody reserves anything."""
+        """
+        Args:
+            group: has the bundles of `bundles_of(config)`; None if no actor reserves anything.
+        """
         self._reservations, self._group = reservations(config), group
         self._index = {name: i for i, bundle in enumerate(bundles_of(config)) for name in bundle.actors}
 
     def options(self, actor: str) -> dict[str, Any]:
-        """For `ActorClass.options`: what the actor reserves, and its bundle, also when it is started again."""
+        """Return the actor's resources and bundle, for `ActorClass.options`, also when it is restarted."""
         wanted = self._reservations[actor]
         options: dict[str, Any] = {"num_gpus": wanted["GPU"], "num_cpus": wanted["CPU"]}
         if actor in self._index:
@@ -119,11 +124,11 @@ class Placement:
 
 @contextlib.contextmanager
 def placed(config: Config) -> Iterator[Placement]:
-    """Hold the run's resources on the cluster's nodes; Ray lets go of them when this process dies.
+    """Reserve the run's resources on the cluster's nodes; Ray releases them when this process dies.
 
     Raises:
-        ResourceError: names each resource, how much is wanted by whom, and how much there is. At once, or
-            after `placement.wait_s`.
+        ResourceError: names each resource, how much each actor needs, and how much there is; at once, or after
+            `placement.wait_s`.
     """
     wait_s = config.placement.wait_s
     if not wait_s:
@@ -142,8 +147,8 @@ def placed(config: Config) -> Iterator[Placement]:
 
 
 def _nodes(free: bool = False) -> list[Node]:
-    """The cluster's living nodes, with what each has, or with what is free there."""
-    left = available_resources_per_node() if free else {}
+    """Return the cluster's living nodes, with the total or the free resources of each."""
+    left = free_resources_by_node() if free else {}
     alive = [node for node in ray.nodes() if node["Alive"]]
     return [
         Node(node["NodeManagerAddress"], left.get(node["NodeID"], {}) if free else node["Resources"])
@@ -152,13 +157,13 @@ def _nodes(free: bool = False) -> list[Node]:
 
 
 def _refuse_busy(config: Config, wait_s: float) -> NoReturn:
-    """Ray has found no place: say what is lacking, or what is in use."""
+    """Refuse a run for which Ray has found no place: report what is missing, or what is in use."""
     waited = f"after {wait_s:g} s (placement.wait_s) " if wait_s else ""
     _refuse(shortfalls(config, _nodes()), f"{waited}the cluster lacks resources")
     nodes = _nodes(free=True)
-    lacking = shortfalls(config, nodes, "free") or ["what is free lies on several nodes"]
+    lacking = shortfalls(config, nodes, "free") or ["the free resources are on several nodes"]
     raise ResourceError(
-        f"{waited}the cluster is busy: {'; '.join(lacking)}. Free are {describe(nodes)}. Stop what uses it, or "
+        f"{waited}the cluster is busy: {'; '.join(lacking)}. Free: {describe(nodes)}. Stop what uses it, or "
         "wait for it with placement.wait_s"
     )
 

@@ -5,13 +5,13 @@ from grpo_ray.engines.base import Engine
 
 
 def make_engine(config: Config, model_path: str, max_model_len: int, index: int) -> Engine:
-    """The configured engine of Generator `index`; each Generator draws from a seed of its own."""
+    """Return the configured engine of Generator `index`; each Generator draws from a seed of its own."""
     seed = config.run.seed + 1000 * index
     options = config.generator, config.model.dtype
     if config.generator.engine == "torch":
         from grpo_ray.engines.torch_engine import TorchEngine
 
-        # A synchronous run is exact: what is sampled must not depend on which requests arrive together.
+        # A synchronous run is exact: samples must not depend on which requests arrive together.
         is_exact = config.weight_sync.max_lag == 0
         return TorchEngine(
             model_path, *options, seed, config.model.trust_remote_code, joins_requests=not is_exact,

@@ -1,6 +1,6 @@
 """The `ipc` transport: one buffer on a GPU that another process on the same GPU reads in place.
 
-CUDA's interprocess handles; what they open is valid while the process that made the buffer keeps it.
+It uses CUDA's interprocess handles, which are valid as long as the process that made the buffer keeps it.
 """
 
 import torch
@@ -10,14 +10,18 @@ from grpo_ray.types import DeviceHandle
 
 
 def share(buffer: torch.Tensor) -> DeviceHandle:
-    """The handle of a flat uint8 tensor on a GPU; the caller keeps it as long as others may read it."""
+    """Return the handle of a flat uint8 tensor on a GPU, which the caller keeps as long as it may be read."""
     _, arguments = reduce_tensor(buffer)
     storage_handle, storage_size, storage_offset = arguments[7:10]
     return DeviceHandle(buffer.numel(), storage_handle, storage_size, storage_offset, *arguments[11:15])
 
 
 def open_shared(handle: DeviceHandle, device: torch.device) -> torch.Tensor:
-    """The bytes that `share` was called with, not copied; `device` is the same GPU as this process calls it."""
+    """Open a shared buffer without copying it.
+
+    Args:
+        device: this process's name for the same GPU.
+    """
     buffer: torch.Tensor = rebuild_cuda_tensor(
         torch.Tensor,
         torch.Size([handle.num_bytes]),

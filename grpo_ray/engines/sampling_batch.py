@@ -1,6 +1,7 @@
-"""One batch of sequences sampled a token at a time: the reference, in plain torch."""
+"""One batch of sequences, sampled token by token: the reference, in plain torch."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from grpo_ray.types import Completion, SamplingSettings
 
 @dataclass
 class Sequence:
-    """A response in the making; `uniforms` are its own draws, so they do not depend on its neighbours."""
+    """A partial response; `uniforms` are its own draws, so they do not depend on its neighbours."""
 
     prompt: tuple[int, ...]
     settings: SamplingSettings
@@ -48,7 +49,7 @@ class Sequence:
 
 
 def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int) -> list[Sequence]:
-    # NumPy hashes the whole seed; torch's CPU generator would look at its lower 32 bits only.
+    # NumPy hashes the whole seed; torch's CPU generator would only use its lower 32 bits.
     draws = np.random.default_rng(seed).random((settings.num_samples, settings.max_tokens))
     return [Sequence(prompt, settings, row) for row in torch.from_numpy(draws)]
 
@@ -61,7 +62,7 @@ class SamplingBatch:
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self.sequences = sequences
-        self._cache = None
+        self._cache: Any = None  # transformers' key-value cache
         width = max(len(s.prompt) for s in sequences)
         rows = [[0] * (width - len(s.prompt)) + list(s.prompt) for s in sequences]
         self._input_ids = torch.tensor(rows, device=model.device)  # [batch, seq so far]
@@ -79,7 +80,7 @@ class SamplingBatch:
     def step(self, version: int) -> None:
         """Sample one more token for every unfinished sequence."""
         logprobs = self._next_logprobs()  # [batch, vocab]
-        # Unfinished sequences are all equally long; a finished one may have no draw left, and needs none.
+        # Unfinished sequences all have the same length; a finished one may have no draw left, and needs none.
         position = max(len(s.token_ids) for s in self.sequences)
         uniforms = torch.stack([s.uniforms[min(position, len(s.uniforms) - 1)] for s in self.sequences])
         tokens = _inverse_cdf(logprobs.exp(), uniforms.to(logprobs.device))  # [batch]
@@ -107,7 +108,7 @@ class SamplingBatch:
 
 
 def _shaped(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """The logits `[vocab]` that the draw is made from; temperature 0 leaves the likeliest token alone."""
+    """Return the logits `[vocab]` to draw from; temperature 0 leaves only the most likely token."""
     if settings.temperature == 0.0:
         greedy = torch.full_like(logits, -torch.inf)
         greedy[logits.argmax()] = 0.0
@@ -117,7 +118,7 @@ def _shaped(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
 
 
 def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The fewest of the likeliest tokens that have `top_p` of the mass (Holtzman et al. 2020); `[vocab]`."""
+    """Keep the smallest set of most likely tokens with mass `top_p` (Holtzman et al. 2020); `[vocab]`."""
     ordered, tokens = logits.sort(descending=True)
     probabilities = ordered.softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
@@ -125,7 +126,7 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The token whose slice of the cumulative distribution holds the draw; `[batch]`."""
+    """Return the token whose interval of the cumulative distribution contains the draw; `[batch]`."""
     cumulative = probabilities.double().cumsum(-1)
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp_max(probabilities.shape[-1] - 1)

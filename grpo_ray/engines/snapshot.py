@@ -1,4 +1,4 @@
-"""Weights as one buffer of bytes: packed by the Learner, read by every engine."""
+"""Weights as one buffer of bytes, packed by the Learner and read by every engine."""
 
 import math
 import zlib
@@ -10,7 +10,7 @@ import torch
 from grpo_ray.engines.device_buffer import share
 from grpo_ray.types import TensorSpec, WeightSnapshot
 
-ALIGNMENT_BYTES = 64  # so that any dtype can be viewed in place
+ALIGNMENT_BYTES = 64  # any dtype can be viewed in place
 
 
 def pack_weights(
@@ -28,7 +28,7 @@ def pack_weights(
 def pack_on_device(
     named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
-    """As `pack_weights` into a buffer on a GPU, which the caller keeps until nobody loads it any more."""
+    """Pack like `pack_weights`, into a buffer on a GPU, which the caller keeps as long as it may be loaded."""
     specs, buffer = _pack(named_tensors, dtype, device)
     torch.cuda.synchronize(device)  # another process reads it
     return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=share(buffer)), buffer
@@ -53,28 +53,28 @@ def _pack(
 
 
 def check_snapshot(snapshot: WeightSnapshot) -> None:
-    """Refuse a snapshot that did not arrive whole.
+    """Refuse a snapshot that did not arrive complete.
 
     Raises:
-        ValueError: a tensor lies outside of the bytes, has other bytes than its shape, or the checksum differs.
+        ValueError: a tensor exceeds the buffer, its size does not match its shape, or the checksum differs.
     """
     for spec in snapshot.specs:
         num_bytes = math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize
         if num_bytes != spec.num_bytes or spec.offset_bytes + spec.num_bytes > snapshot.num_bytes:
-            raise ValueError(f"version {snapshot.version} did not arrive whole: {spec.name} is cut off")
+            raise ValueError(f"version {snapshot.version} did not arrive complete: {spec.name} is cut off")
     if snapshot.checksum is not None and zlib.crc32(snapshot.data.data) != snapshot.checksum:
-        raise ValueError(f"version {snapshot.version} did not arrive whole: its CRC-32 differs")
+        raise ValueError(f"version {snapshot.version} did not arrive complete: its CRC-32 differs")
 
 
 def unpack_weights(specs: Iterable[TensorSpec], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views into `buffer` (uint8), one a spec, without copying."""
+    """Yield a view into `buffer` (uint8) per spec, without copying."""
     for spec in specs:
         flat = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def as_tensor(data: np.ndarray) -> torch.Tensor:
-    """A uint8 tensor over the array's memory; the array may be read-only, and must only be read."""
+    """Return a uint8 tensor over the array's memory, which may be read-only and must only be read."""
     import warnings
 
     with warnings.catch_warnings():

@@ -21,10 +21,10 @@ _Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]
 
 
 class TorchEngine:
-    """Takes whatever waits as one batch, and samples it to its end before the next.
+    """An engine that samples all waiting requests as one batch to its end before the next.
 
-    With `joins_requests=False` each request is a batch of its own: slower, but what it samples then depends
-    on the weights, the prompt and the seed alone, to the last bit.
+    With `joins_requests=False` each request is a batch of its own: slower, but its samples then depend on the
+    weights, the prompt and the seed alone, to the last bit.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TorchEngine:
                     finished.set_result(tuple(sequence.completion() for sequence in sequences))
 
     def _take_waiting(self) -> list[_Waiting]:
-        """As many requests as fit `max_num_seqs`, and one at least; nobody waits for one that was cancelled."""
+        """Take as many requests as fit `max_num_seqs`, and at least one; skip those that were cancelled."""
         self._waiting = [request for request in self._waiting if not request[1].cancelled()]
         taken, self._waiting = self._waiting[:1], self._waiting[1:]
         if not self._joins_requests:
@@ -101,7 +101,7 @@ class TorchEngine:
         shapes = {name: weight.shape for name, weight in weights.items()}
         if shapes != {name: weight.shape for name, weight in self._model.named_parameters()}:
             raise ValueError(_misfit(shapes, dict(self._model.named_parameters())))
-        self._model.load_state_dict(weights, strict=False)  # strict would ask for the tied copies as well
+        self._model.load_state_dict(weights, strict=False)  # strict would require the tied copies as well
 
     async def finish_weight_update(self, version: int) -> None:
         self._version = version
@@ -114,7 +114,7 @@ class TorchEngine:
         self._stepping.release()
 
     async def sleep(self) -> None:
-        """On a CPU there is nothing to give: not sampling is enough."""
+        """Do nothing: there is no memory to free on a CPU, and not sampling is enough."""
 
     async def wake(self) -> None: ...
 

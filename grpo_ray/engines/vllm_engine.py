@@ -1,4 +1,4 @@
-"""The product's engine: vLLM's AsyncLLM, in processes of its own."""
+"""The production engine: vLLM's AsyncLLM, in processes of its own."""
 
 import asyncio
 import itertools
@@ -13,14 +13,14 @@ from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 
 class VllmEngine:
-    """vLLM with the logprobs of what it drew, the version of every token, and weights replaced in flight."""
+    """vLLM with the logprob and the weight version of every sampled token, and weights replaced in flight."""
 
     def __init__(
         self, model_path: str, config: GeneratorConfig, dtype: str, max_model_len: int, seed: int,
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         on_cpu = config.num_gpus == 0
-        self._sleeps = config.colocated and not on_cpu  # vLLM can give back a GPU's memory only
+        self._sleeps = config.colocated and not on_cpu  # vLLM can only free GPU memory
         _set_environment(config if on_cpu else None)
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -44,11 +44,11 @@ class VllmEngine:
                 max_num_seqs=config.max_num_seqs,
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 tensor_parallel_size=max(1, config.num_gpus),
-                # One process less. By its class, because on a CPU the name "uni" is taken for "mp".
+                # Saves a process. Given by its class, because on a CPU vLLM reads the name "uni" as "mp".
                 distributed_executor_backend=UniProcExecutor if config.num_gpus <= 1 else "mp",
                 enforce_eager=config.enforce_eager or on_cpu,
                 generation_config="vllm",  # the model's own sampling defaults would change the distribution
-                logprobs_mode="processed_logprobs",  # at the sampling temperature: what the draw came from
+                logprobs_mode="processed_logprobs",  # at the sampling temperature, as the draw
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 disable_log_stats=True,
                 enable_sleep_mode=self._sleeps,
@@ -94,8 +94,8 @@ class VllmEngine:
         await self._llm.finish_weight_update(weight_version=str(version))
 
     async def reset_prefix_cache(self) -> None:
-        # Running requests are computed again from their tokens, so that what follows is sampled from the
-        # new weights alone, not from the new ones over the old ones' keys and values.
+        # Running requests are recomputed from their tokens, so that later tokens are sampled from the new
+        # weights alone, not from new weights over keys and values of the old ones.
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def resume(self) -> None:
@@ -103,7 +103,7 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         if self._sleeps:
-            await self._llm.sleep(level=1)  # weights to host memory, the KV cache is forgotten
+            await self._llm.sleep(level=1)  # weights to host memory; the KV cache is discarded
 
     async def wake(self) -> None:
         if self._sleeps:
@@ -111,7 +111,7 @@ class VllmEngine:
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
-        del self._llm  # now, while the modules that its finalizer calls are still there
+        del self._llm  # now, while the modules that its finalizer calls are still loaded
         self._buffer.close()
 
 
@@ -120,7 +120,7 @@ def _set_environment(cpu: GeneratorConfig | None) -> None:
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
     if cpu is not None:
         os.environ["OMP_NUM_THREADS"] = str(cpu.num_threads)
-        # Compiling a sampler helper takes vLLM's first request 18 s here, and saves nothing after.
+        # Compiling a sampler helper costs vLLM's first request 18 s, and saves nothing later.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if cpu.cpu_cores is not None:
             os.sched_setaffinity(0, cpu.cpu_cores)  # the engine's processes inherit it
@@ -140,7 +140,7 @@ def _sampling_params(settings: SamplingSettings) -> Any:
         stop_token_ids=list(settings.end_token_ids),
         include_stop_str_in_output=True,
         logprobs=0,  # of the drawn token alone
-        flat_logprobs=True,  # lists instead of a dict of objects a token
+        flat_logprobs=True,  # lists instead of a dict of objects per token
         seed=settings.seed,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -1,8 +1,8 @@
-"""vLLM's side of a weight sync: its worker loads the weights out of memory that another process filled.
+"""vLLM's side of a weight sync: its workers load the weights from memory that another process filled.
 
-`object_store`: Ray brings the snapshot to the Generator's node (`SharedBuffer.write` is its one copy there);
-the engine's worker processes map the same pages and load from them. Works on any device, and needs no network
-between the workers and the Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
+`object_store`: Ray brings the snapshot to the Generator's node, `SharedBuffer.write` copies it once there, and
+the engine's workers map the same pages and load from them. It works on any device, and needs no network between
+the workers and the Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
 """
 
 import mmap
@@ -22,7 +22,7 @@ BACKEND = "grpo_ray"
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: every vLLM process learns the transport's name."""
+    """Register the transport; every vLLM process calls this through the entry point `vllm.general_plugins`."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SharedMemoryTransferEngine")
 
@@ -30,7 +30,7 @@ def register() -> None:
 class SharedBuffer:
     """Anonymous shared memory that other processes of the user map through /proc.
 
-    It has no name in /dev/shm, so it cannot outlive the process that made it, however that one dies.
+    It has no name in /dev/shm, so it cannot outlive the process that made it, however that process dies.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class SharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, snapshot: WeightSnapshot) -> None:
-        """Copy the snapshot's bytes in; the memory is kept for the next one."""
+        """Copy the snapshot's bytes into the memory, which is reused by the next snapshot."""
         size = snapshot.data.nbytes
         if self._map is None or len(self._map) != size:
             os.ftruncate(self._fd, size)
@@ -57,14 +57,14 @@ class SharedBuffer:
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Empty: there is nothing to agree on beforehand."""
 
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Where the bytes are and what they mean; `specs` are `TensorSpec` fields as dicts.
+    """Location and layout of the bytes; `specs` are the fields of each `TensorSpec`.
 
-    They are in the pages of `path`, or on the GPU: `on_device` are the fields of a `DeviceHandle`.
+    The bytes are in the pages of `path`, or on the GPU: `on_device` has the fields of a `DeviceHandle`.
     """
 
     path: str
@@ -74,7 +74,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Runs in vLLM's worker: loads a whole checkpoint's tensors out of shared memory."""
+    """The receiving end in vLLM's worker, which loads all tensors of a model from shared memory."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -83,8 +83,8 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         pass
 
     def start_weight_update(self) -> None:
-        # Layers transform their weights after loading (on a CPU linears are packed), so each layer's
-        # loading and transformation is run again, as at start-up.
+        # Layers transform their weights after loading (on a CPU linears are packed), so the loading and
+        # transformation of each layer run again, as at start-up.
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -93,10 +93,10 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs]
         buffer = self._buffer(update_info)
         loaded = self.model.load_weights(unpack_weights(specs, buffer))
-        # As vLLM's own loader does at start-up: a layer that got nothing would keep its old weights.
+        # As vLLM's own loader checks at start-up: a layer that received nothing would keep its old weights.
         missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            # The embeddings under another name; while a reload is under way the two are apart.
+            # The embeddings under another name; the two are separate during a reload.
             missing = {name for name in missing if not name.endswith("lm_head.weight")}
         if loaded is not None and missing:
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
@@ -125,7 +125,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
 
 def update_info(buffer: SharedBuffer, snapshot: WeightSnapshot) -> dict[str, Any]:
-    """The message for `AsyncLLM.update_weights`."""
+    """Return the message for `AsyncLLM.update_weights`."""
     return {
         "path": buffer.path,
         "num_bytes": snapshot.num_bytes,

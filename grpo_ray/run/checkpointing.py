@@ -1,51 +1,46 @@
-"""When a run writes a checkpoint, and what goes into it."""
+"""Checkpoints of a run: when one is due, and what it captures."""
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from grpo_ray.config import CheckpointConfig
-from grpo_ray.run.open_calls import Watch
-from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.run.context import RunContext
 from grpo_ray.telemetry.checkpoint import CheckpointStore, RunState
-from grpo_ray.telemetry.stage_clock import StageClock
-
-Metrics = dict[str, float]
+from grpo_ray.telemetry.run_log import Metrics
 
 
 class Checkpointing:
-    """Captures Learner, buffer and ledger between two steps, and writes them beside the next ones.
+    """Captures Learner, buffer and ledger between two steps, and writes them while the next steps run.
 
-    The Learner stands still only while its state is copied; one checkpoint is written at a time. One that
-    fails (a full disk) is tried again after the next step, and `problem` says why meanwhile.
+    The Learner waits only while its state is copied. One checkpoint is written at a time. One that fails (a
+    full disk) is retried after the next step; until then `problem` holds the reason.
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        store: CheckpointStore,
-        actors: Any,
-        ledger: PromptLedger,
-        watch: Watch,
-        clock: StageClock,
-        step: int,
+        self, context: RunContext, store: CheckpointStore, ledger_state: Callable[[], dict[str, Any]], step: int
     ) -> None:
-        self._config, self._store, self._actors, self._ledger = config, store, actors, ledger
-        self._watch, self._clock = watch, clock
+        """
+        Args:
+            step: the last one that has a checkpoint.
+        """
+        self._config, self._store, self._ledger_state = context.config.checkpoint, store, ledger_state
+        self._actors, self._calls, self._clock = context.actors, context.calls, context.clock
         self._writing: asyncio.Task[None] | None = None
         self._last_saved = step
         self._write_s: float | None = None
         self.problem: str | None = None
 
-    def is_due(self, version: int) -> bool:
-        return version % self._config.every_num_steps == 0 or self.problem is not None
+    def is_due(self, step: int) -> bool:
+        return step % self._config.every_num_steps == 0 or self.problem is not None
 
     async def begin(self, metrics: Metrics, unwritten: str | None) -> Metrics:
-        """Capture the version that the Learner has, and start writing; returns what it cost so far.
+        """Capture the Learner's current version and start writing it; return the time that it took so far.
 
         Args:
             metrics: of that version's step, as far as they are known.
-            unwritten: why the records of earlier steps are not on the disk. A run that went on from here
-                would never write them, so the checkpoint waits for them.
+            unwritten: why the records of earlier steps are not on the disk. A run resumed from here would never
+                write them, so the checkpoint waits for them.
         """
         with self._clock.stage("checkpoint") as duration:
             state = await self._capture(metrics, unwritten)
@@ -55,26 +50,26 @@ class Checkpointing:
         return {"timing/checkpoint/capture_s": duration.seconds}
 
     async def _capture(self, metrics: Metrics, unwritten: str | None) -> RunState | None:
-        """What is to be written; None when that is not possible, or done already."""
+        """Return the state to write, or None when there is nothing new or records are missing."""
         await self.settle()
         if unwritten is not None:
             self.problem = f"a checkpoint waits for the records before it: {unwritten}"
             return None
-        with self._watch.call("learner", "copies its state for a checkpoint"):
+        with self._calls.call("learner", "copies its state for a checkpoint"):
             report = await self._actors.learner.capture()
         if report is None or report.version == self._last_saved:
             return None
         await self._actors.buffer.capture(report.version)
-        return RunState(report.version, self._ledger.state_dict(), dict(metrics))
+        return RunState(report.version, self._ledger_state(), dict(metrics))
 
     async def settle(self) -> None:
-        """Wait until nothing is being written any more."""
+        """Wait until no checkpoint is being written."""
         if self._writing is not None:
             await self._writing
             self._writing = None
 
     def take_metrics(self) -> Metrics:
-        """The seconds of the write that ended last, once."""
+        """Return the seconds of the last write, once."""
         seconds, self._write_s = self._write_s, None
         return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
 
@@ -88,8 +83,8 @@ class Checkpointing:
             self.problem, self._last_saved, self._write_s = None, state.step, duration.seconds
 
     async def _write_files(self, state: RunState) -> None:
-        folder = await asyncio.to_thread(self._store.begin, state.step)
-        with self._watch.call("learner", f"writes the checkpoint of step {state.step}"):
+        folder: Path = await asyncio.to_thread(self._store.begin, state.step)
+        with self._calls.call("learner", f"writes the checkpoint of step {state.step}"):
             await asyncio.gather(
                 self._actors.learner.write_captured(folder),
                 self._actors.buffer.write_captured(folder / "training"),

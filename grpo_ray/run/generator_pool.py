@@ -1,28 +1,28 @@
-"""A prompt's way to a scored group, whatever dies on the way.
+"""The Generators and the Scorer, and their replacement while a run continues.
 
-A Generator that dies, or fails a weight sync, is replaced: its groups are sampled again by those that serve,
-and the fresh one gets none before it has been synced. A Scorer that dies is replaced, and scores again.
+A Generator that dies, or fails a weight sync, is replaced: its groups are sampled again by the Generators that
+serve, and the fresh one gets none before it has been synced. A Scorer that dies is replaced, and scores again.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 
+from grpo_ray.actors.clients import GeneratorClient, ScorerClient, ServingActors, WeightSyncClient
 from grpo_ray.actors.weight_sync import WeightSyncError
-from grpo_ray.config import Config, SamplingConfig
+from grpo_ray.config import SamplingConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.run.open_calls import Watch
+from grpo_ray.run.context import ServingContext
 from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.telemetry.run_log import RunLog
-from grpo_ray.types import PromptItem, SamplingSettings
+from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, ScoredGroup
 
 
 def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) -> SamplingSettings:
-    """How a run samples; how many responses, each request says."""
+    """Return a run's sampling parameters; each request sets its own number of responses."""
     return SamplingSettings(
         num_samples=1,
         temperature=sampling.temperature,
@@ -34,56 +34,52 @@ def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) 
     )
 
 
-class Seat:
-    """One incarnation of a Generator; failures of an earlier one do not count against it."""
+@dataclass(eq=False)
+class Incarnation:
+    """One process under a Generator's name; the failures of an earlier one do not count against it."""
 
-    def __init__(self, client: Any) -> None:
-        self.client = client
-        self.num_running = 0
+    client: GeneratorClient
+    num_running: int = 0
 
 
-class Rollouts:
-    """The Generators that serve, the Scorer, and what replaces them; `start` before use."""
+class GeneratorPool:
+    """Samples and scores groups on the Generators that serve, and replaces those that fail."""
 
     def __init__(
         self,
-        config: Config,
+        context: ServingContext,
+        weight_sync: WeightSyncClient,
         settings: SamplingSettings,
-        actors: Any,
-        watch: Watch,
         budget: RestartBudget,
-        log: RunLog,
     ) -> None:
-        self._config, self._settings = config, settings
-        self._actors, self._watch, self._budget, self._log = actors, watch, budget, log
-        self._serving = {name: Seat(client) for name, client in actors.generators.items()}
-        self._seats_changed = asyncio.Condition()
+        self._config, self._calls, self._log = context.config, context.calls, context.log
+        self._actors, self._weight_sync = context.actors, weight_sync
+        self._settings, self._budget = settings, budget
+        self._serving = {name: Incarnation(client) for name, client in context.actors.generators.items()}
+        self._serving_changed = asyncio.Condition()
         self._scorer_lock = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self.replacing: set[asyncio.Task[None]] = set()
         self.num_retried = 0
-        self.num_sampled_tokens = 0  # so far
+        self.num_sampled_tokens = 0  # since the pool was made
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Replacements run in this group: one that is out of budget ends the run."""
+        """Run replacements in this task group; one that exceeds the budget ends the run."""
         self._tasks = tasks
 
     @property
-    def serving(self) -> dict[str, Any]:
-        """The Generators that serve, by name."""
-        return {name: seat.client for name, seat in self._serving.items()}
+    def actors(self) -> ServingActors:
+        return self._actors
 
     @property
-    def seats(self) -> dict[str, Seat]:
-        """The Generators that serve now, each with its incarnation, by name."""
+    def serving(self) -> Mapping[str, Incarnation]:
+        """The Generators that serve now, by name."""
         return dict(self._serving)
 
-    @property
-    def scorer(self) -> Any:
-        return self._actors.scorer
+    # Sampling
 
-    async def sample(self, item: PromptItem, num_samples: int, purpose: str) -> Any | None:
-        """A reference to the item's ScoredGroup; None when it failed too often and is to be set aside.
+    async def sample(self, item: PromptItem, num_samples: int, purpose: str) -> Ref[ScoredGroup] | None:
+        """Return a reference to the item's scored group, or None when it failed too often.
 
         Deaths of actors do not count against the group: `recovery.max_restarts` bounds those.
         """
@@ -105,35 +101,11 @@ class Rollouts:
             with contextlib.suppress(DataLost):
                 return await self._score(group, item)
 
-    async def _generate(self, item: PromptItem, settings: SamplingSettings) -> Any:
-        """A reference to the sampled group.
-
-        Raises:
-            DataLost: its Generator died.
-            TimeoutError: it was not finished within `recovery.group_timeout_s`, and was aborted.
-        """
-        limit_s = self._config.recovery.group_timeout_s
-        seat = await self._take_seat()
-        name = seat.client.name
-        try:
-            with self._watch.call(name, f"samples group {item.group_id}"):
-                group, sampled = seat.client.generate.split(item, settings)
-                async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
-                    num_tokens = await sampled
-            self.num_sampled_tokens += num_tokens
-            return group
-        except TimeoutError as error:
-            raise TimeoutError(f"{name} did not finish it within {limit_s:g} s") from error
-        except (ActorDied, EngineDied) as error:
-            self.report(name, str(error), seat)
-            raise DataLost(str(error)) from error
-        finally:
-            seat.num_running -= 1
-
     def _request(self, num_samples: int, request: str) -> SamplingSettings:
-        """How to sample; the reference engine gets a seed, so that a resumed run draws the same.
+        """Return the parameters of one request, with a seed for the reference engine only.
 
-        vLLM would sample seeded requests apart from the others, which is slow, and not the same either.
+        The seed makes a resumed run draw the same. vLLM would sample seeded requests apart from the others,
+        which is slow, and does not reproduce them either.
         """
         seed = None
         if self._config.generator.engine == "torch":
@@ -141,45 +113,74 @@ class Rollouts:
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         return replace(self._settings, num_samples=num_samples, seed=seed)
 
-    async def _take_seat(self) -> Seat:
-        """The least busy Generator that serves, which counts as busier from here on."""
-        async with self._seats_changed:
-            await self._seats_changed.wait_for(lambda: self._serving)
-            seat = min(self._serving.values(), key=lambda seat: seat.num_running)
-            seat.num_running += 1
-            return seat
+    async def _generate(self, item: PromptItem, settings: SamplingSettings) -> Ref[RolloutGroup]:
+        """Return a reference to the sampled group.
 
-    async def _score(self, group: Any, item: PromptItem) -> Any:
+        Raises:
+            DataLost: its Generator died.
+            TimeoutError: it was not finished within `recovery.group_timeout_s`, and was aborted.
+        """
+        limit_s = self._config.recovery.group_timeout_s
+        generator = await self._least_busy()
+        name = generator.client.name
+        try:
+            with self._calls.call(name, f"samples group {item.group_id}"):
+                group, sampled = generator.client.generate(item, settings)
+                async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
+                    num_tokens = await sampled
+            self.num_sampled_tokens += num_tokens
+            return group
+        except TimeoutError as error:
+            raise TimeoutError(f"{name} did not finish it within {limit_s:g} s") from error
+        except (ActorDied, EngineDied) as error:
+            self.retire(name, str(error), generator)
+            raise DataLost(str(error)) from error
+        finally:
+            generator.num_running -= 1
+
+    async def _least_busy(self) -> Incarnation:
+        """Wait for a Generator that serves, and count one more group for the least busy of them."""
+        async with self._serving_changed:
+            await self._serving_changed.wait_for(lambda: self._serving)
+            generator = min(self._serving.values(), key=lambda incarnation: incarnation.num_running)
+            generator.num_running += 1
+            return generator
+
+    async def _score(self, group: Ref[RolloutGroup], item: PromptItem) -> Ref[ScoredGroup]:
         while True:
             scorer = self._actors.scorer
             try:
-                with self._watch.call("scorer", f"scores group {item.group_id}"):
-                    scored, num_errors = scorer.score.split(group)
+                with self._calls.call("scorer", f"scores group {item.group_id}"):
+                    scored, num_errors = scorer.score(group)
                     await num_errors
             except ActorDied as error:
                 await self.replace_scorer(scorer, str(error))
                 continue
             return scored
 
-    async def ask_all(self, method: str) -> None:
-        """Every Generator that serves does it; one that cannot is replaced."""
+    async def ask_all(self, what: str, ask: Callable[[GeneratorClient], Awaitable[None]]) -> None:
+        """Call every Generator that serves; replace those that cannot answer."""
 
-        async def ask(name: str, seat: Seat) -> None:
+        async def ask_one(name: str, generator: Incarnation) -> None:
             try:
-                with self._watch.call(name, f"is asked to {method}"):
-                    await getattr(seat.client, method)()
+                with self._calls.call(name, f"is asked to {what}"):
+                    await ask(generator.client)
             except (ActorDied, EngineDied) as error:
-                self.report(name, str(error), seat)
+                self.retire(name, str(error), generator)
 
-        await asyncio.gather(*(ask(name, seat) for name, seat in self.seats.items()))
+        await asyncio.gather(*(ask_one(name, generator) for name, generator in self.serving.items()))
 
     # Replacing
 
-    def report(self, name: str, error: str, seat: Seat | None = None) -> None:
-        """This Generator is not to be trusted: replace it, unless that has been begun."""
+    def retire(self, name: str, error: str, incarnation: Incarnation | None = None) -> None:
+        """Replace a Generator that failed, unless that has begun already.
+
+        Args:
+            incarnation: the one that failed; default: the one that serves now.
+        """
         assert self._tasks is not None
         current = self._serving.get(name)
-        if current is not None and (seat is None or seat is current):
+        if current is not None and (incarnation is None or incarnation is current):
             del self._serving[name]
             task = self._tasks.create_task(self._replace(name, error))
             self.replacing.add(task)
@@ -190,28 +191,28 @@ class Rollouts:
             started = time.monotonic()
             pause_s = self._budget.spend(error)
             self._log.event("generator_failed", name, f"{error}; it is replaced in {pause_s:g} s")
-            await self._actors.weight_sync.retire(name)
+            await self._weight_sync.retire(name)
             await asyncio.sleep(pause_s)
             try:
-                with self._watch.call(name, "starts"):
+                with self._calls.call(name, "starts"):
                     client = self._actors.restart_generator(name)
                     await client.ready()
-                version = await self._actors.weight_sync.admit(client)
+                version = await self._weight_sync.admit(client)
                 break
             except (ActorDied, EngineDied, WeightSyncError) as again:
                 if isinstance(again, ActorDied) and again.name != name:
                     raise
                 error = str(again)
-        async with self._seats_changed:
-            self._serving[name] = Seat(client)
-            self._seats_changed.notify_all()
+        async with self._serving_changed:
+            self._serving[name] = Incarnation(client)
+            self._serving_changed.notify_all()
         seconds = time.monotonic() - started
         self._log.event(
             "generator_back", name, f"serves version {version} again after {seconds:.1f} s", seconds=seconds
         )
 
-    async def replace_scorer(self, scorer: Any, error: str) -> None:
-        """Replace this Scorer, unless another group has done so already."""
+    async def replace_scorer(self, scorer: ScorerClient, error: str) -> None:
+        """Replace this Scorer, unless that has been done already."""
         async with self._scorer_lock:
             while self._actors.scorer is scorer:
                 started = time.monotonic()

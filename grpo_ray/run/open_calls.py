@@ -1,4 +1,4 @@
-"""What every actor is asked to do and since when, so that a run that stands still can say why."""
+"""The calls that actors have not answered yet, so that a run that stalls can say why."""
 
 import contextlib
 import itertools
@@ -14,11 +14,11 @@ class OpenCall:
     actor: str
     what: str
     since: float  # the clock's seconds
-    is_waiting: bool  # for others, as a buffer for its groups: never to blame
+    is_waiting: bool  # for other actors, as a buffer for its groups: never the cause of a stall
 
 
-class Watch:
-    """The run's open calls. Every answer is progress; none for long is a stall."""
+class OpenCalls:
+    """The run's open calls. Every answer is progress; a long time without one is a stall."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class Watch:
 
     @contextlib.contextmanager
     def call(self, actor: str, what: str, is_waiting: bool = False) -> Iterator[None]:
-        """Around a call; leaving without an error is progress."""
+        """Record a call for as long as the block lasts; leaving it without an error is progress."""
         number = next(self._ids)
         self._open[number] = OpenCall(actor, what, self._clock(), is_waiting)
         try:
@@ -38,20 +38,21 @@ class Watch:
             del self._open[number]
 
     def progress(self) -> None:
+        """Restart the measurement of `quiet_s`."""
         self._last_progress = self._clock()
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since anything moved."""
+        """Seconds since the last progress."""
         return self._clock() - self._last_progress
 
     def stuck(self, older_than_s: float) -> list[str]:
-        """Actors that have worked on one call for so long, waiting for nobody."""
+        """Return the actors that have worked on one call for that long, without waiting for another actor."""
         limit = self._clock() - older_than_s
         return sorted({c.actor for c in self._open.values() if c.since <= limit and not c.is_waiting})
 
     def by_actor(self) -> dict[str, list[OpenCall]]:
-        """Each actor's open calls, oldest first; another thread may ask."""
+        """Return each actor's open calls, oldest first; safe to call from another thread."""
         calls: dict[str, list[OpenCall]] = {}
         for call in sorted(self._open.values(), key=lambda call: call.since):
             calls.setdefault(call.actor, []).append(call)
@@ -61,7 +62,7 @@ class Watch:
         return self._clock() - call.since
 
     def lines(self) -> list[str]:
-        """One line an actor: what it has been doing longest, and how many more calls are open."""
+        """Return one line per actor: its oldest open call, and how many more are open."""
         return [
             f"{actor}: {calls[0].what} for {self.age_s(calls[0]):.0f} s"
             + (f" (and {len(calls) - 1} more calls)" if len(calls) > 1 else "")

@@ -1,4 +1,4 @@
-"""Everything a run can get wrong, checked before anything expensive starts."""
+"""Checks of everything that a run needs, before anything expensive starts."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,20 +34,20 @@ from grpo_ray.tasks.prompts import (
 )
 from grpo_ray.tasks.sources import source_names
 from grpo_ray.tasks.warmup import check_warmup
-from grpo_ray.types import PromptItem
+from grpo_ray.types import PromptItem, StartingModel
 
 WarmupProgress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The task's examples and templates, read and checked; what differs by part is by `Example.task`."""
+    """The task's examples and templates, read and checked; parts of a mixture differ by `Example.task`."""
 
     train: Sequence[Example]
     validation: Sequence[Example]
     templates: Mapping[str, PromptTemplate]
-    notices: tuple[str, ...] = ()  # what was left out or cut, a line each
-    longest_prompt: int | None = None  # tokens; None for a hub's model, whose tokenizer is not here yet
+    notices: tuple[str, ...] = ()  # one line per kind of example that was left out or cut
+    longest_prompt: int | None = None  # tokens; None for a model on the hub, whose tokenizer is not loaded yet
     max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
 
     def prompters(self, tokenizer: Tokenizer) -> Prompters:
@@ -61,28 +61,26 @@ class TaskData:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedServing:
-    """What Generators and the Scorer start from, and the prompts that they are evaluated on."""
+    """The model that Generators start from, and the prompts that it is evaluated on."""
 
-    model_path: str
+    model: StartingModel
     validation: Sequence[PromptItem]
-    end_token_ids: tuple[int, ...]
     longest_prompt: int  # tokens
-    max_model_len: int  # tokens
-    notices: tuple[str, ...] = ()  # the task's, complete now that the tokenizer is here
+    notices: tuple[str, ...] = ()  # the task's, complete now that the tokenizer is loaded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(PreparedServing):
-    """What all actors and the controller of a run start from."""
+    """Everything that the actors and the controller of a run start from."""
 
     ledger: PromptLedger
 
 
 def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData:
-    """Read the task, and the model if it is here; seconds, and without Ray.
+    """Read the task, and the model if it is local; takes seconds, and no Ray.
 
     Args:
-        examples: the task's, where they have been read already.
+        examples: the task's, if they have been read already.
 
     Raises:
         ValueError: names the field or file, what is wrong with it, and the fix.
@@ -106,8 +104,8 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
     """Find, fetch or build the model.
 
     Raises:
-        ValueError: the hub does not give the model, or it does not fit its tokenizer, or is too short for
-            the prompts and `sampling.max_tokens`.
+        ValueError: the hub does not provide the model, it does not fit its tokenizer, or its context is too
+            short for the prompts and `sampling.max_tokens`.
     """
     serving, task, prompters = _prepare(config, task, progress)
     order = make_order(config.task, Counter(example.task for example in task.train), config.run.seed)
@@ -115,7 +113,7 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
 
 
 def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
-    """As `prepare`, for what trains nothing: `task.train` may be empty."""
+    """Do the same as `prepare`, without training: `task.train` may be empty."""
     return _prepare(config, task, None)[0]
 
 
@@ -137,19 +135,18 @@ def _prepare(
     assert longest is not None
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
     prompters = task.prompters(tokenizer)
+    max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
     serving = PreparedServing(
-        model_path=model_path,
+        model=StartingModel(model_path, end_token_ids(model_path, tokenizer), max_model_len),
         validation=make_items(task.validation, prompters),
-        end_token_ids=end_token_ids(model_path, tokenizer),
         longest_prompt=longest,
-        max_model_len=config.generator.max_model_len or longest + config.sampling.max_tokens,
         notices=task.notices,
     )
     return serving, task, prompters
 
 
 def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
-    """The model's tokenizer, after making sure that the two fit, and the longest sequence it was made for."""
+    """Return the tokenizer, checked against the model, and the longest sequence that the model supports."""
     if config.model.tiny is not None:  # both are built to fit
         from grpo_ray.policy.tiny import tiny_tokenizer
 
@@ -173,13 +170,13 @@ def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
 
 @dataclass(frozen=True)
 class _FittedPart:
-    examples: ExampleSets  # with the notices of what was done to fit them
+    examples: ExampleSets  # with notices of the changes that made them fit
     longest_prompt: int  # tokens
-    max_prompt_tokens: int | None = None  # longer ones are to be cut
+    max_prompt_tokens: int | None = None  # longer prompts are cut
 
 
 def _fit_prompts(config: Config, task: TaskData) -> TaskData:
-    """The task with its longest prompt known, after dealing with those that are too long."""
+    """Return the task with its longest prompt known, after handling those that are too long."""
     tokenizer, positions = _tokenizer_and_positions(config)
     prompters = task.prompters(tokenizer)
     parts = {
@@ -235,7 +232,7 @@ def _refuse_long(
 
 
 def _longest_allowed(config: Config, task: PlainTask, positions: int | None) -> int | None:
-    """Tokens of the longest prompt for which there is room; None: nothing limits it."""
+    """Return the length in tokens of the longest prompt that fits; None if nothing limits it."""
     spaces = [space for space in (positions, config.generator.max_model_len) if space is not None]
     limits = [space - config.sampling.max_tokens for space in spaces]
     if isinstance(task, ExamplesTaskConfig) and task.max_prompt_tokens is not None:

@@ -1,16 +1,16 @@
-"""How often, and how soon, a run restarts what died."""
+"""The budget of restarts: how often, and how soon, actors that died are restarted."""
 
 import time
 from collections.abc import Callable
 
 from grpo_ray.errors import RunError
 
-FORGIVEN_AFTER_S = 600.0  # a death so long after the one before is no longer part of a series
+FORGIVEN_AFTER_S = 600.0  # a death this long after the previous one starts a new series
 LONGEST_PAUSE_S = 60.0
 
 
 class RestartBudget:
-    """Counts restarts; each that soon follows another is preceded by a pause twice as long."""
+    """Counts restarts; the pause before one that soon follows another doubles each time."""
 
     def __init__(
         self, max_restarts: int, backoff_s: float, clock: Callable[[], float] = time.monotonic
@@ -22,10 +22,11 @@ class RestartBudget:
         self.num_restarts = 0
 
     def spend(self, error: str) -> float:
-        """Seconds to wait before the restart.
+        """Count a restart, and return the seconds to wait before it.
 
         Raises:
-            RunError: the budget is used up; it shows the first error, whose consequences the others may be.
+            RunError: the budget is used up. The message shows the first error, because the others may be its
+                consequences.
         """
         self._first_error = self._first_error or error
         if self.num_restarts == self._max_restarts:
@@ -37,4 +38,4 @@ class RestartBudget:
         self._in_series = self._in_series + 1 if now - self._last_at < FORGIVEN_AFTER_S else 0
         self._last_at = now
         self.num_restarts += 1
-        return min(LONGEST_PAUSE_S, self._backoff_s * 2**self._in_series)
+        return min(LONGEST_PAUSE_S, self._backoff_s * 2.0**self._in_series)

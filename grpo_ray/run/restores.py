@@ -1,11 +1,11 @@
-"""Going back to the last checkpoint when something dies that a run cannot do without."""
+"""Restores from the last checkpoint, when an actor dies that a run cannot continue without."""
 
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
+from grpo_ray.actors.clients import RunActors
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.run.controller import RECOVERABLE, Controller
@@ -15,11 +15,12 @@ from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore, make_stor
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import Display, RunLog
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
+from grpo_ray.types import StartingModel
 
 RETRY_S = 2.0
 
-# (config, prepared, run directory, checkpoint) -> the actors, ended when the block is left.
-Host = Callable[[Config, Prepared, Path, Checkpoint | None], AbstractContextManager[Any]]
+# (config, model, run directory, checkpoint) -> the actors, which end with the block.
+Host = Callable[[Config, StartingModel, Path, Checkpoint | None], AbstractContextManager[RunActors]]
 
 
 def train_through_restores(
@@ -33,8 +34,8 @@ def train_through_restores(
 ) -> None:
     """Train to the end, from the newest checkpoint if there is one.
 
-    A Learner or buffer that dies, or a run that stalls, costs the steps since the last checkpoint: every
-    actor is started again, as `grpo-ray resume` would.
+    When a Learner or buffer dies, or the run stalls, the steps since the last checkpoint are lost: every actor
+    is started again, as `grpo-ray resume` would.
 
     Args:
         drive: runs the controller to its end.
@@ -48,15 +49,15 @@ def train_through_restores(
     beginning = prepared.ledger.state_dict()
     failures: list[str] = []
     while len(failures) <= recovery.max_restores:
-        checkpoint = _go_back(store, run, display)
+        checkpoint = _restore(store, run, display)
         with shown_plainly():
             prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
         log = RunLog(run, display, trackers)
         step = checkpoint.state.step if checkpoint else 0
         trackers.go_on_from(step)
         if failures:
-            log.event("restored", None, f"the run goes on from step {step}")
-        with host(config, prepared, run.path.resolve(), checkpoint) as actors:
+            log.event("restored", None, f"the run continues from step {step}")
+        with host(config, prepared.model, run.path.resolve(), checkpoint) as actors:
             controller = Controller(config, prepared, actors, log, store, budget, checkpoint)
             try:
                 return drive(controller)
@@ -67,27 +68,27 @@ def train_through_restores(
                     raise RunError(f"{error}\nThe actors' output is in {run.logs}/") from error
     raise RunError(
         f"recovery.max_restores: the run went back to its last checkpoint {recovery.max_restores} times. "
-        f"The first error was: {failures[0]}\nThe actors' output is in {run.logs}/; {how_to_go_on(run)}"
+        f"The first error was: {failures[0]}\nThe actors' output is in {run.logs}/; {how_to_resume(run)}"
     )
 
 
-def _go_back(store: CheckpointStore, run: RunDirectory, display: Display) -> Checkpoint | None:
-    """The newest whole checkpoint; what the run directory has of later steps is taken out."""
+def _restore(store: CheckpointStore, run: RunDirectory, display: Display) -> Checkpoint | None:
+    """Return the newest complete checkpoint, after removing all later steps from the run directory."""
     store.discard_unfinished()
     checkpoint = store.latest()
     for line in store.damaged:
-        display.trouble(f"passed over, because it is damaged: {line}")
+        display.trouble(f"skipped a damaged checkpoint: {line}")
     while True:
         try:
             run.rewind(checkpoint.state.step if checkpoint else 0)
             break
         except OSError as error:
-            display.trouble(f"the run's files cannot be taken back to its last checkpoint yet: {error}")
+            display.trouble(f"the run directory cannot be reset to its last checkpoint yet: {error}")
             time.sleep(RETRY_S)
     if checkpoint is not None:
-        display.status(f"going on from {checkpoint.path}")
+        display.status(f"resuming from {checkpoint.path}")
     return checkpoint
 
 
-def how_to_go_on(run: RunDirectory) -> str:
-    return f"go on with: grpo-ray resume {run.path}"
+def how_to_resume(run: RunDirectory) -> str:
+    return f"resume with: grpo-ray resume {run.path}"

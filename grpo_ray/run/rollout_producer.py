@@ -1,150 +1,157 @@
-"""Producing groups: admission -> prompts -> Rollouts -> the buffer, as many at once as admission allows.
+"""The producer of groups: admission -> prompts -> GeneratorPool -> the buffer.
 
-The ledger says which prompts are asked, admission when (actors/staleness.py). A group that will not be trained,
-because it was set aside or dropped, gives its place to one more; one that was cut off is asked again.
+It owns the PromptLedger, and with it the one account of where each group is. Admission (WeightSync,
+actors/staleness.py) decides when the next group may be dispatched. The slot of a group that will not be
+trained, because it was set aside or dropped, goes to one more group; a group that was cut off is sampled again.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.actors.staleness import admission_limit, oldest_allowed, places_beyond
-from grpo_ray.config import Config
+from grpo_ray.actors.staleness import extra_slots_at, oldest_allowed, version_trained_at
 from grpo_ray.errors import RunError
-from grpo_ray.run.generator_pool import Rollouts
-from grpo_ray.run.open_calls import Watch
+from grpo_ray.run.context import RunContext
+from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.tasks.prompt_ledger import PromptLedger
-from grpo_ray.telemetry.run_log import RunLog
-from grpo_ray.types import BatchFacts, PromptItem, PutReceipt
-
-Running = tuple["asyncio.Task[None]", int]  # a group's rollout, and the published version when it began
+from grpo_ray.telemetry.run_log import Metrics
+from grpo_ray.types import Admitted, BatchFacts, PromptItem
 
 
-class Production:
-    """`begin`, then `run` beside the training, which says what it took and waits for what it needs."""
+@dataclass(frozen=True)
+class _Rollout:
+    """A group on its way into the buffer."""
 
-    def __init__(
-        self,
-        config: Config,
-        ledger: PromptLedger,
-        rollouts: Rollouts,
-        actors: Any,
-        watch: Watch,
-        log: RunLog,
-        version: int,
-    ) -> None:
-        self._config, self._ledger, self._rollouts = config, ledger, rollouts
-        self._actors, self._watch, self._log = actors, watch, log
+    task: "asyncio.Task[None]"
+    version: int  # the published version when it was dispatched
+
+
+class RolloutProducer:
+    """Produces groups alongside the training: `begin`, then `start`.
+
+    The controller reports each batch with `batch_taken`, and each finished step with `batch_trained`.
+    """
+
+    def __init__(self, context: RunContext, ledger: PromptLedger, pool: GeneratorPool, version: int) -> None:
+        self._config, self._calls, self._log = context.config, context.calls, context.log
+        self._actors, self._ledger, self._pool = context.actors, ledger, pool
         self._tasks: asyncio.TaskGroup | None = None
-        self._mine: set[asyncio.Task[None]] = set()
-        self._running: dict[int, Running] = {}  # by group, while it is sampled and scored
-        self._scored: set[int] = set()  # on their way into the buffer, which may keep them waiting
-        self._finished = asyncio.Condition()
-        self._admitted_version = version
-        self._oldest_useful = 0  # what is sampled by older versions is cut off
-        self._extra_places = 0  # see actors/staleness.py
+        self._own_tasks: set[asyncio.Task[None]] = set()
+        self._rollouts: dict[int, _Rollout] = {}  # by group
+        self._progress = asyncio.Condition()
+        self._admitted = Admitted(version, 0)
+        self._oldest_useful = 0  # groups dispatched at older versions are cut off
         self._num_set_aside = self._num_cut = 0  # since the last batch
 
     @property
     def published_version(self) -> int:
-        """The newest that admission has told of."""
-        return self._admitted_version
+        """The newest version that admission has reported."""
+        return self._admitted.version
 
-    async def begin(self, version: int, is_resumed: bool) -> None:
-        """The ledger is what it was at `version`; the buffer has the groups that were buffered then."""
-        ledger = self._ledger
-        self._extra_places = places_beyond(
-            version,
-            ledger.num_trained,
-            ledger.num_left,
-            self._config.num_oversampled,
-            self._config.fresh_per_step,
+    @property
+    def num_sampling(self) -> int:
+        """Groups that are being sampled, scored, or put into the buffer."""
+        return len(self._ledger.in_flight)
+
+    def num_buffered_without(self, group_ids: Collection[int]) -> int:
+        """Return the number of groups in the buffer that are not in `group_ids`."""
+        return len(self._ledger.buffered.difference(group_ids))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ledger's state, for a checkpoint."""
+        return self._ledger.state_dict()
+
+    async def begin(self, version: int, ledger_state: Mapping[str, Any] | None) -> None:
+        """Start from the ledger as it was at `version`.
+
+        Args:
+            ledger_state: the checkpoint's, for a run that is resumed; the buffer holds the groups that were
+                buffered then.
+        """
+        ledger, config = self._ledger, self._config
+        buffer = self._actors.buffer
+        if ledger_state is not None:
+            ledger.load_state_dict(dict(ledger_state), await buffer.group_ids())
+        await self._add_slots(
+            extra_slots_at(
+                version, ledger.num_trained, ledger.num_left, config.num_oversampled, config.fresh_per_step
+            )
         )
-        if is_resumed:
-            places = await self._actors.buffer.begin(sorted(ledger.unfinished), ledger.next_group_id)
-            await self.give_places(places)
+        if ledger_state is not None:
+            await self._add_slots(await buffer.begin(sorted(ledger.unfinished), ledger.next_group_id))
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Produce in this group of tasks; an error ends it."""
+        """Produce in this task group; an error ends it."""
         self._tasks = tasks
-        self._mine.add(tasks.create_task(self._run()))
+        self._own_tasks.add(tasks.create_task(self._run()))
 
     def cancel(self) -> None:
-        for task in self._mine:
+        for task in self._own_tasks:
             task.cancel()
 
     async def _run(self) -> None:
-        """Dispatch prompts as admission allows, without end; the last steps' batches need no successors."""
-        version, limit = -1, 0
+        """Dispatch prompts as admission allows, without end."""
+        known = Admitted(-1, 0)
         while True:
-            version, limit = await self._actors.weight_sync.admission(version, limit)
-            self._admitted_version = version
-            self._ask_again()
-            num_new = min(limit, self._num_groups) - self._ledger.next_group_id
+            known = await self._actors.weight_sync.admission(known)
+            self._note(known)
+            self._sample_waiting()
+            num_new = self._admitted.num_groups - self._ledger.next_group_id
             self._dispatch(self._ledger.take_new(max(0, num_new)))
+            await self._notify()
 
-    def _ask_again(self) -> None:
-        """Dispatch what waits, unless it would be cut off once more; then the next version will do it."""
-        if self._admitted_version >= self._oldest_useful:
+    def _note(self, admitted: Admitted) -> None:
+        """Remember the newest answer of WeightSync; answers can overtake each other."""
+        if admitted.exceeds(self._admitted):
+            self._admitted = admitted
+
+    def _sample_waiting(self) -> None:
+        """Dispatch the groups that wait, unless they would be cut off again before the next version."""
+        if self._admitted.version >= self._oldest_useful:
             self._dispatch(self._ledger.take_waiting())
-
-    async def settle_batch(self, step: int, facts: BatchFacts) -> dict[str, float]:
-        """The batch of `step` was taken: places that it left are given away, and whoever is late is cut off."""
-        await self.give_places(facts.num_places)
-        metrics: dict[str, float] = {}
-        if self._config.num_oversampled:
-            self._cut(facts.cut_ids)
-            self._cut_off_running(step)
-            self._ask_again()
-            await self._notify_finished()
-            metrics["rollout/cut_groups"] = self._num_cut
-        self._num_set_aside = self._num_cut = 0
-        return metrics
-
-    def sample_again(self, group_ids: Collection[int]) -> None:
-        """These were refused as too old."""
-        self._ledger.give_back(group_ids)
-        self._dispatch(self._ledger.take_waiting())
-
-    @property
-    def _num_groups(self) -> int:
-        """As many as the run dispatches in all, unless more leave the line without being trained."""
-        return self._config.algorithm.num_steps * self._config.fresh_per_step + self._extra_places
 
     def _dispatch(self, items: Iterable[PromptItem]) -> None:
         assert self._tasks is not None
         for item in items:
-            task = self._tasks.create_task(self._rollout(item))
-            self._running[item.group_id] = task, self._admitted_version
-            self._mine.add(task)
-            task.add_done_callback(self._mine.discard)
+            task = self._tasks.create_task(self._produce(item))
+            self._rollouts[item.group_id] = _Rollout(task, self._admitted.version)
+            self._own_tasks.add(task)
+            task.add_done_callback(self._own_tasks.discard)
 
-    async def _rollout(self, item: PromptItem) -> None:
-        """One group: sampled, scored, put into the buffer; only references pass through here."""
+    # One group
+
+    async def _produce(self, item: PromptItem) -> None:
+        """Have one group sampled, scored and put into the buffer; only references pass through here."""
         group_id = item.group_id
-        scored = await self._rollouts.sample(item, self._config.algorithm.samples_per_prompt, "train")
-        task, _ = self._running.get(group_id, (None, 0))
-        if task is not asyncio.current_task():  # cut off as its answer came
+        scored = await self._pool.sample(item, self._config.algorithm.samples_per_prompt, "train")
+        if not self._is_current(group_id):  # it was cut off just as its answer came
             return
-        del self._running[group_id]  # from here on it is not cut off
         if scored is None:
+            del self._rollouts[group_id]
             await self._set_aside(group_id)
         else:
-            self._scored.add(group_id)
-            await self._notify_finished()
-            with self._watch.call("buffer", f"takes in group {group_id}", is_waiting=True):
-                receipt: PutReceipt = await self._actors.buffer.put(scored)
-            self._scored.remove(group_id)
-            if receipt.is_kept:
-                self._ledger.mark_buffered(group_id)
-            else:
-                self._cut([group_id])
-                self._ask_again()
-            await self.give_places(receipt.num_places)
-        await self._notify_finished()
+            self._ledger.mark_scored(group_id)  # from here on it is not cut off
+            await self._notify()
+            with self._calls.call("buffer", f"takes in group {group_id}", is_waiting=True):
+                receipt = await self._actors.buffer.put(scored)
+            if self._is_current(group_id):  # otherwise `batch_taken` was faster than the receipt
+                del self._rollouts[group_id]
+                if receipt.is_kept:
+                    self._ledger.mark_buffered(group_id)
+                else:
+                    self._cut([group_id])
+                    self._sample_waiting()
+            await self._add_slots(receipt.num_slots)
+        await self._notify()
+
+    def _is_current(self, group_id: int) -> bool:
+        """Return whether the group is still the calling task's."""
+        rollout = self._rollouts.get(group_id)
+        return rollout is not None and rollout.task is asyncio.current_task()
 
     async def _set_aside(self, group_id: int) -> None:
-        """It never finished, however often it was tried: its place goes to another prompt."""
+        """Give up a group that never finished, despite retries; its slot goes to another prompt."""
         self._ledger.mark_set_aside(group_id)
         self._num_set_aside += 1
         text = f"group {group_id} is set aside; another takes its place"
@@ -154,46 +161,81 @@ class Production:
                 f"{self._num_set_aside} groups were set aside while one batch was waited for, as many as it "
                 f"has; see {self._log.run.events_path}"
             )
-        await self.give_places(1 + await self._actors.buffer.set_aside(group_id))
+        await self._add_slots(1 + await self._actors.buffer.set_aside(group_id))
 
-    async def give_places(self, num_places: int) -> None:
-        """So many groups will not be trained: as many more are admitted."""
-        if num_places:
-            self._extra_places += num_places
-            await self._actors.weight_sync.widen(num_places)
+    async def _add_slots(self, num_slots: int) -> None:
+        """Admit one more group for each that will not be trained."""
+        if num_slots:
+            self._note(await self._actors.weight_sync.add_slots(num_slots))
+
+    # The controller's reports
+
+    async def batch_taken(self, step: int, facts: BatchFacts) -> Metrics:
+        """Account for the groups of the batch of `step`, and cut off those that are too late for the next."""
+        self._account_as_buffered([*facts.group_ids, *facts.dropped_ids, *facts.cut_ids])
+        await self._add_slots(facts.num_slots)
+        metrics: Metrics = {}
+        if self._config.num_oversampled:
+            self._cut(facts.cut_ids)
+            self._cut_off_running(step + 1)
+            self._sample_waiting()
+            metrics["rollout/cut_groups"] = self._num_cut
+        await self._notify()
+        self._num_set_aside = self._num_cut = 0
+        return metrics
+
+    def batch_trained(self, facts: BatchFacts) -> Metrics:
+        """Account for the groups of a finished step."""
+        self._ledger.observe(facts.outcomes)
+        self._ledger.mark_trained(facts.group_ids)
+        self._ledger.mark_dropped(facts.dropped_ids)
+        return {**self._ledger.metrics(), "rollout/set_aside_groups": len(self._ledger.set_aside)}
+
+    def sample_again(self, group_ids: Collection[int]) -> None:
+        """Dispatch groups again that were refused as too old."""
+        self._account_as_buffered(group_ids)
+        self._ledger.give_back(group_ids)
+        self._dispatch(self._ledger.take_waiting())
+
+    def _account_as_buffered(self, group_ids: Iterable[int]) -> None:
+        """Settle what the buffer has reported of groups whose receipts are still on their way here."""
+        for group_id in group_ids:
+            if self._rollouts.pop(group_id, None) is not None:
+                self._ledger.mark_buffered(group_id)
 
     def _cut(self, group_ids: Collection[int]) -> None:
-        """These came too late to be trained; they are asked again when the next version is published."""
+        """Give back groups that came too late to be trained; they are sampled again by the next version."""
         self._ledger.cut(group_ids)
         self._num_cut += len(group_ids)
 
     def _cut_off_running(self, step: int) -> None:
-        """After the batch of `step` was taken: whoever runs and would be too old for the next one."""
-        self._oldest_useful = oldest = oldest_allowed(step + 1, self._config.weight_sync.max_lag)
-        late = [group_id for group_id, (_, version) in self._running.items() if version < oldest]
+        """Cancel every group in flight that would be too old for the batch of `step`."""
+        oldest = oldest_allowed(version_trained_at(step), self._config.weight_sync.max_lag)
+        self._oldest_useful = oldest
+        scored = self._ledger.scored
+        late = [g for g, rollout in self._rollouts.items() if rollout.version < oldest and g not in scored]
         for group_id in late:
-            self._running.pop(group_id)[0].cancel()
+            self._rollouts.pop(group_id).task.cancel()
         self._cut(late)
 
-    async def _notify_finished(self) -> None:
-        async with self._finished:
-            self._finished.notify_all()
+    # Waiting
 
     async def until_none_runs(self, published_version: int) -> None:
-        """Wait until every group that `published_version` lets in is scored, set aside, or cut off."""
-        max_lag = self._config.weight_sync.max_lag - self._config.steps_overtaken
+        """Wait until every group that `published_version` admits is scored, set aside, or cut off."""
 
         def none_runs() -> bool:
-            limit = admission_limit(published_version, max_lag, self._config.fresh_per_step, self._extra_places)
-            is_dispatched = self._ledger.next_group_id >= min(limit, self._num_groups)
-            return is_dispatched and self._ledger.in_flight <= self._scored
+            admitted = self._admitted
+            is_dispatched = self._ledger.next_group_id >= admitted.num_groups
+            is_sampled = self._ledger.in_flight <= self._ledger.scored
+            return admitted.version >= published_version and is_dispatched and is_sampled
 
-        await self._until_finished(none_runs)
+        await self._until(none_runs)
 
-    async def until_answered(self, group_ids: set[int]) -> None:
-        await self._until_finished(lambda: not group_ids & self._scored)
+    async def _notify(self) -> None:
+        async with self._progress:
+            self._progress.notify_all()
 
-    async def _until_finished(self, condition: Callable[[], bool]) -> None:
-        """Wait for what can become true when a group's rollout has ended."""
-        async with self._finished:
-            await self._finished.wait_for(condition)
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition that can become true when a group has made progress."""
+        async with self._progress:
+            await self._progress.wait_for(condition)

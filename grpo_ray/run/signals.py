@@ -6,17 +6,17 @@ import signal
 from collections.abc import Iterator
 
 from grpo_ray.run.controller import RECOVERABLE, Controller
-from grpo_ray.run.restores import how_to_go_on
+from grpo_ray.run.restores import how_to_resume
 from grpo_ray.telemetry.run_files import RunDirectory
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM; every actor and process has been ended. The message says how to go on."""
+    """Ctrl-C or SIGTERM, after every actor and process has ended; the message says how to resume."""
 
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, so that what follows is cleaned up the same way (Ray's own handler exits at once)."""
+    """Turn SIGTERM into Ctrl-C, so that both clean up in the same way (Ray's own handler exits at once)."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -29,8 +29,10 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def run_until_signal(controller: Controller, on_preemption_s: float, run: RunDirectory) -> None:
-    """Run the controller. A first SIGINT or SIGTERM stops it after the present step, with a checkpoint; a
-    second ends the process at once. SIGTERM's deadline abandons the step.
+    """Run the controller until it ends or a signal stops it.
+
+    The first SIGINT or SIGTERM stops it after the current step, with a checkpoint; a second ends the process at
+    once. After SIGTERM's deadline the step is abandoned.
     """
 
     async def main() -> None:
@@ -55,12 +57,12 @@ def run_until_signal(controller: Controller, on_preemption_s: float, run: RunDir
         asyncio.run(main())
     except asyncio.CancelledError:
         text = f"no checkpoint could be written in {on_preemption_s:g} s (run.on_preemption_s)"
-        raise Interrupted(f"{text}; {how_to_go_on(run)}") from None
+        raise Interrupted(f"{text}; {how_to_resume(run)}") from None
     except RECOVERABLE as error:
-        if controller.was_stopped:  # it is not gone back to only to be stopped
-            raise Interrupted(f"{error}; {how_to_go_on(run)}") from error
+        if controller.was_stopped:  # a restore would only be stopped as well
+            raise Interrupted(f"{error}; {how_to_resume(run)}") from error
         raise
     finally:
         signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which would skip the clean-up
     if controller.was_stopped:
-        raise Interrupted(how_to_go_on(run))
+        raise Interrupted(how_to_resume(run))

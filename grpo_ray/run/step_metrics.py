@@ -1,42 +1,41 @@
-"""What a step's line says of the time since the line before: where it went, tokens per second, and memory."""
+"""Metrics of the time between two steps: where it went, tokens per second, and memory."""
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
 
-from grpo_ray.run.generator_pool import Rollouts
+from grpo_ray.actors.clients import ActorClient
+from grpo_ray.run.context import RunContext
+from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.telemetry.activity import Activity
-from grpo_ray.telemetry.run_log import Metrics, RunLog
-from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.timeline import Timeline
 
 
-class StepFigures:
-    """`begin` before the first step, then `take` for every line."""
+class StepMetrics:
+    """Measures one window of time per step; call `begin` before the first step, then `take` after each."""
 
-    def __init__(
-        self, num_generators: int, rollouts: Rollouts, actors: Any, log: RunLog, clock: StageClock
-    ) -> None:
-        """`clock` is the driver's."""
-        self._num_generators, self._rollouts, self._actors, self._log = num_generators, rollouts, actors, log
-        self._activity = Activity(clock)
-        self._timeline = Timeline(log.run.timeline_path, log.run.path.name)
-        self._num_told_tokens = 0  # sampled before the newest line
+    def __init__(self, context: RunContext, pool: GeneratorPool) -> None:
+        self._context, self._pool = context, pool
+        self._activity = Activity(context.clock)
+        self._timeline = Timeline(context.log.run.timeline_path, context.log.run.path.name)
+        self._num_reported_tokens = 0  # sampled before the current window
 
     async def begin(self) -> None:
-        """The first step's window begins."""
+        """Open the window of the first step."""
         await self._activity.read(self._serving)
-        self._num_told_tokens = self._rollouts.num_sampled_tokens
+        self._num_reported_tokens = self._pool.num_sampled_tokens
 
     async def take(self, num_trained_tokens: float) -> Metrics:
-        """The figures of the window that ends now; it is drawn in the timeline."""
+        """Close the current window, draw it in the timeline, and return its metrics."""
+        log, actors = self._context.log, self._context.actors
         window = await self._activity.read(self._serving)
-        num_tokens = self._rollouts.num_sampled_tokens
-        num_sampled, self._num_told_tokens = num_tokens - self._num_told_tokens, num_tokens
-        spilled_bytes = await asyncio.to_thread(self._actors.spilled_bytes)
-        self._log.trouble("spilling", _spilling(spilled_bytes))
-        self._log.trouble("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
+        num_tokens = self._pool.num_sampled_tokens
+        num_sampled, self._num_reported_tokens = num_tokens - self._num_reported_tokens, num_tokens
+        spilled_bytes = await asyncio.to_thread(actors.spilled_bytes)
+        log.trouble("spilling", _spilling(spilled_bytes))
+        log.trouble("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
         return {
-            **window.metrics(self._num_generators),
+            **window.metrics(self._context.config.generator.num_generators),
             "timing/step_s": window.seconds,
             "throughput/sampled_tokens_per_s": num_sampled / window.seconds,
             "throughput/trained_tokens_per_s": num_trained_tokens / window.seconds,
@@ -44,14 +43,15 @@ class StepFigures:
         }
 
     @property
-    def _serving(self) -> dict[str, Any]:
-        """Who can be asked what it did: all actors but Generators that are being replaced."""
-        replaced = self._actors.generators.keys() - self._rollouts.serving.keys()
-        return {name: actor for name, actor in self._actors.by_name().items() if name not in replaced}
+    def _serving(self) -> Mapping[str, ActorClient]:
+        """All actors but Generators that are being replaced."""
+        actors = self._context.actors
+        replaced = actors.generators.keys() - self._pool.serving.keys()
+        return {name: actor for name, actor in actors.by_name().items() if name not in replaced}
 
 
 def _spilling(num_bytes: int) -> str | None:
-    """Nothing is lost by it, but every step waits for the disk."""
+    """Return a warning if anything was spilled: nothing is lost, but every step waits for the disk."""
     if not num_bytes:
         return None
     return (

@@ -1,4 +1,4 @@
-"""A training run: begun, gone on with, and brought to its end or to a checkpoint, whatever happens."""
+"""A training run: started or resumed, and ended with a checkpoint, whatever happens."""
 
 import contextlib
 import time
@@ -25,7 +25,7 @@ from grpo_ray.telemetry.trackers import check_trackers, tracking
 
 
 def train(config: Config, config_path: str) -> RunDirectory:
-    """Run a whole job; returns the run's directory.
+    """Run a whole job, and return the run's directory.
 
     Raises:
         RunError: the files, the model, the cluster or an actor; the message says what to do.
@@ -46,14 +46,14 @@ def train(config: Config, config_path: str) -> RunDirectory:
 
 
 def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
-    """Go on with the run in folder `path` from its last checkpoint; overrides may change what is not fixed.
+    """Resume the run in folder `path` from its last checkpoint; overrides may change all that is not fixed.
 
     Raises:
         As `train`; and RunError when the folder is no run, or an override would change its prompts.
     """
     run = RunDirectory(path)
     if not run.config_path.exists():
-        raise RunError(f"{path}: no run to go on with (it has no config.yaml); give a folder that `train` made")
+        raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
     return _resume(run, load_config(run.config_path, overrides))
 
 
@@ -63,9 +63,8 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     with run.lock():
         if _is_done(run, config):
             num_steps = config.algorithm.num_steps
-            print(
-                f"{run.path}: all {num_steps} steps are done; train on with algorithm.num_steps={2 * num_steps}"
-            )
+            more = f"algorithm.num_steps={2 * num_steps}"
+            print(f"{run.path}: all {num_steps} steps are done; continue with: {more}")
             return run
         dump_config(config, run.config_path)
         run.state_path.unlink(missing_ok=True)  # it says how the run ended before
@@ -75,7 +74,7 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
 
 
 def _check(config: Config, *others: Callable[[], None]) -> TaskData:
-    """The task's data, after all that can be found wrong before Ray is started."""
+    """Return the task's data, after every check that needs no Ray."""
     *_, task, _, _ = all_of(
         *others,
         lambda: check_files(config),
@@ -87,7 +86,7 @@ def _check(config: Config, *others: Callable[[], None]) -> TaskData:
 
 
 def _is_done(run: RunDirectory, config: Config) -> bool:
-    """Whether the last step has its checkpoint and its line, which is written after its validation."""
+    """Return whether the last step has its checkpoint, and its metrics, which follow its validation."""
     newest, num_steps = make_store(config, run).latest(), config.algorithm.num_steps
     is_saved = newest is not None and newest.state.step >= num_steps
     return is_saved and last_logged_step(run.metrics_path) >= num_steps
@@ -105,24 +104,24 @@ FIXED = (
 
 
 def _check_same_prompts(before: Config, now: Config) -> None:
-    """A run keeps its model and its prompts' order; everything else may change when it is resumed."""
+    """Refuse another model or another order of prompts; everything else may change when a run is resumed."""
     old, new = leaves(before.model_dump()), leaves(now.model_dump())
     for path in sorted(old.keys() | new.keys()):
         if path.startswith(FIXED) and old.get(path) != new.get(path):
             raise RunError(
-                f"{path}: this run has {old.get(path)!r} and cannot go on with {new.get(path)!r}; "
+                f"{path}: this run has {old.get(path)!r} and cannot be resumed with {new.get(path)!r}; "
                 "leave it, or train a new run"
             )
 
 
 @contextlib.contextmanager
 def _ray_for(config: Config) -> Iterator[tuple[RunConsole, session.Placement]]:
-    """The console, and a place for the run's actors in a Ray that has what they want."""
+    """Yield the console, and the placement of the run's actors in a Ray with the resources that they need."""
     needs_hub = config.model.path is not None and not is_local(config.model.path)
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")
         with session.connected(needs_hub), sigterm_interrupts():
-            console.status("reserving what the actors want")
+            console.status("reserving resources for the actors")
             with session.placed(config) as placement:
                 yield console, placement
 

@@ -1,40 +1,32 @@
-"""Validation while training: every few steps, all validation prompts, at the version that was published."""
+"""Validation during training: every N steps, all validation prompts, at the published version."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from grpo_ray.config import Config
 from grpo_ray.errors import RunError
-from grpo_ray.run.generator_pool import Rollouts
-from grpo_ray.run.preflight import Prepared
+from grpo_ray.run.context import RunContext
+from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import read_metrics
-from grpo_ray.telemetry.run_log import Metrics, RunLog
-from grpo_ray.telemetry.stage_clock import StageClock
+from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.validation_files import summarise_groups, write_evaluation
 from grpo_ray.types import PromptItem, ScoredGroup
 
 
 class Validation:
-    def __init__(
-        self,
-        config: Config,
-        prepared: Prepared,
-        rollouts: Rollouts,
-        actors: Any,
-        log: RunLog,
-        clock: StageClock,
-    ) -> None:
-        self._config, self._items, self._actors, self._log = config, prepared.validation, actors, log
-        self._rollouts, self._clock = rollouts, clock
+    """Samples and grades the validation prompts with the run's own Generators and Scorer."""
+
+    def __init__(self, context: RunContext, items: Sequence[PromptItem], pool: GeneratorPool) -> None:
+        self._config, self._actors = context.config, context.actors
+        self._log, self._clock = context.log, context.clock
+        self._items, self._pool = items, pool
         self._unwritten: list[Callable[[], None]] = []
 
     def is_due(self, step: int) -> bool:
         return step % self._config.evaluation.every_num_steps == 0 or step == self._config.algorithm.num_steps
 
     async def evaluate(self, step: int) -> Metrics:
-        """The step's validation; its metrics alone when it was done before the run was interrupted.
+        """Validate the policy after `step`; only read the metrics if that was done before an interruption.
 
         Raises:
             RunError: not one prompt could be sampled.
@@ -58,11 +50,11 @@ class Validation:
 
     async def _sample(self, step: int, item: PromptItem) -> ScoredGroup | None:
         num_samples = self._config.evaluation.samples_per_prompt
-        scored = await self._rollouts.sample(item, num_samples, f"validation at step {step}")
+        scored = await self._pool.sample(item, num_samples, f"validation at step {step}")
         return None if scored is None else await self._actors.fetch(scored)
 
     def write(self) -> None:
-        """Write what could not be written before, in order."""
+        """Write the evaluations that could not be written before, in order."""
         error = None
         while self._unwritten and error is None:
             try:

@@ -32,6 +32,7 @@ class PromptLedger:
         self._examples_sha256 = _digest(examples)
         self._next_group_id = 0
         self._in_flight: set[int] = set()
+        self._scored: set[int] = set()  # in flight still, on their way into the buffer
         self._buffered: set[int] = set()
         self._waiting: set[int] = set()
         self._set_aside: set[int] = set()
@@ -61,6 +62,11 @@ class PromptLedger:
     @property
     def in_flight(self) -> frozenset[int]:
         return frozenset(self._in_flight)
+
+    @property
+    def scored(self) -> frozenset[int]:
+        """Groups in flight that are sampled and scored, on their way into the buffer."""
+        return frozenset(self._scored)
 
     @property
     def buffered(self) -> frozenset[int]:
@@ -98,6 +104,11 @@ class PromptLedger:
         """These groups were too slow for the batch; they will be taken again, and it will be known of them."""
         self.give_back(group_ids)
         self._num_cuts.update(group_ids)
+
+    def mark_scored(self, group_id: int) -> None:
+        """Record that the group is sampled and scored; it is still in flight until the buffer has it."""
+        assert group_id in self._in_flight
+        self._scored.add(group_id)
 
     def mark_buffered(self, group_id: int) -> None:
         self._buffered |= self._leave(self._in_flight, [group_id], "in flight")
@@ -161,7 +172,7 @@ class PromptLedger:
         self._next_group_id = state["next_group_id"]
         self._buffered = unfinished & set(buffered)
         self._waiting = unfinished - self._buffered
-        self._in_flight = set()
+        self._in_flight, self._scored = set(), set()
         self._set_aside = set(state["set_aside"])
         self._num_trained = state["num_trained"]
         self._num_dropped = state.get("num_dropped", 0)  # checkpoints of older versions have none
@@ -176,6 +187,7 @@ class PromptLedger:
                 "each taken group is trained, given back or set aside exactly once"
             )
         self._in_flight.difference_update(leaving)
+        self._scored.difference_update(leaving)
         self._buffered.difference_update(leaving)
         return set(leaving)
 

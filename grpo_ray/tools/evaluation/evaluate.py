@@ -98,12 +98,12 @@ def _sample(
 ) -> None:
     assert config.model.path is not None
     console.status("starting Ray")
-    model_path, logs = prepared.model_path, plan.folder.resolve() / "logs"
+    logs = plan.folder.resolve() / "logs"
     with (
         session.connected(needs_hub=not is_local(config.model.path)),
         sigterm_interrupts(),
         session.placed(config) as placement,
-        serving(placement, config, model_path, prepared.max_model_len, logs) as actors,
+        serving(placement, config, prepared.model, logs) as actors,
     ):
         asyncio.run(sample(plan, config, left, prepared, actors, console))
 

@@ -3,24 +3,35 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 
+from grpo_ray.actors.clients import ServingActors
+from grpo_ray.actors.staleness import Admission
 from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.config import Config
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.policy.loading import load_policy
-from grpo_ray.run.generator_pool import Rollouts
-from grpo_ray.run.open_calls import Watch
+from grpo_ray.run.context import ServingContext
+from grpo_ray.run.generator_pool import GeneratorPool
+from grpo_ray.run.open_calls import OpenCalls
 from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.run.stalls import keep_watch
+from grpo_ray.run.stalls import watch_for_stalls
 from grpo_ray.telemetry.run_log import RunLog
-from grpo_ray.types import PromptItem, SamplingSettings, ScoredGroup, WeightSnapshot
+from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup, WeightSnapshot
 
+T = TypeVar("T")
 SURPLUS = 1.25  # requests beyond those that an engine runs, so that it never waits for the next
+
+
+class PuttingActors(ServingActors, Protocol):
+    """Serving actors that share an object store with this process."""
+
+    def put(self, data: T) -> Ref[T]:
+        """Return a reference to `data`, which several actors can be given without a copy for each."""
 
 
 class Evaluator:
@@ -30,14 +41,16 @@ class Evaluator:
     the WeightSync here (in this process) keeps the account.
     """
 
-    def __init__(self, config: Config, settings: SamplingSettings, actors: Any, log: RunLog) -> None:
+    def __init__(self, config: Config, settings: SamplingSettings, actors: PuttingActors, log: RunLog) -> None:
         self._config, self._actors, self._log = config, actors, log
         recovery = config.recovery
-        self._watch = Watch()
+        self._calls = OpenCalls()
         budget = RestartBudget(recovery.max_restarts, recovery.restart_backoff_s)
+        nothing = Admission(max_lag=0, groups_per_step=0, num_steps=0)  # an evaluation dispatches by itself
         generators = list(actors.generators.values())
-        actors.weight_sync = WeightSync(generators, 0, 1, config.weight_sync.phase_timeout_s)
-        self._rollouts = Rollouts(config, settings, actors, self._watch, budget, log)
+        self._weight_sync = WeightSync(generators, nothing, config.weight_sync.phase_timeout_s)
+        context = ServingContext(config, actors, self._calls, log)
+        self._pool = GeneratorPool(context, self._weight_sync, settings, budget)
         self._num_loaded = 0
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -48,14 +61,12 @@ class Evaluator:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._rollouts.start(tasks)
+                self._pool.start(tasks)
                 await asyncio.gather(*(a.ready() for a in self._actors.by_name().values()))
                 limit_s = self._config.recovery.stall_timeout_s
-                watching = tasks.create_task(
-                    keep_watch(self._watch, self._rollouts, self._actors, self._log, limit_s)
-                )
+                watching = tasks.create_task(watch_for_stalls(self._calls, self._pool, self._log, limit_s))
                 await work()
-                for task in (watching, *self._rollouts.replacing):
+                for task in (watching, *self._pool.replacing):
                     task.cancel()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
@@ -72,10 +83,10 @@ class Evaluator:
         """
         snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded + 1)
         self._num_loaded += 1
-        boxed = [self._actors.put(snapshot)]
-        report = await self._actors.weight_sync.publish(self._num_loaded, boxed)
+        boxed = (self._actors.put(snapshot),)
+        report = await self._weight_sync.publish(self._num_loaded, boxed)
         for name, error in report.failed.items():
-            self._rollouts.report(name, error)
+            self._pool.retire(name, error)
 
     async def evaluate(
         self, items: Sequence[PromptItem], num_samples: int, take: Callable[[ScoredGroup], None]
@@ -101,7 +112,7 @@ class Evaluator:
 
     async def _group(self, item: PromptItem, num_samples: int) -> ScoredGroup | None:
         while True:
-            scored = await self._rollouts.sample(item, num_samples, "evaluation")
+            scored = await self._pool.sample(item, num_samples, "evaluation")
             try:
                 return None if scored is None else await self._actors.fetch(scored)
             except DataLost:  # with the Scorer that held it

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
@@ -12,7 +11,7 @@ from grpo_ray.run.preflight import PreparedServing
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.tools.evaluation.console import EvaluationConsole
-from grpo_ray.tools.evaluation.evaluator import Evaluator
+from grpo_ray.tools.evaluation.evaluator import Evaluator, PuttingActors
 from grpo_ray.tools.evaluation.folder import write_results
 from grpo_ray.tools.evaluation.plan import Plan
 from grpo_ray.tools.evaluation.responses import ResponseFiles
@@ -21,7 +20,7 @@ from grpo_ray.types import ScoredGroup
 
 
 async def sample(
-    plan: Plan, config: Config, left: Sequence[Weights], prepared: PreparedServing, actors: Any,
+    plan: Plan, config: Config, left: Sequence[Weights], prepared: PreparedServing, actors: PuttingActors,
     console: EvaluationConsole,
 ) -> None:  # fmt: skip
     """Those that are left, one after another; the actors begin with the plan's first weights.
@@ -32,7 +31,7 @@ async def sample(
         RunError: what ended it; the responses so far are on the disk.
     """
     settings = replace(
-        training_settings(config.sampling, prepared.end_token_ids),
+        training_settings(config.sampling, prepared.model.end_token_ids),
         temperature=plan.temperature,
         top_p=plan.top_p,
     )

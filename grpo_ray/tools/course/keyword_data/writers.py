@@ -97,6 +97,8 @@ def start_model(config: Config, data: TaskData) -> ModelWriter:
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # on a terminal its log would bury ours
     prepared = prepare_serving(config, data)
-    prompter = Prompter(data.templates[""], load_tokenizer(prepared.model_path))
-    settings = training_settings(config.sampling, prepared.end_token_ids)
-    return ModelWriter(make_engine(config, prepared.model_path, prepared.max_model_len, 0), prompter, settings)
+    prompter = Prompter(data.templates[""], load_tokenizer(prepared.model.path))
+    settings = training_settings(config.sampling, prepared.model.end_token_ids)
+    return ModelWriter(
+        make_engine(config, prepared.model.path, prepared.model.max_model_len, 0), prompter, settings
+    )

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.batch_line import BatchLine
+from grpo_ray.actors.batch_queue import BatchQueue
 
 # ---- the window ----
 
 
 def test_strict_batches_by_hand() -> None:
-    line = BatchLine(2)
+    line = BatchQueue(2)
     assert line.window() == [0, 1]
     assert line.batch([]) is None
     assert line.batch([1, 2, 3]) is None  # 0 is waited for
@@ -25,7 +25,7 @@ def test_strict_batches_by_hand() -> None:
 
 
 def test_look_ahead_by_hand() -> None:
-    line = BatchLine(2, lookahead=3)
+    line = BatchQueue(2, lookahead=3)
     assert line.window() == [0, 1, 2, 3]
     assert line.batch([4, 3]) is None  # 4 is beyond it
     assert line.batch([3, 1, 4]) == (1, 3)  # in the line's order
@@ -36,7 +36,7 @@ def test_look_ahead_by_hand() -> None:
 
 
 def test_group_that_was_overtaken_as_often_as_allowed_is_waited_for() -> None:
-    line = BatchLine(2, lookahead=2)  # at most one batch late
+    line = BatchQueue(2, lookahead=2)  # at most one batch late
     assert line.batch([1, 2]) == (1, 2)
     line.train((1, 2))
     assert line.batch([3, 4, 5, 6]) is None  # 0 has to be in this one
@@ -46,14 +46,14 @@ def test_group_that_was_overtaken_as_often_as_allowed_is_waited_for() -> None:
 
 
 def test_straggler_is_known_after_a_resume() -> None:
-    line = BatchLine(2, lookahead=2)
+    line = BatchQueue(2, lookahead=2)
     line.begin([0, 3, 4], next_id=5)  # 1 and 2 were trained
     assert line.batch([3, 4, 5, 6]) is None
     assert line.batch([3, 4, 0]) == (0, 3)
 
 
 def test_first_come_by_hand() -> None:
-    line = BatchLine(2, first_come=True)
+    line = BatchQueue(2, first_come=True)
     assert line.batch([7]) is None
     assert line.batch([7, 900, 0]) == (7, 900)  # by id, of those that came first
     line.train((7, 900))
@@ -62,7 +62,7 @@ def test_first_come_by_hand() -> None:
 
 
 def test_who_left_is_not_in_the_window_and_another_is() -> None:
-    line = BatchLine(2)
+    line = BatchQueue(2)
     line.leave([1])
     assert line.window() == [0, 2]
     line.leave([0, 3])
@@ -71,7 +71,7 @@ def test_who_left_is_not_in_the_window_and_another_is() -> None:
 
 
 def test_who_is_awaited() -> None:
-    strict, ahead, first = BatchLine(2), BatchLine(2, lookahead=2), BatchLine(2, first_come=True)
+    strict, ahead, first = BatchQueue(2), BatchQueue(2, lookahead=2), BatchQueue(2, first_come=True)
     for line in (strict, ahead, first):
         line.leave([1])
     assert [g for g in range(6) if strict.is_awaited(g)] == [0, 2]
@@ -80,7 +80,7 @@ def test_who_is_awaited() -> None:
 
 
 def test_line_of_a_run_that_goes_on() -> None:
-    line = BatchLine(3)
+    line = BatchQueue(3)
     line.begin([5, 3], next_id=7)
     assert line.window() == [3, 5, 7]
     assert [g for g in range(10) if line.holds(g)] == [3, 5, 7, 8, 9]
@@ -98,7 +98,7 @@ def test_line_of_a_run_that_goes_on() -> None:
 )  # fmt: skip
 def test_line_that_goes_on_is_never_stuck(size: int, lookahead: int, waiting: set[int], next_id: int) -> None:
     """Whoever of the others was trained, and whoever dropped: it is not known."""
-    line = BatchLine(size, lookahead)
+    line = BatchQueue(size, lookahead)
     next_id = max(next_id, max(waiting, default=-1) + 1)
     line.begin(waiting, next_id)
     finished = sorted({*waiting, *range(next_id, 80)})
@@ -132,7 +132,7 @@ def test_line_that_goes_on_is_never_stuck(size: int, lookahead: int, waiting: se
 def test_strict_line_drops_who_is_sure_to_be_dropped(
     max_dropped: int, has_signal: dict[int, bool], dropped: tuple[int, ...]
 ) -> None:
-    line = BatchLine(2, max_dropped=max_dropped)
+    line = BatchQueue(2, max_dropped=max_dropped)
     assert line.drop(has_signal) == dropped
     assert not any(line.holds(group_id) for group_id in dropped)
     rest = {g: s for g, s in has_signal.items() if g not in dropped}
@@ -141,7 +141,7 @@ def test_strict_line_drops_who_is_sure_to_be_dropped(
 
 @pytest.mark.parametrize("options", [{"lookahead": 2}, {"first_come": True}])
 def test_elsewhere_whoever_comes_without_signal_is_dropped_until_the_batch_is_whole(options: dict) -> None:
-    line = BatchLine(2, **options, max_dropped=2)
+    line = BatchQueue(2, **options, max_dropped=2)
     assert line.drop({1: False, 2: True}) == (1,)
     assert line.drop({2: True, 3: False}) == (3,)
     assert line.drop({2: True, 4: False}) == ()  # a third
@@ -150,7 +150,7 @@ def test_elsewhere_whoever_comes_without_signal_is_dropped_until_the_batch_is_wh
 
 
 def test_next_batch_may_drop_as_many_again() -> None:
-    line = BatchLine(1, max_dropped=1)
+    line = BatchQueue(1, max_dropped=1)
     assert line.drop({0: False, 1: False}) == (0,)
     assert line.batch([1]) == (1,)  # without signal, as no more may be dropped
     line.train([1])
@@ -158,7 +158,7 @@ def test_next_batch_may_drop_as_many_again() -> None:
 
 
 def test_place_of_a_dropped_group_goes_to_the_next_in_the_line() -> None:
-    line = BatchLine(2, max_dropped=2)
+    line = BatchQueue(2, max_dropped=2)
     line.drop({0: False, 1: True})
     assert line.window() == [1, 2]
     assert line.batch([1]) is None
@@ -171,7 +171,7 @@ Step = tuple[tuple[int, ...], tuple[int, ...]]  # a batch, and who was dropped f
 
 
 def play(
-    line: BatchLine, arrival: Sequence[int], signals: Sequence[bool], aside: set[int], takes: Sequence[bool]
+    line: BatchQueue, arrival: Sequence[int], signals: Sequence[bool], aside: set[int], takes: Sequence[bool]
 ) -> list[Step]:
     """Groups arrive in this order; batches are taken now and then, and at the end. As the buffer does it."""
     finished: dict[int, bool] = {}
@@ -235,7 +235,7 @@ TAKES = st.lists(st.booleans(), min_size=1, max_size=5)
 def test_strict_batches_do_not_depend_on_who_finished_first(
     size: int, max_dropped: int, arrival: list[int], signals: list[bool], aside: set[int], takes: list[bool]
 ) -> None:
-    steps = play(BatchLine(size, max_dropped=max_dropped), arrival, signals, aside, takes)
+    steps = play(BatchQueue(size, max_dropped=max_dropped), arrival, signals, aside, takes)
     assert steps == list(slow_strict(size, max_dropped, signals, aside))
 
 
@@ -245,7 +245,7 @@ def test_nobody_is_later_than_the_look_ahead_allows(
     size: int, lookahead: int, arrival: list[int], takes: list[bool]
 ) -> None:
     allowed = math.ceil((lookahead - 1) / size)
-    steps = play(BatchLine(size, lookahead), arrival, [True] * NUM, set(), takes)
+    steps = play(BatchQueue(size, lookahead), arrival, [True] * NUM, set(), takes)
     assert len(steps) == NUM // size  # nor does anybody wait for ever
     where = {group_id: index for index, (batch, _) in enumerate(steps) for group_id in batch}
     num_due = max(0, NUM // size - allowed) * size
@@ -258,7 +258,7 @@ def test_nobody_is_later_than_the_look_ahead_allows(
 @pytest.mark.parametrize("slow", range(4))
 def test_one_straggler_is_as_late_as_allowed_and_no_later(size: int, lookahead: int, slow: int) -> None:
     """Everybody else is there at once; it is there only when nothing goes on without it."""
-    line, finished = BatchLine(size, lookahead), set(range(60)) - {slow}
+    line, finished = BatchQueue(size, lookahead), set(range(60)) - {slow}
     for num_taken in itertools.count():
         batch = line.batch(sorted(finished))
         if batch is None:
@@ -282,7 +282,7 @@ def test_everybody_is_in_one_batch_or_left_the_line(
     size: int, lookahead: int, first_come: bool, max_dropped: int, arrival: list[int], signals: list[bool],
     aside: set[int], takes: list[bool],
 ) -> None:  # fmt: skip
-    line = BatchLine(size, 1 if first_come else lookahead, first_come, max_dropped)
+    line = BatchQueue(size, 1 if first_come else lookahead, first_come, max_dropped)
     steps = play(line, arrival, signals, aside, takes)
     assert all(len(batch) == size and batch == tuple(sorted(batch)) for batch, _ in steps)
     assert all(len(dropped) <= max_dropped for _, dropped in steps)

@@ -1,0 +1,60 @@
+"""Metrics of the groups that a batch is made of."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_ray.types import GroupOutcome, ScoredGroup
+
+
+def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:
+    """Return metrics of the rewards and responses of a step's fresh groups, dropped ones included."""
+    completions = [completion for group in groups for completion in group.rollout.completions]
+    lengths = np.array([len(completion.token_ids) for completion in completions])
+    means = np.array([group.rewards.mean() for group in groups])
+    return {
+        "reward/mean": float(means.mean()),
+        "reward/format": float(np.mean([group.format_rewards.mean() for group in groups])),
+        "reward/answer": float(np.mean([group.answer_rewards.mean() for group in groups])),
+        "reward/errors": float(sum(group.num_errors for group in groups)),
+        "reward/baseline_variance": float(np.mean([baseline_variance(group.rewards) for group in groups])),
+        "rollout/response_tokens/mean": float(lengths.mean()),
+        "rollout/response_tokens/max": float(lengths.max()),
+        "rollout/truncated_frac": float(np.mean([c.is_truncated for c in completions])),
+        "rollout/zero_variance_groups": float(sum(not group.has_signal for group in groups)),
+        "rollout/dropped_groups": float(num_dropped),
+    }
+
+
+def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean reward of each part of a mixture that the groups contain."""
+    by_part: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        by_part[group.rollout.item.task].append(float(group.rewards.mean()))
+    return {f"reward/mean/{part}": float(np.mean(means)) for part, means in sorted(by_part.items()) if part}
+
+
+def group_outcomes(groups: Sequence[ScoredGroup]) -> dict[int, GroupOutcome]:
+    """Return the outcome of each group that has a graded response."""
+    outcomes = {group.group_id: group.outcome for group in groups}
+    return {group_id: outcome for group_id, outcome in outcomes.items() if outcome is not None}
+
+
+def baseline_variance(rewards: np.ndarray) -> float:
+    """Estimate the variance of a group's mean reward, which is its baseline: s^2 / G, from `[G]` rewards."""
+    return float(rewards.var(ddof=1) / len(rewards)) if len(rewards) > 1 else 0.0
+
+
+def cut_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return how much longer the responses to prompts that were cut off before are: the bias of the cut."""
+
+    def mean_tokens(was_cut: bool) -> float:
+        chosen = [g.rollout for g in groups if (g.rollout.item.num_cuts > 0) == was_cut]
+        lengths = [len(c.token_ids) for rollout in chosen for c in rollout.completions]
+        return float(np.mean(lengths)) if lengths else 0.0
+
+    first_time, cut_before = mean_tokens(was_cut=False), mean_tokens(was_cut=True)
+    if not first_time or not cut_before:
+        return {}
+    return {"rollout/response_tokens/cut_before_ratio": cut_before / first_time}

@@ -1,0 +1,151 @@
+"""The actors as their callers see them: one Protocol per actor, and every call between processes.
+
+A call returns at once, with something to await. Arguments and bulky results are references (`Ref`), which pass
+from actor to actor without their bytes going through the caller; the receiving actor gets the value itself. The
+classes behind the Protocols are in the files of the same names; `tests/test_clients.py` compares the two.
+
+`cluster/remote_actor.py` makes clients of Ray actors, `tests/local_actors.py` of objects in the same process.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from grpo_ray.telemetry.stage_clock import ActorStats
+from grpo_ray.types import (
+    Admitted,
+    BatchFacts,
+    PromptItem,
+    PutReceipt,
+    Ref,
+    RolloutGroup,
+    SamplingSettings,
+    ScoredGroup,
+    StepReport,
+    SyncReport,
+    TrainBatch,
+    WeightSnapshot,
+)
+
+T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., object])
+_MARK = "returns_bulk_and_facts"
+
+
+def bulk_and_facts(method: Method) -> Method:
+    """Mark an actor's method that returns `(bulk, facts)`.
+
+    Its caller gets a reference to the bulk, to be passed on, and awaits the facts alone. A failure of the
+    method is known from the facts, before anyone uses the bulk.
+    """
+    setattr(method, _MARK, True)
+    return method
+
+
+def methods_with_bulk(actor_class: type) -> frozenset[str]:
+    """Return the names of the methods that `bulk_and_facts` marks."""
+    return frozenset(name for name in dir(actor_class) if hasattr(getattr(actor_class, name), _MARK))
+
+
+class ActorClient(Protocol):
+    """Any actor of a run."""
+
+    @property
+    def name(self) -> str: ...
+    def ready(self) -> Awaitable[bool]: ...
+    def take_stats(self) -> Awaitable[ActorStats]: ...
+
+
+class GeneratorClient(ActorClient, Protocol):
+    """An engine that samples groups and loads new weights (generator.py)."""
+
+    def generate(
+        self, item: PromptItem, settings: SamplingSettings
+    ) -> tuple[Ref[RolloutGroup], Awaitable[int]]: ...
+    def pause(self) -> Awaitable[None]: ...
+    def load_weights(self, snapshot: Ref[WeightSnapshot]) -> Awaitable[None]: ...
+    def resume(self) -> Awaitable[None]: ...
+    def sleep(self) -> Awaitable[None]: ...
+    def wake(self) -> Awaitable[None]: ...
+
+
+class ScorerClient(ActorClient, Protocol):
+    """Verified rewards and group advantages (scorer.py)."""
+
+    def score(self, group: Ref[RolloutGroup]) -> tuple[Ref[ScoredGroup], Awaitable[int]]: ...
+
+
+class BufferClient(ActorClient, Protocol):
+    """Scored groups until their batch is complete, and those that are replayed (trajectory_buffer.py)."""
+
+    def begin(self, waiting: Sequence[int], next_id: int) -> Awaitable[int]: ...
+    def put(self, group: Ref[ScoredGroup]) -> Awaitable[PutReceipt]: ...
+    def set_aside(self, group_id: int) -> Awaitable[int]: ...
+    def take(self, step: int, oldest_version: int) -> tuple[Ref[TrainBatch], Awaitable[BatchFacts]]: ...
+    def group_ids(self) -> Awaitable[tuple[int, ...]]: ...
+    def capture(self, version: int) -> Awaitable[tuple[int, ...]]: ...
+    def write_captured(self, folder: Path) -> Awaitable[None]: ...
+    def flush(self) -> Awaitable[str | None]: ...
+
+
+class LearnerClient(ActorClient, Protocol):
+    """The policy and its optimizer (learner.py)."""
+
+    def train_step(self, batch: Ref[TrainBatch]) -> Awaitable[StepReport]: ...
+    def snapshot(self) -> tuple[Ref[WeightSnapshot], Awaitable[int]]: ...
+    def make_room(self) -> Awaitable[None]: ...
+    def take_room(self) -> Awaitable[None]: ...
+    def capture(self) -> Awaitable[StepReport | None]: ...
+    def write_captured(self, folder: Path) -> Awaitable[None]: ...
+
+
+class WeightSyncClient(ActorClient, Protocol):
+    """The version ledger, admission, and the sync transaction (weight_sync.py)."""
+
+    def admission(self, known: Admitted) -> Awaitable[Admitted]: ...
+    def add_slots(self, num_slots: int) -> Awaitable[Admitted]: ...
+    def publish(self, version: int, boxed: tuple[Ref[WeightSnapshot]]) -> Awaitable[SyncReport]: ...
+    def retire(self, name: str) -> Awaitable[None]: ...
+    def admit(self, generator: GeneratorClient) -> Awaitable[int]: ...
+
+
+class ServingActors(Protocol):
+    """Actors that sample and grade: enough for an evaluation."""
+
+    @property
+    def generators(self) -> Mapping[str, GeneratorClient]: ...
+    @property
+    def scorer(self) -> ScorerClient: ...
+    def by_name(self) -> Mapping[str, ActorClient]: ...
+
+    def restart_generator(self, name: str) -> GeneratorClient:
+        """Start a fresh Generator in place of `name`, with the weights that the run began with."""
+
+    def restart_scorer(self) -> ScorerClient:
+        """Start a fresh Scorer in place of the current one."""
+
+    async def fetch(self, reference: Ref[T]) -> T:
+        """Bring the value of a reference into this process."""
+
+    def dump_stacks(self) -> None:
+        """Make every actor write its threads' Python stacks into its log, however stuck it is."""
+
+
+class RunActors(ServingActors, Protocol):
+    """All actors of a training run."""
+
+    @property
+    def learner(self) -> LearnerClient: ...
+    @property
+    def buffer(self) -> BufferClient: ...
+    @property
+    def weight_sync(self) -> WeightSyncClient: ...
+
+    def spilled_bytes(self) -> int:
+        """Return the bytes that object stores have written to disk so far because their memory was full."""
+
+    def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Export a step's metrics, for Ray's dashboard."""
+
+    def show_phase(self, phase: str) -> None:
+        """Export the run's current phase, for Ray's dashboard."""

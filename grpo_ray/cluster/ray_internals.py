@@ -1,0 +1,34 @@
+"""The only uses of Ray's private interfaces, for facts that it offers no public one for (as of Ray 2.60)."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import grpc
+from ray._private.internal_api import node_stats
+from ray._private.state import available_resources_per_node
+
+
+def free_resources_by_node() -> Mapping[str, Mapping[str, float]]:
+    """Return the unreserved resources of each node, by its id; `ray.available_resources` only has their sum."""
+    return cast("Mapping[str, Mapping[str, float]]", available_resources_per_node())
+
+
+def spilled_bytes_of(node: Mapping[str, Any]) -> int:
+    """Return the bytes that a node's object store has spilled to disk so far; 0 if the node is being lost.
+
+    Args:
+        node: an entry of `ray.nodes()`.
+    """
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    try:
+        stats = node_stats(*address, include_memory_info=False)
+    except grpc.RpcError:
+        return 0
+    return int(stats.store_stats.spilled_bytes_total)
+
+
+def forget_cached_token() -> None:
+    """Make Ray read its access token again; importing Ray has cached the one from before."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    AuthenticationTokenLoader.instance().reset_cache()

@@ -1,0 +1,80 @@
+"""Who is asked what and since when, by a clock that the test sets."""
+
+import pytest
+
+from grpo_ray.run.open_calls import OpenCalls
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def calls(clock: Clock) -> OpenCalls:
+    return OpenCalls(clock)
+
+
+def test_every_answer_is_progress(clock: Clock, calls: OpenCalls) -> None:
+    clock.now += 7
+    assert calls.quiet_s == 7
+    with calls.call("learner", "trains version 1"):
+        clock.now += 5
+        assert calls.quiet_s == 12  # being asked is none
+    assert calls.quiet_s == 0
+    clock.now += 3
+    calls.progress()
+    assert calls.quiet_s == 0
+
+
+def test_error_is_no_progress_and_closes_the_call(clock: Clock, calls: OpenCalls) -> None:
+    def fail() -> None:
+        with calls.call("learner", "trains version 1"):
+            clock.now += 5
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert calls.quiet_s == 5
+    assert calls.lines() == []
+    clock.now += 100
+    assert calls.stuck(1) == []
+
+
+def test_stuck_are_those_who_work_on_one_call_for_long(clock: Clock, calls: OpenCalls) -> None:
+    with calls.call("scorer", "scores group 1"), calls.call("buffer", "waits", is_waiting=True):
+        clock.now += 6
+        with calls.call("generator-0", "samples group 2"), calls.call("scorer", "scores group 2"):
+            clock.now += 4
+            assert calls.stuck(11) == []
+            assert calls.stuck(10) == ["scorer"]  # never the buffer, which waits for others
+            assert calls.stuck(4.5) == ["scorer"]
+            assert calls.stuck(4) == ["generator-0", "scorer"]
+        assert calls.stuck(10) == ["scorer"]
+    assert calls.stuck(0) == []
+
+
+def test_line_an_actor_with_what_it_has_done_longest(clock: Clock, calls: OpenCalls) -> None:
+    assert calls.lines() == []
+    with calls.call("scorer", "scores group 1"):
+        clock.now += 6
+        with (
+            calls.call("generator-0", "samples group 2"),
+            calls.call("scorer", "scores group 3"),
+            calls.call("scorer", "scores group 4"),
+            calls.call("buffer", "waits for the groups of step 1", is_waiting=True),
+        ):
+            clock.now += 4
+            assert calls.lines() == [
+                "buffer: waits for the groups of step 1 for 4 s",
+                "generator-0: samples group 2 for 4 s",
+                "scorer: scores group 1 for 10 s (and 2 more calls)",
+            ]
