@@ -234,7 +234,7 @@ WHOLE = WeightSnapshot(
 def test_snapshot_that_is_not_whole_is_refused_before_the_engine_is_touched(bad: WeightSnapshot) -> None:
     engine = FakeEngine()
     generator = Generator("generator-0", engine, version=7)
-    with pytest.raises(ValueError, match="version 8 did not arrive whole"):
+    with pytest.raises(ValueError, match="version 8 did not arrive complete"):
         asyncio.run(generator.load_weights(bad))
     assert engine.calls == []
     assert "version=7" in repr(generator)

@@ -106,7 +106,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
             train(config, run.path)
         else:
             recorder = train(make_config("weight_sync.max_lag=0"), run.path, once(meddle))
-            assert any("the run goes on from step" in text for text in recorder.troubles)
+            assert any("the run continues from step" in text for text in recorder.troubles)
             with_restores_forgotten(run)
         assert_same_run(whole, run)
         audit(run, config)
@@ -178,8 +178,8 @@ def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path:
         for version in (3, 6):
             await until(lambda version=version: controller._version >= version)
             actors.generators["generator-1"].die()
-            await until(lambda: len(controller._rollouts.serving) == 1)
-            await until(lambda: len(controller._rollouts.serving) == 2)
+            await until(lambda: len(controller._pool.serving) == 1)
+            await until(lambda: len(controller._pool.serving) == 2)
             versions = await actors.weight_sync.versions()
             assert versions["generator-1"] == versions["generator-0"] >= version - 1
             assert actors.generators["generator-1"].actor._version >= versions["generator-1"]
@@ -227,7 +227,7 @@ def test_a_run_restores_itself_when_it_loses_what_it_cannot_do_without(
     audit(run, config)
     (event,) = events(run, "restored")
     # A later one may have been whole by then.
-    expected = [f"the run goes on from step {step}" for step in ((4, 6) if version else (0,))]
+    expected = [f"the run continues from step {step}" for step in ((4, 6) if version else (0,))]
     assert event["text"] in expected
 
 
@@ -250,8 +250,8 @@ def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path)
         await until(lambda: controller._version >= 3)
         while True:
             actors.generators["generator-0"].die()
-            await until(lambda: not controller._rollouts.serving)
-            await until(lambda: bool(controller._rollouts.serving))
+            await until(lambda: not controller._pool.serving)
+            await until(lambda: bool(controller._pool.serving))
 
     run = RunDirectory(tmp_path / "run")
     with pytest.raises(
@@ -422,7 +422,7 @@ def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -
     def drive(controller: Controller) -> None:
         run_until_signal(controller, 30.0, run)
 
-    with pytest.raises(Interrupted, match=r"learner died.*go on with: grpo-ray resume"):
+    with pytest.raises(Interrupted, match=r"learner died.*resume with: grpo-ray resume"):
         train_through_restores(config, prepared, run, Recorder(), host, drive)
     assert events(run, "restored") == []
     train(config, run.path)
@@ -445,7 +445,7 @@ def test_a_checkpoint_waits_for_the_lines_of_the_steps_before_it(
 
     train(config, run.path, once(meddle))
     audit(run, config)
-    assert [event["text"] for event in events(run, "restored")] == ["the run goes on from step 2"]
+    assert [event["text"] for event in events(run, "restored")] == ["the run continues from step 2"]
 
 
 def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(

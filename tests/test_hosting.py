@@ -36,7 +36,7 @@ def actors(model_cache: None, folder: Path) -> Iterator[ActorGroup]:
     with (
         session.connected(),
         session.placed(config) as placement,
-        running(placement, config, prepared, folder) as group,
+        running(placement, config, prepared.model, folder) as group,
     ):
         asyncio.run(everyone_ready(group))
         yield group
@@ -70,7 +70,7 @@ def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
 def test_a_given_up_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
     async def run() -> None:
         generator = actors.generators["generator-0"]
-        _, sampled = generator.generate.split(make_item(0), make_settings())
+        _, sampled = generator.generate(make_item(0), make_settings())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
         async with asyncio.timeout(20):
@@ -84,12 +84,12 @@ def test_lost_data_is_told_from_a_dead_actor(actors: ActorGroup, folder: Path) -
     """The group's Generator dies before it is sampled: the Scorer that gets the reference is not to blame."""
 
     async def run() -> None:
-        group, sampled = actors.generators["generator-1"].generate.split(make_item(0), make_settings())
+        group, sampled = actors.generators["generator-1"].generate(make_item(0), make_settings())
         os.kill(pid_of(folder, "generator-1"), signal.SIGKILL)
         with pytest.raises(ActorDied, match="generator-1 died: ") as died:
             await sampled
         assert died.value.name == "generator-1"
-        _, graded = actors.scorer.score.split(group)
+        _, graded = actors.scorer.score(group)
         with pytest.raises(DataLost, match="scorer: "):
             await graded
         assert await actors.scorer.ready()

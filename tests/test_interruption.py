@@ -72,7 +72,7 @@ def test_a_synchronous_run_that_is_interrupted_and_resumed_equals_one_that_was_n
     output, _ = process.communicate(timeout=40)
     assert "never awaited" not in output
     assert process.returncode == 130, output
-    assert f"go on with: grpo-ray resume {other}" in output
+    assert f"resume with: grpo-ray resume {other}" in output
     assert wait_until_gone(children, 10) == []
     assert not [path for path in shared_memory if os.path.exists(path)]
     assert 3 <= len(read_metrics(other / "metrics.jsonl")) < 8

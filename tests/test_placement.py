@@ -77,10 +77,10 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
     ("overrides", "nodes", "lines"),
     [
         ((), (LARGE,), []),
-        ((), (SMALL,), ["GPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 2 there"]),
+        ((), (SMALL,), ["GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 2 there"]),
         ((), (), [
-            "GPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 0 there",
-            "CPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 0 there",
+            "GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 0 there",
+            "CPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 0 there",
         ]),
         (("scorer.num_cpus=100",), (LARGE, SMALL), [
             "CPU: 100 for scorer must be on one node, where 96 are there",
@@ -89,7 +89,7 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
             "GPU: 4 for generator-0 must be on one node, where 2 are there",
         ]),
         (("placement.strategy=strict_spread",), (LARGE, LARGE), [
-            "nodes: 8 wanted (placement.strategy: strict_spread), 2 there",
+            "nodes: 8 needed (placement.strategy: strict_spread), 2 there",
         ]),
         (("placement.strategy=colocate", "generator.num_generators=1", "generator.num_cpus=20"),
          (SMALL, Node("10.0.0.3", {"CPU": 64})), [
@@ -104,7 +104,7 @@ def test_what_is_lacking(overrides: tuple[str, ...], nodes: tuple[Node, ...], li
 def test_what_is_free_is_told_from_what_is_there() -> None:
     busy = Node("10.0.0.1", {"GPU": 3, "CPU": 96})
     assert shortfalls(on_gpus(), [busy], "free") == [
-        "GPU: 8 wanted (7 x 1 for Generators, 1 for the Learner), 3 free"
+        "GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 3 free"
     ]
     assert describe([busy, Node("10.0.0.2", {})]) == "10.0.0.1: 3 GPU, 96 CPU; 10.0.0.2: nothing"
 
@@ -126,7 +126,7 @@ def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_empty_address_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
-    with pytest.raises(ResourceError, match="this machine lacks resources: CPU: 100000 wanted") as refused:
+    with pytest.raises(ResourceError, match="this machine lacks resources: CPU: 100000 needed") as refused:
         session.check_machine(quickstart("generator.num_cpus=100000", "learner.num_cpus=0"))
     assert "placement.wait_s" not in str(refused.value)  # nothing is coming
 
@@ -197,7 +197,7 @@ def test_who_shares_a_gpu_is_in_one_bundle(on: Callable[[FakeRay], FakeRay]) -> 
 
 def test_what_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([SMALL]))
-    message = r"the cluster lacks resources: GPU: 8 wanted .* 2 there.* still coming, .* set placement\.wait_s"
+    message = r"the cluster lacks resources: GPU: 8 needed .* 2 there.* still coming, .* set placement\.wait_s"
     with pytest.raises(ResourceError, match=message):
         session.placed(on_gpus()).__enter__()
     assert ray.groups == []
@@ -205,7 +205,7 @@ def test_what_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], F
 
 def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([LARGE], [Node("10.0.0.1", {"GPU": 3, "CPU": 96})]))
-    message = r"the cluster is busy: GPU: 8 wanted .* 3 free\. Free are 10\.0\.0\.1: 3 GPU"
+    message = r"the cluster is busy: GPU: 8 needed .* 3 free\. Free are 10\.0\.0\.1: 3 GPU"
     with pytest.raises(ResourceError, match=message):
         session.placed(on_gpus()).__enter__()
     assert ray.waited == [session.GRACE_S]
@@ -214,7 +214,7 @@ def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> N
 
 def test_nodes_that_are_coming_are_waited_for(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([SMALL], [SMALL]))
-    message = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 wanted"
+    message = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 needed"
     with pytest.raises(ResourceError, match=message):
         session.placed(on_gpus("placement.wait_s=60")).__enter__()
     assert ray.waited == [60]  # an autoscaler sees the group's demand

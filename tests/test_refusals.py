@@ -42,7 +42,7 @@ def test_the_last_thing_that_is_looked_at_is_refused_within_seconds_too(tmp_path
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 2
-    assert "this machine lacks resources: GPU: 1 wanted" in result.stderr
+    assert "this machine lacks resources: GPU: 1 needed" in result.stderr
     assert "Traceback" not in result.stderr
     # Seconds of computing: others may keep the machine busy.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20

@@ -1,4 +1,4 @@
-"""Calls of an actor without Ray: what becomes of answers that nobody wants any more."""
+"""Calls of an actor without Ray, and answers that are never awaited."""
 
 import asyncio
 import gc
@@ -9,7 +9,7 @@ from grpo_ray.cluster.remote_actor import Client
 
 
 class Reference:
-    """As Ray's: to be awaited, or not."""
+    """A reference as Ray's: it may be awaited or not."""
 
     def __await__(self) -> Any:
         yield from asyncio.sleep(0).__await__()
@@ -17,9 +17,9 @@ class Reference:
 
 
 class Handle:
-    """An actor whose every method answers 7, beside something bulky."""
+    """An actor whose methods all answer 7, in addition to a bulky result."""
 
-    def __getattr__(self, _: str) -> "Handle":
+    def __getattr__(self, _: str) -> Any:
         return self
 
     def options(self, num_returns: int) -> "Handle":
@@ -37,7 +37,7 @@ class PlainHandle(Handle):
 
 def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
     async def run() -> None:
-        _, copied = Client("learner", Handle()).snapshot.split()
+        _, copied = Client("learner", Handle(), ["snapshot"]).snapshot()
         assert await copied == 7
         actor = Client("scorer", PlainHandle())
         assert await asyncio.gather(actor.score(1), actor.score(2)) == [7, 7]
@@ -46,12 +46,12 @@ def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_that_nobody_awaits_is_no_mistake() -> None:
-    """As of a snapshot whose publication was cancelled before it began."""
+def test_an_answer_need_not_be_awaited() -> None:
+    """A snapshot's publication may be cancelled before it begins."""
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", RuntimeWarning)  # "... was never awaited"
-        Client("learner", Handle()).snapshot.split()
+        Client("learner", Handle(), ["snapshot"]).snapshot()
         Client("scorer", PlainHandle()).score(1)
         gc.collect()
     assert [str(each.message) for each in complaints] == []

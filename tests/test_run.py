@@ -53,7 +53,7 @@ def run_actors(config: Config, folder: Path, actors_config: Config | None = None
     actors_config = actors_config or config
     with (
         session.placed(actors_config) as placement,
-        running(placement, actors_config, prepared, folder) as actors,
+        running(placement, actors_config, prepared.model, folder) as actors,
     ):
         log, budget = RunLog(run, Silent()), RestartBudget(0, 0.0)
         asyncio.run(Controller(config, prepared, actors, log, store, budget).run())

@@ -1,4 +1,4 @@
-"""Weights as one buffer of bytes, and what did not arrive whole."""
+"""Weights as one buffer of bytes, and what did not arrive complete."""
 
 import inspect
 import zlib
@@ -59,7 +59,7 @@ def test_checksum_is_the_crc_32_of_all_bytes() -> None:
 @pytest.mark.parametrize("num_bytes", [0, 11, 64, 79, 129])
 def test_data_that_is_cut_off_is_refused(num_bytes: int) -> None:
     snapshot = packed()
-    with pytest.raises(ValueError, match=r"version 3 did not arrive whole: (first|steps|last) is cut off"):
+    with pytest.raises(ValueError, match=r"version 3 did not arrive complete: (first|steps|last) is cut off"):
         check_snapshot(replace(snapshot, data=snapshot.data[:num_bytes]))
 
 
@@ -72,7 +72,7 @@ def test_padding_after_the_last_tensor_is_not_missed() -> None:
 def test_tensor_with_other_bytes_than_its_shape_is_refused(num_bytes: int) -> None:
     snapshot = packed()
     specs = (replace(snapshot.specs[0], num_bytes=num_bytes), *snapshot.specs[1:])
-    with pytest.raises(ValueError, match="version 3 did not arrive whole: first is cut off"):
+    with pytest.raises(ValueError, match="version 3 did not arrive complete: first is cut off"):
         check_snapshot(replace(snapshot, specs=specs))
 
 
@@ -81,7 +81,7 @@ def test_flipped_bit_is_refused_by_the_checksum_alone(place: int) -> None:
     data = packed().data.copy()
     data[place] ^= 1
     check_snapshot(replace(packed(), data=data))  # nothing to notice it by
-    with pytest.raises(ValueError, match="version 3 did not arrive whole: its CRC-32 differs"):
+    with pytest.raises(ValueError, match="version 3 did not arrive complete: its CRC-32 differs"):
         check_snapshot(replace(packed(with_checksum=True), data=data))
 
 
@@ -124,7 +124,7 @@ def test_snapshot_on_a_device_is_checked_by_its_own_size() -> None:
     spec = TensorSpec("w", "float32", (4,), 64, 16)
     handle = DeviceHandle(80, b"h", 80, 0, b"r", 0, b"e", False)
     check_snapshot(WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=handle))
-    with pytest.raises(ValueError, match="version 3 did not arrive whole: w is cut off"):
+    with pytest.raises(ValueError, match="version 3 did not arrive complete: w is cut off"):
         check_snapshot(
             WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=replace(handle, num_bytes=79))
         )

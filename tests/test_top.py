@@ -435,7 +435,7 @@ def test_a_frame_of_a_run_that_has_ended_or_died(tmp_path: Path) -> None:
     run.state_path.write_text(make_state(process_started=1.0).model_dump_json())
     text = " ".join(drawn(view_of(run, NOW + 30)).split())
     assert "has written nothing for 30 s and is gone" in text
-    assert "go on with: grpo-ray resume" in text
+    assert "resume with: grpo-ray resume" in text
 
 
 def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
-"""WeightSync as a plain object: the transaction, who is out of it, and who comes back."""
+"""WeightSync as a plain object: the transaction, the Generators that fail it, and those that return."""
 
 import asyncio
 import itertools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError, weight_sync_arguments
+from grpo_ray.actors.staleness import Admission
+from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError, admission_of
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost
-from grpo_ray.types import SyncReport
+from grpo_ray.types import Admitted, SyncReport
 
 PHASES = [("pause", "pause"), ("load", "transfer"), ("resume", "resume")]  # the call, and its name in reports
 DONE = ["pause", "pause done", "load", "load done", "resume", "resume done"]
@@ -62,21 +64,32 @@ class FakeGenerator:
 def make_sync(
     *generators: FakeGenerator, timeout_s: float = 5.0, version: int = 0, extra_slots: int = 0
 ) -> WeightSync:
-    return WeightSync(generators, 1, 4, timeout_s, version, extra_slots)  # a lag of 1, and 4 prompts a step
+    admission = Admission(max_lag=1, groups_per_step=4, num_steps=1000, extra_slots=extra_slots)
+    return WeightSync(fakes(generators), admission, timeout_s, version)
+
+
+def fakes(generators: Iterable[object]) -> Any:
+    """Return the Generators as the clients that they stand for."""
+    return tuple(generators)
+
+
+async def admitted(sync: WeightSync, version: int, num_groups: int) -> tuple[int, int]:
+    """Wait until more is admitted."""
+    answer = await sync.admission(Admitted(version, num_groups))
+    return answer.version, answer.num_groups
 
 
 async def publish(sync: WeightSync, version: int) -> SyncReport:
-    return await asyncio.wait_for(sync.publish(version, [f"weights {version}"]), 5)
+    return await asyncio.wait_for(sync.publish(version, fakes([f"weights {version}"])), 5)
 
 
 async def admit(sync: WeightSync, generator: FakeGenerator) -> int:
-    return await asyncio.wait_for(sync.admit(generator), 5)
+    return await asyncio.wait_for(sync.admit(fakes([generator])[0]), 5)
 
 
-async def nobody_is_admitted(sync: WeightSync, version: int, limit: int) -> None:
-    """Who knows of that version and limit has nothing to do."""
+async def nothing_more_is_admitted(sync: WeightSync, version: int, limit: int) -> None:
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(sync.admission(version, limit), 0.02)
+        await asyncio.wait_for(admitted(sync, version, limit), 0.02)
 
 
 # ---- the transaction ----
@@ -110,8 +123,8 @@ def test_admission_waits_until_every_generator_runs_the_version() -> None:
         slow = FakeGenerator("slow")
         slow.gates["resume"] = asyncio.Event()
         sync = make_sync(FakeGenerator("a"), slow)
-        assert await sync.admission(-1, 0) == await sync.admission(0, 7) == (0, 8)
-        waiting = asyncio.create_task(sync.admission(0, 8))
+        assert await admitted(sync, -1, 0) == await admitted(sync, 0, 7) == (0, 8)
+        waiting = asyncio.create_task(admitted(sync, 0, 8))
         publishing = asyncio.create_task(publish(sync, 1))
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -122,64 +135,61 @@ def test_admission_waits_until_every_generator_runs_the_version() -> None:
     asyncio.run(run())
 
 
-def test_admission_goes_on_from_the_version_the_run_starts_with() -> None:
+def test_admission_starts_from_the_version_of_the_run() -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"), version=5)
         assert await sync.versions() == {"a": 5}
-        assert await sync.admission(-1, 0) == (5, 28)  # (5 + 1 + a lag of 1) * 4 prompts
-        await nobody_is_admitted(sync, 5, 28)
+        assert await admitted(sync, -1, 0) == (5, 28)  # (5 + 1 + a lag of 1) * 4 prompts
+        await nothing_more_is_admitted(sync, 5, 28)
         await publish(sync, 6)
-        assert await sync.admission(5, 28) == (6, 32)
+        assert await admitted(sync, 5, 28) == (6, 32)
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("extra_slots", [3, 0, -2])
-def test_places_that_groups_left_admit_others_at_once(extra_slots: int) -> None:
+def test_added_slots_admit_more_groups_at_once(extra_slots: int) -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"), extra_slots=extra_slots)
         limit = 8 + extra_slots
-        assert await sync.admission(-1, 0) == (0, limit)
-        waiting = asyncio.create_task(sync.admission(0, limit))
+        assert await admitted(sync, -1, 0) == (0, limit)
+        waiting = asyncio.create_task(admitted(sync, 0, limit))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         await sync.add_slots(2)
         assert await asyncio.wait_for(waiting, 5) == (0, limit + 2)
-        await nobody_is_admitted(sync, 0, limit + 2)
+        await nothing_more_is_admitted(sync, 0, limit + 2)
         await publish(sync, 1)
-        assert await sync.admission(0, limit + 2) == (1, limit + 6)
+        assert await admitted(sync, 0, limit + 2) == (1, limit + 6)
 
     asyncio.run(run())
 
 
-def test_later_version_is_told_though_the_limit_is_known() -> None:
-    """Groups that were cut off are asked again at every version, whether or not there are new ones."""
+def test_later_version_is_reported_though_the_limit_is_known() -> None:
+    """Groups that were cut off are sampled again at every version, with or without new ones."""
 
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"))
-        waiting = asyncio.create_task(sync.admission(0, 100))
+        waiting = asyncio.create_task(admitted(sync, 0, 100))
         await publish(sync, 1)
         assert await asyncio.wait_for(waiting, 5) == (1, 12)
 
     asyncio.run(run())
 
 
-def test_arguments_by_the_ledger_s_account(tiny_config: Config) -> None:
-    """A run at version 2 with a batch of 3, of which 1 is replayed: 2 fresh ones a step."""
+def test_admission_of_a_configuration(tiny_config: Config) -> None:
+    """A batch of 3, of which 1 is replayed: 2 fresh groups per step."""
     data = tiny_config.model_dump()
-    data["weight_sync"] |= {"max_lag": 3, "phase_timeout_s": 7.0}
+    data["weight_sync"] |= {"max_lag": 3}
     data["buffer"] |= {"lookahead": 4, "replay": {"frac": 0.34}}
-    config = Config.model_validate(data)
+    num_steps = data["algorithm"]["num_steps"]
     # The look-ahead of 4 makes a group ceil(3 / 2) = 2 steps late: admission has a lag of 1.
-    assert weight_sync_arguments(config, num_trained=4, num_left=0, version=2) == (1, 2, 7.0, 2, 0)
-    assert weight_sync_arguments(config, num_trained=4, num_left=5, version=2) == (1, 2, 7.0, 2, 5)
+    assert admission_of(Config.model_validate(data)) == Admission(1, 2, num_steps)
     data["buffer"]["lookahead"] = 1
-    data["algorithm"]["oversample_frac"] = 0.5  # of 2 fresh ones: 1 more
-    config = Config.model_validate(data)
-    assert weight_sync_arguments(config, num_trained=4, num_left=5, version=2) == (3, 2, 7.0, 2, 6)
+    assert admission_of(Config.model_validate(data)) == Admission(3, 2, num_steps)
 
 
-# ---- Generators that do not come along ----
+# ---- Generators that fail the sync ----
 
 
 def reason(name: str, phase: str, hangs: bool) -> str:
@@ -202,7 +212,7 @@ def test_generator_that_does_not_come_along_is_named_and_out_and_the_others_go_o
         assert (report.version, report.failed) == (1, {"b": reason("b", phase, hangs)})
         assert await sync.stale() == {"b"}
         assert await sync.versions() == {"a": 1}
-        assert await sync.admission(0, 8) == (1, 12)
+        assert await admitted(sync, 0, 8) == (1, 12)
         assert good.asked == DONE
         assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after what it failed in
 
@@ -239,7 +249,7 @@ def test_version_is_published_though_the_only_generator_failed(call: str) -> Non
         assert list((await publish(sync, 1)).failed) == ["a"]
         assert await sync.versions() == {}
         assert await sync.stale() == {"a"}
-        assert await sync.admission(0, 8) == (1, 12)
+        assert await admitted(sync, 0, 8) == (1, 12)
         assert (await publish(sync, 2)).failed == {}  # to nobody
         fresh = FakeGenerator("a")
         assert await admit(sync, fresh) == 2
@@ -281,7 +291,7 @@ def test_lost_snapshot_is_raised_and_nobody_is_to_blame() -> None:
             await publish(sync, 1)
         assert await sync.stale() == frozenset()
         assert await sync.versions() == {"a": 0, "b": 0}
-        await nobody_is_admitted(sync, 0, 8)
+        await nothing_more_is_admitted(sync, 0, 8)
         assert await admit(sync, FakeGenerator("c")) == 0  # the transaction is over
 
     asyncio.run(run())
@@ -392,7 +402,7 @@ def test_publish_waits_for_the_admission_of_a_generator_and_takes_it_along() -> 
         publishing = asyncio.create_task(publish(sync, 2))
         await asyncio.sleep(0.02)
         assert good.loaded == ["weights 1"]
-        await nobody_is_admitted(sync, 1, 12)
+        await nothing_more_is_admitted(sync, 1, 12)
         fresh.gates["load"].set()
         assert await admitting == 1
         assert (await publishing).failed == {}
@@ -434,31 +444,31 @@ class ServingGenerator:
     turns=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     pauses=st.lists(st.integers(0, 30), min_size=4, max_size=4),
 )
-def test_whoever_serves_has_the_published_weights_however_deaths_and_publishes_meet(
+def test_serving_generators_have_the_published_weights_however_deaths_and_publishes_interleave(
     turns: list[int], pauses: list[int]
 ) -> None:
     async def run() -> None:
         speeds = itertools.cycle(turns)
-        seats = {name: ServingGenerator(name, speeds) for name in "abc"}
-        sync = WeightSync(list(seats.values()), 1, 4, phase_timeout_s=60)
+        serving = {name: ServingGenerator(name, speeds) for name in "abc"}
+        sync = WeightSync(fakes(serving.values()), Admission(1, 4, num_steps=1000), phase_timeout_s=60)
 
         async def replace(name: str, pause: int) -> None:
             for _ in range(pause):
                 await asyncio.sleep(0)
             await sync.retire(name)
             fresh = ServingGenerator(name, speeds)
-            version = await sync.admit(fresh)
-            seats[name] = fresh
+            version = await sync.admit(fakes([fresh])[0])
+            serving[name] = fresh
             assert fresh.serves == f"weights {version}"
 
         async def look() -> None:
-            """When admission opens, nobody who serves is behind."""
+            """When admission opens, every serving Generator runs the published version."""
             for version in range(1, 5):
-                published, limit = await sync.admission(version - 1, (version + 1) * 4)
+                published, limit = await admitted(sync, version - 1, (version + 1) * 4)
                 assert limit == (published + 2) * 4
                 for name, runs in (await sync.versions()).items():
                     assert runs == published
-                    assert seats[name].serves >= f"weights {published}"
+                    assert serving[name].serves >= f"weights {published}"
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(look())
@@ -467,6 +477,6 @@ def test_whoever_serves_has_the_published_weights_however_deaths_and_publishes_m
             for version in range(1, 5):
                 assert (await publish(sync, version)).failed == {}
         assert await sync.versions() == dict.fromkeys("abc", 4)
-        assert {generator.serves for generator in seats.values()} == {"weights 4"}
+        assert {generator.serves for generator in serving.values()} == {"weights 4"}
 
     asyncio.run(asyncio.wait_for(run(), 20))

@@ -47,6 +47,7 @@ class Checkpointing:
         if state is None:
             return {}
         self._writing = asyncio.create_task(self._write(state))
+        self._writing.add_done_callback(_retrieve_error)
         return {"timing/checkpoint/capture_s": duration.seconds}
 
     async def _capture(self, metrics: Metrics, unwritten: str | None) -> RunState | None:
@@ -92,3 +93,9 @@ class Checkpointing:
         if error := await self._actors.buffer.flush():
             raise OSError(error)
         await asyncio.to_thread(self._store.commit, state.step, state)
+
+
+def _retrieve_error(writing: "asyncio.Task[None]") -> None:
+    """Keep asyncio from reporting the death of an actor, which ends the run by its next call anyway."""
+    if not writing.cancelled():
+        writing.exception()

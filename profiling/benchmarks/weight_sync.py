@@ -15,8 +15,9 @@ import torch
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
+from grpo_ray.actors.clients import methods_with_bulk
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.actors.weight_sync import WeightSync, admission_of
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
@@ -84,14 +85,14 @@ async def _measure(size: str, folder: str, engine: str, rounds: int) -> list[Row
 def _start_generator(config: Config, folder: str, logs: Path) -> Client:
     engine = Deferred(lambda: make_engine(config, folder, 64, index=0))
     actor = as_actor(Generator, "generator-0", logs).options(num_cpus=0, max_concurrency=100)
-    return Client("generator-0", actor.remote("generator-0", engine, 0.0, 0))
+    return Client("generator-0", actor.remote("generator-0", engine, 0.0, 0), methods_with_bulk(Generator))
 
 
 async def _publish_all(
     config: Config, client: Client, model: PolicyModel, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of each sync, from the Learner's weights to a Generator that samples again, and of its phases."""
-    sync = WeightSync([client], 1, 1, config.weight_sync.phase_timeout_s)
+    sync = WeightSync([client], admission_of(config), config.weight_sync.phase_timeout_s)
     dtype = getattr(torch, config.model.dtype)
     seconds: dict[str, list[float]] = {"copy": [], "sync": []}
     phases: dict[str, list[float]] = {phase: [] for phase in ("pack", "pause", "transfer", "resume")}
@@ -99,7 +100,7 @@ async def _publish_all(
         started = time.perf_counter()
         snapshot = pack_weights(model.named_parameters(), version, dtype, config.weight_sync.checksum)
         packed = time.perf_counter()
-        report = await sync.publish(version, [ray.put(snapshot)])
+        report = await sync.publish(version, (ray.put(snapshot),))
         ended = time.perf_counter()
         assert not report.failed, report.failed
         source = torch.from_numpy(snapshot.data)

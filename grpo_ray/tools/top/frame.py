@@ -84,7 +84,7 @@ def _header(view: RunView, job: str | None) -> list[RenderableType]:
         text = f": {state.ending.text}" if state.ending.text else ""
         lines.append(Text(f"{state.ending.kind} after {began}{text}", style=style))
     elif view.silence is not None:
-        go_on = f"go on with: grpo-ray resume {view.path}" if "and is gone" in view.silence else ""
+        go_on = f"resume with: grpo-ray resume {view.path}" if "and is gone" in view.silence else ""
         lines.append(Text("\n".join(filter(None, [view.silence, go_on])), style="bold red"))
     else:
         lines.append(Text(f"driver: process {state.pid} on {state.host}, for {began}", style="dim"))

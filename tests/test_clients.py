@@ -1,0 +1,41 @@
+"""The Protocols of actors/clients.py against the classes behind them."""
+
+import inspect
+from typing import Any, get_origin, get_type_hints
+
+import pytest
+
+from grpo_ray.actors import clients
+from grpo_ray.actors.generator import Generator
+from grpo_ray.actors.learner import Learner
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
+from grpo_ray.actors.weight_sync import WeightSync
+
+PAIRS: list[tuple[Any, type]] = [
+    (clients.GeneratorClient, Generator),
+    (clients.ScorerClient, Scorer),
+    (clients.BufferClient, TrajectoryBuffer),
+    (clients.LearnerClient, Learner),
+    (clients.WeightSyncClient, WeightSync),
+]
+
+
+def methods_of(protocol: Any) -> list[str]:
+    """Return the methods of a Protocol and its bases."""
+    return [name for name, value in inspect.getmembers(protocol, inspect.isfunction) if name[0] != "_"]
+
+
+@pytest.mark.parametrize(("protocol", "actor"), PAIRS, ids=[actor.__name__ for _, actor in PAIRS])
+def test_every_call_exists_with_these_parameters(protocol: Any, actor: type) -> None:
+    assert len(methods_of(protocol)) > 2
+    for name in methods_of(protocol):
+        called, method = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (protocol, actor))
+        assert called == method, f"{actor.__name__}.{name}"
+
+
+@pytest.mark.parametrize(("protocol", "actor"), PAIRS, ids=[actor.__name__ for _, actor in PAIRS])
+def test_calls_that_return_a_reference_are_marked(protocol: Any, actor: type) -> None:
+    returned = {name: get_type_hints(getattr(protocol, name))["return"] for name in methods_of(protocol)}
+    pairs = {name for name, annotation in returned.items() if get_origin(annotation) is tuple}
+    assert pairs == clients.methods_with_bulk(actor)
