@@ -205,7 +205,7 @@ def test_what_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], F
 
 def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([LARGE], [Node("10.0.0.1", {"GPU": 3, "CPU": 96})]))
-    message = r"the cluster is busy: GPU: 8 needed .* 3 free\. Free are 10\.0\.0\.1: 3 GPU"
+    message = r"the cluster is busy: GPU: 8 needed .* 3 free\. Free: 10\.0\.0\.1: 3 GPU"
     with pytest.raises(ResourceError, match=message):
         session.placed(on_gpus()).__enter__()
     assert ray.waited == [session.GRACE_S]

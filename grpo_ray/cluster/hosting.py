@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
+from ray.actor import ActorClass, ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.actors.clients import (
@@ -71,7 +72,7 @@ class ServingGroup:
 
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""
-        return cast(T, await result_of("driver", reference))
+        return await result_of("driver", reference)
 
     def put(self, data: T) -> Ref[T]:
         """Return a reference to `data`, which several actors can be given without a copy for each."""
@@ -126,10 +127,10 @@ class ServingGroup:
         handle = actor.remote(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
         return cast(ScorerClient, self._client(Scorer, SCORER, handle))
 
-    def _host(self, cls: type, name: str, beside: tuple[str, ...] = ()) -> Any:
+    def _host(self, cls: type, name: str, beside: tuple[str, ...] = ()) -> ActorClass[Any]:
         return as_actor(cls, name, self._logs, beside)
 
-    def _client(self, cls: type, name: str, handle: ray.actor.ActorHandle) -> Client:
+    def _client(self, cls: type, name: str, handle: ActorHandle) -> Client:
         self._clients[name] = Client(name, handle, methods_with_bulk(cls))
         return self._clients[name]
 

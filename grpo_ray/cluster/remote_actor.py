@@ -13,13 +13,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.actor import ActorClass, ActorHandle
+from ray.actor import ActorClass, ActorHandle, ActorMethod
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from grpo_ray.errors import ActorDied, DataLost
+
+T = TypeVar("T")
 
 
 class Client:
@@ -46,7 +48,7 @@ class Client:
             return lambda *args: self._call_with_bulk(remote, args)
         return lambda *args: Answer(self.name, remote.remote(*args))
 
-    def _call_with_bulk(self, remote: Any, args: tuple[Any, ...]) -> tuple[Any, Awaitable[Any]]:
+    def _call_with_bulk(self, remote: ActorMethod, args: tuple[Any, ...]) -> tuple[Any, Awaitable[Any]]:
         bulk, facts = remote.options(num_returns=2).remote(*args)
         return bulk, Answer(self.name, facts)
 
@@ -56,13 +58,13 @@ class Answer:
     """The future result of a call of the actor `name`; unlike a coroutine, it need not be awaited."""
 
     name: str
-    reference: Any
+    reference: Awaitable[Any]
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return result_of(self.name, self.reference).__await__()
 
 
-async def result_of(name: str, reference: Any) -> Any:
+async def result_of(name: str, reference: Awaitable[T]) -> T:
     """Await a Ray reference, and translate Ray's errors; see `Client`."""
     try:
         return await reference
@@ -103,7 +105,7 @@ def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> 
         beside: methods that each run in a thread of their own, in parallel with the others.
     """
 
-    def __init__(self: Any, *args: Any) -> None:
+    def __init__(self: object, *args: object) -> None:
         _redirect_output(logs / f"{name}.log")
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before anyone knows the pid
         with contextlib.suppress(OSError):  # a full disk
