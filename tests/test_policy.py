@@ -254,7 +254,7 @@ def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
     """Its cached model would be built again; what its pairs do not depend on makes no difference."""
     config = load_config("configs/quickstart.yaml")
     digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "9c59ef01411435fa"
+    assert digest[:16] == "36d30414ca790ad9"
     assert _recipe(changed(config, task={"curriculum": {}})) == _recipe(config)
     for changes in (
         {"task": {"num_digits": 4}},
@@ -293,7 +293,7 @@ def test_task_without_warm_up_pairs_is_refused_first(warmed: Config) -> None:
 
 
 def test_tiny_model_has_no_chat_template(warmed: Config) -> None:
-    with pytest.raises(ValueError, match=r"task\.prompt: a model built here has no chat template; give"):
+    with pytest.raises(ValueError, match=r"task\.prompt: a tiny model has no chat template; choose"):
         tiny_tokenizer(with_task(warmed, kind="sorting", prompt="chat"))
 
 
@@ -376,7 +376,7 @@ def test_hub_model_is_asked_for_unless_cached(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(loading.HfApi, "model_info", model_info)
     check_hub_model("somebody/something")
-    with pytest.raises(ValueError, match=r"model\.path: 'nobody/nothing' is no folder here.*404"):
+    with pytest.raises(ValueError, match=r"model\.path: 'nobody/nothing' is not a local folder, and .*404"):
         check_hub_model("nobody/nothing")
     assert asked == ["somebody/something", "nobody/nothing"]
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")

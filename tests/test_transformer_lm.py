@@ -18,7 +18,9 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.policy import loading
 from grpo_ray.policy.loading import load_policy
-from grpo_ray.policy.transformer_lm import RMSNorm, TransformerLM, _allowed, rotary_angles, rotate
+from grpo_ray.policy.transformer_lm import TransformerLM
+from grpo_ray.policy.transformer_lm.layers import RMSNorm, rotary_angles, rotate
+from grpo_ray.policy.transformer_lm.model import _allowed
 from grpo_ray.run.preflight import check_files
 from grpo_ray.types import TrainBatch
 
@@ -429,7 +431,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 def test_missing_reshaped_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     path, up = saved(make_model(), tmp_path), "model.layers.1.mlp.up_proj.weight"
     change_weights(tmp_path, lambda tensors: tensors.update({up: tensors[up].T.contiguous()}))
-    with pytest.raises(ValueError, match=rf"in another shape than its config.json says: {up}; copy"):
+    with pytest.raises(ValueError, match=rf"shapes do not match its config.json: {up}; copy"):
         load_policy(path, implementation="grpo_ray")
     change_weights(tmp_path, lambda tensors: tensors.pop(up))
     with pytest.raises(ValueError, match=rf"lacks tensors, .*: {up}; copy"):

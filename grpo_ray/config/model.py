@@ -8,7 +8,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from grpo_ray.config.section import Section
 
 Implementation = Literal["transformers", "grpo_ray"]
-DEFAULT_INITIALIZER_RANGE = 0.02  # as in Llama's and Qwen2's own configurations
 
 
 class WarmupConfig(Section):
@@ -46,7 +45,7 @@ class TinyModelConfig(Section):
     """Longest sequence, in tokens."""
     tie_embeddings: bool = True
     """Use the embeddings as the weights of the output layer."""
-    initializer_range: PositiveFloat = DEFAULT_INITIALIZER_RANGE
+    initializer_range: PositiveFloat = 0.02  # as in the configurations of Llama and Qwen2
     """Standard deviation of the random initial weights."""
     warmup: WarmupConfig | None = WarmupConfig()
     """`null` leaves the weights at their random initial values."""
