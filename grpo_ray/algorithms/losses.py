@@ -10,7 +10,7 @@ loss and details without gradient: `clipped` (`[batch, seq]` bool), `clip_fracti
 are not a `[batch, 1]` column or the shapes of old_log_probs and policy_log_probs differ.
 """
 
-from typing import TypeVar, get_args
+from typing import TypeVar, assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -217,8 +217,10 @@ def compute_policy_gradient_loss(
         return compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, low, high, dual_clip)
     if loss_type == "cispo":
         return compute_cispo_loss(advantages, policy_log_probs, old_log_probs, low, high)
-    mask = _required("response_mask", response_mask, loss_type)
-    return compute_gspo_loss(advantages, policy_log_probs, old_log_probs, mask, low, high)
+    if loss_type == "gspo":
+        mask = _required("response_mask", response_mask, loss_type)
+        return compute_gspo_loss(advantages, policy_log_probs, old_log_probs, mask, low, high)
+    assert_never(loss_type)
 
 
 def _log_ratio(policy_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
