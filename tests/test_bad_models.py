@@ -1,4 +1,4 @@
-"""Models and tokenizers that cannot be trained: each is refused before training starts, or is shown to do."""
+"""Models and tokenizers with defects: each is refused before training starts, or shown to work."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def folder(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
-    """A good model of one's own, to break."""
+    """A copy of a valid model, to damage."""
     return Path(shutil.copytree(tiny_model(tied=False), tmp_path / "model"))
 
 

@@ -1,4 +1,4 @@
-"""Loading a configuration: every mistake names its path, the value given and what is allowed."""
+"""Loading a configuration: each error names its path, the given value and the allowed ones."""
 
 from pathlib import Path
 
@@ -213,7 +213,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
 def test_wrong_values(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
     message = error_of(write(tmp_path), tuple(overrides))
     assert all(part in message for part in parts), message
-    assert "sorting.num" not in message  # the union's tag is no part of a path
+    assert "sorting.num" not in message  # the union's tag is not part of a path
 
 
 @pytest.mark.parametrize(
