@@ -76,7 +76,7 @@ def make_buffer(
     replay: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> TrajectoryBuffer:
-    """Make a buffer whose batches have `size` fresh groups and `num_replayed` earlier ones."""
+    """Make a buffer with batches of `size` fresh groups and `num_replayed` earlier ones."""
     line = BatchLine(size, lookahead, first_come, max_dropped)
     memory = ReplayMemory(ReplayConfig(**(replay or {})), num_replayed, seed)
     return TrajectoryBuffer(line, memory, max_bytes, rollouts, checkpoint, cut_max_lag)

@@ -475,7 +475,7 @@ def test_mismatch_and_effective_samples_by_hand(make_learner: Callable[..., Lear
 
 
 def by_log_ratios(learner: Learner, log_ratios: np.ndarray) -> ScoredGroup:
-    """Make a group of two equal responses whose logprobs differ (Learner minus sampler) as given."""
+    """Make a group of two equal responses with the given differences of logprobs, Learner minus sampler."""
     response = [21, 22, 23, 24][: len(log_ratios)]
     with torch.no_grad():
         own = own_logprobs(learner, [1, 2], response).numpy()

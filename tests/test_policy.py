@@ -190,7 +190,7 @@ def test_warm_up_lowers_the_loss_of_responses(
 
 @pytest.fixture
 def warmed(tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A configuration whose model takes a second to build, with an empty cache."""
+    """A configuration of a model that takes a second to build, with an empty cache."""
     monkeypatch.setenv("GRPO_RAY_CACHE", str(tmp_path / "cache"))
     shape = SHAPE.model_copy(update={"warmup": WarmupConfig(num_steps=2, batch_size=2, num_threads=1)})
     return tiny_config.model_copy(update={"model": tiny_config.model.model_copy(update={"tiny": shape})})
@@ -371,16 +371,16 @@ def test_hub_model_is_asked_for_unless_cached(monkeypatch: pytest.MonkeyPatch) -
 
     def model_info(self: object, name: str, timeout: float) -> None:
         asked.append(name)
-        if name == "nobody/nothing":
+        if name == "missing/model":
             raise OSError("404")
 
     monkeypatch.setattr(loading.HfApi, "model_info", model_info)
-    check_hub_model("somebody/something")
-    with pytest.raises(ValueError, match=r"model\.path: 'nobody/nothing' is not a local folder, and .*404"):
-        check_hub_model("nobody/nothing")
-    assert asked == ["somebody/something", "nobody/nothing"]
+    check_hub_model("owner/model")
+    with pytest.raises(ValueError, match=r"model\.path: 'missing/model' is not a local folder, and .*404"):
+        check_hub_model("missing/model")
+    assert asked == ["owner/model", "missing/model"]
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
-    check_hub_model("nobody/nothing")
+    check_hub_model("missing/model")
     assert len(asked) == 2
 
 

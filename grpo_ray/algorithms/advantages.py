@@ -63,7 +63,7 @@ def group_advantages(
         std: `sample` divides the squares by G - 1, `population` by G (`mean_std`).
 
     Returns:
-        `[groups, G]`. The first three kinds give exactly 0 for a group whose rewards are all equal, including
+        `[groups, G]`. The first three kinds give exactly 0 for a group of equal rewards, including
         a group of size 1 (rounding in the mean alone would leave 1e-8, and dividing by the std would blow it
         up).
 

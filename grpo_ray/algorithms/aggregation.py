@@ -21,7 +21,7 @@ def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         dim: the dimension to reduce; None reduces all.
 
     Returns:
-        The tensor's shape without `dim`. A slice whose mask is empty gives 0/0 = NaN.
+        The tensor's shape without `dim`. A slice with an empty mask gives 0/0 = NaN.
     """
     mask = mask.bool()
     return _masked_sum(tensor, mask, dim) / (mask.sum() if dim is None else mask.sum(dim))

@@ -19,7 +19,7 @@ def clamped_exp(log_ratio: Tensor) -> Tensor:
 
 
 def check_shape(name: str, tensor: Tensor, policy_log_probs: Tensor) -> None:
-    """Refuse a tensor whose shape differs from that of the policy's log-probabilities."""
+    """Refuse a tensor with another shape than the policy's log-probabilities."""
     if tensor.shape != policy_log_probs.shape:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, "

@@ -25,7 +25,7 @@ def policy_gradient_step(
     """Compute a micro-batch's share of the batch's loss; the caller runs the backward pass.
 
     Per token the loss is `weight * loss + kl_coefficient * KL - entropy_bonus * entropy`, aggregated under the
-    mask. The ratio losses exclude every token whose old logprob is not finite from the sum and the count of all
+    mask. The ratio losses exclude every token without a finite old logprob from the sum and the count of all
     three terms. Neither such tokens nor those outside the mask get a gradient, whatever values the inputs hold
     there. A weight of 0 does not exclude a token: it stays in the count.
 

@@ -51,9 +51,9 @@ class AlgorithmConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """Completions per prompt, G (the handout's group_size)."""
     advantage: AdvantageKind = "mean_std"
-    """How rewards become advantages. `mean_std`: minus the group's mean, divided by its standard deviation;
-    `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO); `max_only`: 0 for
-    all but the group's best; `raw`: unchanged."""
+    """Conversion of rewards to advantages. `mean_std`: minus the group's mean, divided by its standard
+    deviation; `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO);
+    `max_only`: 0 for all but the group's best; `raw`: unchanged."""
     std: Std = "sample"
     """Standard deviation of `mean_std`: `sample` divides the squares by G - 1, `population` by G."""
     advantage_eps: PositiveFloat = 1e-6
@@ -61,8 +61,8 @@ class AlgorithmConfig(Section):
     loss: LossType = "grpo_clip"
     """Policy-gradient loss per token; `no_baseline` takes raw rewards, regardless of `advantage`."""
     cliprange: PositiveFloat | None = None
-    """Epsilon: ratios are clipped to 1 - epsilon and 1 + epsilon. Default: 0.2; for `gspo`, whose ratios are
-    means over a response, 3e-4 below and 4e-4 above."""
+    """Epsilon: ratios are clipped to 1 - epsilon and 1 + epsilon. Default: 0.2; for `gspo`, with ratios
+    averaged over a response, 3e-4 below and 4e-4 above."""
     cliprange_high: PositiveFloat | None = None
     """Separate epsilon for the upper bound (DAPO's clip-higher); default: that of `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None

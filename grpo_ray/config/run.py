@@ -17,7 +17,7 @@ class RunConfig(Section):
     save_rollouts: bool = True
     """Write every trained rollout to `rollouts/step-*.parquet`."""
     if_exists: Literal["refuse", "resume"] = "refuse"
-    """What `train` does if the run directory exists; `resume` lets a resubmitted job continue."""
+    """Behaviour of `train` if the run directory exists; `resume` lets a resubmitted job continue."""
     on_preemption_s: PositiveFloat = 30.0
     """Seconds from SIGTERM to a written checkpoint and exit; work that takes longer is abandoned."""
 

@@ -94,7 +94,7 @@ def _section_with_tag(annotation: Any, tag: int | str) -> type[Section] | None:
 
 
 def _alternative_with_tag(annotation: Any, tag: int | str) -> Any:
-    """Return the alternative with this `Tag`, in a union whose alternatives have one."""
+    """Return the alternative with this `Tag`, in a union of tagged alternatives."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()

@@ -12,7 +12,7 @@ Operation = Literal["+", "-", "*"]
 
 
 class CurriculumConfig(Section):
-    """Less frequent sampling of prompts that teach nothing: those whose last group had equal rewards."""
+    """Less frequent sampling of prompts that teach nothing: the rewards of their last group were all equal."""
 
     min_weight: Annotated[float, Field(ge=0.01, le=1)] = 0.1
     """Share of epochs that include such a prompt; every other prompt is in each epoch."""

@@ -17,7 +17,7 @@ class PolicyOutput(Protocol):
 
 
 class PolicyModel(Protocol):
-    """A torch module over token ids, whose parameters have the names used in its Hugging Face folder."""
+    """A torch module over token ids; its parameters have the names used in its Hugging Face folder."""
 
     def __call__(
         self,
