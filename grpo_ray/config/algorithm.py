@@ -12,7 +12,8 @@ from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Sec
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw"]
 Std = Literal["sample", "population"]
 LossType = Literal["no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo"]
-RATIO_LOSSES: tuple[LossType, ...] = ("unclipped", "grpo_clip", "gspo", "cispo")  # those that need old logprobs
+# The losses with a ratio to old log-probabilities.
+RATIO_LOSSES: tuple[LossType, ...] = ("unclipped", "grpo_clip", "gspo", "cispo")
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 OldLogProbs = Literal["behaviour", "proximal"]
 Correction = Literal["none", "truncate_token", "truncate_sequence", "mask_band"]

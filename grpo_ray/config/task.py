@@ -140,7 +140,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
     answer_is_boxed: bool = False
     r"""Take only the content of the last `\boxed{}` as ground truth, as in MATH."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Handling of a question that repeats with the same answer; with a different answer, `drop` refuses it."""
+    """`drop`: use a repeated question once, or refuse it if its answers differ. `keep`: use every one."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum prompt length in tokens, template included; default: the model's positions minus the response."""
     long_prompts: Literal["refuse", "skip", "truncate"] = "refuse"

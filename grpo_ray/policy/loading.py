@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
@@ -14,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -179,7 +179,7 @@ def check_vocabulary(
         )
 
 
-def _text_config(path: str, trust_remote_code: bool) -> Any:
+def _text_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError, StrictDataclassError) as error:

@@ -13,7 +13,7 @@ class PolicyOutput(Protocol):
     def logits(self) -> Tensor: ...  # [batch, positions kept, vocab]
 
     @property
-    def past_key_values(self) -> Any: ...  # the cache for the next call, if one was requested
+    def past_key_values(self) -> object: ...  # the cache for the next call, if one was requested
 
 
 class PolicyModel(Protocol):
@@ -24,7 +24,7 @@ class PolicyModel(Protocol):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: object = None,
         use_cache: bool = ...,
         logits_to_keep: int = 0,
     ) -> PolicyOutput:
@@ -50,9 +50,9 @@ class PolicyModel(Protocol):
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> object: ...
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write a folder in Hugging Face format; a `state_dict` replaces the model's own weights."""
