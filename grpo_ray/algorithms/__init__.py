@@ -20,7 +20,7 @@ from grpo_ray.algorithms.correction import (
     effective_sample_sums,
     importance_weights,
 )
-from grpo_ray.algorithms.kl import kl_estimate, logprob_mismatch
+from grpo_ray.algorithms.kl import kl_estimate, kl_sums, logprob_mismatch
 from grpo_ray.algorithms.logprobs import (
     compute_entropy,
     get_response_log_probs,
@@ -70,6 +70,7 @@ __all__ = [
     "grpo_microbatch_train_step",
     "importance_weights",
     "kl_estimate",
+    "kl_sums",
     "logprob_mismatch",
     "loss_denominator",
     "masked_mean",

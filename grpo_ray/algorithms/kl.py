@@ -52,6 +52,27 @@ def kl_estimate(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator
 
 
 @torch.no_grad()
+def kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sum the k1 and k3 estimates over the tokens of a micro-batch, to measure the distance to a reference.
+
+    Args:
+        policy_log_probs: `[batch, seq]`, nats.
+        reference_log_probs: `[batch, seq]`, nats.
+        mask: `[batch, seq]`, bool or 0/1.
+
+    Returns:
+        Scalars `kl_k1_sum` and `kl_k3_sum` (nats, float64), to sum over micro-batches.
+    """
+    outside = ~mask.bool()
+    policy = policy_log_probs.double().masked_fill(outside, 0.0)
+    reference = reference_log_probs.double().masked_fill(outside, 0.0)
+    return {
+        "kl_k1_sum": kl_estimate(policy, reference, "k1").sum(),
+        "kl_k3_sum": kl_estimate(policy, reference, "k3").sum(),
+    }
+
+
+@torch.no_grad()
 def logprob_mismatch(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Measure how far the sampler's log-probabilities are from the Learner's for the same tokens.
 

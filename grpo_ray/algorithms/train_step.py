@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from grpo_ray.algorithms.aggregation import aggregate_loss
-from grpo_ray.algorithms.kl import kl_estimate
+from grpo_ray.algorithms.kl import kl_estimate, kl_sums
 from grpo_ray.algorithms.logprobs import check_shape
 from grpo_ray.algorithms.objective import Objective
 from grpo_ray.config.algorithm import LossType
@@ -73,7 +73,7 @@ def policy_gradient_step(
         sums["num_clipped"] = (details["clipped"] & mask).sum()
     if reference_log_probs is not None:
         reference_log_probs = reference_log_probs.masked_fill(~mask, 0.0)
-        sums |= _kl_sums(policy_log_probs, reference_log_probs)
+        sums |= kl_sums(policy_log_probs, reference_log_probs, mask)
     if objective.kl_coefficient:
         if reference_log_probs is None:
             raise ValueError(f"kl_coefficient {objective.kl_coefficient} needs reference_log_probs")
@@ -122,13 +122,3 @@ def grpo_microbatch_train_step(
     )
     torch.autograd.backward(loss)
     return loss.detach(), sums
-
-
-@torch.no_grad()
-def _kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Tensor]:
-    """Sum both estimates over log-probabilities that are 0 outside the mask, where they add nothing."""
-    policy, reference = policy_log_probs.double(), reference_log_probs.double()
-    return {
-        "kl_k1_sum": kl_estimate(policy, reference, "k1").sum(),
-        "kl_k3_sum": kl_estimate(policy, reference, "k3").sum(),
-    }

@@ -14,7 +14,7 @@ from grpo_ray.algorithms import (
     effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
-    kl_estimate,
+    kl_sums,
     logprob_mismatch,
     loss_denominator,
     policy_gradient_step,
@@ -104,12 +104,10 @@ class ForwardBackward:
         """Measure the distance to the reference on responses without signal, which have no backward pass."""
         assert batch.reference_logprobs is not None
         log_probs, _ = self._log_probs(model, batch)
-        mask = batch.response_mask
-        sums = {"kl_tokens": float(mask.sum())}
-        for estimator in ("k1", "k3"):
-            kl = kl_estimate(log_probs.double(), batch.reference_logprobs.double(), estimator)
-            sums[f"kl_{estimator}_sum"] = kl[mask].sum().item()
-        return sums
+        sums = kl_sums(log_probs, batch.reference_logprobs, batch.response_mask)
+        return {name: value.item() for name, value in sums.items()} | {
+            "kl_tokens": float(batch.response_mask.sum())
+        }
 
     def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> Sums:
         algorithm, mask = self._config.algorithm, batch.response_mask
