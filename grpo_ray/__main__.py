@@ -1,4 +1,4 @@
-"""`python -m grpo_ray` is the command `grpo-ray`."""
+"""Run the command `grpo-ray` as `python -m grpo_ray`."""
 
 import sys
 

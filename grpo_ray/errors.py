@@ -1,18 +1,18 @@
-"""Errors whose message is all a user needs: what is wrong, where, and what to do."""
+"""Errors with a message that is all the user needs: the problem, its place and the remedy."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-INTERRUPTED = 130  # the shell's exit status for Ctrl-C
+INTERRUPTED = 130  # exit status of a program ended by Ctrl-C, as in a shell
 
 
 class RunError(RuntimeError):
-    """A run cannot start or go on. Shown without a traceback."""
+    """A run that cannot start or continue. Shown without a traceback."""
 
 
 class ActorDied(RuntimeError):
-    """An actor's process is gone, or its node is."""
+    """The end of an actor's process, or of its node."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} died: {reason}")
@@ -20,16 +20,16 @@ class ActorDied(RuntimeError):
 
 
 class DataLost(RuntimeError):
-    """What a call was to work on is gone: the node that held it was lost."""
+    """The loss of a call's arguments together with the node that held them."""
 
 
 class Stalled(RuntimeError):
-    """Nothing moved for `recovery.stall_timeout_s`, and no Generator or Scorer is to blame."""
+    """No progress for `recovery.stall_timeout_s`, without a Generator or Scorer being the cause."""
 
 
 @contextlib.contextmanager
 def shown_plainly() -> Iterator[None]:
-    """ValueErrors raised inside are about what the user gave us: show their message alone."""
+    """Convert ValueErrors to RunErrors: they concern the user's input, so their message is enough."""
     try:
         yield
     except ValueError as error:
@@ -37,13 +37,13 @@ def shown_plainly() -> Iterator[None]:
 
 
 def first_error(errors: BaseExceptionGroup) -> BaseException:
-    """The first error of the group: the others are its consequences."""
+    """Return the group's first error, of which the others are consequences."""
     error = errors.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """The checks' results, or one RunError with every check's message: all mistakes at once."""
+    """Run all checks and return their results, or raise one RunError with the messages of all that failed."""
     results, messages = [], []
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""Messages built by hand, and the slow reference that logprobs are compared with."""
+"""Builders of messages and Learners, and a slow reference for logprobs."""
 
 import resource
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ def make_completion(
     text: str = "",
     finish_reason: str = "stop",
 ) -> Completion:
-    """One version for all tokens, or one a token."""
+    """Make a completion; `versions` is one for all tokens, or one per token."""
     length = len(token_ids)
     return Completion(
         text=text,
@@ -50,14 +50,14 @@ def make_group(
     rewards: Sequence[float] | None = None,
     advantages: Sequence[float] | None = None,
 ) -> ScoredGroup:
-    """Rewards default to 0, and advantages to the rewards."""
+    """Make a scored group; rewards default to 0, and advantages to the rewards."""
     r = np.array([0.0] * len(completions) if rewards is None else rewards, dtype=np.float32)
     a = r if advantages is None else np.array(advantages, dtype=np.float32)
     return ScoredGroup(RolloutGroup(item, tuple(completions), "generator-0"), r, 0 * r, r, a)
 
 
 def simple_group(group_id: int, versions: int | list[int] = 0, has_signal: bool = True) -> ScoredGroup:
-    """Two responses of three tokens, with rewards 1 and 0; or both 0, and nothing to learn from."""
+    """Make a group of two responses of three tokens, with rewards 1 and 0; without signal both are 0."""
     completions = [make_completion([5, 6, 7], versions=versions)] * 2
     return make_group(make_item(group_id), completions, [has_signal, 0], [has_signal, -float(has_signal)])
 
@@ -76,14 +76,14 @@ def make_buffer(
     replay: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> TrajectoryBuffer:
-    """`size` fresh groups and `num_replayed` old ones a batch."""
-    line = BatchQueue(size, lookahead, first_come, max_dropped)
+    """Make a buffer with batches of `size` fresh groups and `num_replayed` earlier ones."""
+    queue = BatchQueue(size, lookahead, first_come, max_dropped)
     memory = ReplayMemory(ReplayConfig(**(replay or {})), num_replayed, seed)
-    return TrajectoryBuffer(line, memory, max_bytes, rollouts, checkpoint, cut_max_lag)
+    return TrajectoryBuffer(queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag)
 
 
 def same_groups(actual: Sequence[ScoredGroup], expected: Sequence[ScoredGroup]) -> bool:
-    """Equal in every field, and in every bit of every array, -0.0 and nan included."""
+    """Compare every field, and every bit of every array, -0.0 and nan included."""
     return [_plain(group) for group in actual] == [_plain(group) for group in expected]
 
 
@@ -110,7 +110,7 @@ def plain_rows(
     min_tokens: int = 0,
     end_token_ids: Sequence[int] = (),
 ) -> list[torch.Tensor]:
-    """The log-distribution `[vocab]` that each response token was drawn from: one sequence, no padding."""
+    """Compute the log-distribution `[vocab]` that each response token was drawn from, without padding."""
     prompt, response = [int(token) for token in prompt], [int(token) for token in response]
     logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
     rows = []
@@ -126,14 +126,14 @@ def plain_rows(
 def plain_logprobs(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], *args: Any
 ) -> torch.Tensor:
-    """Logprob of every response token, `[response_tokens]`, by a loop; arguments as in `plain_rows`."""
+    """Compute the logprob of every response token, `[response_tokens]`, by a loop; see `plain_rows`."""
     rows = plain_rows(model, prompt, response, *args)
     return torch.stack([row[int(token)] for row, token in zip(rows, response, strict=True)])
 
 
 @torch.no_grad()
 def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
-    """Add noise to every weight, biases and norms included, so that none can be forgotten unnoticed."""
+    """Add noise to every weight, biases and norms included, so that omitting one is noticed."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
@@ -145,7 +145,7 @@ ENDS = (0, 17)
 
 
 def changed(config: Config, **changes: dict[str, Any]) -> Config:
-    """The configuration with fields of its sections changed."""
+    """Return the configuration with fields of its sections changed."""
     data = config.model_dump()
     for section, values in changes.items():
         data[section] |= values
@@ -153,7 +153,7 @@ def changed(config: Config, **changes: dict[str, Any]) -> Config:
 
 
 def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: int = 0) -> list[ScoredGroup]:
-    """4 groups of 3 of many shapes; behaviour logprobs are the Learner's own plus noise.
+    """Make 4 groups of 3 of various shapes, with behaviour logprobs that are the Learner's plus noise.
 
     Group 1 has no advantages (all rewards 1) and group 3 neither advantages nor rewards.
     """
@@ -161,7 +161,7 @@ def make_batch(learner: Learner, seed: int = 0, noise: float = 0.3, versions: in
     all_rewards = [[1, 0, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]
     all_advantages = [[1.2, -0.6, -0.6], [0, 0, 0], [-1.1, 0.5, 0.6], [0, 0, 0]]
     groups = []
-    if learner._config.algorithm.loss == "no_baseline":  # as the Scorer has it
+    if learner._config.algorithm.loss == "no_baseline":  # as the Scorer does
         all_advantages = all_rewards
     for group_id, (rewards, advantages) in enumerate(zip(all_rewards, all_advantages, strict=True)):
         prompt = rng.integers(20, 280, rng.integers(1, 9)).tolist()
@@ -182,7 +182,7 @@ def own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int
 
 
 def gradient(learner: Learner) -> torch.Tensor:
-    """0 where nothing was learned."""
+    """Return the flat gradient, 0 for weights that have none."""
     parameters = list(learner.model.parameters())
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().clone() for p in parameters]
@@ -198,7 +198,7 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def written(learner: Learner, folder: Path) -> Path:
-    """The folder, with the Learner's checkpoint in it."""
+    """Write the Learner's checkpoint to a new folder; return the folder."""
     folder.mkdir()
     learner.capture()
     learner.write_captured(folder)
@@ -207,7 +207,7 @@ def written(learner: Learner, folder: Path) -> Path:
 
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Writing more to any file gives EFBIG, where a full disk's is ENOSPC."""
+    """Limit the size of any written file: beyond it writes fail with EFBIG (a full disk gives ENOSPC)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""A run of all real actors that takes seconds: the torch engine and a minute random model."""
+"""A run with all real actors that takes seconds: the torch engine and a tiny random model."""
 
 QUICKSTART = "configs/quickstart.yaml"
 SMALL = [

@@ -1,4 +1,4 @@
-"""Advantages by hand, and what must hold for any rewards."""
+"""Advantages and overlong penalties by hand, and properties that hold for any rewards."""
 
 from typing import get_args
 
@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.algorithms import AdvantageKind, compute_group_normalized_rewards, group_advantages
-from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.algorithms import (
+    AdvantageKind,
+    compute_group_normalized_rewards,
+    group_advantages,
+    overlong_penalties,
+)
 
 REWARDS = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])  # mean 0.6, sample std sqrt(0.3) = 0.5477
 
@@ -18,7 +22,7 @@ reward_lists = st.lists(st.integers(-8, 8), min_size=2, max_size=6)
 
 
 def last_char_reward(response: str, ground_truth: str) -> dict[str, float]:
-    """Format: the response ends in a digit. Answer: it is the right one."""
+    """Reward a last character that is the right digit; any digit has the right format."""
     answer = float(response[-1] == ground_truth)
     return {"reward": answer, "format_reward": float(response[-1].isdigit()), "answer_reward": answer}
 
@@ -150,12 +154,6 @@ def test_leave_one_out_is_the_mean_centred_times_g_over_g_minus_one(rewards):
     torch.testing.assert_close(advantages, torch.tensor([plain], dtype=torch.float64))
 
 
-def test_the_config_allows_the_same_kinds():
-    fields = AlgorithmConfig.model_fields
-    assert get_args(fields["advantage"].annotation) == get_args(AdvantageKind)
-    assert get_args(fields["std"].annotation) == ("sample", "population")
-
-
 def test_scoring_a_batch_by_hand():
     responses = ["a1", "a2", "ax", "b7", "b7", "b7"]
     truths = ["1", "1", "1", "7", "7", "7"]
@@ -205,3 +203,42 @@ def test_batches_that_do_not_fit_are_refused(num_responses, num_truths, group_si
         compute_group_normalized_rewards(
             last_char_reward, ["1"] * num_responses, ["1"] * num_truths, group_size, 1e-6, True
         )
+
+
+# ---- overlong responses ----
+
+
+def test_overlong_penalties_by_hand():
+    lengths = torch.tensor([0, 1, 12, 13, 14, 16, 17])  # a buffer of 4 before 16: free up to 12
+    penalties = overlong_penalties(lengths, max_tokens=16, buffer_tokens=4, penalty=0.5)
+    expected = torch.tensor([0.0, 0.0, 0.0, -0.125, -0.25, -0.5, -0.5])
+    assert torch.equal(penalties, expected)
+    assert not penalties.signbit()[:3].any()  # 0, not -0
+    assert penalties.dtype == torch.float32
+
+
+def test_a_buffer_of_all_tokens_punishes_from_the_first():
+    penalties = overlong_penalties(torch.tensor([0, 1, 8]), max_tokens=8, buffer_tokens=8, penalty=1.0)
+    assert penalties.tolist() == [0.0, -0.125, -1.0]
+
+
+def test_no_buffer_is_no_punishment_at_any_length():
+    penalties = overlong_penalties(torch.tensor([1, 8, 9]), max_tokens=8, buffer_tokens=0, penalty=1.0)
+    assert penalties.tolist() == [0.0, 0.0, 0.0]
+    assert penalties.dtype == torch.float32
+
+
+def test_longer_responses_never_cost_less():
+    penalties = overlong_penalties(torch.arange(40), max_tokens=30, buffer_tokens=7, penalty=2.0)
+    assert (penalties.diff() <= 0).all()
+    assert penalties.min().item() == -2.0
+    assert penalties.max().item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("buffer_tokens", "penalty", "name"),
+    [(-1, 1.0, "buffer_tokens"), (9, 1.0, "buffer_tokens"), (4, -1.0, "penalty"), (4, float("nan"), "penalty")],
+)
+def test_bad_buffers_and_penalties_are_refused(buffer_tokens, penalty, name):
+    with pytest.raises(ValueError, match=name):
+        overlong_penalties(torch.tensor([1]), 8, buffer_tokens, penalty)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from grpo_ray.algorithms import Aggregation, aggregate_loss, loss_denominator, masked_mean, masked_normalize
-from grpo_ray.config.algorithm import AlgorithmConfig
 
 AGGREGATIONS = get_args(Aggregation)
 
-# The length-normalisation example: two responses, of 4 and of 7 tokens, with the same advantage.
+# The length-normalisation example: two responses, of 4 and 7 tokens, with the same advantage.
 ADVANTAGES = torch.tensor([[2.0], [2.0]])
 LENGTHS_MASK = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
 
@@ -38,7 +37,7 @@ def test_length_normalisation_with_masked_mean():
     per_sequence = masked_mean(ratio * ADVANTAGES, LENGTHS_MASK, dim=1)
     assert per_sequence.tolist() == [2.0, 2.0]
     per_sequence.mean().backward()
-    # A / length / 2 sequences: a token of the short response weighs more.
+    # A / length / 2 sequences: a token of the short response has more weight.
     expected = torch.tensor([[2 / 4 / 2] * 4 + [0.0] * 3, [2 / 7 / 2] * 7])  # 0.25 and 0.1429
     torch.testing.assert_close(ratio.grad, expected)
 
@@ -95,7 +94,7 @@ def test_an_empty_row_contributes_nothing(aggregation):
 def test_splitting_into_micro_batches_leaves_the_gradient_unchanged(aggregation, splits):
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(8, 9, generator=generator)
-    lengths = torch.tensor([1, 9, 3, 0, 7, 2, 9, 5])  # the rows are of very different length
+    lengths = torch.tensor([1, 9, 3, 0, 7, 2, 9, 5])  # the rows differ greatly in length
     mask = torch.arange(9) < lengths[:, None]
     denominator = loss_denominator(aggregation, 8, int(lengths.sum()), max_tokens=16)
 
@@ -137,7 +136,3 @@ def test_an_unknown_aggregation_lists_the_allowed():
         aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "mean", 1.0)
     with pytest.raises(ValueError, match=r"'mean'.*sequence_mean, token_mean, constant"):
         loss_denominator("mean", 1, 1, 1)
-
-
-def test_the_config_allows_the_same_aggregations():
-    assert get_args(AlgorithmConfig.model_fields["aggregation"].annotation) == AGGREGATIONS

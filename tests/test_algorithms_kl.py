@@ -1,4 +1,4 @@
-"""KL estimates by hand, and their expectations and gradients under an exact small categorical."""
+"""KL estimates and the sampler-Learner mismatch: by hand, and in expectation over a small categorical."""
 
 import math
 from typing import get_args
@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.algorithms import KLEstimator, kl_estimate
-from grpo_ray.config.algorithm import KLConfig
+from grpo_ray.algorithms import KLEstimator, kl_estimate, logprob_mismatch
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.1, 1.0], dtype=torch.float64), dim=0)
@@ -44,7 +43,7 @@ def test_k2_expects_the_kl_only_where_the_two_are_close():
 
 
 def test_expected_gradients_are_what_the_docstring_says():
-    """The samples' probabilities are held fixed, as in training; the gradient is by the logits."""
+    """The samples' probabilities are held fixed, as in training; gradients are with respect to the logits."""
 
     def gradient(value):
         logits = LOGITS.clone().requires_grad_()
@@ -87,7 +86,7 @@ def test_k3_is_never_negative(policy, difference):
 def test_k3_of_a_small_difference_is_accurate_in_float32(difference):
     zero = torch.zeros(1, 1)
     value = kl_estimate(zero, torch.full((1, 1), difference), "k3").item()
-    assert value == pytest.approx(0.5e-8, rel=2e-3)  # exp(d) - d - 1 would be wrong in its first digit
+    assert value == pytest.approx(0.5e-8, rel=2e-3)  # exp(d) - d - 1 would be wrong in the first digit
 
 
 def test_k3_never_overflows_and_never_pushes_the_policy_away():
@@ -97,7 +96,7 @@ def test_k3_never_overflows_and_never_pushes_the_policy_away():
     expected = torch.tensor([[math.exp(20) - 21] * 3 + [1e4 - 1]])
     torch.testing.assert_close(value, expected)
     value.sum().backward()
-    # A positive gradient lowers the policy: right where it is above the reference, and only there.
+    # A positive gradient lowers the policy: correct exactly where it is above the reference.
     assert policy.grad.tolist() == [[0.0, 0.0, 0.0, 1.0]]
 
 
@@ -108,5 +107,69 @@ def test_bad_arguments_are_refused():
         kl_estimate(torch.zeros(2, 3), torch.zeros(1, 3), "k1")
 
 
-def test_the_config_allows_the_same_estimators():
-    assert get_args(KLConfig.model_fields["estimator"].annotation) == get_args(KLEstimator)
+# ---- the mismatch of sampler and Learner ----
+
+
+def test_mismatch_by_hand():
+    learner = torch.tensor([[-1.0, -2.0, -5.0], [-1.0, -1.0, -1.0]])
+    behaviour = torch.tensor([[-1.5, -1.0, -9.0], [-1.0, float("-inf"), float("nan")]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    result = logprob_mismatch(learner, behaviour, mask)
+    kl = (math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)
+    assert result["kl_sum"].item() == pytest.approx(kl, rel=1e-12)
+    assert result["abs_diff_sum"].item() == 1.5
+    assert result["abs_diff_max"].item() == 1.0
+    assert result["num_tokens"].item() == 3
+
+
+def test_kl_is_of_behaviour_against_learner():
+    """Weighted by the behaviour's probabilities, k3 sums to KL(behaviour || learner) exactly."""
+    behaviour = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    learner = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    kl = 0.0
+    for token in range(3):
+        pair = (learner[token].log().view(1, 1), behaviour[token].log().view(1, 1))
+        kl += behaviour[token].item() * logprob_mismatch(*pair, torch.ones(1, 1))["kl_sum"].item()
+    exact = (behaviour * (behaviour / learner).log()).sum().item()
+    reverse = (learner * (learner / behaviour).log()).sum().item()
+    assert kl == pytest.approx(exact)
+    assert kl != pytest.approx(reverse, rel=0.01)
+
+
+def test_a_tiny_difference_is_not_lost_to_rounding():
+    behaviour = torch.full((1, 4), -1.0, dtype=torch.float64)
+    result = logprob_mismatch(behaviour + 1e-6, behaviour, torch.ones(1, 4))
+    assert result["kl_sum"].item() == pytest.approx(4 * 0.5e-12, rel=1e-3)  # d^2 / 2 per token
+    assert result["kl_sum"].dtype == torch.float64
+
+
+def test_sums_and_maximum_accumulate_over_micro_batches():
+    generator = torch.Generator().manual_seed(0)
+    learner, behaviour = -torch.rand(2, 6, 4, generator=generator)
+    mask = torch.rand(6, 4, generator=generator) < 0.6
+    whole = logprob_mismatch(learner, behaviour, mask)
+    parts = [
+        logprob_mismatch(*rows)
+        for rows in zip(learner.split(2), behaviour.split(2), mask.split(2), strict=True)
+    ]
+    assert 0 < whole["num_tokens"].item() < 24
+    for name in ("kl_sum", "abs_diff_sum", "num_tokens"):
+        assert sum(part[name].item() for part in parts) == pytest.approx(whole[name].item())
+    assert max(part["abs_diff_max"].item() for part in parts) == whole["abs_diff_max"].item()
+
+
+def test_masked_out_nan_of_the_learner_and_an_empty_mask_give_zero():
+    learner = torch.full((1, 2), float("nan"), requires_grad=True)
+    result = logprob_mismatch(learner, torch.zeros(1, 2), torch.zeros(1, 2))
+    assert {name: value.item() for name, value in result.items()} == {
+        "kl_sum": 0.0,
+        "abs_diff_sum": 0.0,
+        "abs_diff_max": 0.0,
+        "num_tokens": 0,
+    }
+    assert not any(value.requires_grad for value in result.values())
+
+
+def test_nan_of_the_learner_at_a_live_token_is_not_hidden():
+    result = logprob_mismatch(torch.full((1, 1), float("nan")), torch.zeros(1, 1), torch.ones(1, 1))
+    assert math.isnan(result["kl_sum"].item())

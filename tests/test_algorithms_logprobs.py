@@ -16,7 +16,7 @@ from grpo_ray.algorithms import (
 
 
 class LetterTokenizer:
-    """a -> 1, b -> 2, ...; a real tokenizer's `encode` would put 99 in front unless told not to."""
+    """A tokenizer with a -> 1, b -> 2, ...; like a real one it prepends a special token (99) by default."""
 
     def __init__(self, pad_token_id: int | None = 0, eos_token_id: int | None = 50) -> None:
         self.pad_token_id = pad_token_id
@@ -91,7 +91,7 @@ def test_token_log_probs_gradient_is_one_hot_minus_softmax():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_log_probs_have_the_gradients_of_log_softmax(dtype):
-    """Of a slice, as the model's last position is left out, with a token ruled out and weights a token."""
+    """The logits are a slice (without the last position), with one token ruled out and weights per token."""
     generator = torch.Generator().manual_seed(0)
     whole = (4 * torch.randn(2, 6, 11, generator=generator)).to(dtype)
     whole[..., 3] = -math.inf
@@ -127,7 +127,7 @@ def test_tokenize_by_hand():
 
 def test_tokenize_empty_prompt_and_empty_output():
     result = tokenize_prompt_and_output(["", "ab"], ["abc", ""], LetterTokenizer())
-    assert result["labels"].tolist() == [[2, 3], [2, 0]]  # nothing predicts the first token of all
+    assert result["labels"].tolist() == [[2, 3], [2, 0]]  # nothing predicts the very first token
     assert result["response_mask"].tolist() == [[True, True], [False, False]]
 
 
@@ -183,7 +183,7 @@ def test_use_cache_is_off_for_transformers_models(monkeypatch):
 
 
 def test_a_plain_callable_may_return_logits():
-    """The i-th row of the table is what follows token i."""
+    """Row i of the table holds the logits after token i."""
     table = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
     result = get_response_log_probs(
         lambda ids: table[ids], torch.tensor([[0, 1]]), torch.tensor([[1, 0]]), True

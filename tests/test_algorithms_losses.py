@@ -1,4 +1,4 @@
-"""Per-token losses: by hand, at the clip's corners, and against finite differences."""
+"""Token losses: by hand, at the corners of the clip, and against finite differences."""
 
 import math
 from typing import get_args
@@ -13,14 +13,12 @@ from grpo_ray.algorithms import (
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
 )
-from grpo_ray.config import algorithm as config_algorithm
-from grpo_ray.config.algorithm import AlgorithmConfig
 
 CLIPRANGE = 0.2
 
 
 def clip_at(ratio: float, advantage: float) -> tuple[float, float, bool]:
-    """Loss, its derivative by the policy's log-probability, and `clipped`, of a single token."""
+    """Return the loss of a single token, its derivative by the policy's log-probability, and `clipped`."""
     old = torch.tensor([[-1.0]], dtype=torch.float64)
     policy = (old + math.log(ratio)).requires_grad_()
     column = torch.tensor([[advantage]], dtype=torch.float64)
@@ -33,9 +31,9 @@ def clip_at(ratio: float, advantage: float) -> tuple[float, float, bool]:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "is_clipped"),
     [
-        (1.5, 1.0, -1.2, 0.0, True),  # already much likelier: no more reward for going on
-        (0.5, -1.0, 0.8, 0.0, True),  # already much unlikelier
-        (1.5, -1.0, 1.5, 1.5, False),  # wrong direction: the full pull back
+        (1.5, 1.0, -1.2, 0.0, True),  # already much more likely: nothing more to gain
+        (0.5, -1.0, 0.8, 0.0, True),  # already much less likely
+        (1.5, -1.0, 1.5, 1.5, False),  # wrong direction: full gradient back
         (0.5, 1.0, -0.5, -0.5, False),
         (1.1, 1.0, -1.1, -1.1, False),  # inside the range
         (0.9, -1.0, 0.9, 0.9, False),
@@ -132,7 +130,7 @@ def test_each_loss_type_takes_its_own_arguments(loss_type, expected):
 
 @pytest.mark.parametrize("loss_type", ["grpo_clip", "gspo", "cispo"])
 def test_the_optional_bounds_reach_the_loss(loss_type):
-    """Two tokens of ratio 3, of advantages 1 and -1."""
+    """Two tokens with ratio 3 and advantages 1 and -1."""
     arguments = {
         "policy_log_probs": torch.full((2, 1), math.log(3.0)),
         "loss_type": loss_type,
@@ -193,8 +191,3 @@ def test_advantages_that_would_broadcast_along_seq_are_refused(shape):
 def test_old_log_probs_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="old_log_probs"):
         compute_grpo_clip_loss(torch.ones(2, 1), torch.zeros(2, 3), torch.zeros(1, 3), CLIPRANGE)
-
-
-def test_the_config_allows_the_same_loss_types():
-    assert get_args(AlgorithmConfig.model_fields["loss"].annotation) == get_args(LossType)
-    assert config_algorithm.RATIO_LOSSES == RATIO_LOSSES

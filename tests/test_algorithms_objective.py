@@ -1,4 +1,4 @@
-"""The whole objective: its further terms, and what must change neither loss nor gradient, for every loss."""
+"""The whole objective: its added terms, and invariances of loss and gradient, for every loss."""
 
 from dataclasses import replace
 from typing import get_args
@@ -45,13 +45,13 @@ PER_TOKEN = [name for name in example() if name not in ("advantages", "response_
 
 
 def full(loss_type: LossType, aggregation: Aggregation = "sequence_mean") -> Objective:
-    """Every term there is."""
+    """Return an objective with every term."""
     dual_clip = 1.3 if loss_type == "grpo_clip" else None
     return Objective(loss_type, aggregation, 0.2, 0.3, dual_clip, kl_coefficient=0.5, entropy_bonus=0.1)
 
 
 def step(tensors, objective, denominator=None):
-    """Loss, gradients of every differentiable input, and sums."""
+    """Return the loss, gradients of every differentiable input, and sums."""
     leaves = {
         name: tensor.detach().clone().requires_grad_(tensor.is_floating_point())
         for name, tensor in tensors.items()
@@ -72,7 +72,7 @@ def step(tensors, objective, denominator=None):
 
 
 def assert_same(actual, expected, rows=slice(None)):
-    """Of two results of `step`, the second's rows taken in the order given."""
+    """Compare two results of `step`, taking the rows of `expected` in the given order."""
     assert actual[0] == pytest.approx(expected[0], rel=1e-12)
     for name in ("policy_log_probs", "entropy"):
         torch.testing.assert_close(actual[1][name], expected[1][name][rows], rtol=1e-9, atol=1e-12)
@@ -205,7 +205,7 @@ def test_terms_add_up_and_only_the_first_is_weighted(loss_type, estimator):
 
 
 def test_kl_and_entropy_by_hand():
-    """Two tokens, weight 0: what is left is 2 * k2 - 3 * entropy, over 4."""
+    """With two tokens of weight 0, (2 * k2 - 3 * entropy) / 4 remains."""
     loss, sums = policy_gradient_step(
         torch.tensor([[-1.0, -2.0, -9.0]]),
         torch.tensor([[1, 1, 0]]),

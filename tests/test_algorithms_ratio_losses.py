@@ -1,4 +1,4 @@
-"""Clip-higher, dual clip, unclipped, GSPO and CISPO: by hand, against slow loops, and where gradients end."""
+"""Clip-higher, dual clip, unclipped, GSPO and CISPO: by hand, against slow loops, and at their bounds."""
 
 import math
 
@@ -17,7 +17,7 @@ RATIO_LOSSES = ["unclipped", "grpo_clip", "dual_clip", "gspo", "cispo"]
 
 
 def ratio_loss(name, advantages, policy, old, mask=None):
-    """One of the losses with its bounds at 0.8, 1.5 and, in grpo_clip, dual 2."""
+    """Compute one of the losses with bounds 0.8 and 1.5, and a dual clip of 2 in `dual_clip`."""
     if name == "unclipped":
         return compute_unclipped_loss(advantages, policy, old)
     if name in ("grpo_clip", "dual_clip"):
@@ -30,7 +30,7 @@ def ratio_loss(name, advantages, policy, old, mask=None):
 
 
 def one_token(name, ratio, advantage):
-    """Loss, its derivative by the policy's log-probability, and `clipped`, where log pi = -1."""
+    """Return loss, its derivative by the policy's log-probability, and `clipped`, at log pi = -1."""
     policy = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     old = policy.detach() - math.log(ratio)
     loss, details = ratio_loss(name, torch.tensor([[advantage]], dtype=torch.float64), policy, old)
@@ -63,7 +63,7 @@ def test_each_side_and_sign_of_clip_higher(name, ratio, advantage, loss, gradien
         (1.9, -1.0, 1.9, 1.9, False),
         (0.1, -1.0, 0.8, 0.0, True),  # the usual clip still holds
         (3.0, 1.0, -1.5, 0.0, True),
-        (0.1, 1.0, -0.1, -0.1, False),  # no such bound for a good response
+        (0.1, 1.0, -0.1, -0.1, False),  # no such bound for a positive advantage
         (3.0, 0.0, 0.0, 0.0, False),
     ],
 )
@@ -100,7 +100,7 @@ def test_cispo_by_hand_keeps_a_gradient_outside_the_clip(ratio, weight, is_clipp
 
 
 def test_gspo_by_hand():
-    """Row 0: log ratios 0.3 and 0.1 (mean 0.2) and one outside the mask; row 1: 2 and 1 (mean 1.5), clipped."""
+    """Row 0 has log ratios 0.3, 0.1 (mean 0.2) and one outside the mask; row 1 has 2, 1 (mean 1.5), clipped."""
     old = torch.full((2, 3), -2.0, dtype=torch.float64)
     log_ratio = torch.tensor([[0.3, 0.1, 9.0], [2.0, 7.0, 1.0]], dtype=torch.float64)
     policy = (old + log_ratio).requires_grad_()
@@ -112,7 +112,7 @@ def test_gspo_by_hand():
     ratios = torch.tensor([[math.exp(0.2)] * 3, [math.exp(1.5)] * 3], dtype=torch.float64)
     torch.testing.assert_close(details["ratio"], ratios)
     assert details["clipped"].tolist() == [[False] * 3, [True] * 3]
-    loss[:, 0].sum().backward()  # one token's value alone moves every token of the response
+    loss[:, 0].sum().backward()  # the loss of one token depends on every token of the response
     torch.testing.assert_close(
         policy.grad, torch.tensor([[row / 2, row / 2, 0.0], [0.0] * 3], dtype=torch.float64)
     )
@@ -127,7 +127,7 @@ def test_gspo_of_an_empty_row_and_of_a_mask_that_does_not_fit():
 
 
 def batch_of(seed=0):
-    """Advantages of both signs, and ratios on either side of and between all bounds."""
+    """Make advantages of both signs, and ratios between and on either side of all bounds."""
     generator = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
     policy = old + 0.8 * torch.randn(6, 5, generator=generator, dtype=torch.float64)
@@ -138,7 +138,7 @@ def batch_of(seed=0):
 
 
 def loop_loss(name, advantages, policy, old, mask):
-    """The formulas token by token, with torch scalars, for autograd to differentiate."""
+    """Compute the formulas token by token with torch scalars, differentiable by autograd."""
     total = policy.new_zeros(())
     for row in range(policy.shape[0]):
         tokens = [column for column in range(policy.shape[1]) if mask[row, column]]

@@ -1,4 +1,4 @@
-"""The micro-batch step against a plain loop over responses, and what must not change its gradient."""
+"""The micro-batch step against a plain loop over responses, and invariances of its gradient."""
 
 import math
 
@@ -25,7 +25,7 @@ def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tens
 
 
 def token_loss_and_slope(loss_type, policy, old, advantage, reward):
-    """Loss of one token and its derivative by log pi, in plain floats."""
+    """Compute the loss of one token and its derivative by log pi, in plain floats."""
     if loss_type != "grpo_clip":
         weight = reward if loss_type == "no_baseline" else advantage
         return -weight * policy, -weight
@@ -104,7 +104,7 @@ def test_core_does_not_call_backward():
 
 
 def core_gradient(tensors, sizes, aggregation, num_dropped=0):
-    """Summed loss, gradient and metadata of the batch trained in micro-batches of the given sizes."""
+    """Return summed loss, gradient and sums of the batch, split into micro-batches of the given sizes."""
     batch = tensors["policy_log_probs"].shape[0]
     num_tokens = int(tensors["response_mask"].sum()) - num_dropped
     denominator = loss_denominator(aggregation, batch, num_tokens, max_tokens=8)
@@ -146,7 +146,7 @@ def test_micro_batch_split_and_padding_leave_everything_unchanged(aggregation):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
 def test_a_token_with_non_finite_old_logprob_is_dropped(aggregation, poison):
-    """It counts exactly as if the mask left it out."""
+    """Such a token counts exactly as if the mask excluded it."""
     tensors = example()
     tensors["response_mask"][2] = True
     poisoned = tensors | {"old_log_probs": tensors["old_log_probs"].clone()}
@@ -168,7 +168,7 @@ def test_nan_outside_the_mask_never_enters_the_backward_pass(name):
     tensors["response_mask"][2, 3] = False
     clean_totals, clean_gradient = core_gradient(tensors, (6,), "sequence_mean")
     tensors[name][2, 3] = float("nan")
-    with torch.autograd.detect_anomaly():  # raises if any intermediate gradient is NaN
+    with torch.autograd.detect_anomaly():  # raises on any NaN in an intermediate gradient
         totals, gradient = core_gradient(tensors, (6,), "sequence_mean")
     assert totals == clean_totals
     assert torch.equal(gradient, clean_gradient)

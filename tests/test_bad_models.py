@@ -1,4 +1,4 @@
-"""Models and tokenizers that cannot be trained: each is refused before training starts, or is shown to do."""
+"""Models and tokenizers with defects: each is refused before training starts, or shown to work."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def folder(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
-    """A good model of one's own, to break."""
+    """A copy of a valid model, to damage."""
     return Path(shutil.copytree(tiny_model(tied=False), tmp_path / "model"))
 
 
@@ -136,14 +136,14 @@ def test_finite_weights_pass() -> None:
 def test_missing_weights_are_refused_rather_than_made_up(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     message = refusal(load_policy, str(folder))
-    assert f"model.path: {str(folder)!r} lacks tensors, or has them in another shape" in message
-    assert "says: model.layers.1.mlp.up_proj.weight; copy or save the model again" in message
+    assert f"model.path: {str(folder)!r} lacks tensors, or their shapes do not match" in message
+    assert "config.json: model.layers.1.mlp.up_proj.weight; copy or save the model again" in message
 
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     name = "model.embed_tokens.weight"
     change_weights(folder, lambda tensors: tensors.update({name: tensors[name][:200].clone()}))
-    assert f"in another shape than its config.json says: {name}; copy" in refusal(load_policy, str(folder))
+    assert f"shapes do not match its config.json: {name}; copy" in refusal(load_policy, str(folder))
 
 
 # ---- end tokens ----
@@ -195,7 +195,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     tokenizer.save_pretrained(folder)
     message = refusal(check_files, of_folder())
     assert f"the tokenizer of {str(folder)!r} has 301 tokens, but the model's vocab_size is 300" in message
-    assert "resize it with model.resize_token_embeddings(301)" in message
+    assert "resize the model with model.resize_token_embeddings(301)" in message
 
 
 def test_an_end_token_outside_the_vocabulary_is_refused(folder: Path, of_folder: Callable[..., Config]) -> None:

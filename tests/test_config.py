@@ -1,4 +1,4 @@
-"""Loading a configuration: every mistake names its path, the value given and what is allowed."""
+"""Loading a configuration: each error names its path, the given value and the allowed ones."""
 
 from pathlib import Path
 
@@ -149,7 +149,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (["algorithm.correction_band=[2, 1]"], ["correction_band is (2, 1): the first must be the smaller"]),
         (
             ["algorithm.off_policy_correction=mask_band"],
-            ["off_policy_correction weighs by proximal / behaviour", "set old_log_probs to `proximal`"],
+            ["off_policy_correction weights tokens by proximal", "set old_log_probs to `proximal`"],
         ),
         (["algorithm.kl.coefficient=0.1"], ["algorithm.kl: coefficient needs a reference"]),
         (
@@ -213,7 +213,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
 def test_wrong_values(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
     message = error_of(write(tmp_path), tuple(overrides))
     assert all(part in message for part in parts), message
-    assert "sorting.num" not in message  # the union's tag is no part of a path
+    assert "sorting.num" not in message  # the union's tag is not part of a path
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_wrong_values(tmp_path: Path, overrides: list[str], parts: list[str]) ->
         ("just text", "the file holds a str"),
         ("model: {tiny: {}}\ntask: [1\n", "line 3, column 1: not valid YAML"),
         ("model:\n\ttiny: {}\n", "line 2, column 1: not valid YAML"),
-        (MINIMAL + "model: {path: x}\n", "line 3: `model` was given already on line 1"),
+        (MINIMAL + "model: {path: x}\n", "line 3: `model` was already given on line 1"),
         ("run: !!python/object:os.system {}\n", "not valid YAML"),
         ("task: {kind: sorting}\n", "model: required, but not given; allowed: a mapping of path, tiny"),
         (MINIMAL + "5: 6\n", "5: unknown key; allowed: run,"),

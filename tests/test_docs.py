@@ -130,7 +130,7 @@ def test_every_field_says_what_it_is_for(reference: ModuleType) -> None:
 
 def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     tables = rows(reference.configuration_reference())
-    assert tables["learner"]["learning_rate"] == ["number >= 0", "`1e-05`", "Peak AdamW rate."]
+    assert tables["learner"]["learning_rate"] == ["number >= 0", "`1e-05`", "Peak AdamW learning rate."]
     assert tables["algorithm"]["advantage"][0] == "mean_std, mean, leave_one_out, max_only or raw"
     assert tables["algorithm.kl"]["ema_decay"][:2] == ["number >= 0 and < 1", "`0.99`"]
     assert tables["task (kind: math)"]["answer_is_boxed"][1] == "`true`"

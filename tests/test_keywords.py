@@ -105,7 +105,7 @@ def test_examples_are_seeded_and_disjoint_whatever_the_order(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_keywords": (3, 2)}, r"num_keywords is \[3, 2\]: give the fewest, then the most"),
+        ({"num_keywords": (3, 2)}, r"num_keywords is \[3, 2\]: give the minimum, then the maximum"),
         ({"num_keywords": (0, 2)}, "greater than 0"),
         ({"train_path": "a.jsonl"}, "give both of train_path and validation_path, or neither"),
         ({"validation_path": "a.jsonl"}, "give both of train_path and validation_path, or neither"),

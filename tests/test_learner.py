@@ -1,4 +1,4 @@
-"""The Learner without Ray: its gradient against the published formulas in plain loops, and its guards."""
+"""The Learner without Ray: its gradient against the published formulas in plain loops, and its safeguards."""
 
 import json
 import os
@@ -46,7 +46,7 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "constant")
 
 @pytest.fixture
 def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
-    """`make_learner(tied=True, learner={...}, algorithm={...}, ...)`: the tiny configuration, changed."""
+    """Return `make_learner(tied=True, learner={...}, ...)`, which changes the tiny configuration."""
 
     def make(tied: bool = True, **changes: dict[str, Any]) -> Learner:
         return Learner(str(tiny_model(tied)), changed(tiny_config, **changes), ENDS)
@@ -64,12 +64,12 @@ def weights(learner: Learner) -> torch.Tensor:
 def reference_gradient(
     learner: Learner, groups: Sequence[ScoredGroup], loss: str, aggregation: str, max_tokens: int
 ) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of a batch from the formulas, one sequence and one token at a time.
+    """Compute loss and gradient of a batch from the formulas, one sequence and one token at a time.
 
     no_baseline: -R log pi; reinforce_with_baseline: -A log pi; grpo_clip: -min(r A, clip(r, 0.8, 1.2) A)
     with r = pi / pi_old (DeepSeekMath, Eq. 3). sequence_mean: 1/N sum_i 1/|o_i| sum_t; token_mean:
-    1/sum_i |o_i| sum_i sum_t; constant: 1/(N max_tokens) sum_i sum_t. grpo_clip leaves tokens without a
-    finite logprob out of |o_i|.
+    1/sum_i |o_i| sum_i sum_t; constant: 1/(N max_tokens) sum_i sum_t. grpo_clip excludes tokens without a
+    finite logprob from |o_i|.
     """
     per_sequence: list[list[torch.Tensor]] = []
     for group in groups:
@@ -108,8 +108,7 @@ def test_gradient_is_the_published_formulas(
     groups = make_batch(learner)
     expected_loss, expected = reference_gradient(learner, groups, loss, aggregation, max_tokens=16)
     sums = learner.accumulate_gradient(sequences_of(groups))
-    # Groups without signal are not computed, but add nothing to the reference's loss either: their
-    # weights are 0.
+    # Groups without signal are skipped, but add nothing to the expected loss either: their weights are 0.
     assert sums["loss"] == pytest.approx(expected_loss, abs=1e-6)
     assert relative_difference(gradient(learner), expected) < 1e-6
 
@@ -176,7 +175,7 @@ def test_batch_without_any_signal_leaves_the_weights(make_learner: Callable[...,
 def test_tokens_without_a_finite_logprob(
     make_learner: Callable[..., Learner], loss: str, aggregation: str
 ) -> None:
-    """GRPO-Clip drops them from sum and count; the other losses do not use behaviour logprobs."""
+    """GRPO-Clip excludes them from sum and count; the other losses do not use behaviour logprobs."""
     learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation})
     groups = make_batch(learner)
     longest = max(groups[0].rollout.completions, key=lambda c: len(c.token_ids))
@@ -198,7 +197,7 @@ def test_learning_rate_ramps_up(make_learner: Callable[..., Learner]) -> None:
         report = learner.train_step(TrainBatch(tuple(make_batch(learner, versions=learner.version))))
         rates.append(report.metrics["optim/lr"])
         if learner.version == 1:
-            # Adam's first step moves each weight by the rate, whatever its gradient.
+            # Adam's first step moves each weight by the learning rate, regardless of its gradient.
             assert (weights(learner) - before).abs().max().item() == pytest.approx(1e-2, rel=1e-3)
     assert rates == pytest.approx([1e-2, 2e-2, 3e-2, 4e-2, 4e-2, 4e-2])
     assert learner.version == 6
@@ -255,7 +254,7 @@ def test_steps_raise_the_reward_weighted_likelihood(make_learner: Callable[..., 
     assert objective() > before + 0.1
 
 
-# ---- how old a token may be ----
+# ---- the lag of tokens ----
 
 
 def at_version(learner: Learner, version: int) -> Learner:
@@ -264,7 +263,7 @@ def at_version(learner: Learner, version: int) -> Learner:
 
 
 def with_versions(groups: Sequence[ScoredGroup], versions: dict[tuple[int, int], Sequence[int]]) -> TrainBatch:
-    """The groups with the token versions of completion (group, sample) replaced."""
+    """Return a batch of the groups with the token versions of completions (group, sample) replaced."""
     changed = []
     for i, group in enumerate(groups):
         completions = tuple(
@@ -282,14 +281,14 @@ def test_one_token_too_old_refuses_the_batch_and_changes_nothing(
     changes = {"weight_sync": {"max_lag": max_lag}, "learner": {"learning_rate": 1e-2}}
     learner = at_version(make_learner(**changes), 5)
     groups = make_batch(learner, versions=5)
-    length = len(groups[1].rollout.completions[2].token_ids)  # in a group without signal, even
+    length = len(groups[1].rollout.completions[2].token_ids)  # even in a group without signal
     before = weights(learner)
     stale = with_versions(groups, {(1, 2): [5] * (length - 1) + [too_old]})
     with pytest.raises(StaleBatchError, match=f"version {too_old} reached the Learner at version 5.*{max_lag}"):
         learner.train_step(stale)
     assert torch.equal(weights(learner), before)
     assert learner.version == 5
-    # What follows is the step that a Learner which never saw the batch takes.
+    # The next step is the same as that of a Learner which never saw the batch.
     untouched = at_version(make_learner(**changes), 5)
     fresh_enough = with_versions(groups, {(1, 2): [5] * (length - 1) + [too_old + 1]})
     for each in (learner, untouched):
@@ -379,13 +378,11 @@ def test_bfloat16_snapshot_is_the_cast(make_learner: Callable[..., Learner]) -> 
     assert {spec.dtype for spec in snapshot.specs} == {"bfloat16"}
     for name, tensor in unpacked(snapshot).items():
         assert torch.equal(tensor, learner.model.get_parameter(name).to(torch.bfloat16))
-        assert learner.model.get_parameter(name).dtype is torch.float32  # master weights stay
+        assert learner.model.get_parameter(name).dtype is torch.float32  # master weights keep their dtype
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_snapshot_has_a_checksum_where_it_is_asked_for(
-    make_learner: Callable[..., Learner], checksum: bool
-) -> None:
+def test_snapshot_has_a_checksum_if_configured(make_learner: Callable[..., Learner], checksum: bool) -> None:
     snapshot = make_learner(weight_sync={"checksum": checksum}).snapshot()[0]
     check_snapshot(snapshot)
     assert snapshot.checksum == (zlib.crc32(snapshot.data.tobytes()) if checksum else None)
@@ -402,22 +399,22 @@ def test_next_step_does_not_change_a_snapshot(make_learner: Callable[..., Learne
     assert not np.array_equal(learner.snapshot()[0].data, before)
 
 
-# ---- capture, write, go on ----
+# ---- capture, write, resume ----
 
 
 @pytest.fixture
-def go_on(tiny_config: Config) -> Callable[[Learner, Path], Learner]:
-    """A Learner that goes on from a folder, with the other one's configuration."""
+def resume(tiny_config: Config) -> Callable[[Learner, Path], Learner]:
+    """Return a function that makes a Learner resume from a folder, with another Learner's configuration."""
 
     def make(learner: Learner, folder: Path) -> Learner:
-        torch.manual_seed(12345)  # whatever random numbers its process drew before
+        torch.manual_seed(12345)  # the process may have drawn random numbers before
         return Learner(str(folder), learner._config, ENDS, folder / "training")
 
     return make
 
 
 def train(learner: Learner, steps: Sequence[int]) -> list[dict[str, float]]:
-    """A batch of its own each step; the metrics but for what a clock or the system counts."""
+    """Train one batch per step; return the metrics except those of clocks and memory."""
     metrics = []
     for seed in steps:
         batch = TrainBatch(tuple(make_batch(learner, seed=seed, versions=learner.version)))
@@ -436,14 +433,14 @@ def optimizer_state(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_that_goes_on_from_a_checkpoint_is_the_same_bit_for_bit(
-    make_learner: Callable[..., Learner], go_on: Callable[..., Learner], tmp_path: Path, tied: bool
+def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
+    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path, tied: bool
 ) -> None:
     options = {"learning_rate": 1e-2, "warmup_steps": 5, "weight_decay": 0.1}
     straight, first = make_learner(tied, learner=options), make_learner(tied, learner=options)
     expected = train(straight, range(6))
     assert train(first, range(3)) == expected[:3]
-    second = go_on(first, written(first, tmp_path / "step"))
+    second = resume(first, written(first, tmp_path / "step"))
     assert second.version == 3
     assert torch.equal(torch.get_rng_state(), saved_random_state(tmp_path / "step"))
     assert train(second, range(3, 6)) == expected[3:]
@@ -473,7 +470,7 @@ def test_steps_after_the_capture_do_not_change_what_is_written(
     assert report is not None
     assert report.version == 1
     train(learner, [2])
-    with ThreadPoolExecutor(1) as pool:  # as Ray calls it: beside a step
+    with ThreadPoolExecutor(1) as pool:  # as Ray does: in parallel with a step
         writing = pool.submit(learner.write_captured, tmp_path)
         train(learner, [3])
         writing.result(60)
@@ -504,12 +501,12 @@ def test_folder_is_a_model_of_float32(make_learner: Callable[..., Learner], tmp_
 
 
 def test_nothing_trained_yet(
-    make_learner: Callable[..., Learner], go_on: Callable[..., Learner], tmp_path: Path
+    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path
 ) -> None:
     learner = make_learner()
     assert learner.capture() is None
     learner.write_captured(tmp_path)
-    second = go_on(learner, tmp_path)
+    second = resume(learner, tmp_path)
     assert second.version == 0
     assert torch.equal(weights(second), weights(learner))
     assert train(second, range(2)) == train(learner, range(2))
@@ -550,7 +547,7 @@ def test_full_disk_is_an_oserror_and_frees_the_copies(
 
 
 def poisoned(groups: list[ScoredGroup]) -> TrainBatch:
-    """An advantage that overflows the gradient."""
+    """Make a batch with an advantage that overflows the gradient."""
     groups[0].advantages[0] = np.inf
     return TrainBatch(tuple(groups))
 
@@ -563,7 +560,7 @@ def test_update_that_is_not_finite_is_skipped(make_learner: Callable[..., Learne
     for in_a_row in (1, 2):
         batch = poisoned(make_batch(learner, versions=learner.version))
         report = learner.train_step(batch)
-        assert report.version == learner.version == 1 + in_a_row  # the batch is used up
+        assert report.version == learner.version == 1 + in_a_row  # the batch is consumed
         assert report.metrics["optim/skipped_updates"] == 1.0
         assert report.metrics["optim/skipped_in_a_row"] == in_a_row
         assert not np.isfinite(report.metrics["loss/policy"])
@@ -574,7 +571,7 @@ def test_update_that_is_not_finite_is_skipped(make_learner: Callable[..., Learne
         assert same_groups(read_groups(path), batch.groups)
     assert torch.equal(weights(learner), expected)
     assert all(torch.equal(tensor, moments[name]) for name, tensor in optimizer_state(learner).items())
-    after = train(learner, [4])[0]  # the gradient that is not finite is gone
+    after = train(learner, [4])[0]  # the non-finite gradient is gone
     assert (after["optim/skipped_updates"], after["optim/skipped_in_a_row"]) == (0.0, 0.0)
     assert torch.isfinite(weights(learner)).all()
     assert not torch.equal(weights(learner), expected)
@@ -610,12 +607,12 @@ def test_weights_that_are_not_finite_are_seen_in_every_metric(make_learner: Call
     assert metrics["optim/skipped_updates"] == 1.0
 
 
-def test_skipped_in_a_row_goes_on_from_a_checkpoint(
-    make_learner: Callable[..., Learner], go_on: Callable[..., Learner], tmp_path: Path
+def test_skipped_in_a_row_is_restored_from_a_checkpoint(
+    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path
 ) -> None:
     learner = make_learner()
     learner.train_step(poisoned(make_batch(learner)))
-    second = go_on(learner, written(learner, tmp_path / "step"))
+    second = resume(learner, written(learner, tmp_path / "step"))
     report = second.train_step(poisoned(make_batch(second, versions=1)))
     assert report.metrics["optim/skipped_in_a_row"] == 2.0
 
@@ -637,7 +634,7 @@ def test_batch_without_groups_is_refused(make_learner: Callable[..., Learner]) -
     assert learner.version == 0
 
 
-def test_report_tells_the_process_s_memory(make_learner: Callable[..., Learner]) -> None:
+def test_report_has_the_memory_of_the_process(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner()
     metrics = learner.train_step(TrainBatch(tuple(make_batch(learner)))).metrics
     assert learner.take_stats().resident_bytes > 50 * 2**20

@@ -1,4 +1,4 @@
-"""The Learner's updates: several a batch, every loss, correction and further term, against plain loops."""
+"""The Learner's updates: several per batch, every loss, correction and added term, against plain loops."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ MAX_TOKENS = 16
 
 @pytest.fixture
 def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
-    """Batches of 12 responses, as `make_batch` makes them; gradients are not scaled down."""
+    """Return a factory of Learners for the 12 responses of `make_batch`, without gradient clipping."""
 
     def make(**changes: dict[str, Any]) -> Learner:
         config = changed(tiny_config, algorithm={"prompts_per_step": 4, "samples_per_prompt": 3})
@@ -62,9 +62,9 @@ def step(learner: Learner, groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 class SlowLoss:
-    """The loss of one update as the papers write it, by autograd over whole sequences.
+    """The loss of one update as in the papers, by autograd over whole sequences.
 
-    `first` is the policy before the batch's first update, `reference` the one that KL is measured against.
+    `first` is the policy before the batch's first update; KL is measured against `reference`.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -85,7 +85,7 @@ class SlowLoss:
         return [row[token].item() for row, token in zip(rows, s.response_token_ids.tolist(), strict=True)]
 
     def gradient(self, sequences: Sequence[TrainSequence]) -> tuple[float, torch.Tensor]:
-        """Loss and gradient of one update on them."""
+        """Compute loss and gradient of one update on the sequences."""
         self.num_clipped = self.num_tokens = 0
         per_response = [self.response(s) for s in sequences]
         num_tokens = sum(map(len, per_response))
@@ -101,7 +101,7 @@ class SlowLoss:
         return total.item(), torch.cat([g.flatten() for g in gradients])
 
     def response(self, s: TrainSequence) -> list[torch.Tensor]:
-        """The losses of its tokens; of a ratio loss, those whose old log-probability is finite."""
+        """Compute the losses of the tokens; for a ratio loss only of those with a finite old logprob."""
         algorithm, advantage = self.algorithm, s.advantage
         rows, tokens = self.rows(self.model, s), s.response_token_ids.tolist()
         behaviour, first = s.behaviour_logprobs.tolist(), self.log_probs(self.first, s)
@@ -141,12 +141,12 @@ class SlowLoss:
                     objective = max(objective, floor)
                 self.num_clipped += int(is_clipped)
                 loss = -objective
-            losses.append(weights[t] * loss + self.further_terms(rows[t], new[t], reference[t]))
+            losses.append(weights[t] * loss + self.added_terms(rows[t], new[t], reference[t]))
         self.num_tokens += len(kept)
         return losses
 
     def weights(self, first: Sequence[float], behaviour: Sequence[float]) -> list[float]:
-        """What each token's policy-gradient loss is multiplied by."""
+        """Compute the factor of each token's policy-gradient loss."""
         correction, cap = self.algorithm.off_policy_correction, self.algorithm.correction_cap
         if correction == "none":
             return [1.0] * len(first)
@@ -165,8 +165,8 @@ class SlowLoss:
                 weights.append(math.exp(difference) if low <= math.exp(difference) <= high else 0.0)
         return weights
 
-    def further_terms(self, row: torch.Tensor, new: torch.Tensor, reference: float) -> torch.Tensor:
-        """`coefficient * KL - entropy_bonus * entropy`."""
+    def added_terms(self, row: torch.Tensor, new: torch.Tensor, reference: float) -> torch.Tensor:
+        """Compute `coefficient * KL - entropy_bonus * entropy`."""
         kl = self.algorithm.kl
         difference = reference - new
         estimate = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - difference - 1}
@@ -176,7 +176,7 @@ class SlowLoss:
 
 
 class Update:
-    """One update as it was, and as the formulas have it at the weights of that moment."""
+    """One actual update, and the expected one from the formulas at the same weights."""
 
     def __init__(
         self, learner: Learner, slow: SlowLoss, sequences: Sequence[TrainSequence], loss: float
@@ -188,12 +188,12 @@ class Update:
 
     def check(self) -> None:
         assert self.loss == pytest.approx(self.expected_loss, rel=1e-4, abs=1e-6)
-        assert self.expected.norm() > 1e-3  # or any gradient would do
+        assert self.expected.norm() > 1e-3  # otherwise any gradient would pass
         assert relative_difference(self.gradient, self.expected) < 1e-5
 
 
 def updates_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[list[Update], dict[str, float]]:
-    """A step, each of whose updates is worked out again."""
+    """Train a step; recompute each of its updates from the formulas."""
     slow, original, updates = SlowLoss(learner), learner.accumulate_gradient, []
 
     def accumulate(sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -208,7 +208,7 @@ def updates_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[list[Up
 
 
 def all_with_signal(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Advantages for everybody, so that every small minibatch has a gradient."""
+    """Give every group advantages, so that every small minibatch has a gradient."""
     return [
         replace(group, advantages=np.array([0.9, -0.7, 0.4 - 0.3 * place], np.float32))
         for place, group in enumerate(groups)
@@ -219,7 +219,7 @@ def tokens_of(sequences: Sequence[TrainSequence]) -> Counter[bytes]:
     return Counter(s.response_token_ids.tobytes() for s in sequences)
 
 
-# ---- several updates a batch ----
+# ---- several updates per batch ----
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_each_epoch_updates_on_every_response_once(
 def test_every_update_is_the_formula_at_its_own_weights(
     make_learner: Callable[..., Learner], loss: str
 ) -> None:
-    """Ratios compare with what the sampler assigned, at every update."""
+    """Ratios use the sampler's logprobs at every update."""
     options = {"loss": loss, "cliprange": 0.2, "epochs_per_batch": 2, "train_batch_size": 6}
     learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
     updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
@@ -291,7 +291,7 @@ def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
         calls.clear()
         step(learner, make_batch(learner))
         assert calls == expected
-    learner = make_learner(algorithm={"epochs_per_batch": 2})  # compares with the sampler's
+    learner = make_learner(algorithm={"epochs_per_batch": 2})  # ratios use the sampler's logprobs
     monkeypatch.setattr(learner._forward_backward, "with_proximal", counted)
     calls.clear()
     step(learner, make_batch(learner))
@@ -305,10 +305,10 @@ def test_only_update_has_ratio_1_whatever_the_sampler_assigned(
     proximal = make_learner(algorithm={"loss": loss, "old_log_probs": "proximal"})
     behaviour = make_learner(algorithm={"loss": loss})
     metrics = step(proximal, make_batch(proximal, noise=0.5))
-    step(behaviour, make_batch(behaviour, noise=0.0))  # the sampler assigned the Learner's own
+    step(behaviour, make_batch(behaviour, noise=0.0))  # the sampler's logprobs are the Learner's
     assert metrics["loss/clip_frac"] == 0.0
     assert relative_difference(gradient(proximal), gradient(behaviour)) < 1e-4
-    assert metrics["mismatch/logprob_diff/max"] > 0.5  # which is told all the same
+    assert metrics["mismatch/logprob_diff/max"] > 0.5  # still measured
 
 
 def test_tokens_are_clipped_once_the_policy_has_moved(make_learner: Callable[..., Learner]) -> None:
@@ -320,7 +320,7 @@ def test_tokens_are_clipped_once_the_policy_has_moved(make_learner: Callable[...
     assert clip_fracs[1] > 0.05
 
 
-def test_training_with_several_updates_goes_on_from_a_checkpoint_bit_for_bit(
+def test_training_with_several_updates_resumes_from_a_checkpoint_bit_for_bit(
     make_learner: Callable[..., Learner], tmp_path: Path
 ) -> None:
     options = {"epochs_per_batch": 2, "train_batch_size": 4, "old_log_probs": "proximal"}
@@ -340,10 +340,10 @@ def test_training_with_several_updates_goes_on_from_a_checkpoint_bit_for_bit(
     assert train(second, range(2, 4)) == expected[2:]
     assert torch.equal(flat_weights(second.model), flat_weights(straight.model))
     other = make_learner(algorithm=options, run={"seed": 1})
-    assert train(other, range(1)) != expected[:1]  # dealt otherwise
+    assert train(other, range(1)) != expected[:1]  # another seed, other minibatches
 
 
-def test_every_step_deals_anew(make_learner: Callable[..., Learner]) -> None:
+def test_every_step_shuffles_anew(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(algorithm={"train_batch_size": 4}, learner={"learning_rate": 0.0})
     groups, dealt = make_batch(learner), []
     for _ in range(2):
@@ -385,7 +385,7 @@ def test_minibatches_without_any_signal_are_updates_of_zero(
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["unclipped", "gspo", "cispo"])
 def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, aggregation: str) -> None:
-    """With tokens that the sampler assigned nothing finite: they leave sum and count, and GSPO's mean."""
+    """Tokens without a finite behaviour logprob are excluded from sum, count and GSPO's mean."""
     learner = make_learner(algorithm={"loss": loss, "aggregation": aggregation}, sampling={"temperature": 0.7})
     groups = make_batch(learner)
     max(groups[0].rollout.completions, key=lambda c: len(c.token_ids)).logprobs[1] = -np.inf
@@ -430,7 +430,7 @@ def test_clips_are_those_of_the_configuration(make_learner: Callable[..., Learne
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "gspo"])
-def test_correction_weighs_by_the_first_policy_over_the_sampler(
+def test_correction_weights_are_the_first_policy_over_the_sampler(
     make_learner: Callable[..., Learner], loss: str, correction: str, epochs: int
 ) -> None:
     options = {
@@ -475,7 +475,7 @@ def test_mismatch_and_effective_samples_by_hand(make_learner: Callable[..., Lear
 
 
 def by_log_ratios(learner: Learner, log_ratios: np.ndarray) -> ScoredGroup:
-    """Two equal responses, Learner minus sampler as given."""
+    """Make a group of two equal responses with the given differences of logprobs, Learner minus sampler."""
     response = [21, 22, 23, 24][: len(log_ratios)]
     with torch.no_grad():
         own = own_logprobs(learner, [1, 2], response).numpy()
@@ -509,7 +509,7 @@ def test_mismatch_is_measured_before_the_policy_moves(
 
 
 def cut_off(groups: Sequence[ScoredGroup], which: set[tuple[int, int]]) -> list[ScoredGroup]:
-    """The groups, with completions (group, sample) ended by `max_tokens`."""
+    """Return the groups with completions (group, sample) cut off by `max_tokens`."""
     return [
         replace(group, rollout=replace(group.rollout, completions=tuple(
             replace(c, finish_reason="length") if (i, j) in which else c
@@ -550,11 +550,11 @@ def test_batch_of_truncated_responses_alone_leaves_the_weights(
     assert torch.equal(flat_weights(learner.model), before)
 
 
-# ---- further terms ----
+# ---- added terms ----
 
 
 def move_reference(learner: Learner) -> None:
-    """Away from the policy, so that there is a distance."""
+    """Move the reference away from the policy, so that there is a distance."""
     assert learner._reference is not None
     perturb(learner._reference.model, seed=3, scale=0.02)
 
@@ -585,7 +585,7 @@ def test_gradient_of_the_kl_penalty(
 
 
 @pytest.mark.parametrize("term", ["entropy", "kl"])
-def test_groups_without_signal_have_the_further_terms(make_learner: Callable[..., Learner], term: str) -> None:
+def test_groups_without_signal_have_the_added_terms(make_learner: Callable[..., Learner], term: str) -> None:
     kl = {"reference": "initial", "coefficient": 0.7}
     learner = make_learner(algorithm={"kl": kl} if term == "kl" else {"entropy_bonus": 0.5})
     if term == "kl":

@@ -57,7 +57,7 @@ def test_collate_two_sequences_of_different_shapes() -> None:
     assert set(dtypes.values()) == {torch.float32}
 
 
-def test_logprobs_that_nobody_looked_up_are_none() -> None:
+def test_logprobs_that_were_not_computed_are_none() -> None:
     sequence = make_sequence([11], [14, 15])
     batch = collate([sequence])
     assert (batch.proximal_logprobs, batch.reference_logprobs) == (None, None)
@@ -76,7 +76,11 @@ def test_sequences_of_pairs_each_completion_with_its_own_advantage() -> None:
         ((2, 3), [8]),
     ]
     assert [s.advantage for s in sequences] == pytest.approx([0.7, -0.7, 0.0])
-    assert [s.has_signal for s in sequences] == [True, True, False]  # of the group: 0 beside 0.7 would be one
+    assert [s.has_signal for s in sequences] == [
+        True,
+        True,
+        False,
+    ]  # per group: one non-zero advantage is enough
     assert sequences[2].behaviour_logprobs.tolist() == [-0.25]
     assert [len(s) for s in sequences] == [3, 2, 3]
 
@@ -97,36 +101,36 @@ def test_sequences_that_were_cut_off_can_be_left_out() -> None:
 
 
 @given(num_sequences=st.integers(1, 20), size=st.none() | st.integers(1, 25), num_epochs=st.integers(1, 4))
-def test_every_epoch_deals_each_sequence_once(num_sequences: int, size: int | None, num_epochs: int) -> None:
+def test_every_epoch_has_each_sequence_once(num_sequences: int, size: int | None, num_epochs: int) -> None:
     sequences = [make_sequence([1], [place]) for place in range(num_sequences)]
     updates = minibatches(sequences, size, num_epochs, "7/3")
-    dealt = [[int(s.response_token_ids[0]) for s in update] for update in updates]
+    shuffled = [[int(s.response_token_ids[0]) for s in update] for update in updates]
     whole = min(size or num_sequences, num_sequences)
     per_epoch = -(-num_sequences // whole)
     assert len(updates) == num_epochs * per_epoch
     for epoch in range(num_epochs):
-        own = dealt[epoch * per_epoch : (epoch + 1) * per_epoch]
+        own = shuffled[epoch * per_epoch : (epoch + 1) * per_epoch]
         sizes = [len(update) for update in own]
         assert max(sizes) <= whole
-        assert max(sizes) - min(sizes) <= 1  # no remainder of a few that gets a whole update
+        assert max(sizes) - min(sizes) <= 1  # no small remainder gets an update of its own
         assert sorted(place for update in own for place in update) == list(range(num_sequences))
     if per_epoch == 1:
-        assert dealt == [list(range(num_sequences))] * num_epochs  # nothing to deal
+        assert shuffled == [list(range(num_sequences))] * num_epochs  # nothing to shuffle
 
 
-def test_dealing_comes_from_the_seed_alone() -> None:
+def test_shuffling_depends_on_the_seed_alone() -> None:
     sequences = [make_sequence([1], [place]) for place in range(8)]
 
-    def deal(seed: str) -> list[list[int]]:
-        dealt = minibatches(sequences, 4, 2, seed)
-        return [[int(s.response_token_ids[0]) for s in update] for update in dealt]
+    def shuffle(seed: str) -> list[list[int]]:
+        shuffled = minibatches(sequences, 4, 2, seed)
+        return [[int(s.response_token_ids[0]) for s in update] for update in shuffled]
 
-    assert deal("0/minibatches/0") == deal("0/minibatches/0")
-    assert deal("0/minibatches/0") != deal("0/minibatches/1")
-    assert deal("0/minibatches/0") != deal("1/minibatches/0")
-    first, second = deal("0/minibatches/0")[:2], deal("0/minibatches/0")[2:]
-    assert first != second  # each epoch anew
-    assert deal("0/minibatches/0")[0] == [5, 3, 2, 4]  # in every process
+    assert shuffle("0/minibatches/0") == shuffle("0/minibatches/0")
+    assert shuffle("0/minibatches/0") != shuffle("0/minibatches/1")
+    assert shuffle("0/minibatches/0") != shuffle("1/minibatches/0")
+    first, second = shuffle("0/minibatches/0")[:2], shuffle("0/minibatches/0")[2:]
+    assert first != second  # each epoch is shuffled anew
+    assert shuffle("0/minibatches/0")[0] == [5, 3, 2, 4]  # the same in every process
 
 
 # ---- micro_batches ----
@@ -138,14 +142,14 @@ def test_dealing_comes_from_the_seed_alone() -> None:
 def test_micro_batches_hold_every_sequence_once_within_the_budget(
     lengths: list[tuple[int, int]], budget: int
 ) -> None:
-    # the first response token names the sequence
+    # the first response token identifies the sequence
     sequences = [make_sequence([7] * p, [100 + i] + [8] * (r - 1)) for i, (p, r) in enumerate(lengths)]
     seen = []
-    for places, batch in micro_batches(sequences, budget):
+    for indices, batch in micro_batches(sequences, budget):
         rows, width = batch.input_ids.shape
         assert rows * width <= budget or rows == 1
-        assert batch.labels[batch.response_position == 0].tolist() == [100 + place for place in places]
-        seen += places
+        assert batch.labels[batch.response_position == 0].tolist() == [100 + index for index in indices]
+        seen += indices
     assert sorted(seen) == list(range(len(lengths)))
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer, tiny model, warm-up and the facts read from a model's folder."""
+"""Tokenizer, tiny model, warm-up, and facts read from a model's folder."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def reloaded(
     tokenizer: PreTrainedTokenizerBase,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer as AutoTokenizer finds it beside a model of Qwen2's layout, and of Llama's."""
+    """The tokenizer as loaded by AutoTokenizer, saved with a Qwen2 model and with a Llama."""
     folder = tmp_path_factory.mktemp("reloaded")
     build_model(SHAPE, tokenizer, 0, request.param).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -153,14 +153,14 @@ def test_labels_are_the_response_and_its_end(tokenizer: PreTrainedTokenizerBase)
     assert input_ids.tolist() == [[5, 6, 7, 8, eos], [9, 10, eos, 99, 99]]
     no = IGNORED
     assert labels.tolist() == [[no, no, 7, 8, eos], [no, 10, eos, no, no]]
-    # Prompt and response are encoded apart, whatever the tokenizer would merge across them.
+    # Prompt and response are encoded separately, even if the tokenizer would merge across the border.
     ids, prompt_length = _encode(tokenizer, "Sort 5", "1280")
     assert ids == [*ids_of(tokenizer, "Sort 5"), *ids_of(tokenizer, "1280"), eos]
     assert prompt_length == len(ids_of(tokenizer, "Sort 5"))
 
 
 def mean_response_nll(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Nats a token over all of PAIRS' responses and their end tokens, one sequence at a time."""
+    """Compute the mean nats per token of all responses in PAIRS with their end tokens, one at a time."""
     nlls: list[float] = []
     for prompt, response in PAIRS:
         response_ids = [*ids_of(tokenizer, response), tokenizer.eos_token_id]
@@ -175,12 +175,12 @@ def test_warm_up_lowers_the_loss_of_responses(
 ) -> None:
     model = build_model(SHAPE, tokenizer, 0, implementation)
     before = mean_response_nll(model, tokenizer)
-    assert before == pytest.approx(math.log(300), abs=0.2)  # knows nothing yet
+    assert before == pytest.approx(math.log(300), abs=0.2)  # untrained
     calls: list[tuple[int, int, float]] = []
     config = WarmupConfig(num_steps=40, batch_size=3, learning_rate=1e-2, num_threads=1)
     warm_up(model, tokenizer, PAIRS, config, lambda *call: calls.append(call))
     assert [call[:2] for call in calls] == [(step, 40) for step in range(1, 41)]
-    assert calls[0][2] == pytest.approx(before, abs=1e-4)  # the first batch is all pairs: the same mean
+    assert calls[0][2] == pytest.approx(before, abs=1e-4)  # the first batch holds all pairs: the same mean
     assert mean_response_nll(model, tokenizer) < 0.5 * before
     assert not model.training
 
@@ -190,7 +190,7 @@ def test_warm_up_lowers_the_loss_of_responses(
 
 @pytest.fixture
 def warmed(tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A configuration whose model takes a second to make, and an empty cache."""
+    """A configuration of a model that takes a second to build, with an empty cache."""
     monkeypatch.setenv("GRPO_RAY_CACHE", str(tmp_path / "cache"))
     shape = SHAPE.model_copy(update={"warmup": WarmupConfig(num_steps=2, batch_size=2, num_threads=1)})
     return tiny_config.model_copy(update={"model": tiny_config.model.model_copy(update={"tiny": shape})})
@@ -230,7 +230,7 @@ def with_task(config: Config, **task: Any) -> Config:
     return Config.model_validate(config.model_dump() | {"task": task})
 
 
-def test_own_model_is_built_beside_the_other(warmed: Config) -> None:
+def test_each_implementation_has_its_own_cached_model(warmed: Config) -> None:
     own = changed(warmed, model={"implementation": "grpo_ray"})
     folders = [tiny_model_folder(config) for config in (warmed, own)]
     assert folders[0] != folders[1]
@@ -241,7 +241,7 @@ def test_own_model_is_built_beside_the_other(warmed: Config) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_initial_weights_are_as_wide_as_asked(
+def test_initial_weights_have_the_configured_width(
     tokenizer: PreTrainedTokenizerBase, implementation: Implementation
 ) -> None:
     shape = TinyModelConfig(initializer_range=0.06, num_layers=2)
@@ -251,14 +251,14 @@ def test_initial_weights_are_as_wide_as_asked(
 
 
 def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
-    """Its cached model would be built again; what its pairs do not depend on makes no difference."""
+    """A changed recipe rebuilds the cached model; settings that do not affect its pairs are not part of it."""
     config = load_config("configs/quickstart.yaml")
     digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "9c59ef01411435fa"
+    assert digest[:16] == "36d30414ca790ad9"
     assert _recipe(changed(config, task={"curriculum": {}})) == _recipe(config)
     for changes in (
         {"task": {"num_digits": 4}},
-        {"task": {"reward": "question_only"}},  # another form of answer
+        {"task": {"reward": "question_only"}},  # another answer format
         {"task": {"prompt": "r1_zero"}},
         {"run": {"seed": 1}},
         {"model": {"tiny": {"warmup": None}}},
@@ -269,7 +269,7 @@ def test_recipe_of_the_quickstart_is_not_changed_by_accident() -> None:
 
 
 def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Path) -> None:
-    """Of files it is what they hold that counts, not their names."""
+    """The content of files counts, not their names."""
     path, validation = tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
     validation.write_text('{"prompt": "Use: boat", "answer": "A boat.", "keywords": ["boat"]}\n')
 
@@ -293,7 +293,7 @@ def test_task_without_warm_up_pairs_is_refused_first(warmed: Config) -> None:
 
 
 def test_tiny_model_has_no_chat_template(warmed: Config) -> None:
-    with pytest.raises(ValueError, match=r"task\.prompt: a model built here has no chat template; give"):
+    with pytest.raises(ValueError, match=r"task\.prompt: a tiny model has no chat template; choose"):
         tiny_tokenizer(with_task(warmed, kind="sorting", prompt="chat"))
 
 
@@ -301,7 +301,7 @@ def test_crash_midway_leaves_nothing_under_the_final_name(
     warmed: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(self: object, folder: Path) -> None:
-        assert (Path(folder) / "model.safetensors").exists()  # the model was written already
+        assert (Path(folder) / "model.safetensors").exists()  # the model has been written
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -329,7 +329,7 @@ def test_model_that_another_run_finished_first_is_taken(
     assert {path.name for path in cache_folder().iterdir()} == {folder.name, "finished"}
 
 
-# ---- what a folder must hold ----
+# ---- contents of a model folder ----
 
 
 def test_check_local_model_names_what_is_missing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -371,16 +371,16 @@ def test_hub_model_is_asked_for_unless_cached(monkeypatch: pytest.MonkeyPatch) -
 
     def model_info(self: object, name: str, timeout: float) -> None:
         asked.append(name)
-        if name == "nobody/nothing":
+        if name == "missing/model":
             raise OSError("404")
 
     monkeypatch.setattr(loading.HfApi, "model_info", model_info)
-    check_hub_model("somebody/something")
-    with pytest.raises(ValueError, match=r"model\.path: 'nobody/nothing' is no folder here.*404"):
-        check_hub_model("nobody/nothing")
-    assert asked == ["somebody/something", "nobody/nothing"]
+    check_hub_model("owner/model")
+    with pytest.raises(ValueError, match=r"model\.path: 'missing/model' is not a local folder, and .*404"):
+        check_hub_model("missing/model")
+    assert asked == ["owner/model", "missing/model"]
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
-    check_hub_model("nobody/nothing")
+    check_hub_model("missing/model")
     assert len(asked) == 2
 
 

@@ -1,4 +1,4 @@
-"""The reference policy: when it moves, what KL is measured against it, and what a checkpoint keeps of it."""
+"""The reference policy: its movement, the KL measured against it, and its part of a checkpoint."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ AVERAGE = {"reference": "ema", "ema_decay": 0.75}
 
 @pytest.fixture
 def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
-    """`make_learner(kl, tied=True, learner={...}, ...)`."""
+    """Return `make_learner(kl, tied=True, learner={...}, ...)`."""
 
     def make(kl: dict[str, Any], tied: bool = True, **changes: dict[str, Any]) -> Learner:
         config = changed(tiny_config, learner={"learning_rate": 1e-3}, algorithm={"kl": kl})
@@ -55,7 +55,7 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(("timing/", "memory/"))}
 
 
-# ---- when it moves ----
+# ---- movement ----
 
 
 def test_frozen_reference_stays(make_learner: Callable[..., Learner]) -> None:
@@ -114,7 +114,7 @@ def test_frozen_reference_is_held_as_it_is_served_and_an_average_in_full(
 
 
 def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
-    """Each is less than half of bfloat16's smallest step."""
+    """Each step is less than half of bfloat16's smallest."""
     policy = load_policy(str(tiny_model()))
     reference = Reference(policy, KLConfig(reference="ema", ema_decay=0.999), torch.bfloat16)
     before = flat_weights(policy)
@@ -125,13 +125,13 @@ def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
     assert moved.item() == pytest.approx(1 - 0.999**100, rel=1e-2)
 
 
-def test_no_reference_is_asked_for(make_learner: Callable[..., Learner]) -> None:
+def test_without_a_reference_no_distance_is_measured(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner({"reference": "none"})
     assert learner._reference is None
     assert not any("kl_ref" in name for name in step(learner, 0))
 
 
-# ---- what is measured ----
+# ---- the measured distance ----
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
@@ -149,7 +149,7 @@ def test_distance_is_0_at_the_first_step_and_grows(
 
 
 def test_distance_by_a_loop(make_learner: Callable[..., Learner]) -> None:
-    """Means over all tokens, of the groups without signal too."""
+    """The metrics are means over all tokens, also of groups without signal."""
     learner = make_learner(FROZEN, sampling={"temperature": 0.7})
     assert learner._reference is not None
     perturb(learner._reference.model, seed=1, scale=0.05)
@@ -182,14 +182,14 @@ def test_penalty_holds_the_policy_near_the_reference(make_learner: Callable[...,
 
 
 def with_ages(groups: Sequence[ScoredGroup], young: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """The same groups, with tokens as young as the others'."""
+    """Give the groups' tokens the versions of the others' in place; return the groups."""
     for group, other in zip(groups, young, strict=True):
         for completion, c in zip(group.rollout.completions, other.rollout.completions, strict=True):
             completion.versions[:] = c.versions[0]
     return list(groups)
 
 
-# ---- a run that goes on ----
+# ---- resume ----
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -256,10 +256,10 @@ def test_steps_after_the_capture_do_not_change_the_reference_that_is_written(
     assert torch.equal(torch.cat([tensors[f"reference/{name}"].flatten() for name in names]), expected)
 
 
-def test_reference_that_the_checkpoint_does_not_have_begins_at_the_policy(
+def test_reference_missing_from_the_checkpoint_starts_at_the_policy(
     make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A run that had none, and goes on with a moving average."""
+    """A run without a reference may resume with a moving average."""
     learner = make_learner({})
     step(learner, 0)
     folder = written(learner, tmp_path / "step")

@@ -1,4 +1,4 @@
-"""Whole runs in this process under every schedule; what they trained on is read back from their own files."""
+"""Whole runs in this process under every schedule, checked by the rollouts in their files."""
 
 from collections import Counter
 from pathlib import Path
@@ -37,11 +37,13 @@ SCHEDULES: dict[str, list[str]] = {
 @pytest.mark.parametrize(
     ("name", "in_flight"),
     [
-        *((name, False) for name in SCHEDULES),  # a sync waits for whoever runs: where a schedule could hang
+        *(
+            (name, False) for name in SCHEDULES
+        ),  # a sync waits for running requests, where a schedule could hang
         *((name, True) for name in ("lookahead", "oversampled-async", "dynamic-async", "everything")),
     ],
 )
-def test_every_schedule_trains_each_prompt_once_on_tokens_young_enough(
+def test_every_schedule_trains_each_prompt_once_on_recent_tokens(
     tmp_path: Path, name: str, in_flight: bool
 ) -> None:
     slow = ["generator.num_generators=2", "generator.slowdown_s=0.01", f"weight_sync.in_flight={in_flight}"]
@@ -65,7 +67,7 @@ EXACT = ("dynamic", "replay", "several-updates", "reference")
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, name: str) -> None:
-    """What a schedule keeps beside the weights is in the checkpoint: the same steps follow."""
+    """A schedule's whole state is in the checkpoint: the same steps follow."""
     options = {
         **SCHEDULES,
         "reference": ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"],

@@ -1,4 +1,4 @@
-"""The Learner's state on a disk that fills up: an OSError wherever it happens, which a run rides through."""
+"""Writing the Learner's state to a disk that fills up: always an OSError, which a run survives."""
 
 import errno
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
     model, tokenizer = load_policy(str(tiny_model())), load_tokenizer(str(tiny_model()))
     state = capture_state(model, torch.optim.AdamW(model.parameters()), {"version": 1}, {})
     (tmp_path / "training").mkdir()
-    if is_model_written:  # it fills up after the model's files, in tokenizer.json, which Rust writes
+    if is_model_written:  # the disk fills up after the model's files, in tokenizer.json, which Rust writes
         monkeypatch.setattr(model, "save_pretrained", lambda *_, **__: None)
     with file_size_limit(2000), pytest.raises(OSError, match="too large") as caught:
         write_state(state, model, tokenizer, tmp_path)

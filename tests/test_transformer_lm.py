@@ -1,4 +1,4 @@
-"""TransformerLM: its parts by hand, and the whole against transformers' LlamaForCausalLM on the same folder."""
+"""TransformerLM: its layers by hand, and the whole against LlamaForCausalLM on the same folder."""
 
 import json
 import math
@@ -18,7 +18,9 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.policy import loading
 from grpo_ray.policy.loading import load_policy
-from grpo_ray.policy.transformer_lm import RMSNorm, TransformerLM, _allowed, rotary_angles, rotate
+from grpo_ray.policy.transformer_lm import TransformerLM
+from grpo_ray.policy.transformer_lm.layers import RMSNorm, rotary_angles, rotate
+from grpo_ray.policy.transformer_lm.model import _allowed
 from grpo_ray.run.preflight import check_files
 from grpo_ray.types import TrainBatch
 
@@ -41,7 +43,7 @@ def make_config(**changes: Any) -> LlamaConfig:
 
 
 def make_model(seed: int = 0, **changes: Any) -> TransformerLM:
-    """Its weights are large enough for attention to be far from uniform, and its norms are not 1."""
+    """Make a model with weights large enough for non-uniform attention, and with norms other than 1."""
     torch.manual_seed(seed)
     model = TransformerLM(make_config(**changes))
     perturb(model, seed, scale=0.2)
@@ -59,7 +61,7 @@ def make_ids(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def largest_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     assert actual.shape == expected.shape
-    assert expected.std() > 0.5  # or any two would be close
+    assert expected.std() > 0.5  # otherwise any two would be close
     return (actual - expected).abs().max().item()
 
 
@@ -68,7 +70,7 @@ def edit_config(folder: str, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-# ---- the parts, by hand ----
+# ---- the layers, by hand ----
 
 
 @pytest.mark.parametrize(("eps", "root"), [(0.0, math.sqrt(12.5)), (3.5, 4.0)])  # mean(9, 16) is 12.5
@@ -81,7 +83,7 @@ def test_rms_norm(eps: float, root: float) -> None:
 
 
 def test_rms_norm_squares_in_float32() -> None:
-    """300^2 is beyond float16."""
+    """300^2 overflows float16."""
     norm = RMSNorm(2, 0.0).to(torch.float16)
     assert norm(torch.full((1, 2), 300.0, dtype=torch.float16)).tolist() == [[1.0, 1.0]]
 
@@ -108,11 +110,11 @@ def test_rotated_products_depend_on_the_distance_alone(m: int, n: int, shift: in
         return (turned[0] * turned[1]).sum().item()
 
     assert product(m, n) == pytest.approx(product(m + shift, n + shift), abs=1e-4)
-    assert product(m, m) == pytest.approx((q * k).sum().item(), abs=1e-4)  # and no distance is no turn
+    assert product(m, m) == pytest.approx((q * k).sum().item(), abs=1e-4)  # at distance 0 there is no rotation
 
 
 def test_attention_is_the_published_formula() -> None:
-    """softmax(q k^T / sqrt(d)) v over earlier positions, query by query; two heads share keys and values."""
+    """The formula is softmax(q k^T / sqrt(d)) v over earlier positions; two heads share keys and values."""
     attention = make_model().model.layers[0].self_attn
     x, angles = torch.randn(1, 5, 32), torch.zeros(1, 5, 4)  # no rotation: positions are tested above
     q, k, v = (p(x)[0].view(5, -1, 8) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -131,16 +133,14 @@ def test_attention_is_the_published_formula() -> None:
 @pytest.mark.parametrize(
     ("mask", "num_seen", "expected"),
     [
-        (None, 0, None),  # plainly causal: torch needs no mask
+        (None, 0, None),  # plain causality: torch needs no mask
         (None, 2, [[1, 1, 1, 0], [1, 1, 1, 1]]),
         ([0, 1, 1, 1], 2, [[0, 1, 1, 0], [0, 1, 1, 1]]),
-        ([0, 0, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),  # padding sees itself
+        ([0, 0, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),  # padding attends to itself
         ([0, 1, 1], 0, [[1, 0, 0], [0, 1, 0], [0, 1, 1]]),
     ],
 )
-def test_who_may_attend_to_whom(
-    mask: list[int] | None, num_seen: int, expected: list[list[int]] | None
-) -> None:
+def test_allowed_keys_by_hand(mask: list[int] | None, num_seen: int, expected: list[list[int]] | None) -> None:
     num_keys = 4 if mask is None else len(mask)
     attention_mask = None if mask is None else torch.tensor([mask])
     allowed = _allowed(make_ids(1, num_keys - num_seen), attention_mask, num_seen)
@@ -152,7 +152,7 @@ def test_who_may_attend_to_whom(
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TransformerLM, LlamaForCausalLM]:
-    """The same folder read by both."""
+    """One folder, loaded by both implementations."""
     path = saved(make_model(**request.param), tmp_path / "model")
     ours = load_policy(path, implementation="grpo_ray")
     assert isinstance(ours, TransformerLM)
@@ -182,7 +182,7 @@ def test_gradients_are_transformers(pair: tuple[TransformerLM, LlamaForCausalLM]
 
 
 def left_padded(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, mask and positions `[batch, longest]`; padding is token 7, which is a word like any other."""
+    """Make ids, mask and positions `[batch, longest]`; padding is token 7, an ordinary token."""
     longest = max(lengths)
     mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
     return make_ids(len(lengths), longest).where(mask == 1, 7), mask, (mask.cumsum(1) - 1).clamp_min(0)
@@ -196,7 +196,7 @@ def test_left_padding_changes_no_real_token(pair: tuple[TransformerLM, LlamaForC
         logits = ours(ids, attention_mask=mask, position_ids=positions).logits
         from_place = ours(ids, attention_mask=mask).logits  # distances between positions are the same
         other = theirs(ids, attention_mask=mask, position_ids=positions).logits
-        assert logits.isfinite().all()  # padding has nothing to attend to, which may not spread as NaN
+        assert logits.isfinite().all()  # padding has nothing to attend to; this must not spread as NaN
         for row, length in enumerate(lengths):
             alone = theirs(ids[row : row + 1, -length:]).logits[0]
             for padded in (logits, from_place, other):
@@ -241,7 +241,7 @@ def test_only_distances_between_positions_matter() -> None:
     st.booleans(),
 )
 def test_cached_steps_are_one_full_forward(lengths: list[int], steps: list[int], has_mask: bool) -> None:
-    """Prompts left-padded to one width, then steps of one or more tokens each."""
+    """Prompts are left-padded to one width; steps have one or more tokens each."""
     model = make_model()
     lengths = lengths if has_mask else [max(lengths)] * len(lengths)
     prompt, mask, _ = left_padded(lengths)
@@ -265,7 +265,7 @@ def test_cached_steps_are_one_full_forward(lengths: list[int], steps: list[int],
             assert (output.logits - full[:, start:end])[is_real].abs().max() < 1e-4
 
 
-def test_no_cache_is_kept_unless_asked_for() -> None:
+def test_no_cache_is_kept_unless_requested() -> None:
     assert make_model()(make_ids(1, 3)).past_key_values is None
 
 
@@ -296,7 +296,7 @@ def test_mask_must_cover_the_cache() -> None:
 
 
 def test_initial_weights() -> None:
-    """N(0, 0.02); o_proj and down_proj divided by sqrt(2 * 8 layers) = 4."""
+    """Weights are N(0, 0.02), divided by sqrt(2 * 8 layers) = 4 in o_proj and down_proj."""
     torch.manual_seed(5)
     model = TransformerLM(make_config(hidden_size=64, intermediate_size=128, num_hidden_layers=8))
     for name, parameter in model.named_parameters():
@@ -332,7 +332,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient() -> None:
 
 @pytest.mark.parametrize("is_autocast", [True, False])
 def test_bfloat16_is_close_to_float32(is_autocast: bool) -> None:
-    """As the Learner trains, and as the torch engine serves; angles are computed in float32 all the same."""
+    """Both autocast (Learner) and bfloat16 weights (torch engine) are tried; angles are float32 in both."""
     model, ids, positions = make_model(), make_ids(2, 16), torch.arange(3000, 3016)[None]
     with torch.no_grad():
         expected = model(ids, position_ids=positions).logits
@@ -364,7 +364,7 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tied: bool, tmp_path: Path) -> 
 
 
 def test_folders_of_transformers_load(tmp_path: Path) -> None:
-    """In several files, in bfloat16, and with the end tokens of its own generation config."""
+    """The folder has several files in bfloat16, and end tokens in its generation config."""
     theirs = LlamaForCausalLM(make_config()).to(torch.bfloat16)
     theirs.generation_config = GenerationConfig(eos_token_id=[3, 5])
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
@@ -393,7 +393,9 @@ def test_folders_of_transformers_load(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 heads for 3 key and value heads"),
     ],
 )
-def test_other_models_are_refused_by_what_they_have(values: dict[str, Any], what: str, tmp_path: Path) -> None:
+def test_other_models_are_refused_with_their_unsupported_properties(
+    values: dict[str, Any], what: str, tmp_path: Path
+) -> None:
     path = saved(make_model(), tmp_path)
     edit_config(path, **values)
     with pytest.raises(ValueError, match=r"model\.implementation: grpo_ray computes plain Llama") as caught:
@@ -403,13 +405,13 @@ def test_other_models_are_refused_by_what_they_have(values: dict[str, Any], what
 
 def test_impossible_shapes_are_refused_by_their_config(tmp_path: Path) -> None:
     path = saved(make_model(), tmp_path)
-    edit_config(path, head_dim=7)  # rotary positions turn pairs
+    edit_config(path, head_dim=7)  # rotary positions need pairs of components
     with pytest.raises(ValueError, match=r"(?s)model\.path: config\.json of .* cannot be used: .*even rotary"):
         load_policy(path, implementation="grpo_ray")
 
 
 def test_refused_before_anything_is_started(tiny_config: Config, tiny_model: Callable[..., Path]) -> None:
-    """The tiny model of transformers is a Qwen2; the one of TransformerLM passes."""
+    """The tiny model of transformers is a Qwen2 and is refused; that of TransformerLM passes."""
     for own, passes in ((False, False), (True, True)):
         model = {"path": str(tiny_model(own=own)), "tiny": None, "implementation": "grpo_ray"}
         config = changed(tiny_config, model=model)
@@ -429,7 +431,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 def test_missing_reshaped_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     path, up = saved(make_model(), tmp_path), "model.layers.1.mlp.up_proj.weight"
     change_weights(tmp_path, lambda tensors: tensors.update({up: tensors[up].T.contiguous()}))
-    with pytest.raises(ValueError, match=rf"in another shape than its config.json says: {up}; copy"):
+    with pytest.raises(ValueError, match=rf"shapes do not match its config.json: {up}; copy"):
         load_policy(path, implementation="grpo_ray")
     change_weights(tmp_path, lambda tensors: tensors.pop(up))
     with pytest.raises(ValueError, match=rf"lacks tensors, .*: {up}; copy"):
@@ -441,7 +443,7 @@ def test_missing_reshaped_and_unknown_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_redundant_tensors_are_left_alone(tmp_path: Path) -> None:
-    """The copy of tied weights, and the frequencies that old folders hold."""
+    """Such tensors are a copy of tied weights, and the rotary frequencies of early Llama checkpoints."""
     model = make_model(tie_word_embeddings=True)
     path = saved(model, tmp_path)
     more = {
@@ -484,7 +486,7 @@ def make_learner(config: Config, folder: Path, implementation: str, **changes: A
 def test_a_step_is_the_step_of_transformers(
     tiny_config: Config, tiny_model: Callable[..., Path], changes: dict[str, Any]
 ) -> None:
-    """Weights after two steps, and all that was measured, on the same batches."""
+    """Weights after two steps on the same batches and all metrics are compared."""
     folder = tiny_model(own=True)
     learners = [
         make_learner(tiny_config, folder, implementation, **changes)
@@ -506,7 +508,7 @@ def test_a_step_is_the_step_of_transformers(
         assert relative_difference(weight - initial[name], expected[name] - initial[name]) < 1e-2, name
 
 
-def test_checkpoint_goes_on_and_loads_in_transformers(
+def test_checkpoint_resumes_and_loads_in_transformers(
     tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     first = make_learner(tiny_config, tiny_model(own=True), "grpo_ray", learner={"learning_rate": 1e-2})

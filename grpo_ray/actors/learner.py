@@ -15,8 +15,7 @@ from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import StaleBatchError, oldest_allowed
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_on_device, pack_weights
-from grpo_ray.policy.cores import hold_to_cores
-from grpo_ray.policy.device import move_optimizer
+from grpo_ray.policy.device import hold_to_cores, move_optimizer
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of

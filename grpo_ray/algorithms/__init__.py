@@ -1,27 +1,26 @@
 """The algorithm as pure tensor functions: torch only, no Ray, no vLLM, no state.
 
-    rewards    ->   advantages    ->  per-token loss  -> one scalar
-    (shaping.py)    (advantages.py)   (losses.py)        (aggregation.py), the last two joined in train_step.py
+    rewards  ->  advantages  ->  loss per token  ->  one scalar
+           (advantages.py)   (losses.py)      (aggregation.py)
 
-`logprobs.py` makes the log-probabilities that go in, `correction.py` weights for tokens of a sampler that is
-not the Learner, `kl.py` the distance to a reference; `mismatch.py` compares sampler and Learner.
+`objective.py` says which loss, aggregation and further terms a run uses, and `train_step.py` joins them over
+one micro-batch. `logprobs.py` computes the log-probabilities that go in, `correction.py` the weights of tokens
+from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and between sampler and
+Learner. The names that functions choose by (`LossType`, ...) are the configuration's.
 """
 
-from grpo_ray.algorithms.advantages import AdvantageKind, compute_group_normalized_rewards, group_advantages
-from grpo_ray.algorithms.aggregation import (
-    Aggregation,
-    aggregate_loss,
-    loss_denominator,
-    masked_mean,
-    masked_normalize,
+from grpo_ray.algorithms.advantages import (
+    compute_group_normalized_rewards,
+    group_advantages,
+    overlong_penalties,
 )
+from grpo_ray.algorithms.aggregation import aggregate_loss, loss_denominator, masked_mean, masked_normalize
 from grpo_ray.algorithms.correction import (
-    Correction,
     effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
 )
-from grpo_ray.algorithms.kl import KLEstimator, kl_estimate
+from grpo_ray.algorithms.kl import kl_estimate, kl_sums, logprob_mismatch
 from grpo_ray.algorithms.logprobs import (
     compute_entropy,
     get_response_log_probs,
@@ -29,8 +28,6 @@ from grpo_ray.algorithms.logprobs import (
     tokenize_prompt_and_output,
 )
 from grpo_ray.algorithms.losses import (
-    RATIO_LOSSES,
-    LossType,
     compute_cispo_loss,
     compute_grpo_clip_loss,
     compute_gspo_loss,
@@ -38,9 +35,16 @@ from grpo_ray.algorithms.losses import (
     compute_policy_gradient_loss,
     compute_unclipped_loss,
 )
-from grpo_ray.algorithms.mismatch import logprob_mismatch
-from grpo_ray.algorithms.shaping import overlong_penalties
-from grpo_ray.algorithms.train_step import Objective, grpo_microbatch_train_step, policy_gradient_step
+from grpo_ray.algorithms.objective import Objective
+from grpo_ray.algorithms.train_step import grpo_microbatch_train_step, policy_gradient_step
+from grpo_ray.config.algorithm import (
+    RATIO_LOSSES,
+    AdvantageKind,
+    Aggregation,
+    Correction,
+    KLEstimator,
+    LossType,
+)
 
 __all__ = [
     "RATIO_LOSSES",
@@ -66,6 +70,7 @@ __all__ = [
     "grpo_microbatch_train_step",
     "importance_weights",
     "kl_estimate",
+    "kl_sums",
     "logprob_mismatch",
     "loss_denominator",
     "masked_mean",

@@ -1,13 +1,41 @@
-"""From rewards to advantages: each reward is compared with the other rewards of its own group."""
+"""From rewards to advantages: shaping of the rewards, then comparison within each group."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw"]
-Std = Literal["sample", "population"]
+from grpo_ray.config.algorithm import AdvantageKind, Std
+
+
+def overlong_penalties(lengths: Tensor, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
+    """Return the soft overlong punishment of each response, scaled by `penalty`.
+
+    (DAPO arXiv:2503.14476, Section 3.4, Eq. 13.) It is 0 up to `max_tokens - buffer_tokens` tokens, falls
+    linearly from there to `-penalty` at `max_tokens`, and stays at `-penalty` beyond. Add it to the rewards
+    before computing advantages.
+
+    Args:
+        lengths: `[G]`, response lengths in tokens.
+        max_tokens: the maximum response length (the paper's L_max).
+        buffer_tokens: the paper's L_cache; 0 turns the punishment off.
+        penalty: at least 0, in units of reward (1 in the paper).
+
+    Returns:
+        `[G]` float32, none above 0.
+
+    Raises:
+        ValueError: buffer_tokens is outside [0, max_tokens], or the penalty is negative.
+    """
+    if not 0 <= buffer_tokens <= max_tokens:
+        raise ValueError(f"buffer_tokens must be between 0 and max_tokens ({max_tokens}), got {buffer_tokens}")
+    if not penalty >= 0:
+        raise ValueError(f"penalty must be at least 0, got {penalty}")
+    lengths = lengths.float()  # exact up to 2^24 tokens
+    if buffer_tokens == 0:
+        return lengths.new_zeros(lengths.shape)
+    return penalty * ((max_tokens - buffer_tokens - lengths) / buffer_tokens).clamp(-1.0, 0.0)
 
 
 def group_advantages(
@@ -17,7 +45,7 @@ def group_advantages(
     advantage_eps: float = 1e-6,
     std: Std = "sample",
 ) -> Tensor:
-    """What each response is worth beside the others of its group.
+    """Compare each response's reward with the rewards of its group.
 
     - `mean_std`: `(r - mean) / (std + eps)`, GRPO's outcome supervision (DeepSeekMath arXiv:2402.03300,
       Section 4.1.2).
@@ -29,18 +57,19 @@ def group_advantages(
     - `raw`: `r`. Not centred.
 
     Args:
-        rewards: `[groups, G]`, floating point, one group a row.
+        rewards: `[groups, G]`, floating point, one group per row.
         kind: one of `AdvantageKind`.
         advantage_eps: added to the std, in units of reward (`mean_std`).
         std: `sample` divides the squares by G - 1, `population` by G (`mean_std`).
 
     Returns:
-        `[groups, G]`. The first three are exactly 0 throughout a group whose rewards are all equal, one of
-        size 1 included (rounding in the mean alone would leave 1e-8, and the std would blow it up).
+        `[groups, G]`. The first three kinds give exactly 0 for a group of equal rewards, including
+        a group of size 1 (rounding in the mean alone would leave 1e-8, and dividing by the std would blow it
+        up).
 
     Raises:
-        ValueError: rewards are not two-dimensional, kind or std is unknown, or `leave_one_out` is asked of
-            groups of 1.
+        ValueError: rewards are not two-dimensional, kind or std is unknown, or `leave_one_out` is applied to
+            groups of size 1.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [groups, G], got shape {tuple(rewards.shape)}")
@@ -72,18 +101,18 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Score every response and turn the rewards into advantages, group by group.
+    """Score every response and convert the rewards to advantages, group by group.
 
     Args:
-        reward_fn: `(response, ground_truth)` to a dict with `reward`, `format_reward`, `answer_reward`.
-        rollout_responses: n responses; each run of `group_size` answers the same prompt.
-        repeated_ground_truths: n ground truths, each prompt's repeated `group_size` times.
-        group_size: G, completions a prompt.
+        reward_fn: maps `(response, ground_truth)` to a dict with `reward`, `format_reward`, `answer_reward`.
+        rollout_responses: n responses; every `group_size` consecutive ones answer the same prompt.
+        repeated_ground_truths: n ground truths, that of each prompt repeated `group_size` times.
+        group_size: G, completions per prompt.
         advantage_eps: see `group_advantages`.
-        normalize_by_std: `mean_std` of `group_advantages`, else `mean`.
+        normalize_by_std: use `mean_std` of `group_advantages`, otherwise `mean`.
 
     Returns:
-        advantages `[n]`, raw rewards `[n]` (both float32), and metrics of the batch as floats.
+        Advantages `[n]`, raw rewards `[n]` (both float32), and metrics of the batch as floats.
 
     Raises:
         ValueError: the two lists differ in length, or n is not a positive multiple of `group_size`.
@@ -117,7 +146,7 @@ def compute_group_normalized_rewards(
 
 
 def _has_equal_rewards(rewards: Tensor) -> Tensor:
-    """`[groups, G]` to `[groups]` bool: every reward of the group is the same."""
+    """Return `[groups]` bool: true where all rewards `[groups, G]` of the group are the same."""
     return (rewards == rewards[:, :1]).all(dim=1)
 
 

@@ -1,19 +1,19 @@
 """From per-token values to one scalar, under a mask.
 
-Masked-out values are selected away (`torch.where`), not multiplied by 0: a NaN or inf in the padding
-reaches neither the result nor the gradient of what comes in here.
+Masked-out values are removed by selection (`torch.where`), not multiplied by 0: a NaN or inf in the padding
+reaches neither the result nor the gradient.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+from grpo_ray.config.algorithm import Aggregation
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the elements where mask is true, over `dim` or over everything.
+    """Average the elements where mask is true, over `dim` or over everything.
 
     Args:
         tensor: any shape.
@@ -21,7 +21,7 @@ def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         dim: the dimension to reduce; None reduces all.
 
     Returns:
-        The tensor's shape without `dim`. A slice whose mask is empty gives 0/0 = NaN.
+        The tensor's shape without `dim`. A slice with an empty mask gives 0/0 = NaN.
     """
     mask = mask.bool()
     return _masked_sum(tensor, mask, dim) / (mask.sum() if dim is None else mask.sum(dim))
@@ -30,10 +30,10 @@ def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_normalize(
     tensor: Tensor, mask: Tensor, dim: int | None = None, constant_normalizer: float = 1.0
 ) -> Tensor:
-    """Sum of the elements where mask is true, over `dim` or over everything, divided by a constant.
+    """Sum the elements where mask is true, over `dim` or over everything, and divide by a constant.
 
-    With the longest response allowed as the constant this is Dr. GRPO's length normalisation
-    (arXiv:2503.20783, Section 3.2): each token weighs the same in a short response and in a long one.
+    With the maximum response length as the constant this is Dr. GRPO's length normalisation
+    (arXiv:2503.20783, Section 3.2): each token has the same weight in a short response and in a long one.
 
     Args:
         tensor: any shape.
@@ -53,17 +53,17 @@ def aggregate_loss(
     """Reduce per-token losses to this micro-batch's share of the batch's loss.
 
     The denominator counts the WHOLE batch, over all micro-batches and ranks (see `loss_denominator`), never
-    what happens to be in this call. So the calls' results simply add up, and however a batch is split into
+    just the sequences in this call. Results of several calls therefore add up: however a batch is split into
     micro-batches, its summed loss and gradient stay the same.
 
     - `sequence_mean`: each response's mean, summed / sequences (GRPO, arXiv:2402.03300, Eq. 3).
     - `token_mean`: sum over tokens / tokens (DAPO, arXiv:2503.14476, Section 3.3).
-    - `constant`: sum over tokens / (sequences * longest response allowed) (Dr. GRPO, arXiv:2503.20783,
+    - `constant`: sum over tokens / (sequences * maximum response length) (Dr. GRPO, arXiv:2503.20783,
       Section 3.2).
 
     Args:
         per_token_loss: `[batch, seq]`.
-        mask: `[batch, seq]`, bool or 0/1; a row with no token contributes 0.
+        mask: `[batch, seq]`, bool or 0/1; a row without tokens contributes 0.
         aggregation: one of `Aggregation`.
         denominator: the whole batch's count.
 
@@ -85,13 +85,13 @@ def aggregate_loss(
 
 
 def loss_denominator(aggregation: Aggregation, num_sequences: int, num_tokens: int, max_tokens: int) -> float:
-    """The denominator of `aggregate_loss` for one batch.
+    """Return the denominator of `aggregate_loss` for one batch.
 
     Args:
         aggregation: one of `Aggregation`.
         num_sequences: responses in the whole batch.
         num_tokens: response tokens in the whole batch that are trained on.
-        max_tokens: the longest response allowed, in tokens.
+        max_tokens: the maximum response length in tokens.
 
     Raises:
         ValueError: the aggregation is unknown.

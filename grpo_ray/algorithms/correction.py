@@ -1,17 +1,16 @@
-"""Weights for tokens that another distribution sampled than the one being trained.
+"""Importance weights: correction for tokens sampled from another distribution than the one being trained.
 
-The ratio is `exp(learner - behaviour)`, its log clamped to [-20, 20]. "Behaviour" is what the sampler assigned
-to the tokens; tokens for which it assigned nothing finite have no ratio.
+The ratio is `exp(learner - behaviour)` of log-probabilities, its log clamped to [-20, 20]. Behaviour logprobs
+are those that the sampler assigned; tokens without a finite one have no ratio.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.ratios import clamped_exp
-
-Correction = Literal["none", "truncate_token", "truncate_sequence", "mask_band"]
+from grpo_ray.algorithms.logprobs import clamped_exp
+from grpo_ray.config.algorithm import Correction
 
 
 @torch.no_grad()
@@ -23,13 +22,13 @@ def importance_weights(
     cap: float,
     band: tuple[float, float],
 ) -> Tensor:
-    """What each token's loss is multiplied by to make up for the sampler's distribution.
+    """Return the factors of the token losses that correct for the sampler's distribution.
 
     - `none`: 1 at every token, masked or not.
     - `truncate_token`: `min(ratio, cap)` (truncated importance sampling, Ionides 2008; between sampler and
       Learner: Yao, Liu et al. 2025, fengyao.notion.site/off-policy-rl).
-    - `truncate_sequence`: `min(product of the response's ratios, cap)`, the same at each of its tokens.
-    - `mask_band`: the ratio where it is within the band, bounds included, else 0 (IcePop, Ring-1T
+    - `truncate_sequence`: `min(product of the response's ratios, cap)`, the same for all of its tokens.
+    - `mask_band`: the ratio if it is within the band, bounds included, else 0 (IcePop, Ring-1T
       arXiv:2510.18855).
 
     Args:
@@ -41,8 +40,8 @@ def importance_weights(
         band: (low, high) of `mask_band`.
 
     Returns:
-        `[batch, seq]`, without gradient. But for `none`, 0 at tokens outside the mask or without a finite
-        behaviour logprob; a response's product leaves them out.
+        `[batch, seq]`, without gradient. Except for `none`, it is 0 at tokens outside the mask or without a
+        finite behaviour logprob, and a response's product excludes such tokens.
 
     Raises:
         ValueError: the correction is unknown.
@@ -66,11 +65,11 @@ def importance_weights(
 def effective_sample_sums(
     learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Sums over the tokens' ratios, to be added up over micro-batches for `effective_sample_fraction`.
+    """Return sums over the tokens' ratios; added up over micro-batches, they go to `effective_sample_fraction`.
 
     Args:
         learner_log_probs: `[batch, seq]`, nats.
-        behaviour_log_probs: `[batch, seq]`, nats; tokens where it is not finite are left out.
+        behaviour_log_probs: `[batch, seq]`, nats; tokens where it is not finite are excluded.
         mask: `[batch, seq]`, bool or 0/1.
 
     Returns:
@@ -87,7 +86,7 @@ def effective_sample_sums(
 
 
 def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_weights: float) -> float:
-    """Kish's effective sample size over the sample size, `(sum w)^2 / (n * sum w^2)` (Kish 1965).
+    """Return Kish's effective sample size divided by the sample size, `(sum w)^2 / (n * sum w^2)` (Kish 1965).
 
     Args:
         weight_sum: sum of the weights.
@@ -95,7 +94,7 @@ def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_w
         num_weights: n.
 
     Returns:
-        1 / n to 1; 1 if all weights are equal, or there are none.
+        From 1 / n to 1; 1 if all weights are equal, or there are none.
     """
     if num_weights == 0:
         return 1.0
@@ -103,6 +102,6 @@ def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_w
 
 
 def _log_ratio(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """`[batch, seq]` log ratios, 0 where there is none, and the mask of where there is one."""
+    """Return log ratios `[batch, seq]`, 0 where a token has none, and the mask of tokens that have one."""
     mask = mask.bool() & behaviour_log_probs.isfinite()
     return (learner_log_probs - behaviour_log_probs).masked_fill(~mask, 0.0), mask

@@ -1,32 +1,32 @@
-"""How far the policy is from a reference, estimated from the policy's own tokens."""
+"""Distances between two distributions, estimated from their log-probabilities of sampled tokens."""
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.ratios import MAX_LOG_RATIO
-
-KLEstimator = Literal["k1", "k2", "k3"]
+from grpo_ray.algorithms.logprobs import MAX_LOG_RATIO, check_shape
+from grpo_ray.config.algorithm import KLEstimator
 
 
 def kl_estimate(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Schulman's estimates of KL(policy || reference) at tokens that the policy sampled, in nats.
+    """Estimate KL(policy || reference) at tokens that the policy sampled, in nats, by Schulman's estimators.
 
     ("Approximating KL divergence", joschu.net/blog/kl-approx.html.) With `d = log reference - log policy`:
 
-    - `k1 = -d`: unbiased, of either sign, of large variance.
+    - `k1 = -d`: unbiased, of either sign, with large variance.
     - `k2 = d^2 / 2`: biased, never negative; close to the KL while the two are close.
-    - `k3 = exp(d) - d - 1`: unbiased and never negative. GRPO's (arXiv:2402.03300, Eq. 4).
+    - `k3 = exp(d) - d - 1`: unbiased and never negative. Used by GRPO (arXiv:2402.03300, Eq. 4).
 
-    As a term of the loss what counts is the gradient, over samples that are held fixed. In expectation over
-    the policy it is, for k1, `E[grad log policy] = 0`: no pull at all, only noise. For k2 it is
+    For a term of the loss, what matters is the gradient, with the samples held fixed. In expectation over the
+    policy it is, for k1, `E[grad log policy] = 0`: no pull at all, only noise. For k2 it is
     `E[-d * grad log policy]`, the gradient of KL(policy || reference) itself. For k3 it is
-    `E[(1 - exp(d)) * grad log policy]`, the gradient of the other direction, KL(reference || policy), which
-    agrees with k2's to first order in d.
+    `E[(1 - exp(d)) * grad log policy]`, the gradient of the reverse divergence, KL(reference || policy), which
+    agrees with that of k2 to first order in d.
 
-    `d` is clamped to at most 20 in k3, as a whole, where exp would overflow: the value stays at exp(20) - 21
-    and the gradient is 0. (In the exp alone, the rest would push the policy away from the reference.)
+    In k3 `d` is clamped to at most 20, where exp would overflow, in both terms: the value stays at exp(20) - 21
+    and the gradient is 0. (Clamping inside the exp only, the other term would push the policy away from the
+    reference.)
 
     Args:
         policy_log_probs: `[batch, seq]`, differentiated.
@@ -39,11 +39,7 @@ def kl_estimate(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator
     Raises:
         ValueError: the estimator is unknown, or the shapes differ.
     """
-    if reference_log_probs.shape != policy_log_probs.shape:
-        raise ValueError(
-            f"reference_log_probs has shape {tuple(reference_log_probs.shape)}, "
-            f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
-        )
+    check_shape("reference_log_probs", reference_log_probs, policy_log_probs)
     log_ratio = reference_log_probs.detach() - policy_log_probs
     if estimator == "k1":
         return -log_ratio
@@ -53,3 +49,54 @@ def kl_estimate(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator
         log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown KL estimator {estimator!r}; allowed: {', '.join(get_args(KLEstimator))}")
+
+
+@torch.no_grad()
+def kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sum the k1 and k3 estimates over the tokens of a micro-batch, to measure the distance to a reference.
+
+    Args:
+        policy_log_probs: `[batch, seq]`, nats.
+        reference_log_probs: `[batch, seq]`, nats.
+        mask: `[batch, seq]`, bool or 0/1.
+
+    Returns:
+        Scalars `kl_k1_sum` and `kl_k3_sum` (nats, float64), to sum over micro-batches.
+    """
+    outside = ~mask.bool()
+    policy = policy_log_probs.double().masked_fill(outside, 0.0)
+    reference = reference_log_probs.double().masked_fill(outside, 0.0)
+    return {
+        "kl_k1_sum": kl_estimate(policy, reference, "k1").sum(),
+        "kl_k3_sum": kl_estimate(policy, reference, "k3").sum(),
+    }
+
+
+@torch.no_grad()
+def logprob_mismatch(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Measure how far the sampler's log-probabilities are from the Learner's for the same tokens.
+
+    The results accumulate over micro-batches: add the sums, take the larger maximum. The KL is Schulman's k3
+    (see `kl_estimate`), here an unbiased and never negative estimate of KL(behaviour || learner) from the
+    behaviour policy's own samples: `r - 1 - log r` with `log r = learner - behaviour`. It is a small difference
+    of large numbers, so everything is in float64.
+
+    Args:
+        learner_log_probs: `[batch, seq]`, nats. To measure the numerical difference of the engines alone, they
+            must come from the weights that sampled the tokens.
+        behaviour_log_probs: `[batch, seq]`, nats; tokens where it is not finite are excluded.
+        mask: `[batch, seq]`, bool or 0/1.
+
+    Returns:
+        Scalars: `kl_sum`, `abs_diff_sum` and `abs_diff_max` (nats, float64; 0 without tokens), and `num_tokens`
+        (int64), by which the caller divides the sums.
+    """
+    mask = mask.bool() & behaviour_log_probs.isfinite()
+    log_ratio = (learner_log_probs.double() - behaviour_log_probs.double()).masked_fill(~mask, 0.0)
+    abs_diff = log_ratio.abs()
+    return {
+        "kl_sum": (torch.expm1(log_ratio) - log_ratio).sum(),
+        "abs_diff_sum": abs_diff.sum(),
+        "abs_diff_max": abs_diff.max(),
+        "num_tokens": mask.sum(),
+    }

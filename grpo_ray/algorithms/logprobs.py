@@ -1,4 +1,4 @@
-"""From text to labels, and from logits to log-probabilities and entropies (all in nats)."""
+"""From text to labels, and from logits to log-probabilities, entropies and ratios (all logs are natural)."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,31 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, and finite in float32 and bfloat16
+
+
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """Return `exp` of log ratios clamped to [-20, 20]; beyond that the gradient is 0. NaN stays NaN."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def check_shape(name: str, tensor: Tensor, policy_log_probs: Tensor) -> None:
+    """Refuse a tensor with another shape than the policy's log-probabilities."""
+    if tensor.shape != policy_log_probs.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, "
+            f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
+        )
+
 
 def compute_entropy(logits: Tensor) -> Tensor:
-    """Entropy of each next-token distribution, `H = -sum p log p`, in nats.
+    """Compute the entropy of each next-token distribution, `H = -sum p log p`, in nats.
 
     Args:
-        logits: `[..., vocab]`, unnormalised; -inf is a token of probability 0.
+        logits: `[..., vocab]`, unnormalised; -inf means probability 0.
 
     Returns:
-        `[...]`, in float32 for half-precision logits.
+        `[...]`, float32 for half-precision logits.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_probs = logits - logits.logsumexp(dim=-1, keepdim=True)
@@ -27,14 +43,14 @@ def compute_entropy(logits: Tensor) -> Tensor:
 
 
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each label under `softmax(logits / temperature)`.
+    """Return the log-probability of each label under `softmax(logits / temperature)`.
 
-    No `[batch, seq, vocab]` tensor is kept for the backward pass, which makes one: the gradient.
+    Beyond the logits no `[batch, seq, vocab]` tensor is kept; the backward pass allocates one, the gradient.
 
     Args:
         logits: `[batch, seq, vocab]`, of any float dtype.
         labels: `[batch, seq]`, token ids.
-        temperature: the sampler's, above 0.
+        temperature: that of the sampler, above 0.
 
     Returns:
         `[batch, seq]` float32.
@@ -47,14 +63,14 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0) ->
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    log_probs: Tensor = _LabelLogProbs.apply(logits, labels)
-    return log_probs
+    return _label_log_probs(logits, labels)
 
 
 class _LabelLogProbs(torch.autograd.Function):
-    """Gather minus logsumexp; its gradient is one-hot minus softmax.
+    """Gather minus logsumexp; the gradient is one-hot minus softmax.
 
-    By hand, because autograd's backward pass takes twice as long and makes two more tensors of this size.
+    Written by hand because autograd's backward pass takes twice as long and allocates two more tensors of this
+    size.
     """
 
     @staticmethod
@@ -73,26 +89,30 @@ class _LabelLogProbs(torch.autograd.Function):
         return logits_grad.scatter_add_(-1, labels, grad), None
 
 
+_label_log_probs: Callable[[Tensor, Tensor], Tensor] = _LabelLogProbs.apply
+
+
 def get_response_log_probs(
     model: "PreTrainedModel | Callable[..., Any]",
     input_ids: Tensor,
     labels: Tensor,
     return_token_entropy: bool,
 ) -> dict[str, Tensor]:
-    """Log-probability the model gives each label, and on request the entropy at each position.
+    """Return the log-probability that the model assigns to each label, and optionally the entropy there.
 
-    No attention mask is needed: with padding on the right, a causal model's real tokens never see it.
+    No attention mask is needed: with padding on the right, the real tokens of a causal model never attend to
+    it.
 
     Args:
         model: a transformers model, or any callable from `[batch, seq]` ids to logits
             `[batch, seq, vocab]` (or to an object with `.logits`).
         input_ids: `[batch, seq]`, right-padded.
-        labels: `[batch, seq]`, the ids that follow.
-        return_token_entropy: add `token_entropy`; it is for logging and carries no gradient.
+        labels: `[batch, seq]`, the next token ids.
+        return_token_entropy: add `token_entropy`, which is for logging and has no gradient.
 
     Returns:
-        `log_probs` `[batch, seq]` float32 and, if asked for, `token_entropy` `[batch, seq]`. Prompt and
-        padding positions are included; mask them out.
+        `log_probs` `[batch, seq]` float32 and, if requested, `token_entropy` `[batch, seq]`. Prompt and padding
+        positions are included; mask them out.
     """
     output = model(input_ids, use_cache=False) if _is_transformers_model(model) else model(input_ids)
     logits = output.logits if hasattr(output, "logits") else output
@@ -106,27 +126,27 @@ def get_response_log_probs(
 def tokenize_prompt_and_output(
     prompts: Sequence[str], outputs: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Tensor]:
-    """Tokenise prompts and outputs apart, join each pair, pad on the right and shift by one.
+    """Tokenise prompts and outputs separately, join each pair, pad on the right and shift by one.
 
-    Apart, and without special tokens, so that no token straddles the border between the two. Padding is the
-    pad token, else the end token, else id 0: the mask never covers it.
+    They are tokenised separately and without special tokens, so that no token straddles the border. Padding is
+    the pad token, else the end token, else id 0; the mask never covers it.
 
     Args:
-        prompts: batch strings.
-        outputs: batch strings.
+        prompts: the batch's prompts.
+        outputs: the batch's outputs, one per prompt.
         tokenizer: needs `encode(text, add_special_tokens=False)`, `pad_token_id` and `eos_token_id`.
 
     Returns:
-        With L the longest prompt and output together, each `[batch, L - 1]`: `input_ids` (all but the last
-        column), `labels` (all but the first) and `response_mask` (bool, true where the label is a token of
+        With L the length of the longest prompt plus output, each `[batch, L - 1]`: `input_ids` (all but the
+        last column), `labels` (all but the first) and `response_mask` (bool, true where the label is a token of
         the output).
 
     Raises:
-        ValueError: there are no prompts, or not as many outputs.
+        ValueError: there are no prompts, or the number of outputs differs.
     """
     if not prompts or len(prompts) != len(outputs):
         raise ValueError(
-            f"{len(prompts)} prompts and {len(outputs)} outputs; give one or more, one output each"
+            f"{len(prompts)} prompts and {len(outputs)} outputs; give at least one, and one output per prompt"
         )
     prompt_ids = [tokenizer.encode(text, add_special_tokens=False) for text in prompts]
     output_ids = [tokenizer.encode(text, add_special_tokens=False) for text in outputs]
@@ -145,6 +165,6 @@ def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def _is_transformers_model(model: object) -> bool:
-    from transformers import PreTrainedModel  # here, so that importing the algorithms stays quick
+    from transformers import PreTrainedModel  # imported here to keep importing the algorithms fast
 
     return isinstance(model, PreTrainedModel)

@@ -5,28 +5,29 @@ All log-probabilities are natural logs.
 
 The ratio losses compare with old log-probabilities, `ratio = pi / pi_old`. They clamp the log ratio to
 [-20, 20] before exp, so that no token can overflow; beyond that the ratio has no gradient. Each returns its
-loss and, without gradient: `clipped` (`[batch, seq]` bool), `clip_fraction` (scalar, the mean of `clipped` over
-all tokens, padding included) and `ratio` (`[batch, seq]`). Each raises ValueError if advantages are not a
-`[batch, 1]` column or old_log_probs have another shape than policy_log_probs.
+loss and details without gradient: `clipped` (`[batch, seq]` bool), `clip_fraction` (scalar, the mean of
+`clipped` over all tokens, padding included) and `ratio` (`[batch, seq]`). Each raises ValueError if advantages
+are not a `[batch, 1]` column or the shapes of old_log_probs and policy_log_probs differ.
 """
 
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, assert_never, get_args
 
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.ratios import clamped_exp
+from grpo_ray.algorithms.logprobs import check_shape, clamped_exp
+from grpo_ray.config.algorithm import LossType
 
 T = TypeVar("T")
-LossType = Literal["no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo"]
-RATIO_LOSSES: tuple[LossType, ...] = ("unclipped", "grpo_clip", "gspo", "cispo")
 
 
 def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
-    """REINFORCE: `-A * log pi` at every token (Williams 1992; DeepSeekMath arXiv:2402.03300, Appendix A.1).
+    """Compute REINFORCE: `-A * log pi` at every token.
+
+    (Williams 1992; DeepSeekMath arXiv:2402.03300, Appendix A.1.)
 
     Args:
-        raw_rewards_or_advantages: `[batch, 1]`, one scalar a response.
+        raw_rewards_or_advantages: `[batch, 1]`, one scalar per response.
         policy_log_probs: `[batch, seq]`.
 
     Returns:
@@ -42,7 +43,7 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
 def compute_unclipped_loss(
     advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
+    """Compute the importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
 
     Args:
         advantages: `[batch, 1]`.
@@ -50,7 +51,7 @@ def compute_unclipped_loss(
         old_log_probs: `[batch, seq]`, never differentiated.
 
     Returns:
-        The loss `[batch, seq]` and its details (see the module); `clipped` is false throughout.
+        The loss `[batch, seq]` and its details (see the module); `clipped` is false everywhere.
     """
     _check_column("advantages", advantages, policy_log_probs)
     ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
@@ -65,24 +66,24 @@ def compute_grpo_clip_loss(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
+    """Compute GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
 
-    PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with a group's advantages, which is GRPO's objective
-    (arXiv:2402.03300, Eq. 3) at one token, without its KL term. Another bound above is DAPO's clip-higher
-    (arXiv:2503.14476, Section 3.1, Eq. 10). The dual clip (Ye et al. arXiv:1912.09729) bounds what is to be
-    maximised below by `dual_clip * A` where A < 0, which PPO leaves without bound as the ratio grows.
+    This is PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with group advantages: GRPO's objective
+    (arXiv:2402.03300, Eq. 3) at one token, without its KL term. A separate upper bound is DAPO's clip-higher
+    (arXiv:2503.14476, Section 3.1, Eq. 10). The dual clip (Ye et al. arXiv:1912.09729) bounds the objective
+    from below by `dual_clip * A` where A < 0; in PPO it is unbounded there as the ratio grows.
 
     Args:
         advantages: `[batch, 1]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
-        cliprange: low, and high too unless it is given.
+        cliprange: low, and also high unless `cliprange_high` is given.
         cliprange_high: high.
-        dual_clip: above 1; None is no such bound.
+        dual_clip: above 1; None disables it.
 
     Returns:
-        The loss `[batch, seq]` and its details (see the module); `clipped` where a bound holds strictly, so
-        that the token has no gradient.
+        The loss `[batch, seq]` and its details (see the module); `clipped` is true where a bound takes effect,
+        so that the token has no gradient.
 
     Raises:
         ValueError: see the module; or dual_clip is not above 1.
@@ -107,30 +108,29 @@ def compute_gspo_loss(
     cliprange: float,
     cliprange_high: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO: GRPO-Clip on one ratio a response, `exp(mean over its tokens of log(pi / pi_old))`.
+    """Compute GSPO: GRPO-Clip with one ratio per response, `exp(mean over its tokens of log(pi / pi_old))`.
 
-    Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio is that of the whole response's
-    likelihoods, to the power 1 / length. Each token holds the response's value, so that `sequence_mean` gives
-    the paper's objective.
+    Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio of the whole response's
+    likelihoods to the power 1 / length. Each token has its response's value, so that `sequence_mean` gives the
+    paper's objective.
 
     Args:
         advantages: `[batch, 1]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
-        response_mask: `[batch, seq]`, bool or 0/1: the tokens that the mean is over. A row with none has
-            ratio 1.
-        cliprange: low, and high too unless it is given; the paper's are 3e-4 and 4e-4.
+        response_mask: `[batch, seq]`, bool or 0/1: the tokens to average over. A row without any has ratio 1.
+        cliprange: low, and also high unless `cliprange_high` is given; the paper uses 3e-4 and 4e-4.
         cliprange_high: high.
 
     Returns:
-        The loss `[batch, seq]` and its details (see the module), each the same along a row; `clipped` where
-        the response has no gradient.
+        The loss `[batch, seq]` and its details (see the module), constant along each row; `clipped` is true
+        where the response has no gradient.
 
     Raises:
-        ValueError: see the module; or response_mask has another shape.
+        ValueError: see the module; or the shape of response_mask differs.
     """
     _check_column("advantages", advantages, policy_log_probs)
-    _check_shape("response_mask", response_mask, policy_log_probs)
+    check_shape("response_mask", response_mask, policy_log_probs)
     mask = response_mask.bool()
     log_ratio = _log_ratio(policy_log_probs, old_log_probs)
     total = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).sum(dim=1, keepdim=True)
@@ -146,20 +146,21 @@ def compute_cispo_loss(
     cliprange: float,
     cliprange_high: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO: `-stopgrad(clip(ratio, 1 - low, 1 + high)) * A * log pi`.
+    """Compute CISPO: `-stopgrad(clip(ratio, 1 - low, 1 + high)) * A * log pi`.
 
-    MiniMax-M1 (arXiv:2506.13585, Eq. 4-5): REINFORCE under a clipped importance weight. The clip bounds a
-    token's weight and never takes its gradient away.
+    MiniMax-M1 (arXiv:2506.13585, Eq. 4-5): REINFORCE with a clipped importance weight. The clip bounds a
+    token's weight, and every token keeps its gradient.
 
     Args:
         advantages: `[batch, 1]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
-        cliprange: low, and high too unless it is given; from 1 on there is no lower bound.
+        cliprange: low, and also high unless `cliprange_high` is given; from 1 on there is no lower bound.
         cliprange_high: high.
 
     Returns:
-        The loss `[batch, seq]` and its details (see the module); `clipped` where the clip changed the weight.
+        The loss `[batch, seq]` and its details (see the module); `clipped` is true where the clip changed the
+        weight.
     """
     _check_column("advantages", advantages, policy_log_probs)
     ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs).detach())
@@ -178,10 +179,10 @@ def compute_policy_gradient_loss(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The per-token loss named by `loss_type`, from the arguments which that loss needs.
+    """Compute the per-token loss named by `loss_type` from the arguments that it needs, ignoring the others.
 
-    `no_baseline` needs raw_rewards and the others advantages; the ratio losses old_log_probs; those of them
-    that clip cliprange; and `gspo` response_mask. What a loss does not need is ignored.
+    `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs,
+    those that clip a cliprange, and `gspo` response_mask.
 
     Args:
         policy_log_probs: `[batch, seq]`.
@@ -189,13 +190,13 @@ def compute_policy_gradient_loss(
         raw_rewards: `[batch, 1]`.
         advantages: `[batch, 1]`.
         old_log_probs: `[batch, seq]`.
-        cliprange: eps below, and above too unless cliprange_high is given.
+        cliprange: low, and also high unless `cliprange_high` is given.
         response_mask: `[batch, seq]`.
-        cliprange_high: eps above.
+        cliprange_high: high.
         dual_clip: see `compute_grpo_clip_loss`.
 
     Returns:
-        The loss `[batch, seq]` and its details (see the module; empty but for the ratio losses).
+        The loss `[batch, seq]` and its details (see the module; empty except for the ratio losses).
 
     Raises:
         ValueError: an argument that the loss needs is missing, or the loss type is unknown.
@@ -216,12 +217,14 @@ def compute_policy_gradient_loss(
         return compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, low, high, dual_clip)
     if loss_type == "cispo":
         return compute_cispo_loss(advantages, policy_log_probs, old_log_probs, low, high)
-    mask = _required("response_mask", response_mask, loss_type)
-    return compute_gspo_loss(advantages, policy_log_probs, old_log_probs, mask, low, high)
+    if loss_type == "gspo":
+        mask = _required("response_mask", response_mask, loss_type)
+        return compute_gspo_loss(advantages, policy_log_probs, old_log_probs, mask, low, high)
+    assert_never(loss_type)
 
 
 def _log_ratio(policy_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    _check_shape("old_log_probs", old_log_probs, policy_log_probs)
+    check_shape("old_log_probs", old_log_probs, policy_log_probs)
     return policy_log_probs - old_log_probs.detach()
 
 
@@ -232,7 +235,7 @@ def _clip(ratio: Tensor, cliprange: float, cliprange_high: float | None) -> Tens
 def _clipped_surrogate(
     ratio: Tensor, advantages: Tensor, cliprange: float, cliprange_high: float | None
 ) -> tuple[Tensor, Tensor]:
-    """What is to be maximised, and where the clipped branch is strictly the smaller."""
+    """Return the objective, and where the clipped branch is strictly the smaller."""
     unclipped, clipped = ratio * advantages, _clip(ratio, cliprange, cliprange_high) * advantages
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
@@ -248,16 +251,8 @@ def _required(name: str, value: T | None, loss_type: str) -> T:
 
 
 def _check_column(name: str, column: Tensor, policy_log_probs: Tensor) -> None:
-    """A `[batch]` vector would broadcast along the wrong axis whenever batch == seq, so refuse it."""
+    """Refuse a `[batch]` vector: it would broadcast along the wrong axis whenever batch == seq."""
     if column.shape != (policy_log_probs.shape[0], 1):
         raise ValueError(
             f"{name} must be [batch, 1] = [{policy_log_probs.shape[0]}, 1], got {list(column.shape)}"
-        )
-
-
-def _check_shape(name: str, tensor: Tensor, policy_log_probs: Tensor) -> None:
-    if tensor.shape != policy_log_probs.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, "
-            f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
         )

@@ -1,34 +1,13 @@
-"""One micro-batch: per-token loss, mask, scalar. The Learner and the public function share one core."""
-
-from dataclasses import dataclass
+"""From one micro-batch to its scalar loss: the Learner's function, and the handout's, which calls it."""
 
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.aggregation import Aggregation, aggregate_loss
-from grpo_ray.algorithms.kl import KLEstimator, kl_estimate
-from grpo_ray.algorithms.losses import RATIO_LOSSES, LossType, compute_policy_gradient_loss
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What the policy is trained on: everything of the loss but the data."""
-
-    loss_type: LossType
-    aggregation: Aggregation
-    cliprange: float | None = 0.2
-    """Eps below, and above too unless `cliprange_high` is given; None for losses that do not clip."""
-    cliprange_high: float | None = None
-    dual_clip: float | None = None
-    kl_coefficient: float = 0.0
-    """Weight of `kl_estimator`, in the loss per nat; 0 only measures."""
-    kl_estimator: KLEstimator = "k3"
-    entropy_bonus: float = 0.0
-    """Weight of the entropy, in the objective per nat."""
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        return self.loss_type in RATIO_LOSSES
+from grpo_ray.algorithms.aggregation import aggregate_loss
+from grpo_ray.algorithms.kl import kl_estimate, kl_sums
+from grpo_ray.algorithms.logprobs import check_shape
+from grpo_ray.algorithms.objective import Objective
+from grpo_ray.config.algorithm import LossType
 
 
 def policy_gradient_step(
@@ -43,59 +22,50 @@ def policy_gradient_step(
     reference_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the batch's loss; the caller calls `backward()`.
+    """Compute a micro-batch's share of the batch's loss; the caller runs the backward pass.
 
-    Per token `weight * loss + kl_coefficient * KL - entropy_bonus * entropy`, aggregated under the mask. The
-    ratio losses drop every token whose old logprob is not finite: it leaves the sum and the count, of all
-    three terms. Neither such tokens nor those outside the mask get a gradient, whatever value any of the
-    inputs holds there. A weight of 0 does not drop a token: it stays in the count.
+    Per token the loss is `weight * loss + kl_coefficient * KL - entropy_bonus * entropy`, aggregated under the
+    mask. The ratio losses exclude every token without a finite old logprob from the sum and the count of all
+    three terms. Neither such tokens nor those outside the mask get a gradient, whatever values the inputs hold
+    there. A weight of 0 does not exclude a token: it stays in the count.
 
     Args:
         policy_log_probs: `[batch, seq]`, differentiated.
-        response_mask: `[batch, seq]`, bool or 0/1, true where the token is the response's.
-        objective: the loss, its aggregation and its further terms.
+        response_mask: `[batch, seq]`, bool or 0/1, true where the token belongs to the response.
+        objective: the loss, its aggregation and the terms added to it.
         denominator: the WHOLE batch's count (`loss_denominator`); for `token_mean`, of the tokens that
             are kept.
         advantages: `[batch, 1]`; for `no_baseline` the raw rewards.
         old_log_probs: `[batch, seq]`, for the ratio losses; others ignore it.
-        weights: `[batch, seq]`, of the policy-gradient term only; never differentiated (`importance_weights`).
+        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated (`importance_weights`).
         reference_log_probs: `[batch, seq]`, nats; never differentiated.
         entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus.
 
     Returns:
-        The scalar loss, and scalar tensors without gradient, to be summed over micro-batches: `num_tokens`
-        (kept by mask and old logprobs); for the ratio losses `num_clipped` of them; and with
-        reference_log_probs `kl_k1_sum` and `kl_k3_sum` over them (nats, float64).
+        The scalar loss, and scalar tensors without gradient to sum over micro-batches: `num_tokens` (kept by
+        mask and old logprobs); for the ratio losses `num_clipped` of them; and with reference_log_probs
+        `kl_k1_sum` and `kl_k3_sum` over them (nats, float64).
 
     Raises:
-        ValueError: an argument that the objective needs is missing or has another shape than it should; see
-            also `compute_policy_gradient_loss`, `kl_estimate` and `aggregate_loss`.
+        ValueError: an argument that the objective needs is missing, or a shape differs; see also
+            `compute_policy_gradient_loss`, `kl_estimate` and `aggregate_loss`.
     """
-    _check_shapes(
-        policy_log_probs,
-        response_mask=response_mask,
-        old_log_probs=old_log_probs,
-        weights=weights,
-        reference_log_probs=reference_log_probs,
-        entropy=entropy,
-    )
+    for name, tensor in (
+        ("response_mask", response_mask),
+        ("old_log_probs", old_log_probs),
+        ("weights", weights),
+        ("reference_log_probs", reference_log_probs),
+        ("entropy", entropy),
+    ):
+        if tensor is not None:
+            check_shape(name, tensor, policy_log_probs)
     mask = response_mask.bool()
     if objective.needs_old_log_probs and old_log_probs is not None:
         mask = mask & old_log_probs.isfinite()
         old_log_probs = old_log_probs.masked_fill(~mask, 0.0)
-    # Filled before the loss too: in exp's backward pass even a zero gradient times NaN would be NaN.
+    # Filled before the loss as well: in the backward pass of exp even a zero gradient times NaN would be NaN.
     policy_log_probs = policy_log_probs.masked_fill(~mask, 0.0)
-    per_token_loss, details = compute_policy_gradient_loss(
-        policy_log_probs,
-        objective.loss_type,
-        raw_rewards=advantages,
-        advantages=advantages,
-        old_log_probs=old_log_probs,
-        cliprange=objective.cliprange,
-        response_mask=mask,
-        cliprange_high=objective.cliprange_high,
-        dual_clip=objective.dual_clip,
-    )
+    per_token_loss, details = objective.policy_gradient_loss(policy_log_probs, mask, advantages, old_log_probs)
     if weights is not None:
         per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
     sums = {"num_tokens": mask.sum()}
@@ -103,7 +73,7 @@ def policy_gradient_step(
         sums["num_clipped"] = (details["clipped"] & mask).sum()
     if reference_log_probs is not None:
         reference_log_probs = reference_log_probs.masked_fill(~mask, 0.0)
-        sums |= _kl_sums(policy_log_probs, reference_log_probs)
+        sums |= kl_sums(policy_log_probs, reference_log_probs, mask)
     if objective.kl_coefficient:
         if reference_log_probs is None:
             raise ValueError(f"kl_coefficient {objective.kl_coefficient} needs reference_log_probs")
@@ -114,15 +84,6 @@ def policy_gradient_step(
             raise ValueError(f"entropy_bonus {objective.entropy_bonus} needs entropy")
         per_token_loss = per_token_loss - objective.entropy_bonus * entropy
     return aggregate_loss(per_token_loss, mask, objective.aggregation, denominator), sums
-
-
-def _check_shapes(policy_log_probs: Tensor, **per_token: Tensor | None) -> None:
-    for name, tensor in per_token.items():
-        if tensor is not None and tensor.shape != policy_log_probs.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, "
-                f"policy_log_probs {tuple(policy_log_probs.shape)}; they must be the same"
-            )
 
 
 def grpo_microbatch_train_step(
@@ -137,9 +98,9 @@ def grpo_microbatch_train_step(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and `backward()` of one of `gradient_accumulation_steps` micro-batches of equal size.
+    """Compute and backpropagate the loss of one of `gradient_accumulation_steps` micro-batches of equal size.
 
-    The loss is each response's masked mean, averaged over the micro-batch, divided by the number of
+    The loss is each response's masked mean, averaged over the micro-batch and divided by the number of
     micro-batches. It is `policy_gradient_step` with `sequence_mean`; the arguments are those of
     `compute_policy_gradient_loss`.
 
@@ -159,15 +120,5 @@ def grpo_microbatch_train_step(
         advantages=raw_rewards if loss_type == "no_baseline" else advantages,
         old_log_probs=old_log_probs,
     )
-    loss.backward()
+    torch.autograd.backward(loss)
     return loss.detach(), sums
-
-
-@torch.no_grad()
-def _kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Tensor]:
-    """Of log-probabilities that are 0 in both outside the mask, so add nothing there."""
-    policy, reference = policy_log_probs.double(), reference_log_probs.double()
-    return {
-        "kl_k1_sum": kl_estimate(policy, reference, "k1").sum(),
-        "kl_k3_sum": kl_estimate(policy, reference, "k3").sum(),
-    }

@@ -1,23 +1,16 @@
-"""The configuration: a tree of frozen pydantic models, read from YAML, changed by dotted overrides.
+"""The configuration: a tree of frozen pydantic models, read from YAML and changed by dotted overrides.
 
-The defaults are the course handout's, for real models; `configs/` holds one YAML per use case.
+`config.py` is the whole tree, with the checks across sections; the sections stand in one file per concern.
+`loading.py` reads files, and `schema.py` tells error messages what the tree allows.
 """
 
-from grpo_ray.config.config import (
-    MAX_PROFILED_STEPS,
-    CheckpointConfig,
-    Config,
-    EvaluationConfig,
-    GeneratorConfig,
-    LearnerConfig,
-    RecoveryConfig,
-    RunConfig,
-    SamplingConfig,
-    ScorerConfig,
-)
+from grpo_ray.config.config import Config
+from grpo_ray.config.learner import LearnerConfig
+from grpo_ray.config.reward import ScorerConfig
+from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConfig, RunConfig
+from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 
 __all__ = [
-    "MAX_PROFILED_STEPS",
     "CheckpointConfig",
     "Config",
     "EvaluationConfig",

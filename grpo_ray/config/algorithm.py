@@ -1,4 +1,7 @@
-"""The configuration of the algorithm: what a reward is worth, and what the policy learns from it."""
+"""The algorithm's configuration: the advantage of a reward, and the loss that the policy is trained on.
+
+The names that fields choose among stand here alone; `grpo_ray.algorithms` implements each of them.
+"""
 
 from typing import Annotated, Literal
 
@@ -6,20 +9,31 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section
 
+AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw"]
+Std = Literal["sample", "population"]
+LossType = Literal["no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo"]
+# The losses with a ratio to old log-probabilities.
+RATIO_LOSSES: tuple[LossType, ...] = ("unclipped", "grpo_clip", "gspo", "cispo")
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+OldLogProbs = Literal["behaviour", "proximal"]
+Correction = Literal["none", "truncate_token", "truncate_sequence", "mask_band"]
+KLReference = Literal["none", "initial", "ema"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
 
 class KLConfig(Section):
-    """Distance of the policy to a reference: measured, and if asked for a term of the loss."""
+    """KL divergence of the policy from a reference: measured, and with a coefficient part of the loss."""
 
-    reference: Literal["none", "initial", "ema"] = "none"
-    """`initial`: a frozen copy of the first weights; `ema`: a moving average of the policy's own."""
+    reference: KLReference = "none"
+    """`initial`: a frozen copy of the initial weights; `ema`: a moving average of the policy's weights."""
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the penalty in the loss (beta); 0 only measures."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """The penalty's estimator (Schulman)."""
+    """Weight of the KL penalty in the loss (beta); 0 only measures."""
+    estimator: KLEstimator = "k3"
+    """Schulman's estimator used for the penalty."""
     refresh_every_num_steps: PositiveInt | None = None
-    """Copy the policy into the reference every so many steps (`initial` only)."""
+    """Copy the policy into the reference every N steps (`initial` only)."""
     ema_decay: Decay = 0.99
-    """What an `ema` reference keeps of itself each step."""
+    """Share of its own weights that an `ema` reference keeps per step."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "KLConfig":
@@ -30,70 +44,72 @@ class KLConfig(Section):
         return self
 
 
-AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw"]
-RATIO_LOSSES = ("unclipped", "grpo_clip", "gspo", "cispo")  # those that compare with old log-probabilities
-
-
 class AlgorithmConfig(Section):
     num_steps: PositiveInt = 200
-    """Steps, each one rollout batch (the handout's n_grpo_steps)."""
+    """Training steps, each on one rollout batch (the handout's n_grpo_steps)."""
     prompts_per_step: PositiveInt = 32
-    """Groups a step; times `samples_per_prompt` is the handout's rollout_batch_size."""
+    """Groups per step; multiplied by `samples_per_prompt`, the handout's rollout_batch_size."""
     samples_per_prompt: PositiveInt = 8
-    """Completions a prompt, G (the handout's group_size)."""
+    """Completions per prompt, G (the handout's group_size)."""
     advantage: AdvantageKind = "mean_std"
-    """What a reward is worth: centred on its group and divided by the group's standard deviation; centred
-    only; centred on the others' mean (RLOO); kept by the group's best alone; or as it is."""
-    std: Literal["sample", "population"] = "sample"
-    """Divide the squares by G - 1 or by G (`mean_std`)."""
+    """Conversion of rewards to advantages. `mean_std`: minus the group's mean, divided by its standard
+    deviation; `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO);
+    `max_only`: 0 for all but the group's best; `raw`: unchanged."""
+    std: Std = "sample"
+    """Standard deviation of `mean_std`: `sample` divides the squares by G - 1, `population` by G."""
     advantage_eps: PositiveFloat = 1e-6
     """Added to the group's standard deviation."""
-    loss: Literal["no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo"] = (
-        "grpo_clip"
-    )
-    """`no_baseline` takes raw rewards, whatever `advantage` says."""
+    loss: LossType = "grpo_clip"
+    """Policy-gradient loss per token; `no_baseline` takes raw rewards, regardless of `advantage`."""
     cliprange: PositiveFloat | None = None
-    """Epsilon: ratios are clipped below 1 - epsilon and above 1 + epsilon; default: 0.2, and for `gspo`, whose
-    ratios are means over a response, 3e-4 below and 4e-4 above."""
+    """Epsilon: ratios are clipped to 1 - epsilon and 1 + epsilon. Default: 0.2; for `gspo`, with ratios
+    averaged over a response, 3e-4 below and 4e-4 above."""
     cliprange_high: PositiveFloat | None = None
-    """Another epsilon above (DAPO's clip-higher); default: the same as `cliprange`."""
+    """Separate epsilon for the upper bound (DAPO's clip-higher); default: that of `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound on ratio times a negative advantage (dual-clip PPO; `grpo_clip`)."""
-    aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
-    """Mean over each response then over responses; over all tokens; or sum over `sampling.max_tokens`."""
+    """Upper bound on the ratio where the advantage is negative (dual-clip PPO; `grpo_clip` only)."""
+    aggregation: Aggregation = "sequence_mean"
+    """From token losses to one number. `sequence_mean`: mean over each response, then over responses;
+    `token_mean`: mean over all tokens; `constant`: sum over each response divided by `sampling.max_tokens`,
+    then mean over responses."""
     epochs_per_batch: PositiveInt = 1
-    """Times a rollout batch is trained on (the handout's epochs_per_rollout_batch)."""
+    """Passes over each rollout batch (the handout's epochs_per_rollout_batch)."""
     train_batch_size: PositiveInt | None = None
-    """Responses an optimizer update; default: the rollout batch, so one update an epoch."""
-    old_log_probs: Literal["behaviour", "proximal"] = "behaviour"
-    """Ratios compare with what the sampler assigned, or with the Learner before it updates on the batch."""
-    off_policy_correction: Literal["none", "truncate_token", "truncate_sequence", "mask_band"] = "none"
-    """Weigh by proximal / behaviour, truncated, by token or response, or 0 outside a band (IcePop)."""
+    """Responses per optimizer update; default: the rollout batch, so one update per epoch."""
+    old_log_probs: OldLogProbs = "behaviour"
+    """Denominator of the ratio: logprobs assigned by the sampler (`behaviour`), or by the Learner before its
+    first update on the batch (`proximal`)."""
+    off_policy_correction: Correction = "none"
+    """Weights on token losses, proximal / behaviour: truncated per token, truncated per response, or 0 outside
+    a band (`mask_band`, IcePop)."""
     correction_cap: PositiveFloat = 2.0
     """Largest truncated weight."""
     correction_band: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 5.0)
-    """Weights that `mask_band` keeps."""
+    """Smallest and largest weight that `mask_band` keeps."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the mean token entropy, which is maximised."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """The last so many tokens before `sampling.max_tokens` cost reward (DAPO's soft overlong punishment)."""
+    """Length of the zone before `sampling.max_tokens` in which each further token costs reward (DAPO's soft
+    overlong punishment); 0 turns it off."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """The cost at `sampling.max_tokens`."""
+    """Reward subtracted at `sampling.max_tokens`; less within the zone, in proportion."""
     mask_truncated: bool = False
-    """Responses cut off at `sampling.max_tokens` are not trained on (their rewards count in the group)."""
+    """Do not train on responses cut off at `sampling.max_tokens` (their rewards still count in the group)."""
     dynamic_sampling_tries: NonNegativeInt = 0
-    """Groups without signal are replaced by further prompts (DAPO), up to so many batches a step."""
+    """Replace groups without signal by further prompts (DAPO), at most N batches of them per step."""
     oversample_frac: NonNegativeFloat = 0.0
-    """Start so many more groups than a step needs; the last to finish are cut off, and asked again."""
+    """Extra groups to keep in flight, as a share of the groups sampled per step; the last to finish are cut off
+    and sampled again later."""
     kl: KLConfig = KLConfig()
 
     @property
     def advantage_kind(self) -> AdvantageKind:
+        """The kind in effect: `no_baseline` takes raw rewards."""
         return "raw" if self.loss == "no_baseline" else self.advantage
 
     @property
     def clip_epsilons(self) -> tuple[float, float]:
-        """Below and above 1."""
+        """Epsilon below and above a ratio of 1."""
         low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.2)
         low = self.cliprange or low
         return low, self.cliprange_high or (self.cliprange or high)
@@ -108,17 +124,22 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _clips_make_sense(self) -> "AlgorithmConfig":
+    def _dual_clip_belongs_to_grpo_clip(self) -> "AlgorithmConfig":
         if self.dual_clip is not None and self.loss != "grpo_clip":
             raise ValueError(f"dual_clip belongs to `grpo_clip`, and loss is `{self.loss}`; set it to null")
+        return self
+
+    @model_validator(mode="after")
+    def _correction_makes_sense(self) -> "AlgorithmConfig":
         low, high = self.correction_band
         if low >= high:
             raise ValueError(f"correction_band is ({low:g}, {high:g}): the first must be the smaller")
         is_ratio = self.loss in RATIO_LOSSES
         if self.off_policy_correction != "none" and is_ratio and self.old_log_probs == "behaviour":
             raise ValueError(
-                f"off_policy_correction weighs by proximal / behaviour, which the ratio of `{self.loss}` holds "
-                "already; set old_log_probs to `proximal`, or off_policy_correction to `none`"
+                "off_policy_correction weights tokens by proximal / behaviour, which the ratio of "
+                f"`{self.loss}` already includes; set old_log_probs to `proximal`, or off_policy_correction "
+                "to `none`"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Read a configuration: YAML, then dotted overrides, then validation, with every problem in one message."""
+"""Reading a configuration: YAML, then dotted overrides, then validation, with every problem in one message."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -13,14 +13,16 @@ from grpo_ray.config.schema import describe, field_names, nearest_name, resolve,
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong; the message has a line for each problem."""
+    """An invalid configuration; the message has one line per problem."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file, changed by overrides such as `learner.learning_rate=1e-4`.
+    """Load the YAML file and apply overrides such as `learner.learning_rate=1e-4`.
 
     An override's value is YAML: `a.b=null`, `model.tiny={}`, `sampling.stop=["</answer>"]`.
-    Raises ConfigError with all problems at once.
+
+    Raises:
+        ConfigError: names all problems at once.
     """
     path = Path(path)
     try:
@@ -31,7 +33,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The YAML file's mapping, not validated; raises ConfigError."""
+    """Return the YAML file's mapping without validating it; raises ConfigError."""
     try:
         return _read_mapping(path)
     except ConfigError as error:
@@ -39,7 +41,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str | Path) -> Config:
-    """The configuration in a mapping, changed by overrides; `source` begins the message of a ConfigError."""
+    """Validate a mapping after applying overrides; the message of a ConfigError begins with `source`."""
     changed = deepcopy(dict(data))
     problems = _apply_overrides(changed, overrides)
     try:
@@ -60,7 +62,7 @@ def _message(path: str | Path, problems: Sequence[str]) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML itself lets a repeated key win silently; a second `learner:` section would drop the first."""
+    """YAML loader that refuses repeated keys: a second `learner:` section would silently replace the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -69,7 +71,7 @@ class _StrictLoader(yaml.SafeLoader):
             name = str(key.value)
             if name in lines:
                 raise ConfigError(
-                    f"line {line}: `{name}` was given already on line {lines[name]}; keep one of them"
+                    f"line {line}: `{name}` was already given on line {lines[name]}; keep one of them"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
@@ -115,7 +117,7 @@ def _neighbours(path: Path) -> str:
 
 
 def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Change `data` in place; returns the problems."""
+    """Change `data` in place; return the problems."""
     problems = []
     for override in overrides:
         try:
@@ -143,15 +145,15 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _override_value(text: str) -> Any:
-    # To YAML `#` opens a comment, and `task.answer_marker=####` would quietly become null.
+    # In YAML `#` starts a comment, and `task.answer_marker=####` would silently become null.
     return text.strip() if text.lstrip().startswith("#") else _parse_yaml(text)
 
 
-# ---- what pydantic found ----
+# ---- pydantic's errors ----
 
 
 def _explain(detail: Mapping[str, Any]) -> str:
-    """One line for one of pydantic's errors: the path, the value given, what is allowed."""
+    """Return one line for one of pydantic's errors: the path, the given value and the allowed values."""
     kind, location, value = detail["type"], detail["loc"], detail["input"]
     path, annotation = resolve(location)
     if kind in ("extra_forbidden", "invalid_key"):

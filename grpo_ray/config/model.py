@@ -1,4 +1,4 @@
-"""The configuration of the model: loaded from somewhere, or built tiny."""
+"""The configuration of the model: loaded from a folder or hub, or built tiny."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,26 +10,23 @@ from grpo_ray.config.section import Section
 Implementation = Literal["transformers", "grpo_ray"]
 
 
-DEFAULT_INITIALIZER_RANGE = 0.02  # as in Llama's and Qwen2's own configurations
-
-
 class WarmupConfig(Section):
-    """The supervised run that gives the tiny model something to improve on."""
+    """A short supervised run that gives the tiny model something to improve on."""
 
     num_steps: PositiveInt = 300
     """AdamW steps."""
     batch_size: PositiveInt = 64
-    """Examples a step."""
+    """Examples per step."""
     learning_rate: PositiveFloat = 3e-3
-    """Peak rate, after a ramp over a tenth of the steps; then linear decay to 0."""
+    """Peak learning rate, after a linear ramp over a tenth of the steps; then linear decay to 0."""
     num_threads: PositiveInt = 2
-    """CPU threads (nothing else runs yet)."""
+    """CPU threads (nothing else is running yet)."""
 
 
 class TinyModelConfig(Section):
     """A model and tokenizer built from the seed, for machines without a model hub.
 
-    Of Qwen2's architecture, or, with `model.implementation: grpo_ray`, a TransformerLM (Llama's).
+    Its architecture is Qwen2, or with `model.implementation: grpo_ray` a TransformerLM (Llama).
     """
 
     hidden_size: PositiveInt = 128
@@ -37,18 +34,18 @@ class TinyModelConfig(Section):
     num_layers: PositiveInt = 4
     """Transformer blocks."""
     num_heads: PositiveInt = 4
-    """Attention heads of a block."""
+    """Attention heads per block."""
     num_kv_heads: PositiveInt = 2
-    """Heads of keys and values, each shared by as many of the queries'."""
+    """Key and value heads; each is shared by `num_heads / num_kv_heads` query heads."""
     intermediate_size: PositiveInt = 352
-    """Width of a block's MLP."""
+    """Width of each block's MLP."""
     vocab_size: Annotated[int, Field(ge=260)] = 384
-    """Tokens: 256 bytes, the end token, and merges learned from the task's text."""
+    """Vocabulary size: 256 bytes, the end token, and merges learned from the task's text."""
     max_position_embeddings: PositiveInt = 512
     """Longest sequence, in tokens."""
     tie_embeddings: bool = True
-    """The output layer uses the embeddings' weights."""
-    initializer_range: PositiveFloat = DEFAULT_INITIALIZER_RANGE
+    """Use the embeddings as the weights of the output layer."""
+    initializer_range: PositiveFloat = 0.02  # as in the configurations of Llama and Qwen2
     """Standard deviation of the random initial weights."""
     warmup: WarmupConfig | None = WarmupConfig()
     """`null` leaves the weights at their random initial values."""
@@ -70,14 +67,14 @@ class ModelConfig(Section):
     path: str | None = None
     """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`."""
     tiny: TinyModelConfig | None = None
-    """Build a tiny model instead of loading one."""
+    """Shape of a tiny model to build instead of loading one."""
     implementation: Implementation = "transformers"
-    """What the Learner and the torch engine compute with: transformers' classes, or `grpo_ray`'s own
-    TransformerLM, for any plain Llama."""
+    """Model code of the Learner and the torch engine: transformers' classes, or `grpo_ray`'s own TransformerLM,
+    which computes any plain Llama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of the served weights and of the Learner's forward pass (master weights are float32)."""
+    """Data type of the served weights and of the Learner's forward pass (master weights are float32)."""
     trust_remote_code: bool = False
-    """Run Python code that a model's folder brings."""
+    """Run Python code shipped with the model."""
 
     @field_validator("path")
     @classmethod

@@ -1,4 +1,4 @@
-"""The section `placement` of the configuration."""
+"""The configuration of placement: the nodes that actors run on."""
 
 from typing import Literal
 
@@ -8,9 +8,9 @@ Strategy = Literal["pack", "spread", "strict_spread", "colocate"]
 
 
 class PlacementConfig(Section):
-    """Which nodes Generators, Learner and Scorer are on; one placement group holds what they reserve."""
+    """Nodes of the Generators, Learner and Scorer; one placement group holds all that they reserve."""
 
     strategy: Strategy = "pack"
-    """`pack`: on few nodes. `spread`: on many. `strict_spread`: on a node each. `colocate`: all on one node."""
+    """`pack`: on few nodes. `spread`: on many. `strict_spread`: each on its own. `colocate`: all on one."""
     wait_s: NonNegativeFloat = 0.0
-    """Seconds to wait for what the cluster lacks, as for an autoscaler or another job; 0 refuses at once."""
+    """Seconds to wait for missing resources, such as for an autoscaler or another job; 0 refuses at once."""

@@ -1,11 +1,11 @@
-"""The configuration of rewards: one by its name, a function of the user's, or a weighted sum of several."""
+"""The configuration of rewards (by name, a function of the user's, or a weighted sum) and of the Scorer."""
 
 from math import isfinite
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, PositiveFloat, PositiveInt, Tag
 
-from grpo_ray.config.section import Section
+from grpo_ray.config.section import NonNegativeFloat, Section
 
 REWARD_NAMES = (
     "brevity",
@@ -40,18 +40,20 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-Argument = Annotated[bool | int | float | str, PlainValidator(_scalar)]  # a union reports each of its members
+Argument = Annotated[
+    bool | int | float | str, PlainValidator(_scalar)
+]  # a plain union reports one error per member
 
 
 class RewardTerm(Section):
     """One term of a weighted sum."""
 
     reward: RewardName
-    """A reward's name, or `module:function`."""
+    """Name of a reward, or `module:function`."""
     weight: float = 1.0
-    """What the term is multiplied by."""
+    """Factor of the term in the sum."""
     arguments: dict[str, Argument] = Field(default_factory=dict)
-    """Further keyword arguments of the reward function."""
+    """Extra keyword arguments for the reward function."""
 
 
 def _some_terms(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
@@ -61,7 +63,7 @@ def _some_terms(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
 
 
 def _form(value: Any) -> str | None:
-    """Which of the two forms was meant, so that an error is about that one alone."""
+    """Return the form that was meant, so that errors concern that form alone."""
     if isinstance(value, str):
         return "name"
     return "terms" if isinstance(value, list | tuple) else None
@@ -72,3 +74,14 @@ Reward = Annotated[
     Annotated[RewardName, Tag("name")] | Annotated[RewardTerms, Tag("terms")],
     Discriminator(_form, custom_error_type="reward_form", custom_error_message="neither a name nor a list"),
 ]
+
+
+class ScorerConfig(Section):
+    num_cpus: NonNegativeFloat = 0
+    """CPUs that the Scorer reserves in Ray."""
+    num_workers: PositiveInt = 4
+    """Processes that grade mathematics or run a function of yours; the other rewards need none."""
+    timeout_s: PositiveFloat = 5.0
+    """Seconds to grade one response; then its worker is killed, and the response counts in `reward/errors`."""
+    memory_gib: PositiveFloat = 2.0
+    """Memory to grade one response, in GiB (libraries excluded); with more, its worker is killed as well."""

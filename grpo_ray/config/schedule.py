@@ -1,4 +1,4 @@
-"""The configuration of the schedule: how old a token may be, and what batches are made of."""
+"""The configuration of the schedule: the age that tokens may reach, and the groups that batches consist of."""
 
 from typing import Annotated, Literal
 
@@ -9,41 +9,41 @@ from grpo_ray.config.section import NonNegativeInt, Section
 
 class WeightSyncConfig(Section):
     max_lag: NonNegativeInt = 1
-    """Largest age, in versions, of a token that is trained on: 0 synchronous, 1 one version behind."""
+    """Largest lag, in versions, of a token that is trained on: 0 is synchronous, 1 is one version behind."""
     in_flight: bool = True
-    """true: weights change under running requests, which go on under the new ones (best where lengths vary
-    widely). false: a sync first lets the running requests finish on their version (best where they end
-    together: nothing is computed again)."""
+    """true: weights are replaced under running requests, which continue with the new ones (best where response
+    lengths vary widely). false: a sync first waits for the running requests to finish on their version (best
+    where they end together, since nothing is recomputed)."""
     transport: Literal["object_store", "ipc"] = "object_store"
-    """How weights reach the Generators: Ray's object store, then shared memory into the engine; or `ipc`,
-    read in place on the GPU that colocated Generator and Learner share."""
+    """Path of the weights to the Generators: `object_store`, then shared memory into the engine; or `ipc`, read
+    in place on the GPU that a colocated Generator and Learner share."""
     phase_timeout_s: PositiveFloat = 300.0
-    """Seconds each phase of a sync may take; a Generator that takes longer is named and replaced."""
+    """Seconds per phase of a sync; a Generator that takes longer is named and replaced."""
     checksum: bool = False
-    """Compare a CRC-32 of the weights before they are loaded: about a second for each GB."""
+    """Compare a CRC-32 of the weights before they are loaded; takes about a second per GB."""
 
 
 class ReplayConfig(Section):
-    """Scored groups that are trained on again."""
+    """Replay of scored groups from earlier batches."""
 
     frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a batch that is drawn from earlier batches; 0 is plain FIFO."""
+    """Share of a batch that is drawn from earlier batches; 0 turns replay off."""
     sampling: Literal["uniform", "recent", "advantage"] = "uniform"
-    """Draw evenly, the newest, or in proportion to the mean |advantage|."""
+    """Draw uniformly, the most recent first, or in proportion to the mean |advantage|."""
     max_age: PositiveInt = 4
-    """No token older than so many versions is trained on again."""
+    """Largest lag, in versions, of a token that is replayed."""
     max_uses: Annotated[int, Field(ge=2)] = 4
-    """Times a group is trained on, the first included."""
+    """Times that a group is trained on, the first included."""
     max_groups: PositiveInt = 1024
-    """Groups kept; the oldest make room."""
+    """Groups to keep; the oldest are evicted."""
     max_gib: PositiveFloat = 1.0
-    """Their size, in GiB."""
+    """Memory for the kept groups, in GiB."""
 
 
 class BufferConfig(Section):
     max_gib: PositiveFloat = 4.0
-    """Scored groups kept in memory, in GiB; past it only the groups that the Learner waits for are taken in."""
+    """Memory for scored groups, in GiB; beyond it only groups that the Learner is waiting for are accepted."""
     lookahead: PositiveInt = 1
-    """A batch is the first finished groups of so many more than it needs, less one: stragglers hold it up
-    less, and come a step later, which `weight_sync.max_lag` must allow. 1 is strict order."""
+    """Window W: a batch takes the first groups to finish among the next `fresh groups + W - 1`. Stragglers hold
+    it up less but may come later, which `weight_sync.max_lag` must allow. 1 is strict order."""
     replay: ReplayConfig = ReplayConfig()

@@ -1,6 +1,6 @@
-"""Questions about the configuration's tree that its error messages ask: which keys, which values.
+"""Queries on the configuration's tree for its error messages: the keys and values that it allows.
 
-Everything is read off the pydantic models, so a new field needs no line here.
+Everything is read from the pydantic models, so a new field needs no line here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,15 @@ def field_names(section: type[Section]) -> tuple[str, ...]:
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """The one of `names` that `name` is probably a misspelling of."""
+    """Return the name in `names` that `name` probably misspells, if there is one."""
     matches = get_close_matches(name, names, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def resolve(location: Sequence[int | str]) -> tuple[str, Any]:
-    """The dotted path of a pydantic error location, and the annotation found there (None: no such key).
+    """Return the dotted path of a pydantic error location, and the annotation found there (None: no such key).
 
-    pydantic puts the tag of a discriminated union into the location, where no user wrote it:
+    pydantic inserts the tag of a discriminated union into the location, although the user did not write it:
     `("task", "sorting", "num_digits")` is `task.num_digits`.
     """
     path = ""
@@ -50,7 +50,7 @@ def resolve(location: Sequence[int | str]) -> tuple[str, Any]:
 
 
 def describe(annotation: Any) -> str:
-    """The values an annotation allows, in words: `number >= 0`, `sequence_mean, token_mean or constant`."""
+    """Describe the values that an annotation allows: `number >= 0`, `sequence_mean, token_mean or constant`."""
     if annotation in TYPE_NAMES:
         return TYPE_NAMES[annotation]
     if (sections := sections_of(annotation)) and not _allows_null(annotation):
@@ -76,7 +76,7 @@ def describe(annotation: Any) -> str:
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections among an annotation's alternatives."""
+    """Return the sections among an annotation's alternatives."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     if get_origin(annotation) is Annotated:
@@ -89,12 +89,12 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 def _section_with_tag(annotation: Any, tag: int | str) -> type[Section] | None:
     sections = sections_of(annotation)
     if len(sections) < 2:
-        return None  # a plain section has no tag: the part is one of its keys
+        return None  # a single section has no tag: the part is one of its keys
     return next((section for section in sections if section.model_fields["kind"].default == tag), None)
 
 
 def _alternative_with_tag(annotation: Any, tag: int | str) -> Any:
-    """That of a union whose alternatives are told apart by `Tag`."""
+    """Return the alternative with this `Tag`, in a union of tagged alternatives."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
@@ -102,10 +102,10 @@ def _alternative_with_tag(annotation: Any, tag: int | str) -> Any:
 
 
 def _field(annotation: Any, name: str) -> Any:
-    """The annotation of a section's field, with the constraints that pydantic keeps apart put back."""
+    """Return the annotation of a section's field, including the constraints that pydantic stores separately."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    if get_origin(annotation) is dict:  # every name of a mapping is as the others
+    if get_origin(annotation) is dict:  # all names of a mapping share one annotation
         return get_args(annotation)[1]
     for section in sections_of(annotation):
         field: FieldInfo | None = section.model_fields.get(name)
@@ -125,7 +125,7 @@ def _element(annotation: Any, index: int) -> Any:
 
 
 def _bounds(metadata: Sequence[Any]) -> list[str]:
-    """`>= 0` of `Ge(0)`, also where it is wrapped in pydantic's `Field(ge=0)`."""
+    """Return `>= 0` for `Ge(0)`, also where it is wrapped in pydantic's `Field(ge=0)`."""
     bounds = []
     for item in metadata:
         if isinstance(item, FieldInfo):
@@ -145,7 +145,7 @@ def _either(words: Sequence[str]) -> str:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A dumped configuration's values by dotted path."""
+    """Return a dumped configuration's values by dotted path."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}

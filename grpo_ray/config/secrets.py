@@ -1,4 +1,4 @@
-"""Credentials in an environment: which variables hold one, and what is left without them.
+"""Credentials in an environment: recognising variables that hold one, and leaving them out.
 
 As a program, `python -m grpo_ray.config.secrets COMMAND ...` runs a command without credentials.
 """
@@ -14,23 +14,23 @@ SECRET_NAME = re.compile(
 SECRET_VALUE = re.compile(r"://[^/?#\s@]+@")  # a URL with user:password@, or with a token for a user
 
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-# Settings and names of files: TOKENIZERS_PARALLELISM, HF_TOKEN_PATH, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS.
+# Not credentials: TOKENIZERS_PARALLELISM, HF_TOKEN_PATH, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS.
 SETTING = re.compile(r"^TOKENIZERS_|^HF_(?:HUB_DISABLE_IMPLICIT_TOKEN|\w*TOKENS?_PATH)$|^VLLM_(?!API_KEY)")
-# What fetching a gated model takes, a proxy's password included.
+# Needed to fetch a gated model, including a proxy's password.
 HUB_ACCESS = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT",
     "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy",
 )  # fmt: skip
 
-# What a Python that grades needs: to find itself, its libraries and the locale.
-REWARD_NAMES = (
+# Needed by a grading process to find Python, its libraries and the locale.
+REWARD_VARIABLES = (
     "PATH", "HOME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
     "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "OMP_NUM_THREADS",
 )  # fmt: skip
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable looks like a credential, by its name or because its value is a URL with one."""
+    """Return whether a variable looks like a credential, by its name or because its value is a URL with one."""
     if name in RAY_TOKEN:
         return False
     is_named_so = SECRET_NAME.search(name) and not SETTING.search(name)
@@ -38,13 +38,15 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def public_environment(environment: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
-    """`environment` without its secrets, except for those named in `keep`."""
+    """Return `environment` without its secrets, except for those named in `keep`."""
     return {name: value for name, value in environment.items() if name in keep or not is_secret(name, value)}
 
 
 def reward_environment() -> dict[str, str]:
-    """The environment of the process that grades: an allow-list, because it reads what a policy wrote."""
-    return {name: value for name, value in os.environ.items() if name in REWARD_NAMES or name.startswith("LC_")}
+    """Return the environment of a grading process: an allow-list, because it reads what a policy wrote."""
+    return {
+        name: value for name, value in os.environ.items() if name in REWARD_VARIABLES or name.startswith("LC_")
+    }
 
 
 if __name__ == "__main__":

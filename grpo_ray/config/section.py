@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base class of every section of the configuration, and the types that their fields share."""
 
 from typing import Annotated
 
@@ -16,3 +16,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
+
+
+def refuse_no_cores(cores: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Validate a field `cpu_cores`: an empty list is refused, null means any core."""
+    if cores == ():
+        raise ValueError("an empty list leaves no core to run on; name at least one, or give null for any")
+    return cores

@@ -1,4 +1,4 @@
-"""The configuration of the task: what is asked, and how answers are rewarded."""
+"""The configuration of the task: its questions, prompts and rewards."""
 
 import re
 from typing import Annotated, Literal
@@ -12,67 +12,67 @@ Operation = Literal["+", "-", "*"]
 
 
 class CurriculumConfig(Section):
-    """Prompts whose group had no signal when last seen (equal rewards) are asked less: they teach nothing."""
+    """Less frequent sampling of prompts that teach nothing: the rewards of their last group were all equal."""
 
     min_weight: Annotated[float, Field(ge=0.01, le=1)] = 0.1
-    """Share of the epochs in which such a prompt is asked; every other prompt is asked in each."""
+    """Share of epochs that include such a prompt; every other prompt is in each epoch."""
 
 
 class PlainTaskConfig(Section):
-    """What every kind of task has, but a mixture."""
+    """Fields of every kind of task except mixtures."""
 
     prompt: str = "r1_zero"
-    """`question_only`, `r1_zero`, `short`, `chat` (the model's chat template), or a file with `{question}`."""
+    """Template: `question_only`, `r1_zero`, `short`, `chat` (the model's own), or a file with `{question}`."""
     system_prompt: str | None = None
-    """The system message before the question; for `prompt: chat` alone."""
+    """System message before the question (`prompt: chat` only)."""
     reward: Reward = "r1_zero"
-    """A reward's name, `module:function`, or a list of weighted terms."""
+    """Name of a reward, `module:function`, or a list of weighted terms."""
     curriculum: CurriculumConfig | None = None
-    """Ask prompts that taught nothing when last seen less often; default: every prompt once an epoch."""
+    """Sample prompts less often if they last taught nothing; default: every prompt once per epoch."""
 
     @property
     def rewards(self) -> dict[str, Reward]:
-        """The reward of each part, by `PromptItem.task`; a task of one part has one, named ""."""
+        """Rewards by `PromptItem.task`; a task that is no mixture has a single part, named ""."""
         return {"": self.reward}
 
     @model_validator(mode="after")
-    def _system_prompt_has_its_place(self) -> "PlainTaskConfig":
+    def _system_prompt_needs_chat(self) -> "PlainTaskConfig":
         if self.system_prompt is not None and self.prompt != "chat":
             raise ValueError(
-                f"system_prompt: only prompt `chat` has a place for it, not {self.prompt!r}; "
+                f"system_prompt: only prompt `chat` has a system message, not {self.prompt!r}; "
                 "set task.prompt to chat, or write the text into a template file"
             )
         return self
 
 
 class SortingTaskConfig(PlainTaskConfig):
-    """Sort the digits of a number: learnable by a tiny model in a minute."""
+    """Sorting the digits of a number: a tiny model learns it in a minute."""
 
     kind: Literal["sorting"] = "sorting"
     num_digits: Annotated[int, Field(ge=2, le=9)] = 5
-    """Of each number."""
+    """Digits per number."""
     num_train_prompts: PositiveInt = 2000
-    """Numbers to train on, all different."""
+    """Distinct numbers to train on."""
     num_validation_prompts: PositiveInt = 64
-    """Further numbers, to validate with."""
+    """Further numbers to validate with."""
     prompt: str = "short"
     reward: Reward = "exact_match"
 
 
 class ArithmeticTaskConfig(PlainTaskConfig):
-    """Calculate: `What is 12 + 7 * 3?` is answered by `33`."""
+    """Arithmetic: `What is 12 + 7 * 3?` is answered by `33`."""
 
     kind: Literal["arithmetic"] = "arithmetic"
     operations: tuple[Operation, ...] = ("+", "-", "*")
-    """Drawn at random between the terms; `*` goes before `+` and `-`."""
+    """Operations to draw between the terms; `*` takes precedence over `+` and `-`."""
     num_terms: Annotated[int, Field(ge=2, le=4)] = 2
-    """Numbers of a question."""
+    """Numbers per question."""
     num_digits: Annotated[int, Field(ge=1, le=4)] = 2
-    """Terms are numbers of at most so many digits."""
+    """Maximum digits per number."""
     num_train_prompts: PositiveInt = 2000
-    """Questions to train on, all different."""
+    """Distinct questions to train on."""
     num_validation_prompts: PositiveInt = 64
-    """Further questions, to validate with."""
+    """Further questions to validate with."""
     prompt: str = "short"
     reward: Reward = "exact_match"
 
@@ -85,21 +85,21 @@ class ArithmeticTaskConfig(PlainTaskConfig):
 
 
 class KeywordsTaskConfig(PlainTaskConfig):
-    """Write a sentence with given words: generated prompts, or the files of `grpo-ray data keywords`."""
+    """Writing a sentence with given words: generated prompts, or the files of `grpo-ray data keywords`."""
 
     kind: Literal["keywords"] = "keywords"
     train_path: str | None = None
-    """`.jsonl` or `.parquet` with `prompt`, `answer` (for a warm-up) and `keywords`; default: generated."""
+    """`.jsonl` or `.parquet` file of `prompt`, `answer` (for a warm-up) and `keywords`; default: generated."""
     validation_path: str | None = None
-    """The same, to validate with."""
+    """File in the same format to validate with."""
     keywords_path: str | None = None
-    """What prompts are generated from: a text file, a word a line; default: 256 nouns that come along."""
+    """Text file of words to generate prompts from, one per line; default: 256 bundled nouns."""
     num_keywords: tuple[PositiveInt, PositiveInt] = (2, 3)
-    """Fewest and most keywords of a generated prompt."""
+    """Minimum and maximum keywords per generated prompt."""
     num_train_prompts: PositiveInt = 2000
-    """Generated; of a file all are taken."""
+    """Prompts to generate for training; a file is used whole."""
     num_validation_prompts: PositiveInt = 64
-    """Generated; of a file the first so many."""
+    """Prompts to validate with: generated, or the first N of the file."""
     prompt: str = "question_only"
     reward: Reward = "keyword_inclusion"
 
@@ -108,48 +108,50 @@ class KeywordsTaskConfig(PlainTaskConfig):
         if (self.train_path is None) != (self.validation_path is None):
             raise ValueError("give both of train_path and validation_path, or neither to generate prompts")
         if self.train_path is not None and self.keywords_path is not None:
-            raise ValueError("keywords_path is for generated prompts; leave it or train_path out")
+            raise ValueError("keywords_path is for generated prompts; omit it or train_path")
         if self.num_keywords[0] > self.num_keywords[1]:
-            raise ValueError(f"num_keywords is {list(self.num_keywords)}: give the fewest, then the most")
+            raise ValueError(f"num_keywords is {list(self.num_keywords)}: give the minimum, then the maximum")
         return self
 
 
 class ExamplesTaskConfig(PlainTaskConfig):
-    """Questions and answers from files, here or in a dataset on the hub."""
+    """Questions and answers from local files or a dataset on the hub."""
 
     train_path: str
-    """`.jsonl` or `.parquet`, one example a row; or a dataset on the hub as `owner/name`."""
+    """`.jsonl` or `.parquet` file with one example per row, or a dataset on the hub as `owner/name`."""
     validation_path: str
-    """The same, to validate with."""
+    """File or dataset to validate with, given as for `train_path`."""
     subset: str | None = None
-    """Of a dataset on the hub, if it has several; default: the one that the dataset itself calls default."""
+    """Subset of a dataset on the hub that has several; default: the dataset's own default."""
     train_split: str = "train"
-    """Of a dataset on the hub."""
+    """Split of a dataset on the hub to train on."""
     validation_split: str = "test"
-    """Of a dataset on the hub."""
+    """Split of a dataset on the hub to validate with."""
     revision: str | None = None
-    """Branch, tag or commit of a dataset on the hub; default: its newest."""
+    """Branch, tag or commit of a dataset on the hub; default: its latest."""
     num_validation_prompts: PositiveInt = 256
-    """The first so many examples for validation are evaluated."""
+    """Validate with the first N examples."""
     question_field: str = "question"
-    """The field of a row that holds the question."""
+    """Field of a row that holds the question."""
     answer_field: str = "answer"
-    """The field of a row that holds the ground truth, or ends in it."""
+    """Field of a row that holds the ground truth, or ends with it."""
     answer_marker: str | None = None
-    """Keep only what follows the marker's last occurrence as ground truth: GSM8K's is `####`."""
+    """Take only the text after the marker's last occurrence as ground truth; GSM8K's marker is `####`."""
     answer_is_boxed: bool = False
-    r"""Keep only the content of the last `\boxed{}` as ground truth, as in MATH."""
+    r"""Take only the content of the last `\boxed{}` as ground truth, as in MATH."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """A question that occurs again with the same answer; with another answer it is refused unless kept."""
+    """`drop`: use a repeated question once, or refuse it if its answers differ. `keep`: use every one."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longest prompt, template included; default: what the model's positions leave beside the response."""
+    """Maximum prompt length in tokens, template included; default: the model's positions minus the response."""
     long_prompts: Literal["refuse", "skip", "truncate"] = "refuse"
-    """What happens to longer ones: an error, left out and counted, or cut on the left and counted."""
+    """Handling of longer prompts: an error, left out and counted, or cut on the left and counted."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "ExamplesTaskConfig":
         if self.answer_marker is not None and self.answer_is_boxed:
-            raise ValueError("answer_marker and answer_is_boxed both say where the ground truth is; give one")
+            raise ValueError(
+                "answer_marker and answer_is_boxed both say where the ground truth is; give only one"
+            )
         if self.long_prompts == "truncate" and self.prompt == "chat":
             raise ValueError(
                 "long_prompts: `truncate` cuts on the left, where a chat template opens the conversation; "
@@ -159,7 +161,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
 
 
 class FileTaskConfig(ExamplesTaskConfig):
-    """Any dataset, by the names of two of its fields."""
+    """Any dataset, given the names of two of its fields."""
 
     kind: Literal["file"] = "file"
 
@@ -199,9 +201,9 @@ class MixturePart(Section):
     """One task of a mixture."""
 
     weight: PositiveFloat = 1.0
-    """Prompts are drawn from the parts in proportion to their weights."""
+    """Relative share of the prompts drawn from this part."""
     task: Annotated[PlainTask, Field(discriminator="kind")]
-    """Any task but a mixture, with its own prompt, reward and curriculum."""
+    """Any task except a mixture, with its own prompt, reward and curriculum."""
 
 
 class MixtureTaskConfig(Section):
@@ -209,20 +211,20 @@ class MixtureTaskConfig(Section):
 
     kind: Literal["mixture"] = "mixture"
     parts: dict[str, MixturePart]
-    """By name: letters, digits, `_` and `-`; metrics of a part end in its name."""
+    """Parts by name (letters, digits, `_` and `-`); metrics of a part end with its name."""
 
     @property
     def rewards(self) -> dict[str, Reward]:
-        """The reward of each part, by its name."""
+        """Rewards by part."""
         return {name: part.task.reward for name, part in self.parts.items()}
 
     @model_validator(mode="after")
-    def _parts_are_some(self) -> "MixtureTaskConfig":
+    def _parts_have_names(self) -> "MixtureTaskConfig":
         if not self.parts:
             raise ValueError("parts: a mixture needs at least one part")
         for name in self.parts:
             if re.fullmatch(r"[\w-]+", name, re.ASCII) is None:
-                raise ValueError(f"parts: the name {name!r} must be of letters, digits, `_` and `-`")
+                raise ValueError(f"parts: the name {name!r} may only have letters, digits, `_` and `-`")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The configuration of trackers: who is told of a run beside its own folder."""
+"""The configuration of trackers, which receive metrics in addition to the run directory."""
 
 from typing import Literal
 
@@ -11,20 +11,20 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 class TrackingConfig(Section):
-    """Where a run's figures and tables go beside its own folder."""
+    """Destinations of metrics and tables in addition to the run directory."""
 
     trackers: tuple[TrackerName, ...] = ()
-    """Who is told; each is an extra to install, such as `pip install "grpo_ray[wandb]"`."""
+    """Trackers to use; each is an extra to install, such as `pip install "grpo_ray[wandb]"`."""
     project: str = "grpo_ray"
-    """W&B's project, MLflow's experiment."""
+    """W&B project or MLflow experiment."""
     rollouts_per_table: PositiveInt = 16
-    """Rows of a table: of a step's rollouts, or of a validation's responses."""
+    """Rows per table of rollouts or of validation responses."""
     rollouts_every_num_steps: NonNegativeInt = 10
-    """A table of a step's rollouts every so many steps, read from the run's files; 0: none."""
+    """Log a table of rollouts every N steps, read from the run's files; 0 logs none."""
     mlflow_uri: str | None = None
-    """MLflow's server or folder; default: `MLFLOW_TRACKING_URI`, or the folder `mlruns` in `run.output_dir`."""
+    """MLflow server or folder; default: `MLFLOW_TRACKING_URI`, or the folder `mlruns` in `run.output_dir`."""
     close_timeout_s: PositiveFloat = 20.0
-    """Seconds that the end of a run waits for what has not been sent yet."""
+    """Seconds to wait at the end of a run for unsent data."""
 
     @field_validator("trackers")
     @classmethod

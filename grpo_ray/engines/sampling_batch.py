@@ -1,7 +1,6 @@
 """One batch of sequences, sampled token by token: the reference, in plain torch."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ class SamplingBatch:
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self.sequences = sequences
-        self._cache: Any = None  # transformers' key-value cache
+        self._cache: object = None
         width = max(len(s.prompt) for s in sequences)
         rows = [[0] * (width - len(s.prompt)) + list(s.prompt) for s in sequences]
         self._input_ids = torch.tensor(rows, device=model.device)  # [batch, seq so far]

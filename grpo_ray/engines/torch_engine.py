@@ -13,7 +13,7 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import Implementation
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.engines.snapshot import as_tensor, unpack_weights
-from grpo_ray.policy.cores import hold_to_cores
+from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 

@@ -1,4 +1,4 @@
-"""The policy over sequences, one micro-batch after another: log-probabilities looked up, gradients added up."""
+"""The policy on a batch, one micro-batch after another: computing log-probabilities, accumulating gradients."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from grpo_ray.algorithms import (
     effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
-    kl_estimate,
+    kl_sums,
     logprob_mismatch,
     loss_denominator,
     policy_gradient_step,
@@ -31,27 +31,16 @@ MISMATCH = ("mismatch_kl", LARGEST, "weight_sum", "weight_square_sum", "num_weig
 
 
 class ForwardBackward:
-    """What to compute is in the configuration; the results do not depend on how micro-batches are cut."""
+    """Forward and backward passes on sequences; the split into micro-batches does not change the results."""
 
     def __init__(self, config: Config, end_token_ids: tuple[int, ...], device: torch.device) -> None:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
         self._dtype = getattr(torch, config.model.dtype)
-        algorithm = config.algorithm
-        low, high = algorithm.clip_epsilons
-        self._objective = Objective(
-            loss_type=algorithm.loss,
-            aggregation=algorithm.aggregation,
-            cliprange=low,
-            cliprange_high=high,
-            dual_clip=algorithm.dual_clip,
-            kl_coefficient=algorithm.kl.coefficient,
-            kl_estimator=algorithm.kl.estimator,
-            entropy_bonus=algorithm.entropy_bonus,
-        )
+        self._objective = Objective.from_config(config.algorithm)
 
     @property
     def needs_proximal(self) -> bool:
-        """The objective asks what the policy was before the first update on the batch."""
+        """True if the objective uses the policy as it was before the first update on the batch."""
         algorithm = self._config.algorithm
         is_old = algorithm.old_log_probs == "proximal" and self._objective.needs_old_log_probs
         return is_old or algorithm.off_policy_correction != "none"
@@ -59,14 +48,14 @@ class ForwardBackward:
     def with_proximal(
         self, model: PolicyModel, sequences: Sequence[TrainSequence]
     ) -> tuple[list[TrainSequence], Sums]:
-        """The sequences with the model's log-probabilities as they are now, and how far the sampler's are."""
+        """Add the model's current log-probabilities to the sequences; also return the sampler's mismatch."""
         found, sums = self._look_up(model, sequences, _mismatch_sums)
-        return [replace(s, proximal_logprobs=found[place]) for place, s in enumerate(sequences)], sums
+        return [replace(s, proximal_logprobs=found[index]) for index, s in enumerate(sequences)], sums
 
     def with_reference(self, reference: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-        """The sequences with the reference's log-probabilities."""
+        """Add the reference's log-probabilities to the sequences."""
         found, _ = self._look_up(reference, sequences, lambda log_probs, batch: {})
-        return [replace(s, reference_logprobs=found[place]) for place, s in enumerate(sequences)]
+        return [replace(s, reference_logprobs=found[index]) for index, s in enumerate(sequences)]
 
     @torch.no_grad()
     def _look_up(
@@ -75,34 +64,34 @@ class ForwardBackward:
         sequences: Sequence[TrainSequence],
         measure: Callable[[torch.Tensor, MicroBatch], Sums],
     ) -> tuple[dict[int, np.ndarray], Sums]:
-        """Each response's log-probabilities, by the sequence's place, and the sums of what is measured."""
+        """Return each response's log-probabilities by the sequence's index, and the sums of `measure`."""
         sums: Sums = defaultdict(float)
         found: dict[int, np.ndarray] = {}
-        for places, batch in self._batches(sequences):
+        for indices, batch in self._batches(sequences):
             log_probs, _ = self._log_probs(model, batch)
             add(sums, measure(log_probs, batch))
-            found |= zip(places, _rows(log_probs, batch), strict=True)
+            found |= zip(indices, _rows(log_probs, batch), strict=True)
         return found, sums
 
     def backward(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> Sums:
-        """Add the gradient of one update on all of `sequences` to `.grad`; returns summed metrics.
+        """Add the gradient of one update on all of `sequences` to `.grad`; return summed metrics.
 
-        The counts divided by are of all of them. Those without signal have no gradient from the policy's
-        loss, and are computed only when the objective has more to say of them.
+        Denominators count all sequences. Those without signal have no gradient from the policy-gradient loss,
+        and are computed only if the objective has other terms.
         """
         config = self._config
-        has_more = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
-        computed = [s for s in sequences if s.has_signal or has_more]
+        has_other_terms = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
+        computed = [s for s in sequences if s.has_signal or has_other_terms]
         denominator = loss_denominator(
             config.algorithm.aggregation,
             len(sequences),
             sum(map(self._num_counted, sequences)),
             config.sampling.max_tokens,
         )
-        if not denominator:  # no token of theirs counts
+        if not denominator:  # the loss counts no token of any sequence
             computed = []
         sums: Sums = defaultdict(float, loss=0.0)
-        for _, batch in self._batches([s for s in sequences if not s.has_signal and not has_more]):
+        for _, batch in self._batches([s for s in sequences if not s.has_signal and not has_other_terms]):
             if batch.reference_logprobs is not None:
                 add(sums, self._measure_kl(model, batch))
         sums["trained_tokens"] = float(sum(len(s.response_token_ids) for s in computed))
@@ -112,20 +101,18 @@ class ForwardBackward:
 
     @torch.no_grad()
     def _measure_kl(self, model: PolicyModel, batch: MicroBatch) -> Sums:
-        """Of responses from which nothing is learned: the policy's distance is measured on all of them."""
+        """Measure the distance to the reference on responses without signal, which have no backward pass."""
         assert batch.reference_logprobs is not None
         log_probs, _ = self._log_probs(model, batch)
-        mask = batch.response_mask
-        sums = {"kl_tokens": float(mask.sum())}
-        for estimator in ("k1", "k3"):
-            kl = kl_estimate(log_probs.double(), batch.reference_logprobs.double(), estimator)
-            sums[f"kl_{estimator}_sum"] = kl[mask].sum().item()
-        return sums
+        sums = kl_sums(log_probs, batch.reference_logprobs, batch.response_mask)
+        return {name: value.item() for name, value in sums.items()} | {
+            "kl_tokens": float(batch.response_mask.sum())
+        }
 
     def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> Sums:
         algorithm, mask = self._config.algorithm, batch.response_mask
         log_probs, logits = self._log_probs(model, batch)  # [batch, resp], [batch, resp, vocab]
-        # Before the only update the policy is what it was before the first one.
+        # None stored: this is the only update, so the current policy is the one before the first update.
         proximal = log_probs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
         weights = None
         if algorithm.off_policy_correction != "none":
@@ -151,7 +138,7 @@ class ForwardBackward:
             entropy=entropy,
         )
         with record_function("backward"):
-            loss.backward()
+            torch.autograd.backward(loss)
         sums = {name: count.item() for name, count in counts.items()}
         sums["kl_tokens"] = sums["num_tokens"]
         sums |= {"loss": loss.item(), "entropy": entropy.detach()[mask].sum().item()}
@@ -169,24 +156,25 @@ class ForwardBackward:
         return token_log_probs(logits, batch.labels), logits
 
     def _batches(self, sequences: Sequence[TrainSequence]) -> Iterator[tuple[list[int], MicroBatch]]:
-        for places, batch in micro_batches(sequences, self._config.learner.micro_batch_tokens):
-            yield places, batch.to(self._device)
+        for indices, batch in micro_batches(sequences, self._config.learner.micro_batch_tokens):
+            yield indices, batch.to(self._device)
 
     def _num_counted(self, sequence: TrainSequence) -> int:
-        """Response tokens that the loss counts: a ratio needs a finite old logprob."""
+        """Count the response tokens in the loss: a ratio needs a finite old logprob."""
         if self._objective.needs_old_log_probs and self._config.algorithm.old_log_probs == "behaviour":
             return int(np.isfinite(sequence.behaviour_logprobs).sum())
         return len(sequence.response_token_ids)
 
 
 def add(sums: Sums, more: Mapping[str, float]) -> None:
+    """Add `more` to `sums` in place; of `LARGEST` keep the maximum."""
     for name, value in more.items():
-        # Python's max would lose a nan.
+        # np.maximum keeps a nan, Python's max would lose it.
         sums[name] = float(np.maximum(sums[name], value)) if name == LARGEST else sums[name] + value
 
 
 def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step, from its sums over micro-batches and updates."""
+    """Compute the metrics of a step from its sums over micro-batches and updates."""
     got: Mapping[str, float] = defaultdict(float, sums)
     tokens, compared = max(1.0, got["num_tokens"]), max(1.0, got["num_weights"])
     metrics = {
@@ -215,6 +203,6 @@ def _mismatch_sums(log_probs: torch.Tensor, batch: MicroBatch) -> Sums:
 
 
 def _rows(log_probs: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:
-    """Each response's own tokens, as float32 on the host."""
+    """Return each response's tokens without padding, as float32 on the host."""
     values, mask = log_probs.float().cpu().numpy(), batch.response_mask.cpu().numpy()
     return [row[kept] for row, kept in zip(values, mask, strict=True)]

@@ -1,8 +1,7 @@
-"""Loading a policy and its tokenizer, and the facts about them that others need."""
+"""Loading a policy and its tokenizer, checking them, and reading facts about them."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
@@ -14,23 +13,24 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 
 from grpo_ray.config.model import Implementation
-from grpo_ray.policy.llama_layout import check_plain, load_transformer_lm
 from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.transformer_lm import check_plain, load_transformer_lm
 
-WEIGHTS = "model*.safetensors"  # and not a second copy under another name
+WEIGHTS = "model*.safetensors"  # excludes second copies under other names
 
 
 def is_local(path: str) -> bool:
-    """Whether `model.path` names a folder here rather than a model on a hub (`owner/name`)."""
+    """Return whether `model.path` names a local folder rather than a model on a hub (`owner/name`)."""
     return path.startswith(("/", "./", "../")) or Path(path).exists() or path.count("/") != 1
 
 
 def check_local_model(path: str) -> None:
-    """Refuse a local folder that holds no model, before anything is started.
+    """Refuse a local folder without a usable model, before anything is started.
 
     Only the headers of the weights are read; their values are checked by `load_policy`.
 
@@ -55,7 +55,7 @@ def check_local_model(path: str) -> None:
 
 
 def _listed_shards(folder: Path) -> list[Path]:
-    """The files that a model of several files says it consists of."""
+    """Return the files listed in the index of a sharded model."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return []
@@ -68,28 +68,28 @@ def _listed_shards(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
+    """Load the model's tokenizer.
 
     Raises:
-        ValueError: its files are damaged or not there.
+        ValueError: its files are damaged or missing.
     """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of every kind, down to a KeyError for a damaged tokenizer.json
+    except Exception as error:  # of many kinds: even a KeyError for a damaged tokenizer.json
         raise ValueError(
             f"model.path: the tokenizer of {path!r} cannot be loaded ({type(error).__name__}: {error}); "
-            "save it beside the model with save_pretrained()"
+            "save it next to the model with save_pretrained()"
         ) from error
 
 
 def load_policy(
     path: str, trust_remote_code: bool = False, implementation: Implementation = "transformers"
 ) -> PolicyModel:
-    """The model with float32 master weights, in evaluation mode (no dropout: the sampler has none).
+    """Load the model with float32 master weights in evaluation mode (no dropout, since the sampler has none).
 
     Raises:
-        ValueError: weights are missing, of another shape than config.json says, or not finite; or
-            TransformerLM does not compute such a model.
+        ValueError: weights are missing, not finite or of a shape that does not match config.json; or
+            TransformerLM does not support the model.
     """
     if implementation == "grpo_ray":
         model, wrong = _load_transformer_lm(path)
@@ -98,7 +98,7 @@ def load_policy(
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
-            f"model.path: {path!r} lacks tensors, or has them in another shape than its config.json says: "
+            f"model.path: {path!r} lacks tensors, or their shapes do not match its config.json: "
             f"{', '.join(wrong[:3])}{more}; copy or save the model again"
         )
     check_finite(model, path)
@@ -106,7 +106,7 @@ def load_policy(
 
 
 def _load_transformers(path: str, trust_remote_code: bool) -> tuple[PolicyModel, list[str]]:
-    """The model, and the tensors that it did not find: transformers fills them with random values."""
+    """Load with transformers; also return the tensors that it could not find and filled with random values."""
     model, found = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
         ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
@@ -121,16 +121,16 @@ def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
 
 
 def check_llama(path: str) -> LlamaConfig:
-    """The model's configuration, if TransformerLM computes it.
+    """Return the model's configuration if TransformerLM supports it.
 
     Raises:
-        ValueError: names everything about it that is not supported.
+        ValueError: names every unsupported property.
     """
     return check_plain(_text_config(path, trust_remote_code=False), path)
 
 
 def check_finite(model: PolicyModel, path: str) -> None:
-    """Refuse a model with values that are NaN or infinite: nothing could be sampled from it or learned.
+    """Refuse a model with values that are NaN or infinite, with which neither sampling nor learning works.
 
     Raises:
         ValueError: names the first such tensor.
@@ -148,17 +148,17 @@ def check_finite(model: PolicyModel, path: str) -> None:
 
 
 def max_positions(path: str, trust_remote_code: bool = False) -> int | None:
-    """Longest sequence the model was made for, in tokens; None where its config does not say."""
+    """Return the longest sequence that the model supports, in tokens; None if its config does not say."""
     return getattr(_text_config(path, trust_remote_code), "max_position_embeddings", None)
 
 
 def check_vocabulary(
     path: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], trust_remote_code: bool = False
 ) -> None:
-    """Refuse a tokenizer that can give the model a token it has no embedding for.
+    """Refuse a tokenizer that can give the model a token without an embedding.
 
-    The other way round is common, and harmless: a vocabulary padded to a round number has tokens that
-    the tokenizer does not know, and a sampled one decodes to nothing.
+    The reverse is common and harmless: a vocabulary padded to a round number has tokens that the tokenizer does
+    not know, and such a token decodes to nothing when it is sampled.
 
     Raises:
         ValueError: a token or an end token lies outside the model's vocabulary.
@@ -170,7 +170,7 @@ def check_vocabulary(
     if needed > size:
         raise ValueError(
             f"model.path: the tokenizer of {path!r} has {needed} tokens, but the model's vocab_size is {size}; "
-            f"give the model its own tokenizer, or resize it with model.resize_token_embeddings({needed})"
+            f"use the model's own tokenizer, or resize the model with model.resize_token_embeddings({needed})"
         )
     if outside := [token for token in ends if not 0 <= token < size]:
         raise ValueError(
@@ -179,7 +179,7 @@ def check_vocabulary(
         )
 
 
-def _text_config(path: str, trust_remote_code: bool) -> Any:
+def _text_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -187,14 +187,14 @@ def _text_config(path: str, trust_remote_code: bool) -> Any:
 
 
 def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's, and those of the model's generation config.
+    """Return every token that ends a response: the tokenizer's, and those of the model's generation config.
 
     Raises:
-        ValueError: generation_config.json is there and cannot be read.
+        ValueError: generation_config.json exists but cannot be read.
     """
     try:
         listed = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError as error:  # a model without generation_config.json, or with a damaged one
+    except OSError as error:  # generation_config.json is missing or damaged
         if (Path(path) / "generation_config.json").exists():
             raise ValueError(f"model.path: {error} Correct it or remove it") from error
         listed = None
@@ -207,14 +207,15 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
 def check_lengths(
     longest_prompt: int, max_tokens: int, limit: int | None, what: str, place: str = "", remedy: str = ""
 ) -> None:
-    """Refuse prompts and responses that do not fit `limit` tokens (None: no limit known).
+    """Refuse prompts and responses that do not fit `limit` tokens (None: no known limit).
 
     Args:
+        what: the name of the limit in the message.
         place: the file and line of the longest prompt, if it has one.
-        remedy: what else would help, beside fewer response tokens.
+        remedy: an alternative to fewer response tokens.
 
     Raises:
-        ValueError: the longest prompt and response together are longer.
+        ValueError: the longest prompt and response together exceed the limit.
     """
     if limit is not None and longest_prompt + max_tokens > limit:
         raise ValueError(
@@ -225,16 +226,16 @@ def check_lengths(
 
 
 def check_hub_model(name: str) -> None:
-    """Ask the hub once whether it has the model, unless it is in the local cache.
+    """Check once that the hub has the model, unless it is in the local cache.
 
     Raises:
-        ValueError: it is not there, or the hub cannot be reached.
+        ValueError: the hub does not have it, or cannot be reached.
     """
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     try:
         HfApi().model_info(name, timeout=10)
-    except Exception as error:  # the client's network library has errors of its own
+    except Exception as error:  # the client's network library raises its own errors
         raise ValueError(
-            f"model.path: {name!r} is no folder here, and the hub did not give it: {error}"
+            f"model.path: {name!r} is not a local folder, and cannot be read from the hub: {error}"
         ) from error

@@ -1,6 +1,6 @@
 """Sequences to train on, cut into padded micro-batches of bounded size.
 
-Padding is on the right, where causal attention never sees it: no mask is needed, and sorting by length
+Padding is on the right, where causal attention never reaches it, so no mask is needed. Sorting by length
 keeps the waste to a few percent.
 """
 
@@ -22,7 +22,7 @@ class TrainSequence:
     response_token_ids: np.ndarray
     behaviour_logprobs: np.ndarray
     advantage: float
-    has_signal: bool = True  # of its group
+    has_signal: bool = True  # false if all advantages of its group are 0
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
 
@@ -34,13 +34,13 @@ class TrainSequence:
 class MicroBatch:
     """Padded tensors. `seq` covers prompt and response; `resp` starts where the shortest prompt ends.
 
-    `labels[:, j]` is the token at position `first_label + j`, predicted by the logits one position before.
+    `labels[:, j]` is the token at position `first_label + j`, predicted by the logits one position earlier.
     """
 
     input_ids: torch.Tensor  # int64 [batch, seq]
     labels: torch.Tensor  # int64 [batch, resp]
     response_mask: torch.Tensor  # bool [batch, resp]
-    response_position: torch.Tensor  # int64 [batch, resp]: 0 at a response's first token
+    response_position: torch.Tensor  # int64 [batch, resp]: counted from each response's first token
     behaviour_logprobs: torch.Tensor  # float32 [batch, resp]
     advantages: torch.Tensor  # float32 [batch, 1]
     proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
@@ -52,7 +52,7 @@ class MicroBatch:
 
 
 def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) -> list[TrainSequence]:
-    """Every completion of the groups, in order; with `mask_truncated` those that were cut off are left out."""
+    """Return every completion of the groups, in order; `mask_truncated` omits those that were cut off."""
     return [
         TrainSequence(group.rollout.item.prompt_token_ids, c.token_ids, c.logprobs, float(a), group.has_signal)
         for group in groups
@@ -64,37 +64,39 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
 def minibatches(
     sequences: Sequence[TrainSequence], size: int | None, num_epochs: int, seed: str
 ) -> list[list[TrainSequence]]:
-    """The sequences of each optimizer update: every epoch is dealt anew into minibatches of `size`.
+    """Shuffle each epoch and split it into minibatches of `size`; return those of all epochs, in order.
 
-    Where that does not divide them, as many minibatches are all a little smaller: a remainder of a few would
-    get a whole update. None is all of them, in their order.
+    If `size` does not divide the sequences, all minibatches are a little smaller, so that no remainder of a few
+    sequences gets an update of its own. None means one minibatch per epoch, in the given order.
     """
     if size is None or size >= len(sequences):
         return [list(sequences)] * num_epochs
     updates = []
     for epoch in range(num_epochs):
-        dealt = list(sequences)
-        random.Random(f"{seed}/{epoch}").shuffle(dealt)
-        num_updates = -(-len(dealt) // size)
-        updates += [dealt[first::num_updates] for first in range(num_updates)]
+        shuffled = list(sequences)
+        random.Random(f"{seed}/{epoch}").shuffle(shuffled)
+        num_updates = -(-len(shuffled) // size)
+        updates += [shuffled[first::num_updates] for first in range(num_updates)]
     return updates
 
 
 def micro_batches(
     sequences: Sequence[TrainSequence], max_tokens: int
 ) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Longest first, as many to a micro-batch as keep `rows * longest <= max_tokens` (one at least).
+    """Split the sequences, longest first, so that `rows * longest <= max_tokens` (with at least one row).
 
-    Each comes with its sequences' places.
+    Yields:
+        The indices of a micro-batch's sequences, and the micro-batch.
     """
-    pending = sorted(range(len(sequences)), key=lambda place: len(sequences[place]), reverse=True)
+    pending = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
     while pending:
         rows = max(1, max_tokens // len(sequences[pending[0]]))
-        yield pending[:rows], collate([sequences[place] for place in pending[:rows]])
+        yield pending[:rows], collate([sequences[index] for index in pending[:rows]])
         pending = pending[rows:]
 
 
 def collate(sequences: Sequence[TrainSequence]) -> MicroBatch:
+    """Pad the sequences to one micro-batch, in the given order."""
     batch, length = len(sequences), max(len(s) for s in sequences)
     first_label = min(len(s.prompt_token_ids) for s in sequences)
     input_ids = np.zeros((batch, length), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a policy is asked for: met by transformers' causal models and by TransformerLM."""
+"""The interface of a policy, implemented by transformers' causal models and by TransformerLM."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,22 +13,22 @@ class PolicyOutput(Protocol):
     def logits(self) -> Tensor: ...  # [batch, positions kept, vocab]
 
     @property
-    def past_key_values(self) -> Any: ...  # the cache to go on with, where one was asked for
+    def past_key_values(self) -> object: ...  # the cache for the next call, if one was requested
 
 
 class PolicyModel(Protocol):
-    """A torch module over token ids whose parameters have the names of its Hugging Face folder."""
+    """A torch module over token ids; its parameters have the names used in its Hugging Face folder."""
 
     def __call__(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: object = None,
         use_cache: bool = ...,
         logits_to_keep: int = 0,
     ) -> PolicyOutput:
-        """Logits of the last `logits_to_keep` positions (0: of all) of `input_ids` `[batch, seq]`."""
+        """Compute logits at the last `logits_to_keep` positions (0: at all) of `input_ids` `[batch, seq]`."""
         ...
 
     @property
@@ -50,10 +50,10 @@ class PolicyModel(Protocol):
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> object: ...
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write a folder in Hugging Face format; `state_dict` takes the place of the model's own weights."""
+        """Write a folder in Hugging Face format; a `state_dict` replaces the model's own weights."""
         ...

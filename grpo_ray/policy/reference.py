@@ -1,4 +1,4 @@
-"""The reference policy that KL is measured against: frozen, refreshed now and then, or a moving average."""
+"""The reference policy that KL is measured against: frozen, refreshed periodically, or a moving average."""
 
 import copy
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from grpo_ray.policy.model import PolicyModel
 
 
 class Reference:
-    """A second model beside the policy, which needs no optimizer and no gradients.
+    """A second model, without optimizer or gradients.
 
-    A frozen one is held in the served dtype. A moving average is held in float32, or its small steps would
-    be rounded away; it costs no loading, and needs no further copy of the first weights.
+    A frozen one is held in the served dtype. A moving average is held in float32, because its small steps would
+    be rounded away in bfloat16.
     """
 
     def __init__(self, policy: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
-        """Begins as a copy of `policy`."""
+        """Start as a copy of `policy`."""
         self._config = config
         self.model: PolicyModel = copy.deepcopy(policy).requires_grad_(False).eval()
         if config.reference == "initial":
@@ -25,12 +25,12 @@ class Reference:
 
     @property
     def moves(self) -> bool:
-        """Its weights are not those that the run began with, and belong in a checkpoint."""
+        """True if its weights change during the run and belong in a checkpoint."""
         return self._config.reference == "ema" or self._config.refresh_every_num_steps is not None
 
     @torch.no_grad()
     def follow(self, policy: PolicyModel, step: int) -> None:
-        """After step `step`: move with the policy, or copy it when that is due."""
+        """Update the reference after step `step`: move towards the policy, or copy it when a refresh is due."""
         every = self._config.refresh_every_num_steps
         if self._config.reference == "ema":
             weight = 1.0 - self._config.ema_decay
@@ -43,9 +43,10 @@ class Reference:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Weights that a checkpoint kept."""
+        """Load weights from a checkpoint."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
 
     def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights that belong in a checkpoint; none if they do not change."""
         return dict(self.model.named_parameters()) if self.moves else {}

@@ -1,4 +1,4 @@
-"""The policy's distribution over response tokens, exactly as the sampler drew from it."""
+"""The policy's distribution over response tokens, exactly the one that the sampler drew from."""
 
 import torch
 
@@ -13,21 +13,21 @@ def response_logits(
     min_tokens: int,
     end_token_ids: tuple[int, ...],
 ) -> torch.Tensor:
-    """float32 logits `[batch, resp, vocab]` that predict `batch.labels`.
+    """Compute the float32 logits `[batch, resp, vocab]` that predict `batch.labels`.
 
-    Divided by the sampling temperature, and with the end tokens ruled out before `min_tokens`, because
-    that is what the engine samples from. Only response positions go through the output layer.
+    They are divided by the sampling temperature, and end tokens are ruled out before `min_tokens`, because the
+    engine samples from this distribution. Only response positions go through the output layer.
     """
     num_labels = batch.labels.shape[1]
-    # use_cache=False: it saves memory, and position-restarting inputs are only right without a cache.
+    # use_cache=False saves memory, and inputs that restart positions are only correct without a cache.
     output = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=num_labels + 1)
     logits = output.logits[:, -num_labels - 1 : -1].float()
-    if temperature != 1.0:  # each copy of the logits of a real vocabulary is gigabytes
+    if temperature != 1.0:  # with a real vocabulary each copy of the logits takes gigabytes
         logits = logits / temperature
     if min_tokens and end_token_ids:
         too_early = (batch.response_position < min_tokens) & batch.response_mask  # [batch, resp]
         ends = list(end_token_ids)
-        # The smallest finite number: its probability is 0 as well, and 0 times it is not NaN.
+        # The lowest finite number gives probability 0 as -inf would, but 0 times it is not NaN.
         lowest = torch.finfo(logits.dtype).min
         logits[..., ends] = logits[..., ends].masked_fill(too_early[..., None], lowest)
     return logits

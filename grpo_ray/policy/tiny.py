@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer of its own, for machines without a model hub."""
+"""A tiny model with its own tokenizer, for machines without a model hub."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from grpo_ray.config import Config
-from grpo_ray.config.model import DEFAULT_INITIALIZER_RANGE, Implementation, TinyModelConfig
+from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import MixtureTaskConfig, SortingTaskConfig
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import TransformerLM
@@ -30,21 +30,21 @@ from grpo_ray.tasks.sorting import ENDINGS
 from grpo_ray.tasks.warmup import Pairs, tokenizer_pairs, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
-_RECIPE = 1  # raise it when the code below would build another model from the same configuration
+_RECIPE = 2  # increase when the code below would build a different model from the same configuration
 
 
 def cache_folder() -> Path:
-    """Where built models are kept: $GRPO_RAY_CACHE, or grpo_ray/ in the user's cache folder."""
+    """Return the folder of built models: $GRPO_RAY_CACHE, or grpo_ray/ in the user's cache folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "grpo_ray"
     return Path(os.environ.get("GRPO_RAY_CACHE", default))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of `vocab_size` tokens at most, learned from `texts`.
+    """Learn a byte-level BPE of at most `vocab_size` tokens from `texts`.
 
-    transformers builds a Qwen2Tokenizer for any Qwen2 config, whatever was saved beside it, so the merges
-    are learned through that class's own backend: AutoTokenizer and vLLM then agree on every string. Beside a
-    Llama config both build the class that was saved, which is the same.
+    transformers builds a Qwen2Tokenizer for any Qwen2 config, whatever was saved with it. The merges are
+    therefore learned through that class's own backend, so that AutoTokenizer and vLLM agree on every string.
+    With a Llama config both build the saved class, which is the same.
     """
     learner = Qwen2Tokenizer()
     trained = learner.train_new_from_iterator(texts, vocab_size, show_progress=False)
@@ -61,7 +61,7 @@ def build_model(
     seed: int,
     implementation: Implementation = "transformers",
 ) -> PolicyModel:
-    """A randomly initialised float32 model; the same seed gives the same weights."""
+    """Build a randomly initialised float32 model; the same seed gives the same weights."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
         "vocab_size": max(config.vocab_size, len(tokenizer)),
@@ -80,18 +80,19 @@ def build_model(
     }
     if implementation == "grpo_ray":
         return TransformerLM(LlamaConfig(**shape))
-    return Qwen2ForCausalLM(Qwen2Config(**shape))
+    model: PolicyModel = Qwen2ForCausalLM(Qwen2Config(**shape))
+    return model
 
 
 def tiny_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of the configured tiny model, learned from the task's own text."""
+    """Learn the tokenizer of the configured tiny model from the task's own text."""
     assert config.model.tiny is not None
     pairs = _rendered(config, tokenizer_pairs(config.task, config.run.seed))
     return train_tokenizer((prompt + response for prompt, response in pairs), config.model.tiny.vocab_size)
 
 
 def _warmup_pairs(config: Config) -> Pairs:
-    """(prompt, response), as many as the warm-up asks for; none without a warm-up."""
+    """Return the (prompt, response) pairs that the warm-up trains on; none without a warm-up."""
     assert config.model.tiny is not None
     warmup = config.model.tiny.warmup
     if warmup is None:
@@ -106,18 +107,18 @@ def _rendered(config: Config, pairs: Pairs) -> Pairs:
 
 
 def _template(config: Config) -> TextTemplate:
-    assert not isinstance(config.task, MixtureTaskConfig)  # it has no pairs
+    assert not isinstance(config.task, MixtureTaskConfig)  # a mixture has no pairs
     template = template_of(config.task)
     if not isinstance(template, TextTemplate):
-        raise ValueError("task.prompt: a model built here has no chat template; give another prompt")
+        raise ValueError("task.prompt: a tiny model has no chat template; choose another prompt")
     return template
 
 
 def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None] | None = None) -> Path:
-    """Build and warm up the configured tiny model, or find it in the cache; returns its folder.
+    """Build and warm up the configured tiny model, or find it in the cache; return its folder.
 
     Args:
-        progress: called with (step, num_steps, loss in nats a token) while the warm-up runs.
+        progress: called with (step, num_steps, loss in nats per token) during the warm-up.
     """
     assert config.model.tiny is not None
     digest = hashlib.sha256(json.dumps(_recipe(config), sort_keys=True).encode()).hexdigest()[:16]
@@ -131,7 +132,7 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
     if tiny.warmup is not None:
         warm_up(model, tokenizer, _warmup_pairs(config), tiny.warmup, progress)
 
-    # Written beside its final name and renamed: a half-written model is never taken from the cache.
+    # Written under another name first, so that a half-written model is never found in the cache.
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder.parent))
     model.save_pretrained(unfinished)
@@ -144,19 +145,13 @@ def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None
 
 
 def _recipe(config: Config) -> list[Any]:
-    """All that the built model follows from."""
+    """Return everything that determines the built model."""
     tiny, task, seed = config.model.tiny, config.task, config.run.seed
     assert tiny is not None
-    recipe: list[Any] = [_RECIPE, tiny.model_dump(exclude={"initializer_range"})]
-    if isinstance(task, SortingTaskConfig):  # from what its pairs are drawn
+    recipe: list[Any] = [_RECIPE, config.model.implementation, tiny.model_dump(), seed]
+    if isinstance(task, SortingTaskConfig):  # what its pairs are generated from
         numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
         ending = ENDINGS[answer_place(task.reward)]
-        recipe += [numbers, _template(config).text, ending, seed]
-    else:  # the pairs themselves, which a file may hold
-        recipe += [_rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config), seed]
-    # Added where they are not what every model once was, so that those built before are found again.
-    if config.model.implementation != "transformers":
-        recipe.append(config.model.implementation)
-    if tiny.initializer_range != DEFAULT_INITIALIZER_RANGE:
-        recipe.append(tiny.initializer_range)
-    return recipe
+        return [*recipe, numbers, _template(config).text, ending]
+    # The pairs themselves, since a file may hold them.
+    return [*recipe, _rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config)]

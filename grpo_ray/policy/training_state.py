@@ -1,8 +1,8 @@
-"""What a training goes on from, besides the weights: the optimizer's and the random generators' state.
+"""The state that training resumes from: weights, optimizer, random generators and a moving reference.
 
-A `TrainingState` is a copy in host memory, which any thread may write while the training goes on. On disk it is
-a model in Hugging Face format and `training/optimizer.safetensors`: tensors `adam/<weight>/<moment>`,
-`random/<device>` and `reference/<weight>` (of a reference that moved), and counters in the file's metadata.
+A `TrainingState` is a copy in host memory, which any thread may write while training continues. On disk it is a
+model in Hugging Face format and `training/optimizer.safetensors`, with tensors `adam/<weight>/<moment>`,
+`random/<device>` and `reference/<weight>` (of a reference that moves), and counters in the file's metadata.
 """
 
 import re
@@ -21,14 +21,14 @@ from grpo_ray.policy.reference import Reference
 from grpo_ray.telemetry.durable import sync
 
 FILE_NAME = "optimizer.safetensors"
-REFERENCE = "reference/"
+ADAM, RANDOM, REFERENCE = "adam/", "random/", "reference/"  # prefixes of tensor names
 RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Copies in host memory; weights that are tied share one."""
+    """Copies in host memory; tied weights share one copy."""
 
     weights: Tensors
     training: Tensors
@@ -41,6 +41,7 @@ def capture_state(
     counters: Mapping[str, int],
     reference: Mapping[str, torch.Tensor],
 ) -> TrainingState:
+    """Copy the state to host memory; `reference` holds the weights of a reference that moves."""
     kept = {REFERENCE + name: tensor for name, tensor in reference.items()}
     return TrainingState(
         weights=_copies(model.state_dict()),
@@ -52,7 +53,7 @@ def capture_state(
 def write_state(
     state: TrainingState, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Write to an existing folder, and wait for the disk. `model` gives its configuration, not its weights.
+    """Write the state to an existing folder and flush it to disk; of `model` only the configuration is used.
 
     Raises:
         OSError: it could not be written.
@@ -73,12 +74,12 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     reference: Reference | None = None,
 ) -> dict[str, int]:
-    """Put back what `capture_state` saw, but for the weights; returns the counters.
+    """Restore everything that `capture_state` copied except the weights; return the counters.
 
-    A reference that has not moved in that run so far stays as it is.
+    The reference keeps its weights if the checkpoint has none for it.
 
     Raises:
-        ValueError: the state is of another model.
+        ValueError: the state belongs to another model.
     """
     path = training_folder / FILE_NAME
     with safe_open(path, framework="pt") as file:
@@ -86,19 +87,17 @@ def restore_state(
         counters = {name: int(count) for name, count in (file.metadata() or {}).items()}
     state = _optimizer_state(tensors, [name for name, _ in model.named_parameters()])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    moved = {
-        name.removeprefix("reference/"): tensors[name] for name in tensors if name.startswith("reference/")
-    }
+    moved = {name.removeprefix(REFERENCE): tensors[name] for name in tensors if name.startswith(REFERENCE)}
     if reference is not None and reference.moves and moved:
         reference.load(moved)
-    torch.set_rng_state(tensors["random/cpu"])
-    if torch.cuda.is_available() and "random/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random/cuda"])
+    torch.set_rng_state(tensors[RANDOM + "cpu"])
+    if torch.cuda.is_available() and RANDOM + "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[RANDOM + "cuda"])
     return counters
 
 
 def _sync(folder: Path, training: Path) -> None:
-    """Only what was written here: others may be writing to `training` too."""
+    """Flush only the files written here: others may be writing to `training` at the same time."""
     for path in (*(path for path in folder.iterdir() if path.is_file()), training / FILE_NAME):
         sync(path)
     for path in (training, folder):
@@ -106,42 +105,39 @@ def _sync(folder: Path, training: Path) -> None:
 
 
 def _optimizer_tensors(model: PolicyModel, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Named by weight, not by place. A weight that never had a gradient has none."""
+    """Return the optimizer's state, named by weight; a weight that never had a gradient has none."""
     return {
-        f"adam/{name}/{moment}": tensor
+        f"{ADAM}{name}/{moment}": tensor
         for name, parameter in model.named_parameters()
         for moment, tensor in optimizer.state.get(parameter, {}).items()
     }
 
 
 def _optimizer_state(tensors: Tensors, names: list[str]) -> dict[int, Tensors]:
-    """As an optimizer's `state_dict` has it, by the weights' places in `names`.
+    """Return the state as in an optimizer's `state_dict`: by the weights' positions in `names`.
 
     Raises:
         ValueError: a weight is not in `names`.
     """
-    places = {name: place for place, name in enumerate(names)}
+    positions = {name: position for position, name in enumerate(names)}
     state: dict[int, Tensors] = {}
-    for key, tensor in tensors.items():
-        kind, _, rest = key.partition("/")
-        if kind != "adam":
-            continue
-        name, _, moment = rest.rpartition("/")
-        if name not in places:
-            raise ValueError(f"the optimizer's state is of another model: this one has no weight {name}")
-        state.setdefault(places[name], {})[moment] = tensor
+    for key in filter(lambda key: key.startswith(ADAM), tensors):
+        name, _, moment = key.removeprefix(ADAM).rpartition("/")
+        if name not in positions:
+            raise ValueError(f"the optimizer's state belongs to another model: this one has no weight {name}")
+        state.setdefault(positions[name], {})[moment] = tensors[key]
     return state
 
 
 def _random_tensors() -> Tensors:
-    states = {"random/cpu": torch.get_rng_state()}
+    states = {RANDOM + "cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states["random/cuda"] = torch.cuda.get_rng_state()
+        states[RANDOM + "cuda"] = torch.cuda.get_rng_state()
     return states
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Contiguous copies in host memory; tensors that are the same memory get the same copy."""
+    """Return contiguous copies in host memory; tensors that share their memory share one copy."""
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     result = {}
     for name, tensor in tensors.items():
@@ -154,7 +150,7 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """A full disk is an OSError, whoever finds it: tokenizers in Rust raise a plain Exception for it."""
+    """Convert every error of a full disk to an OSError: Rust code raises a plain Exception for it."""
     try:
         yield
     except Exception as error:

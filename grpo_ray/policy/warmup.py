@@ -1,4 +1,4 @@
-"""The short supervised run that gives a tiny model habits GRPO can choose between."""
+"""A short supervised run that gives a tiny model habits for GRPO to choose between."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config.model import WarmupConfig
 from grpo_ray.policy.model import PolicyModel
 
-IGNORED = -100  # cross_entropy leaves these labels out
+IGNORED = -100  # label that cross_entropy skips
 
 
 def warm_up(
@@ -21,7 +21,7 @@ def warm_up(
 ) -> None:
     """Train `model` in place on (prompt, response) pairs; the loss counts response tokens only.
 
-    Step k takes pairs `[k * batch_size, (k + 1) * batch_size)`, round and round.
+    Step k uses pairs `[k * batch_size, (k + 1) * batch_size)`, starting over at the end.
     """
     torch.set_num_threads(config.num_threads)
     examples = [_encode(tokenizer, prompt, response) for prompt, response in pairs]
@@ -41,7 +41,7 @@ def warm_up(
         logits = model(input_ids=input_ids, use_cache=False).logits  # [batch, seq, vocab]
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -51,9 +51,9 @@ def warm_up(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> tuple[list[int], int]:
-    """Token ids of prompt, response and end token, and the prompt's length.
+    """Return the token ids of prompt, response and end token, and the prompt's length.
 
-    Encoded apart, as in training: the prompt's ids are fixed before the response is sampled.
+    Both are encoded separately, as in training, where the prompt's ids are fixed before sampling.
     """
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
@@ -61,7 +61,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str) -> t
 
 
 def _pad(batch: Sequence[tuple[list[int], int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded `input_ids` and `labels`, both `[batch, seq]`; padding comes after every label."""
+    """Return right-padded `input_ids` and `labels`, both `[batch, seq]`; padding comes after every label."""
     length = max(len(ids) for ids, _ in batch)
     input_ids = torch.full((len(batch), length), pad_token_id)
     labels = torch.full((len(batch), length), IGNORED)

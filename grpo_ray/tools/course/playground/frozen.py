@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from grpo_ray.algorithms import compute_unclipped_loss
-from grpo_ray.algorithms.ratios import clamped_exp
+from grpo_ray.algorithms.logprobs import clamped_exp
 
 LECTURE_W = 2.0
 Ratio = Callable[[Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Folders in Llama's Hugging Face layout, read as TransformerLM."""
+"""Reading folders in Llama's Hugging Face layout as TransformerLM."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,14 +8,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 
-from grpo_ray.policy.transformer_lm import OUTPUT_LAYER, TransformerLM
+from grpo_ray.policy.transformer_lm.model import OUTPUT_LAYER, TransformerLM
 
 
 def check_plain(config: PreTrainedConfig, path: str) -> LlamaConfig:
-    """The configuration, if it is of a Llama that TransformerLM computes exactly.
+    """Return the configuration if it is that of a Llama which TransformerLM computes exactly.
 
     Raises:
-        ValueError: names everything about it that is not supported.
+        ValueError: names every unsupported property.
     """
     if unsupported := _unsupported(config):
         raise ValueError(
@@ -40,13 +40,13 @@ def _unsupported(config: PreTrainedConfig) -> list[str]:
             config.num_attention_heads % config.num_key_value_heads
         ),
     }
-    return [what for what, is_so in found.items() if is_so]
+    return [name for name, is_present in found.items() if is_present]
 
 
 def load_transformer_lm(
     config: LlamaConfig, folder: Path, files: Iterable[Path]
 ) -> tuple[TransformerLM, list[str]]:
-    """The model in float32, and the names of parameters that are missing or of another shape.
+    """Load the model in float32; also return the names of parameters that are missing or have another shape.
 
     Args:
         files: the folder's weights.
@@ -54,7 +54,7 @@ def load_transformer_lm(
     Raises:
         ValueError: there are tensors that a plain Llama does not have.
     """
-    with torch.device("meta"):  # its initial values would be thrown away
+    with torch.device("meta"):  # initial values would be discarded
         model = TransformerLM(config)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -80,5 +80,5 @@ def _tensors(files: Iterable[Path]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _is_redundant(name: str, config: LlamaConfig) -> bool:
-    """A second copy of tied weights, or the rotary frequencies that old folders hold."""
+    """Recognise a second copy of tied weights, and the rotary frequencies of early Llama checkpoints."""
     return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT_LAYER and config.tie_word_embeddings)

@@ -1,0 +1,62 @@
+"""The configuration of sampling: the distribution of responses, and the Generators that draw them."""
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
+
+from grpo_ray.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
+
+
+class SamplingConfig(Section):
+    temperature: PositiveFloat = 1.0
+    """Divisor of the logits, in the engine and in the Learner."""
+    top_p: Fraction = 1.0
+    """Nucleus mass; training requires 1.0 (the error message says why)."""
+    min_tokens: NonNegativeInt = 4
+    """Minimum response length in tokens."""
+    max_tokens: PositiveInt = 1024
+    """Maximum response length in tokens."""
+    stop: tuple[str, ...] = ("</answer>",)
+    """Strings that end a response; kept in the output."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SamplingConfig":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.top_p != 1.0:
+            raise ValueError(
+                f"top_p is {self.top_p}: rollouts must be sampled from the whole distribution (top_p 1.0), "
+                "because the Learner cannot reproduce the logprobs of a truncated one"
+            )
+        return self
+
+
+class GeneratorConfig(Section):
+    num_generators: PositiveInt = 1
+    """Generator actors, each with its own engine."""
+    engine: Literal["vllm", "torch"] = "vllm"
+    """`vllm` for real runs; `torch` is a plain reference implementation."""
+    num_gpus: NonNegativeInt = 1
+    """GPUs per Generator (its tensor-parallel size); 0 runs on the CPU."""
+    num_cpus: NonNegativeFloat = 1
+    """CPUs that each Generator reserves in Ray."""
+    gpu_memory_utilization: Fraction = 0.85
+    """Share of the device's memory that vLLM may use; on a CPU, share of RAM."""
+    max_model_len: PositiveInt | None = None
+    """Maximum length of prompt plus response in tokens; default: longest prompt + `sampling.max_tokens`."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that the engine runs at the same time."""
+    enforce_eager: bool = False
+    """Skip graph capture and compilation: faster startup, slower sampling."""
+    kv_cache_gib: PositiveFloat = 0.5
+    """Size of the KV cache on a CPU, in GiB."""
+    num_threads: PositiveInt = 1
+    """CPU threads per engine (CPU only)."""
+    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    """Cores that the Generators' processes are pinned to (CPU only); default: any."""
+    colocated: bool = False
+    """Generators and Learner share the devices and take turns (synchronous runs only)."""
+    slowdown_s: NonNegativeFloat = 0.0
+    """Artificial delay per group in seconds, for experiments with schedules."""
+
+    _check_cores = field_validator("cpu_cores")(refuse_no_cores)
