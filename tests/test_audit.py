@@ -34,7 +34,7 @@ class Silent:
     def status(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: EvaluationSummary) -> None: ...
-    def trouble(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
 
 
 def train(config: Config, run: RunDirectory) -> None:
@@ -143,8 +143,8 @@ def rewrite_lines(path: Path, change: Callable[[Rows], Rows | None]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in change(rows) or rows))
 
 
-def rewrite_state(run: RunDirectory, change: Callable[[dict[str, Any]], None]) -> None:
-    path = run.checkpoint_path(8) / "training" / "state.json"
+def rewrite_state(run: RunDirectory, change: Callable[[dict[str, Any]], None], step: int = 8) -> None:
+    path = run.checkpoint_path(step) / "training" / "state.json"
     state = json.loads(path.read_text())
     change(state)
     path.write_text(json.dumps(state))
@@ -167,14 +167,14 @@ def step_with_signal(run: RunDirectory) -> Path:
 
 ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     "a group is gone": (lambda rows: rows[2:], "has 3 groups of its own instead of 4"),
-    "a group is lost": (lambda rows: rows[2:], "groups [4] are lost: not trained, and the checkpoint does not"),
+    "a group is lost": (lambda rows: rows[2:], "groups [4] are lost: neither trained nor in the checkpoint"),
     "a completion is dropped": (lambda rows: rows[1:], "has completions [1] instead of 2"),
     "a group is trained twice": (
         lambda rows: [{**row, "group_id": 0} if row["group_id"] == 4 else row for row in rows],
         "group 0 was trained 2 times",
     ),
     "another prompt": (
-        lambda rows: [{**r, "prompt": "?"} if r["group_id"] == 4 else r for r in rows], "epoch 0: asks '?'",
+        lambda rows: [{**r, "prompt": "?"} if r["group_id"] == 4 else r for r in rows], "epoch 0: samples '?'",
     ),
     "another ground truth": (
         lambda rows: [{**r, "ground_truth": "?"} if r["group_id"] == 4 else r for r in rows],
@@ -186,7 +186,7 @@ ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     ),
     "a token from the future": (
         lambda rows: rows[0]["versions"][-1].update(version=7) or rows[0].update(max_version=7),
-        "a token is of version 7, which was not there yet",
+        "a token is of version 7, which did not exist yet",
     ),
     "a version span too short": (
         lambda rows: rows[0]["versions"][-1].update(end=0), "its version spans do not cover its tokens",
@@ -305,7 +305,7 @@ def test_rollouts_that_are_gone_are_found(run: RunDirectory) -> None:
     run.rollouts_path(5).unlink()
     problems = audit(run).problems
     assert "step-000005.parquet: step 5 was trained and has no rollouts" in problems
-    assert any("epoch 0: 4 training prompts were not asked" in problem for problem in problems)
+    assert any("epoch 0: 4 training prompts were not sampled" in problem for problem in problems)
 
 
 def test_a_prompt_asked_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
@@ -318,8 +318,8 @@ def test_a_prompt_asked_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
 
     rewrite(run.rollouts_path(2), ask_again)
     problems = audit(run).problems
-    assert any(f"epoch 0: asks {first['prompt']!r} 1 times too often" in problem for problem in problems)
-    assert "epoch 0: 1 training prompts were not asked" in problems
+    assert any(f"epoch 0: samples {first['prompt']!r} 1 times too often" in problem for problem in problems)
+    assert "epoch 0: 1 training prompts were not sampled" in problems
 
 
 def test_a_group_set_aside_leaves_its_place_to_another(run: RunDirectory) -> None:
@@ -343,14 +343,14 @@ LEDGER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a group that nobody has": (lambda ledger: ledger.update(next_group_id=33), "groups [32] are lost"),
     "a group in two places": (
         lambda ledger: ledger.update(waiting=[32], in_flight=[32], next_group_id=33),
-        "more than one place, or a wrong one, for groups [32]",
+        "several states, or an impossible one, for groups [32]",
     ),
     "a group that was never taken": (
-        lambda ledger: ledger.update(waiting=[40]), "more than one place, or a wrong one, for groups [40]",
+        lambda ledger: ledger.update(waiting=[40]), "several states, or an impossible one, for groups [40]",
     ),
     "a trained group that waits": (
         lambda ledger: ledger.update(waiting=[3], num_trained=31),
-        "groups [3] are done, and the checkpoint still has them to train",
+        "groups [3] are done, but unfinished in the checkpoint",
     ),
     "another count": (
         lambda ledger: ledger.update(num_trained=31), "counts 31 trained groups and 0 dropped, together not 32",
@@ -359,6 +359,11 @@ LEDGER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda ledger: ledger.update(num_dropped=2), "counts 32 trained groups and 2 dropped, together not 32",
     ),
 }  # fmt: skip
+
+
+def test_a_ledger_without_a_key_is_a_problem_and_no_error(run: RunDirectory) -> None:
+    rewrite_state(run, lambda state: state["ledger"].pop("num_dropped"))
+    assert "checkpoints/step-000008: its ledger has no num_dropped" in audit(run).problems
 
 
 @pytest.mark.parametrize("name", LEDGER)
@@ -449,7 +454,7 @@ def test_a_group_with_a_signal_that_was_left_out_is_found(mixed: RunDirectory) -
     change_group(mixed, step, group_id, use=0)
     problems = audit(mixed).problems
     name = mixed.rollouts_path(step).name
-    assert f"{name}: group {group_id} was left out, and has a signal" in problems
+    assert f"{name}: group {group_id} was left out, but has a signal" in problems
     assert f"{name}: has 2 groups of its own instead of 3" in problems
 
 
@@ -473,7 +478,7 @@ def test_a_group_trained_and_left_out_is_found(mixed: RunDirectory) -> None:
     )
     change_group(mixed, step, group_id, group_id=trained)
     problems = audit(mixed).problems
-    assert f"group {trained} was trained, and left out" in problems
+    assert f"group {trained} was both trained and left out" in problems
     assert any(f"groups [{group_id}] are lost" in problem for problem in problems)
 
 
@@ -522,6 +527,15 @@ def test_a_checkpoint_that_is_not_whole_is_found(run: RunDirectory, how: str, me
     assert any(message in problem for problem in audit(run).problems)
 
 
+def test_behind_a_damaged_checkpoint_the_one_that_a_resume_takes_is_audited(run: RunDirectory) -> None:
+    break_checkpoint(run, "torn")
+    first, *others = audit(run).problems
+    assert "checkpoints/step-000008: model.safetensors has" in first
+    assert others == ["checkpoints/step-000006: it is not of the last step, 8"]
+    rewrite_state(run, lambda state: state["ledger"].update(num_trained=1), step=6)
+    assert any("step-000006: its ledger counts 1 trained groups" in problem for problem in audit(run).problems)
+
+
 def test_evaluations_that_are_gone_or_changed_are_found(run: RunDirectory) -> None:
     rewrite(run.evaluations / "step-000004.parquet", set_first(max_version=3, min_version=3))
     rewrite_lines(run.evaluations_summary_path, lambda rows: rows[:2])
@@ -529,7 +543,7 @@ def test_evaluations_that_are_gone_or_changed_are_found(run: RunDirectory) -> No
     problems = audit(run).problems
     assert "no evaluation at step 8" in problems
     assert "evaluations/step-000000.parquet is missing" in problems
-    assert any("sampled by versions [3, 4], not 4 alone" in problem for problem in problems)
+    assert any("sampled by versions [3, 4], not only by 4" in problem for problem in problems)
 
 
 def test_leftovers_are_found(run: RunDirectory) -> None:
@@ -547,4 +561,4 @@ def test_a_run_that_goes_on_is_judged_by_what_it_must_have_by_now(run: RunDirect
     shutil.rmtree(run.checkpoint_path(8))
     report = audit(run)
     assert report.problems == []
-    assert report.notes == ["the run stands at step 8 of 12"]
+    assert report.notes == ["the run is at step 8 of 12"]

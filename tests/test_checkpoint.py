@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore, RunState, read_checkpoint
+from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
+from grpo_ray.telemetry.run_files import RunDirectory
 
 
 def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> CheckpointStore:
-    return CheckpointStore(folder / "checkpoints", keep, keep_best, folder / "summary.jsonl")
+    return CheckpointStore(RunDirectory(folder), keep, keep_best)
 
 
-def make_state(step: int, mark: float = 0.0) -> RunState:
-    return RunState(step, {"next_group_id": 3 * step, "waiting": [1, 2]}, {"reward/mean": 0.5, "mark": mark})
+def make_state(step: int, mark: float = 0.0) -> CheckpointState:
+    return CheckpointState(
+        step, {"next_group_id": 3 * step, "waiting": [1, 2]}, {"reward/mean": 0.5, "mark": mark}
+    )
 
 
 def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
@@ -37,7 +40,13 @@ def names(folder: Path) -> list[str]:
 
 def evaluated(folder: Path, rewards: dict[int, float]) -> None:
     rows = [json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in rewards.items()]
-    (folder / "summary.jsonl").write_text("".join(rows))
+    write_summary(folder, "".join(rows))
+
+
+def write_summary(folder: Path, text: str) -> None:
+    path = RunDirectory(folder).evaluations_summary_path
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 # ---- writing and reading ----
@@ -76,7 +85,7 @@ def test_numbers_that_json_has_not(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.begin(1)
     metrics = {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": np.float32(0.25)}
-    store.commit(1, RunState(1, {}, metrics))
+    store.commit(1, CheckpointState(1, {}, metrics))
     text = (tmp_path / "checkpoints" / "step-000001" / "training" / "state.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     found = store.latest()
@@ -173,11 +182,11 @@ def test_best_is_not_kept_unless_asked_for(tmp_path: Path) -> None:
 
 def test_evaluations_that_cannot_be_read_delete_nothing(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=1)
-    (tmp_path / "summary.jsonl").write_text('{"step": 10, "rew\n')
+    write_summary(tmp_path, '{"step": 10, "rew\n')
     for step in (10, 20):
         write(store, step)
     assert names(tmp_path) == ["step-000010", "step-000020"]
-    (tmp_path / "summary.jsonl").write_text('{"step": 10}\n{"step": 20, "reward": null}\n')
+    write_summary(tmp_path, '{"step": 10}\n{"step": 20, "reward": null}\n')
     write(store, 30)  # no reward: no best one
     assert names(tmp_path) == ["step-000030"]
 

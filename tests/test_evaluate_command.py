@@ -25,7 +25,7 @@ from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.evaluate import evaluate
-from grpo_ray.tools.evaluation.plan import EvaluationOptions
+from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions
 from grpo_ray.tools.evaluation.responses import Row
 from grpo_ray.tools.evaluation.task_choice import TaskChoice
 from grpo_ray.types import SamplingSettings
@@ -189,7 +189,7 @@ def test_one_that_is_interrupted_goes_on(tmp_path: Path, tiny_model: Model, serv
     asked.clear()
     evaluate(given)  # all of it is there
     assert asked == []
-    with pytest.raises(RunError, match=r"holds another evaluation, with sampling.temperature 1.0 and not 0.5"):
+    with pytest.raises(RunError, match=r"holds another evaluation.*\n  sampling.temperature: was 1.0, is 0.5$"):
         evaluate(replace(given, temperature=0.5))
 
 
@@ -199,7 +199,7 @@ def test_a_full_disk_says_how_to_go_on(tmp_path: Path, tiny_model: Model, serve_
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         interrupted_after(2, full),
-        pytest.raises(RunError, match=r"No space left on device\n.*go on with: grpo"),
+        pytest.raises(RunError, match=r"No space left on device\n.*resume with: grpo"),
     ):
         evaluate(given)
     assert read(evaluate(given))[0]["summary"]["num_examples"] == 5
@@ -217,7 +217,7 @@ def test_other_questions_or_weights_of_the_same_name_are_not_gone_on_with(
         evaluate(given)
     rows = path.read_text()
     path.write_text("".join(reversed(rows.splitlines(keepends=True))))
-    other_prompts = "holds another evaluation, with prompts '5 of sha256 .*' and not '5 of"
+    other_prompts = 'holds another evaluation.*\n  prompts: was "5 of sha256 .*", is "5 of'
     with pytest.raises(RunError, match=other_prompts):
         evaluate(given)
     path.write_text(rows)
@@ -227,7 +227,7 @@ def test_other_questions_or_weights_of_the_same_name_are_not_gone_on_with(
     template.write_text("Q: {question}\n")
     assert len(read(evaluate(given))[1]) == 5
     os.utime(model / "model.safetensors", (1, 1))
-    with pytest.raises(RunError, match=r"holds another evaluation, with weights\.model"):
+    with pytest.raises(RunError, match=r"holds another evaluation.*\n  weights\..*model: was"):
         evaluate(given)
 
 
@@ -274,7 +274,7 @@ def test_a_prompt_that_always_fails_is_left_out_and_named(
     data, rows = read(evaluate(options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path))))
     assert data["not_sampled"] == [3]
     assert data["summary"]["num_examples"] == len(rows) == 4
-    assert "1 prompts failed at every try" in capsys.readouterr().out
+    assert "1 prompts failed every attempt" in capsys.readouterr().out
 
 
 def test_responses_that_cannot_be_graded_are_counted_apart(
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_cannot_be_used_is_passed_over(
     assert [line.split(",")[0] for line in (curve / "curve.csv").read_text().splitlines()] == [
         "step", "0", "2", "6", "8",
     ]  # fmt: skip
-    assert "step-000004 is passed over: model.path: " in " ".join(capsys.readouterr().out.split())
+    assert "step-000004 is skipped: model.path: " in " ".join(capsys.readouterr().out.split())
     alone = evaluate(options(run.path, tmp_path / "e", checkpoint="step-000006"))
     assert read(alone)[1] == read(curve / "step-000006")[1]
     before = read(curve / "step-000006")[1]
@@ -388,4 +388,4 @@ def test_the_command_line(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert main([*arguments[:-3], "--output", str(tmp_path / "mine")]) == 2
-    assert "is not empty, and no evaluation" in capsys.readouterr().err
+    assert "is not empty and holds no evaluation" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.tasks import load_examples, load_validation
-from grpo_ray.tools.evaluation.plan import EvaluationOptions, make_plan
+from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions, plan_evaluation
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.evaluation.task_choice import ALL_ROWS, TaskChoice, choose_task
 
@@ -61,10 +61,10 @@ def test_a_machine_without_a_gpu_gets_defaults_that_work(
     subject = find_subject(str(tiny_model()))
     assert subject.notices == ("no GPU here: generator.num_gpus=0 model.dtype=float32",)
     choice = TaskChoice(task="sorting")
-    config = make_plan(EvaluationOptions(str(tiny_model()), choice)).config
+    config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
     assert (config.generator.num_gpus, config.model.dtype) == (0, "float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    config = make_plan(EvaluationOptions(str(tiny_model()), choice)).config
+    config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
     assert (config.generator.num_gpus, config.model.dtype, config.generator.engine) == (1, "bfloat16", "vllm")
 
 
@@ -78,7 +78,8 @@ def test_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     assert steps == expected
     notices = find_subject(run, "last").notices
     assert len(notices) == 1
-    assert "step-000008 is passed over, because it is damaged" in notices[0]
+    assert notices[0].startswith("skipped, because it is damaged: ")
+    assert "step-000008: model.safetensors is missing" in notices[0]
 
 
 def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
         ("nowhere", None, "nothing to evaluate; give a configuration"),
         ("no/such/folder", None, "nothing to evaluate"),
         ("empty", None, "nothing to evaluate"),
-        ("run", "step-000003", "has no checkpoint 'step-000003', but step-000002"),
+        ("run", "step-000003", "'step-000003'; give last, best, all, initial, or one of its own: step-000002"),
         ("fresh", None, "has no checkpoint yet"),
         ("unvalidated", "best", "no checkpoint of .* was validated"),
         ("job.yaml", "last", "is a configuration; only a run's folder has checkpoints"),
@@ -132,7 +133,7 @@ def test_a_missing_yaml_is_a_configurations_error(tmp_path: Path) -> None:
 
 def test_an_evaluation_has_no_learner_and_shares_no_device(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
-    config = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"))).config
+    config = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"))).config
     assert (config.learner.num_gpus, config.learner.num_cpus, config.generator.colocated) == (0, 0, False)
     assert config.gpus_per_generator == 1
 
@@ -199,7 +200,7 @@ def test_a_kind_that_is_the_configurations_own_asks_all_rows_of_its_files() -> N
 def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
     row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
     path = write_rows(tmp_path / "v.jsonl", **row)
-    task = make_plan(EvaluationOptions("owner/name", TaskChoice(task=path))).config.task
+    task = plan_evaluation(EvaluationOptions("owner/name", TaskChoice(task=path))).config.task
     assert task.rewards == {"": "keyword_inclusion"}
     (example,) = load_validation(task, 0).validation
     assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
@@ -233,17 +234,17 @@ def test_the_reward_reads_what_the_prompt_asks_for(
     ("choice", "message"),
     [
         (TaskChoice(), "--task: a model alone has no questions"),
-        (TaskChoice(task="gsm9k"), r"'gsm9k' is no kind of task \(sorting, "),
+        (TaskChoice(task="gsm9k"), r"'gsm9k' is not a task kind \(sorting, "),
         (TaskChoice(task="mixture"), "--task mixture: name the file"),
         (
             TaskChoice(task="data/test.json"),
-            "'data/test.json' is no .jsonl or .parquet file; convert or rename",
+            "'data/test.json' is not a .jsonl or .parquet file; convert or rename",
         ),
-        (TaskChoice(task="x.JSONL"), "is no .jsonl or .parquet file"),
-        (TaskChoice(task="far/x.csv", answer_field="b"), "is no .jsonl or .parquet file"),
-        (TaskChoice(task="./squad"), "is no .jsonl or .parquet file; .* correct the path"),
-        (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is none"),
-        (TaskChoice(question_field="a"), "they are of a file; give it by --task"),
+        (TaskChoice(task="x.JSONL"), "is not a .jsonl or .parquet file"),
+        (TaskChoice(task="far/x.csv", answer_field="b"), "is not a .jsonl or .parquet file"),
+        (TaskChoice(task="./squad"), "is not a .jsonl or .parquet file; .* correct the path"),
+        (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
+        (TaskChoice(question_field="a"), "they need a file; give it with --task"),
     ],
 )
 def test_choices_that_contradict_themselves(choice: TaskChoice, message: str) -> None:
@@ -274,7 +275,7 @@ def test_overrides_have_the_last_word_and_a_tiny_model_stays_its_own(tmp_path: P
     (tmp_path / "job.yaml").write_text(CONFIG)
     overrides = ("task.num_digits=1", "sampling.max_tokens=9")
     choice = TaskChoice(task="arithmetic")
-    plan = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"), choice, overrides=overrides))
+    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), choice, overrides=overrides))
     assert plan.config.task.kind == "arithmetic"
     assert plan.config.task.num_digits == 1
     assert plan.config.sampling.max_tokens == 9
@@ -285,11 +286,11 @@ def test_overrides_have_the_last_word_and_a_tiny_model_stays_its_own(tmp_path: P
 def test_a_runs_tiny_model_is_the_one_that_it_began_with(tmp_path: Path) -> None:
     overrides = ("task.num_validation_prompts=500", "run.seed=1", "task.prompt=question_only")
     run = write_run(tmp_path / "run", {2: 0.1})
-    plan = make_plan(EvaluationOptions(str(run), overrides=overrides))
+    plan = plan_evaluation(EvaluationOptions(str(run), overrides=overrides))
     assert (plan.config.task.num_validation_prompts, plan.config.run.seed) == (500, 1)
-    assert plan.model_config == make_plan(EvaluationOptions(str(run))).model_config
+    assert plan.model_config == plan_evaluation(EvaluationOptions(str(run))).model_config
     (tmp_path / "job.yaml").write_text(CONFIG)  # it has begun nothing: the model is the one that is described
-    plan = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"), overrides=overrides))
+    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), overrides=overrides))
     assert (plan.model_config.task.num_validation_prompts, plan.model_config.run.seed) == (500, 1)
 
 

@@ -20,8 +20,8 @@ from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.experiments.launch import Launcher
-from grpo_ray.tools.experiments.plan import make_plan
 from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.experiments.run_experiment import run_experiment
 
@@ -76,7 +76,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, tmp_path: Path) -> None:
     experiment = EXPERIMENTS[name]
-    plan = make_plan(experiment, QUICKSTART, [], num_seeds=2, output=str(tmp_path))
+    plan = plan_experiment(experiment, QUICKSTART, [], num_seeds=2, output=str(tmp_path))
     assert len(plan.runs) == 2 * len(experiment.variants) >= 4
     for run in plan.runs:
         assert run.config.run.seed == run.seed
@@ -87,9 +87,11 @@ def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, t
 
 
 def test_equal_samples_whatever_the_group_and_four_updates_where_it_says_so(tmp_path: Path) -> None:
-    sizes = make_plan(EXPERIMENTS["group-size"], QUICKSTART, [], 1, str(tmp_path)).runs
+    sizes = plan_experiment(EXPERIMENTS["group-size"], QUICKSTART, [], 1, str(tmp_path)).runs
     assert [run.config.rollouts_per_step for run in sizes] == [256] * 5
-    algorithm = make_plan(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs[1].config.algorithm
+    algorithm = (
+        plan_experiment(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs[1].config.algorithm
+    )
     assert algorithm.train_batch_size is not None
     assert algorithm.epochs_per_batch * 256 // algorithm.train_batch_size == 4
 
@@ -100,7 +102,7 @@ def test_all_problems_are_told_before_anything_starts(fakes: FakeRuns) -> None:
     with pytest.raises(ConfigError) as caught:
         fakes.run(2, wrong, overrides=["algorithm.num_steps=zero", "run.seed=3"])
     message = str(caught.value)
-    assert "run.seed: every run is given its own" in message
+    assert "run.seed: it is set for each run" in message
     assert message.count("algorithm.los: unknown key") == 1
     assert message.count("learner.learning_rate: -1 is not valid") == 1
     assert "variant c, d: " in message
@@ -159,7 +161,7 @@ def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) ->
         "variant low: was learner.learning_rate=1e-4, is none",
         "variant high: was learner.learning_rate=1e-3, is not there",
         "variant new: was not there, is weight_sync.max_lag=0",
-        "seeds: was 2, is 1; more can be added, none left out",
+        "seeds: was 2, is 1; seeds can be added, not removed",
     ]
     assert fakes.launched() == []
 
@@ -168,7 +170,7 @@ def test_a_folder_that_is_no_experiment_is_left_alone(fakes: FakeRuns) -> None:
     folder = fakes.out / "rates"
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="is not empty, and no experiment"):
+    with pytest.raises(RunError, match="is not empty and holds no experiment"):
         fakes.run()
     (folder / "notes.txt").unlink()
     (folder / "experiment.json").write_text("{}")
@@ -224,9 +226,9 @@ import sys
 sys.path.insert(0, "tests")
 import test_experiments as tests
 from grpo_ray.tools import cli
-from grpo_ray.tools.experiments import command, definitions
+from grpo_ray.tools.experiments import definitions, run_experiment
 definitions.EXPERIMENTS["rates"] = tests.LOW_HIGH
-command.run_experiment.__defaults__ = (tests.FAKE,)
+run_experiment.run_experiment.__defaults__ = (tests.FAKE,)
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -255,7 +257,7 @@ def test_a_signal_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns, number
     os.killpg(process.pid, number)  # as a terminal does
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
-    assert f"go on with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
+    assert f"resume with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
     assert output.count(": stopped after") == 2
     assert sorted(fakes.launched()) == ["high-seed0", "low-seed0"]  # and no further one
     for name in ("low-seed0", "high-seed0"):

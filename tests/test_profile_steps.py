@@ -85,7 +85,7 @@ def test_a_trace_that_cannot_be_written_is_shown_and_training_goes_on(tmp_path: 
     assert recorder.steps == [1, 2]
     (event,) = [e for e in read_metrics(run.events_path) if e["kind"] == "profile_failed"]
     assert "the profile of step 1 could not be written" in event["text"]
-    assert any("the profile of step 1" in trouble for trouble in recorder.troubles)
+    assert any("the profile of step 1" in warning for warning in recorder.warnings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""RunLog: troubles until they are mended, and events counted across the run's processes."""
+"""RunLog: warnings until they are mended, and events counted across the run's processes."""
 
 import time
 from pathlib import Path
@@ -12,17 +12,17 @@ from grpo_ray.telemetry.run_log import RunLog
 
 class Display:
     def __init__(self) -> None:
-        self.troubles: list[str] = []
+        self.warnings: list[str] = []
 
     def status(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: EvaluationSummary) -> None: ...
 
-    def trouble(self, text: str) -> None:
-        self.troubles.append(text)
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
 
     def take(self) -> list[str]:
-        taken, self.troubles = self.troubles, []
+        taken, self.warnings = self.warnings, []
         return taken
 
 
@@ -36,33 +36,33 @@ def log(tmp_path: Path, display: Display) -> RunLog:
     return RunLog(RunDirectory(tmp_path), display)
 
 
-def test_trouble_is_shown_after_every_step_until_it_is_mended(log: RunLog, display: Display) -> None:
-    log.trouble("checkpoint", "no space for step 2")
-    log.trouble("rollouts", "no space for rollouts")
+def test_warning_is_shown_after_every_step_until_it_is_mended(log: RunLog, display: Display) -> None:
+    log.warning("checkpoint", "no space for step 2")
+    log.warning("rollouts", "no space for rollouts")
     assert display.take() == []  # after the step, not at once
     for _ in range(2):
-        log.show_troubles()
+        log.show_warnings()
         assert display.take() == ["no space for step 2", "no space for rollouts"]
-    log.trouble("checkpoint", "no space for step 3")  # instead of the one before
-    log.trouble("rollouts", None)
-    log.show_troubles()
+    log.warning("checkpoint", "no space for step 3")  # instead of the one before
+    log.warning("rollouts", None)
+    log.show_warnings()
     assert display.take() == ["no space for step 3"]
-    log.trouble("checkpoint", None)
-    log.show_troubles()
+    log.warning("checkpoint", None)
+    log.show_warnings()
     assert display.take() == []
 
 
-def test_line_that_cannot_be_written_is_a_trouble_until_it_is(log: RunLog, display: Display) -> None:
+def test_line_that_cannot_be_written_is_a_warning_until_it_is(log: RunLog, display: Display) -> None:
     path = log.run.metrics_path
     path.mkdir()  # nothing can be appended to it
     log.line(1, {"reward/mean": 0.5})
-    log.show_troubles()
+    log.show_warnings()
     (shown,) = display.take()
     assert str(path) in shown
     assert "1 lines wait in memory" in shown
     path.rmdir()
     log.line(2, {"reward/mean": 0.75})
-    log.show_troubles()
+    log.show_warnings()
     assert display.take() == []
     assert read_metrics(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
 
@@ -89,13 +89,13 @@ def test_event_that_cannot_be_written_counts_and_is_shown_and_waits(log: RunLog,
     log.event("stalled", None, "nothing moves")
     assert display.take() == ["nothing moves"]
     assert log.num_events("stalled") == 1
-    log.show_troubles()
+    log.show_warnings()
     assert len(display.take()) == 1
     log.run.events_path.rmdir()
     log.event("waits", None, "the scorer works")
     assert [row["kind"] for row in read_metrics(log.run.events_path)] == ["stalled", "waits"]
     display.take()
-    log.show_troubles()
+    log.show_warnings()
     assert display.take() == []
 
 
@@ -131,8 +131,8 @@ def test_an_event_that_the_disk_refused_is_written_after_the_next_step(
     with monkeypatch.context() as patch:
         patch.setattr("grpo_ray.telemetry.json_lines._write_whole", full)
         log.event("scorer_back", "scorer", "scores again")
-        log.show_troubles()
+        log.show_warnings()
         assert any("1 lines wait in memory" in text for text in display.take())
-    log.show_troubles()  # and no other event has happened
+    log.show_warnings()  # and no other event has happened
     assert display.take() == []
     assert [event["kind"] for event in read_metrics(tmp_path / "events.jsonl")] == ["scorer_back"]

@@ -28,7 +28,7 @@ from grpo_ray.telemetry.trackers import Trackers, check_trackers, choice, tracki
 from grpo_ray.telemetry.trackers import delivery as delivery_module
 from grpo_ray.telemetry.trackers import trackers as module
 from grpo_ray.telemetry.trackers.delivery import Delivery
-from grpo_ray.telemetry.trackers.tensorboard_tracker import markdown_table
+from grpo_ray.telemetry.trackers.tensorboard_tracker import escaped_markdown_table
 from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun, Tracker
 from grpo_ray.telemetry.validation_files import summarise_groups
 
@@ -56,8 +56,8 @@ class Remembering:
         self._tell("start", run.name)
         return "in memory"
 
-    def go_on_from(self, step: int) -> None:
-        self._tell("go_on_from", step)
+    def resume_from(self, step: int) -> None:
+        self._tell("resume_from", step)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._tell("metrics", step, dict(metrics))
@@ -109,29 +109,29 @@ def test_a_tracker_that_hangs_holds_nobody_up_and_what_it_misses_is_counted(tmp_
     delivery = deliver(tmp_path, tracker, max_waiting=3)
     assert delivery.problem() is None
     for step in range(8):
-        delivery.send(lambda t, step=step: t.go_on_from(step))  # type: ignore[misc]
+        delivery.send(lambda t, step=step: t.resume_from(step))  # type: ignore[misc]
     assert delivery.num_dropped == 5
     assert delivery.problem() == "a does not keep up: 5 messages were dropped"
     tracker.released.set()
     until(lambda: len(tracker.told) == 4)
     assert delivery.problem() is None  # it keeps up again
-    delivery.send(lambda t: t.go_on_from(9))
+    delivery.send(lambda t: t.resume_from(9))
     assert close(delivery) == "a: 5 messages were dropped"
-    assert [what[1] for what in tracker.told if what[0] == "go_on_from"] == [0, 1, 2, 9]
+    assert [what[1] for what in tracker.told if what[0] == "resume_from"] == [0, 1, 2, 9]
     assert tracker.told[-1] == ("close", "finished")
 
 
 def test_a_tracker_that_has_not_answered_for_a_while_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker = Remembering(hang_at="go_on_from")
+    tracker = Remembering(hang_at="resume_from")
     delivery = deliver(tmp_path, tracker)
     for _ in range(3):
-        delivery.send(lambda t: t.go_on_from(0))
+        delivery.send(lambda t: t.resume_from(0))
     until(lambda: delivery._waiting.qsize() == 2)
     assert delivery.problem() is None
     monkeypatch.setattr(delivery_module, "SLOW_S", 0.0)
-    assert re.fullmatch("a has not answered for [0-9]+ s; 2 messages wait", delivery.problem() or "")
+    assert re.fullmatch("a has not answered for [0-9]+ s; 2 messages are queued", delivery.problem() or "")
     tracker.released.set()
     until(lambda: delivery._busy_since is None and len(tracker.told) == 4)
     assert delivery.problem() is None
@@ -146,10 +146,10 @@ def test_a_servers_password_is_not_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_the_end_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, full: bool) -> None:
-    tracker = Remembering(hang_at="go_on_from")
+    tracker = Remembering(hang_at="resume_from")
     delivery = deliver(tmp_path, tracker, max_waiting=2)
     for _ in range(10 if full else 1):
-        delivery.send(lambda t: t.go_on_from(0))
+        delivery.send(lambda t: t.resume_from(0))
     began = time.monotonic()
     text = close(delivery, timeout_s=0.05)
     assert text == "a: not everything could be sent in tracking.close_timeout_s"
@@ -160,10 +160,10 @@ def test_the_end_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, full: bo
 def test_a_slow_tracker_whose_line_is_full_is_closed_all_the_same(tmp_path: Path) -> None:
     tracker = Remembering(hang_at="start")
     delivery = deliver(tmp_path, tracker, max_waiting=1)
-    delivery.send(lambda t: t.go_on_from(0))
+    delivery.send(lambda t: t.resume_from(0))
     delivery.begin_to_close("failed")  # there is no room for another message
     tracker.released.set()
-    until(lambda: tracker.told == [("start", "my-run"), ("go_on_from", 0), ("close", "failed")])
+    until(lambda: tracker.told == [("start", "my-run"), ("resume_from", 0), ("close", "failed")])
     assert delivery.close(time.monotonic() + LONG_S) is None
 
 
@@ -226,7 +226,7 @@ def groups_of(step: int) -> list[Any]:
 def test_rollouts_are_told_of_once_their_file_is_there(run: RunDirectory) -> None:
     tracker, other = Remembering(), Remembering()
     trackers = make_trackers(run, tracker, other, rollouts_every_num_steps=2, rollouts_per_table=4)
-    trackers.go_on_from(0)
+    trackers.resume_from(0)
     for step in range(1, 5):
         trackers.step(step, {"reward/mean": step, "eval/reward": 0.5})
     write_rollouts(run.rollouts_path(2), 2, groups_of(2))  # late, while step 5 is trained
@@ -251,7 +251,7 @@ def test_a_run_that_goes_back_forgets_the_rollouts_it_waits_for(run: RunDirector
     trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
     for step in (1, 2, 3):
         trackers.step(step, {})
-    trackers.go_on_from(2)
+    trackers.resume_from(2)
     for step in (1, 2, 3):  # 3: of the first time, as its line is not there yet
         write_rollouts(run.rollouts_path(step), step, groups_of(step))
     trackers.close("finished")
@@ -306,14 +306,14 @@ def test_long_texts_are_cut(run: RunDirectory) -> None:
 
 class Display:
     def __init__(self) -> None:
-        self.troubles: list[str] = []
+        self.warnings: list[str] = []
 
     def status(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: Any) -> None: ...
 
-    def trouble(self, text: str) -> None:
-        self.troubles.append(text)
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
 
 
 def test_a_broken_tracker_is_an_event_and_one_line_for_whoever_looks_on(run: RunDirectory) -> None:
@@ -323,10 +323,10 @@ def test_a_broken_tracker_is_an_event_and_one_line_for_whoever_looks_on(run: Run
     log.line(1, {"reward/mean": 0.5})
     until(lambda: trackers._deliveries[0]._failure is not None)
     for step in (2, 3):
-        log.show_troubles()
+        log.show_warnings()
         log.line(step, {"reward/mean": 0.5})
     line = "a: OSError: no route to host; the run goes on without it"
-    assert display.troubles == [line]
+    assert display.warnings == [line]
     assert [(event["kind"], event["text"]) for event in read_metrics(run.events_path)] == [
         ("tracker_off", line)
     ]
@@ -334,18 +334,18 @@ def test_a_broken_tracker_is_an_event_and_one_line_for_whoever_looks_on(run: Run
     assert [step for step, _ in told(good, "metrics")] == [1, 2, 3]
 
 
-def test_a_tracker_that_does_not_keep_up_is_a_trouble_until_it_does(run: RunDirectory) -> None:
+def test_a_tracker_that_does_not_keep_up_is_a_warning_until_it_does(run: RunDirectory) -> None:
     tracker, display = Remembering(hang_at="start"), Display()
     trackers = Trackers(make_config().tracking, run, [deliver(run.path, tracker, max_waiting=1)])
     log = RunLog(run, display, trackers)
     for step in (1, 2, 3):
         log.line(step, {})
-        log.show_troubles()
-    assert display.troubles == [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
+        log.show_warnings()
+    assert display.warnings == [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
     tracker.released.set()
     until(lambda: len(tracker.told) == 2)
-    log.show_troubles()
-    assert len(display.troubles) == 2
+    log.show_warnings()
+    assert len(display.warnings) == 2
 
 
 @pytest.mark.parametrize(
@@ -357,20 +357,20 @@ def test_trackers_are_closed_at_every_end(
     good, broken = Remembering(), Remembering(break_at="close")
     monkeypatch.setattr(module, "make_tracker", {"wandb": good, "mlflow": broken}.__getitem__)
     announced: list[str] = []
-    troubles: list[str] = []
+    warnings: list[str] = []
     config, run = make_config("tracking.trackers=[wandb,mlflow]"), RunDirectory(tmp_path / "run-7")
     raised = None
     try:
-        with tracking(config, run, announced.append, troubles.append) as trackers:
-            trackers.go_on_from(3)
+        with tracking(config, run, announced.append, warnings.append) as trackers:
+            trackers.resume_from(3)
             if error is not None:
                 raise error
     except (KeyboardInterrupt, RunError) as caught:
         raised = caught
     assert raised is error
-    assert good.told == [("start", "run-7"), ("go_on_from", 3), ("close", end)]
+    assert good.told == [("start", "run-7"), ("resume_from", 3), ("close", end)]
     assert sorted(announced) == ["mlflow: in memory", "wandb: in memory"]
-    assert troubles == ["mlflow: OSError: no route to host; the run goes on without it"]
+    assert warnings == ["mlflow: OSError: no route to host; the run goes on without it"]
 
 
 def test_a_run_that_is_named_by_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +408,7 @@ def test_train_and_resume_look_before_ray_starts(tmp_path: Path, monkeypatch: py
     def connected(needs_hub: bool) -> None:
         raise AssertionError("Ray was to be started")
 
-    monkeypatch.setattr(training.cluster, "connected", connected)
+    monkeypatch.setattr(training.session, "connected", connected)
     monkeypatch.setattr(choice, "_is_installed", lambda name: False)
     overrides = [f"run.output_dir={tmp_path}", "run.name=one", "tracking.trackers=[wandb]"]
     config = make_config(*overrides)
@@ -430,7 +430,7 @@ def test_a_folder_named_as_a_library_is_none(tmp_path: Path, monkeypatch: pytest
 
 def test_a_database_takes_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_is_installed", lambda name: name == "mlflow")
-    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite takes MLflow's own server libraries"):
+    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite requires MLflow's own server libraries"):
         check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=sqlite:///runs.db"))
     check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=http://127.0.0.1:5000"))
 
@@ -463,12 +463,12 @@ def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:
     """A run of two steps, the second of which is done again after it went back to step 1."""
     run.folder.mkdir(parents=True, exist_ok=True)
     place = tracker.start(run)
-    tracker.go_on_from(0)
+    tracker.resume_from(0)
     # As a mixture has them:
     tracker.metrics(1, {"reward/mean": 0.25, "reward/mean/a-b": 0.125, "loss/policy": float("nan")})
     tracker.table("rollouts", 1, ROWS)
     tracker.metrics(2, {"reward/mean": 0.5})
-    tracker.go_on_from(1)
+    tracker.resume_from(1)
     tracker.metrics(2, {"reward/mean": 0.75})
     tracker.close(end)
     return place
@@ -477,7 +477,7 @@ def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:
 def go_on(tracker: Tracker, run: TrackedRun) -> None:
     """The next process of the same run."""
     tracker.start(run)
-    tracker.go_on_from(2)
+    tracker.resume_from(2)
     tracker.metrics(3, {"reward/mean": 1.0})
     tracker.close("finished")
 
@@ -496,7 +496,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     points = [(event.step, event.value) for event in seen.Scalars("reward/mean")]
     assert points == [(1, 0.25), (2, 0.75), (3, 1.0)]  # 0.5 is of the time before it went back
     (event,) = seen.Tensors("rollouts/text_summary")
-    assert (event.step, event.tensor_proto.string_val[0].decode()) == (1, markdown_table(ROWS))
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (1, escaped_markdown_table(ROWS))
     config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    num_steps: 8\n" in config
 
@@ -507,7 +507,7 @@ def test_tensorboard_shows_a_response_as_it_is() -> None:
 
     from tensorboard.plugin_util import markdowns_to_safe_html
 
-    html = markdowns_to_safe_html([markdown_table(ROWS)], lambda parts: parts[0])
+    html = markdowns_to_safe_html([escaped_markdown_table(ROWS)], lambda parts: parts[0])
     assert not re.search(r"<(script|img|a|strong|em|code)\b", html)
     cells = [unescape(re.sub(r"<br\s*/?>", "\n", cell)) for cell in re.findall(r"<td>(.*?)</td>", html, re.S)]
     assert cells == ["2 + 2 =", NASTY, "0.5", "?", "", "1"]
@@ -704,7 +704,7 @@ def test_a_run_that_is_resumed_and_goes_back_is_one_run_of_every_tracker(tmp_pat
     first = train(make_config("algorithm.num_steps=4", *overrides), folder)
     ids = {path.parent.name: path.read_text() for path in folder.glob("trackers/*/run_id")}
     assert ids.keys() == {"wandb", "mlflow"}
-    assert first.troubles == []
+    assert first.warnings == []
     assert sorted(text.partition(":")[0] for text in first.announced) == ["mlflow", "tensorboard", "wandb"]
 
     async def kill_learner(actors: LocalActors, controller: Controller) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 from grpo_ray.config import CheckpointConfig
 from grpo_ray.run.open_calls import Watch
 from grpo_ray.tasks.prompt_ledger import PromptLedger
-from grpo_ray.telemetry.checkpoint import CheckpointStore, RunState
+from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
+from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.stage_clock import StageClock
-
-Metrics = dict[str, float]
 
 
 class Checkpointing:
@@ -54,7 +53,7 @@ class Checkpointing:
         self._writing = asyncio.create_task(self._write(state))
         return {"timing/checkpoint/capture_s": duration.seconds}
 
-    async def _capture(self, metrics: Metrics, unwritten: str | None) -> RunState | None:
+    async def _capture(self, metrics: Metrics, unwritten: str | None) -> CheckpointState | None:
         """What is to be written; None when that is not possible, or done already."""
         await self.settle()
         if unwritten is not None:
@@ -65,7 +64,7 @@ class Checkpointing:
         if report is None or report.version == self._last_saved:
             return None
         await self._actors.buffer.capture(report.version)
-        return RunState(report.version, self._ledger.state_dict(), dict(metrics))
+        return CheckpointState(report.version, self._ledger.state_dict(), dict(metrics))
 
     async def settle(self) -> None:
         """Wait until nothing is being written any more."""
@@ -78,7 +77,7 @@ class Checkpointing:
         seconds, self._write_s = self._write_s, None
         return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
 
-    async def _write(self, state: RunState) -> None:
+    async def _write(self, state: CheckpointState) -> None:
         try:
             with self._clock.span("write checkpoint", f"step {state.step}") as duration:
                 await self._write_files(state)
@@ -87,7 +86,7 @@ class Checkpointing:
         else:
             self.problem, self._last_saved, self._write_s = None, state.step, duration.seconds
 
-    async def _write_files(self, state: RunState) -> None:
+    async def _write_files(self, state: CheckpointState) -> None:
         folder = await asyncio.to_thread(self._store.begin, state.step)
         with self._watch.call("learner", f"writes the checkpoint of step {state.step}"):
             await asyncio.gather(

@@ -29,7 +29,7 @@ from grpo_ray.run.validation import Validation
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.telemetry.run_files import last_logged_step, step_name
 from grpo_ray.telemetry.run_log import Metrics, RunLog
-from grpo_ray.telemetry.run_state import ActorState, Glance
+from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.types import BatchFacts, StepReport, SyncReport
 
@@ -72,10 +72,10 @@ class Controller:
         self._unlogged: dict[int, Metrics] = {}  # trained steps whose line is not written yet
         self._in_training: tuple[BatchFacts, Metrics] | None = None  # the Learner's batch
 
-    def glance(self) -> Glance:
+    def live_status(self) -> LiveStatus:
         """What is going on at this moment; another thread may ask, so this only reads."""
         calls, in_training = self._watch.by_actor(), self._in_training
-        return Glance(
+        return LiveStatus(
             step=self._version,
             published_version=self._production.published_version,
             num_sampling=len(self._ledger.in_flight),
@@ -232,7 +232,7 @@ class Controller:
             with self._watch.call("buffer", f"waits for the groups of step {step + 1}", is_waiting=True):
                 batch, coming = self._actors.buffer.take.split(step, oldest)
                 facts: BatchFacts = await coming
-            self._log.trouble("rollouts", facts.write_error)
+            self._log.warning("rollouts", facts.write_error)
             # The buffer has answered for these; the answers to their puts may still be on their way here.
             await self._production.until_answered(
                 {*facts.group_ids, *facts.rejected_ids, *facts.dropped_ids, *facts.cut_ids}
@@ -313,8 +313,8 @@ class Controller:
             self._actors.show_metrics(step, metrics)
             del self._unlogged[step]
         self._validation.write()
-        self._log.trouble("checkpoint", self._checkpointing.problem)
-        self._log.show_troubles()
+        self._log.warning("checkpoint", self._checkpointing.problem)
+        self._log.show_warnings()
 
     def _recovery_metrics(self) -> Metrics:
         retried, self._rollouts.num_retried = self._rollouts.num_retried, 0
@@ -349,7 +349,7 @@ class Controller:
         if self._version == self._first_step:
             return
         self._validation.write()
-        self._log.trouble("rollouts", await self._actors.buffer.flush())
+        self._log.warning("rollouts", await self._actors.buffer.flush())
         self._log.flush()
         await self._checkpointing.begin(self._unlogged.get(self._version, {}), self._log.unwritten())
         await self._checkpointing.settle()

@@ -53,7 +53,7 @@ def train_through_restores(
             prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
         log = RunLog(run, display, trackers)
         step = checkpoint.state.step if checkpoint else 0
-        trackers.go_on_from(step)
+        trackers.resume_from(step)
         if failures:
             log.event("restored", None, f"the run goes on from step {step}")
         with host(config, prepared, run.path.resolve(), checkpoint) as actors:
@@ -76,13 +76,13 @@ def _go_back(store: CheckpointStore, run: RunDirectory, display: Display) -> Che
     store.discard_unfinished()
     checkpoint = store.latest()
     for line in store.damaged:
-        display.trouble(f"passed over, because it is damaged: {line}")
+        display.warning(f"passed over, because it is damaged: {line}")
     while True:
         try:
             run.rewind(checkpoint.state.step if checkpoint else 0)
             break
         except OSError as error:
-            display.trouble(f"the run's files cannot be taken back to its last checkpoint yet: {error}")
+            display.warning(f"the run's files cannot be taken back to its last checkpoint yet: {error}")
             time.sleep(RETRY_S)
     if checkpoint is not None:
         display.status(f"going on from {checkpoint.path}")

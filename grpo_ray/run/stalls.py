@@ -21,7 +21,7 @@ async def keep_watch(watch: Watch, rollouts: Rollouts, actors: Any, log: RunLog,
             log.event("stalled", None, f"nothing has moved for {watch.quiet_s:.0f} s; the actors:")
             for line in watch.lines():
                 log.event("waits", None, f"  {line}")
-            log.display.trouble(f"the Python stacks of the actors' processes are in {log.run.logs}/")
+            log.display.warning(f"the Python stacks of the actors' processes are in {log.run.logs}/")
             actors.dump_stacks()
             await _act(set(watch.stuck(0.7 * limit_s)), rollouts, limit_s)
             watch.progress()

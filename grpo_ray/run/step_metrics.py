@@ -33,8 +33,8 @@ class StepFigures:
         num_tokens = self._rollouts.num_sampled_tokens
         num_sampled, self._num_told_tokens = num_tokens - self._num_told_tokens, num_tokens
         spilled_bytes = await asyncio.to_thread(self._actors.spilled_bytes)
-        self._log.trouble("spilling", _spilling(spilled_bytes))
-        self._log.trouble("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
+        self._log.warning("spilling", _spilling(spilled_bytes))
+        self._log.warning("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
         return {
             **window.metrics(self._num_generators),
             "timing/step_s": window.seconds,
