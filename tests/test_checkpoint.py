@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_ray.errors import RunError
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
 
@@ -157,7 +158,52 @@ def test_state_of_wrong_kinds(tmp_path: Path) -> None:
             read_checkpoint(folder)
 
 
-# ---- what is kept ----
+# ---- finding one ----
+
+
+def test_all_are_found_oldest_first_and_the_best_among_them(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=9)
+    assert (store.all(), store.best()) == ([], None)
+    written = [write(store, step) for step in (1, 2, 3, 4)]
+    assert store.all() == written
+    assert store.best() is None
+    evaluated(tmp_path, {1: 0.7, 2: 0.9, 3: 0.7, 4: 0.2, 9: 1.0})
+    assert store.best() == written[1]
+    (written[1].path / "config.json").unlink()
+    assert store.best() == written[2]  # the newest of equals
+    assert store.damaged == [f"{written[1].path}: config.json is missing"]
+    assert store.all() == [written[0], *written[2:]]
+
+
+def test_a_user_chooses_by_name(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=9)
+    with pytest.raises(RunError, match=f"^{tmp_path} has no checkpoint yet$"):
+        store.choose("last", "--which")
+    written = [write(store, step) for step in (1, 2)]
+    with pytest.raises(RunError, match=f"^--which best: no checkpoint of {tmp_path} was validated; give"):
+        store.choose("best", "--which")
+    evaluated(tmp_path, {1: 0.7, 2: 0.1})
+    for choice, number in {"last": 1, "best": 0, "step-000001": 0, "step-000002": 1}.items():
+        assert store.choose(choice, "--which") == written[number]
+    with pytest.raises(RunError) as caught:
+        store.choose("step-3", "--which", ["none"])
+    assert str(caught.value) == (
+        f"--which: {tmp_path} has no checkpoint 'step-3'; give last, best, none, or one of its own: "
+        "step-000001, step-000002"
+    )
+
+
+def test_readers_change_nothing(tmp_path: Path) -> None:
+    """A run may be between the two renames of a checkpoint that it writes again."""
+    write(make_store(tmp_path), 20)
+    final = tmp_path / "checkpoints" / "step-000020"
+    final.rename(final.with_name("replaced-step-000020"))
+    store = make_store(tmp_path)
+    assert (store.all(), store.best()) == ([], None)
+    assert names(tmp_path) == ["replaced-step-000020"]
+
+
+# ---- pruning ----
 
 
 def test_newest_and_best_are_kept(tmp_path: Path) -> None:

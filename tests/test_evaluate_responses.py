@@ -17,7 +17,7 @@ from grpo_ray.tools.evaluation.responses import (
     SCHEMA,
     ResponseFiles,
     read_outcomes,
-    rows_of,
+    response_rows,
     sample_rows,
     table_outcomes,
 )
@@ -37,7 +37,7 @@ def graded(group_id: int) -> ScoredGroup:
 
 
 def test_rows() -> None:
-    rows = rows_of(graded(5))
+    rows = response_rows(graded(5))
     assert [row["category"] for row in rows] == ["correct", "wrong_answer", "no_format", "not_graded"]
     assert rows[3] == {
         "example_id": 5, "task": "", "prompt": "prompt 5", "ground_truth": "truth 5", "sample": 3,
@@ -49,7 +49,7 @@ def test_rows() -> None:
 def test_a_right_answer_out_of_the_format_has_none() -> None:
     """Rewards of one's own may say so."""
     group = replace(graded(0), answer_rewards=np.array([1, 1, 1, 1], np.float32))
-    assert [row["category"] for row in rows_of(group)][2] == Category.NO_FORMAT
+    assert [row["category"] for row in response_rows(group)][2] == Category.NO_FORMAT
     assert summarise(outcomes_of([group])).num_no_format == 1
 
 
@@ -62,7 +62,7 @@ def test_whatever_the_order_the_file_is_in_the_examples_order(tmp_path: Path) ->
     files.remove_parts()
     assert [path.name for path in tmp_path.iterdir()] == ["examples.parquet"]
     rows = pq.read_table(examples).to_pylist()
-    assert rows == [row for example_id in ids for row in rows_of(graded(example_id))]
+    assert rows == [row for example_id in ids for row in response_rows(graded(example_id))]
 
 
 def test_a_part_is_on_the_disk_as_soon_as_it_is_whole(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
     for example_id in sorted(set(ids) - done):
         second.add(graded(example_id))
     rows = pq.read_table(second.join()).to_pylist()
-    assert rows == [row for example_id in ids for row in rows_of(graded(example_id))]
+    assert rows == [row for example_id in ids for row in response_rows(graded(example_id))]
 
 
 def test_without_flush_whole_parts_are_kept(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_file_gives_the_same_summary_as_the_groups(tmp_path: Path) -> None:
 
 
 def test_a_long_error_costs_memory_once(tmp_path: Path) -> None:
-    rows = [row for example_id in range(500) for row in rows_of(graded(example_id))]
+    rows = [row for example_id in range(500) for row in response_rows(graded(example_id))]
     rows[3]["error"] = "x" * 20_000
     table = pa.Table.from_pylist(rows, SCHEMA)
     tracemalloc.start()

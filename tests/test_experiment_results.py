@@ -139,7 +139,7 @@ def test_summary_says_within_the_spread_only_where_it_is() -> None:
         "; +0.250, more than the spread (0.200), against a"
     )  # not 0.141 + 0.141
     assert "within the spread" not in line_of(summary, "c") + line_of(summary, "d")
-    assert line_of(summary, "b", 1) == "- **b**: 2 s a step, 2 times a's"
+    assert line_of(summary, "b", 1) == "- **b**: 2 s per step, 2 times a's"
     assert "- 2 parallel runs shared the machine" in summary
     assert "- in no run's metrics: x/y" in summary
     assert summary.startswith("# e\n\nWhich? (handout, problem 12)\n")
@@ -235,8 +235,8 @@ def test_values_are_split_at_outer_commas(text: str, values: list[str]) -> None:
         (["a.b"], None, "write it as"),
         (["a.b=1,,2"], None, "a value is empty"),
         (["a.b=1,2", "a.b=3"], None, "a.b is given twice"),
-        (["a.b=1,1"], None, "both called 'b=1'"),
-        (["a.b=1,2"], "../up", "not a folder's name"),
+        (["a.b=1,1"], None, "have the name 'b=1'"),
+        (["a.b=1,2"], "../up", "not a folder name"),
     ],
 )
 def test_wrong_sweeps(arguments: list[str], name: str | None, message: str) -> None:

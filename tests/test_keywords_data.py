@@ -134,7 +134,7 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     assert make(tmp_path / "file" / "set") == 2
-    assert "set.unfinished cannot be written (Not a directory); give another --output" in capsys.readouterr().err
+    assert "set.unfinished cannot be written (Not a directory); give another" in capsys.readouterr().err
 
 
 # ---- by a model ----

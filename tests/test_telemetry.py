@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from builders import same_groups
 from hypothesis import given, settings
@@ -82,10 +81,18 @@ def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file").check_free()
 
 
+def test_a_path_that_cannot_be_written_is_refused_before_the_run_starts() -> None:
+    with pytest.raises(
+        RunError, match=r"/proc/run cannot be written .*; give another run.name or run.output_dir"
+    ):
+        RunDirectory("/proc/run").check_free()
+
+
 def test_a_folder_whose_making_was_interrupted_is_free(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.rollouts.mkdir(parents=True)
     run.logs.mkdir()
+    (run.path / ".config.yaml.partial").touch()
     run.create(CONFIG)
     assert load_config(run.config_path) == CONFIG
     other = RunDirectory(tmp_path / "other")
@@ -140,9 +147,12 @@ HOLD_LOCK = """
 import os, subprocess, sys, time
 from grpo_ray.telemetry.run_files import RunDirectory
 with RunDirectory(sys.argv[1]).lock():
+    is_forked, tell = os.pipe()
     children = [subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False).pid, os.fork()]
     if not children[1]:
+        os.write(tell, b"x")
         time.sleep(60)
+    os.read(is_forked, 1)  # the child has closed its copy of the lock
     print(os.getpid(), *children, flush=True)
     time.sleep(60)
 """
@@ -300,14 +310,6 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no partial file stays
     write_rollouts(path, 8, [])
     assert read_rollouts(path) == []
-
-
-def test_files_of_an_older_version_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "step-000007.parquet"
-    groups = [make_group(3, [[1, 1, 2], [2]])]
-    write_rollouts(path, 7, groups)
-    pq.write_table(pq.read_table(path).drop_columns(["task", "error"]), path)
-    assert same_groups(read_groups(path), groups)
 
 
 def test_uses_are_each_group_s_own(tmp_path: Path) -> None:

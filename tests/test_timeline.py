@@ -71,6 +71,17 @@ def test_the_file_is_whole_after_each_time_and_goes_on(tmp_path: Path) -> None:
         assert sum(event["ph"] == "X" for event in read(path)) == 2 * number
 
 
+def test_nothing_to_write_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path, "run")
+    assert timeline.append({}) is None
+    assert not path.exists()
+    timeline.append({"learner": turns(1)})
+    before = read(path)
+    assert timeline.append({"learner": StageTimes(0.0, {})}) is None
+    assert read(path) == before
+
+
 @pytest.mark.parametrize("num_lost", [1, 3, 4, 20, 130, 100_000])
 def test_who_was_killed_while_it_wrote_is_gone_on_with(tmp_path: Path, num_lost: int) -> None:
     path = tmp_path / "timeline.json"

@@ -430,7 +430,7 @@ def test_a_folder_named_as_a_library_is_none(tmp_path: Path, monkeypatch: pytest
 
 def test_a_database_takes_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_is_installed", lambda name: name == "mlflow")
-    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite requires MLflow's own server libraries"):
+    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite requires MLflow's server libraries"):
         check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=sqlite:///runs.db"))
     check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=http://127.0.0.1:5000"))
 
