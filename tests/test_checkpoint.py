@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, whatever happens while they are written."""
+"""Checkpoints on disk are whole or absent, whatever happens while they are written."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def make_state(step: int, mark: float = 0.0) -> CheckpointState:
 
 
 def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
-    """A checkpoint with small files in the places of the real ones."""
+    """Write a checkpoint with small files in place of the real ones."""
     folder = store.begin(step)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights" * 10)
@@ -53,7 +53,7 @@ def write_summary(folder: Path, text: str) -> None:
 # ---- writing and reading ----
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_empty_store(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.discard_unfinished()
     assert store.latest() is None
@@ -82,7 +82,7 @@ def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     }
 
 
-def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.begin(1)
     metrics = {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": np.float32(0.25)}
@@ -102,7 +102,7 @@ def test_leftovers_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["unfinished-step-000020"]
     folder = store.begin(20)
     assert os.listdir(folder) == ["training"]
-    store.begin(40)  # what a failed one left makes room
+    store.begin(40)  # leftovers of a failed one are deleted
     assert names(tmp_path) == ["unfinished-step-000040"]
     store.discard_unfinished()
     assert names(tmp_path) == []
@@ -111,7 +111,7 @@ def test_leftovers_are_removed(tmp_path: Path) -> None:
 # ---- damage ----
 
 
-def test_damaged_ones_are_passed_over_and_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
     for step in range(1, 8):
         write(store, step)
@@ -137,18 +137,18 @@ def test_damaged_ones_are_passed_over_and_named(tmp_path: Path) -> None:
     assert reasons[4] == "training/groups.parquet is missing"
     assert "KeyError('ledger')" in reasons[5]
     store.latest()
-    assert len(store.damaged) == 6  # not added up
+    assert len(store.damaged) == 6  # not accumulated
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '{"step": 1}', '{"step": 1, "metrics": null}', "\0\0\0"])
-def test_any_state_that_is_no_state_is_a_valueerror(tmp_path: Path, text: str) -> None:
+def test_an_invalid_state_is_a_value_error(tmp_path: Path, text: str) -> None:
     folder = write(make_store(tmp_path), 1).path
     (folder / "training" / "state.json").write_text(text)
     with pytest.raises(ValueError, match=r"state\.json is not readable"):
         read_checkpoint(folder)
 
 
-def test_state_of_wrong_kinds(tmp_path: Path) -> None:
+def test_a_state_with_wrong_types(tmp_path: Path) -> None:
     folder = write(make_store(tmp_path), 1).path
     path = folder / "training" / "state.json"
     state = json.loads(path.read_text())
@@ -194,7 +194,7 @@ def test_a_user_chooses_by_name(tmp_path: Path) -> None:
 
 
 def test_readers_change_nothing(tmp_path: Path) -> None:
-    """A run may be between the two renames of a checkpoint that it writes again."""
+    """The run may be between the two renames that replace a checkpoint."""
     write(make_store(tmp_path), 20)
     final = tmp_path / "checkpoints" / "step-000020"
     final.rename(final.with_name("replaced-step-000020"))
@@ -208,7 +208,7 @@ def test_readers_change_nothing(tmp_path: Path) -> None:
 
 def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
-    evaluated(tmp_path, {0: 9.0, 10: 0.3, 20: 0.8, 25: 2.0, 30: 0.5})  # there are none of steps 0 and 25
+    evaluated(tmp_path, {0: 9.0, 10: 0.3, 20: 0.8, 25: 2.0, 30: 0.5})  # 0 and 25 have no checkpoint
     kept = {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50]}
     for step, expected in kept.items():
         write(store, step)
@@ -218,7 +218,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000040", "step-000050", "step-000060"]
 
 
-def test_best_is_not_kept_unless_asked_for(tmp_path: Path) -> None:
+def test_the_best_is_only_kept_on_request(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=1, keep_best=False)
     evaluated(tmp_path, {10: 0.9})
     for step in (10, 20):
@@ -233,12 +233,12 @@ def test_evaluations_that_cannot_be_read_delete_nothing(tmp_path: Path) -> None:
         write(store, step)
     assert names(tmp_path) == ["step-000010", "step-000020"]
     write_summary(tmp_path, '{"step": 10}\n{"step": 20, "reward": null}\n')
-    write(store, 30)  # no reward: no best one
+    write(store, 30)  # without a reward there is no best one
     assert names(tmp_path) == ["step-000030"]
 
 
-def test_the_one_that_a_resume_is_from_stays(tmp_path: Path) -> None:
-    """Its folder is where engines that are restarted load from."""
+def test_the_checkpoint_that_a_resume_started_from_is_kept(tmp_path: Path) -> None:
+    """Restarted engines load from its folder."""
     store = make_store(tmp_path, keep=9)
     for step in (10, 20, 30):
         write(store, step)
@@ -248,7 +248,7 @@ def test_the_one_that_a_resume_is_from_stays(tmp_path: Path) -> None:
     assert found is not None
     assert found.state.step == 20
     write(resumed, 25)
-    # 30 is damaged, and not counted as the newest; it stays until the run gets there again
+    # 30 is damaged and does not count as the newest; it stays until the run reaches step 30 again
     assert names(tmp_path) == ["step-000020", "step-000025", "step-000030"]
     write(resumed, 30)
     assert names(tmp_path) == ["step-000020", "step-000030"]
@@ -257,7 +257,7 @@ def test_the_one_that_a_resume_is_from_stays(tmp_path: Path) -> None:
     assert make_store(tmp_path).latest() == read_checkpoint(tmp_path / "checkpoints" / "step-000035")
 
 
-def test_older_damaged_ones_go(tmp_path: Path) -> None:
+def test_older_damaged_checkpoints_are_deleted(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
     for step in (10, 20):
         write(store, step)
@@ -276,7 +276,7 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "step-000005", "step-000010-mine", "step-000020", "unfinished-thoughts"]
 
 
-def test_written_again(tmp_path: Path) -> None:
+def test_a_step_written_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write(store, 40, mark=1)
     write(store, 40, mark=2)
@@ -289,7 +289,7 @@ def test_written_again(tmp_path: Path) -> None:
 # ---- faults ----
 
 
-def test_training_goes_on_when_a_deletion_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_deletion_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path, keep=1)
     write(store, 10)
     rename = Path.rename
@@ -304,14 +304,14 @@ def test_training_goes_on_when_a_deletion_fails(tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == ["step-000010", "step-000020"]
     monkeypatch.undo()
     monkeypatch.setattr("os.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError("busy")))
-    write(store, 30)  # renamed, but not deleted: no half checkpoint is taken for a whole one
+    write(store, 30)  # renamed but not deleted: a partial checkpoint must not look whole
     assert names(tmp_path) == ["discarded-step-000010", "discarded-step-000020", "step-000030"]
     monkeypatch.undo()
     write(store, 40)
     assert names(tmp_path) == ["step-000040"]
 
 
-def test_full_disk_leaves_the_older_one_and_room_for_the_next(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_succeeds(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
@@ -380,7 +380,7 @@ for number in range(1, 1000):
 
 @pytest.mark.parametrize("second", [40, 20], ids=["another", "the same step again"])
 def test_killed_before_any_file_operation(tmp_path: Path, second: int) -> None:
-    """kill -9 before each of the operations that write checkpoint 40 and delete 20, or replace 20."""
+    """Kill with -9 before each file operation that writes checkpoint 40 and deletes 20, or replaces 20."""
     result = subprocess.run(
         [sys.executable, "-c", KILL_EVERYWHERE, str(tmp_path), "20", str(second)],
         capture_output=True,
@@ -393,7 +393,7 @@ def test_killed_before_any_file_operation(tmp_path: Path, second: int) -> None:
     old, new = ["20", "1", "0"], [str(second), "2", "0"]
     outcomes = [row[:3] for row in rows]
     num_old = outcomes.count(old)
-    assert outcomes == [old] * num_old + [new] * (len(rows) - num_old)  # nothing in between
+    assert outcomes == [old] * num_old + [new] * (len(rows) - num_old)  # never anything in between
     assert num_old > 15
     assert len(rows) - num_old > 5
     assert [row[3] for row in rows] == ["True"] * (len(rows) - 1) + ["False"]

@@ -1,4 +1,4 @@
-"""What a run prints, where it cannot be printed."""
+"""Console output that cannot be written does not end a run."""
 
 import os
 import sys

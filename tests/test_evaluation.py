@@ -1,4 +1,4 @@
-"""Evaluation summaries of groups built by hand."""
+"""Evaluation summaries of hand-made groups."""
 
 import math
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_write_evaluation(tmp_path: Path) -> None:
     assert rows[1]["reward"] == 0.5
 
 
-def test_readable_rollouts_are_the_same_whatever_the_order() -> None:
+def test_readable_rollouts_do_not_depend_on_the_order() -> None:
     chosen = readable_rollouts(GROUPS, 2)
     assert [(r.prompt, r.response, r.ground_truth, r.reward) for r in chosen] == [
         ("prompt 0", "response 0.0", "truth 0", 1.0),

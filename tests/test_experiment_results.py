@@ -1,4 +1,4 @@
-"""What is made of runs: tables by hand, sentences that are so, pictures of odd data, and sweeps."""
+"""The results of experiments: tables by hand, true sentences, plots of odd data, and sweeps."""
 
 import csv
 from pathlib import Path
@@ -27,7 +27,7 @@ def outcome(
     num_steps: int = 8,
     **metrics: Any,
 ) -> Outcome:
-    """A run with a row a step; a metric is a list by step, or a function of it. `__` stands for `/`."""
+    """Return an outcome with one row per step; a metric is a list or a function of the step. `__` means `/`."""
     rows = [{"step": step} for step in range(1, num_steps + 1)]
     for name, values in metrics.items():
         for row in rows:
@@ -35,7 +35,7 @@ def outcome(
     return Outcome(variant, seed, num_steps, status, "why" if status != "finished" else "", evaluations, rows)
 
 
-# Two seeds of `a`, one result and one failure of `b`.
+# Two seeds of `a`; one result and one failure of `b`.
 OUTCOMES = [
     outcome(
         "a", [(0, 0.2), (6, 0.5), (8, 0.9)], 0,
@@ -107,7 +107,7 @@ def test_comparison_table_by_hand() -> None:
     [(None, "–"), (float("nan"), "–"), (0.0, "0"), (12.0, "12"), (1.234, "1.23"), (0.01234, "0.0123"),
      (1234.5, "1234"), (1.234e-5, "1.23e-05"), (12.345, "12.3"), (-0.5, "-0.500"), (1.23e9, "1.23e+09")],
 )  # fmt: skip
-def test_short_figures(value: float | None, text: str) -> None:
+def test_short_numbers(value: float | None, text: str) -> None:
     assert short(value) == text
 
 
@@ -156,7 +156,7 @@ def test_summary_of_a_first_variant_without_a_result() -> None:
     assert "within" not in summary.lower().replace("within the spread: the means", "")
 
 
-# ---- pictures ----
+# ---- plots ----
 
 ODD = {
     "results": OUTCOMES,
@@ -168,7 +168,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_pictures_are_drawn_of_whatever_there_is(name: str, tmp_path: Path) -> None:
+def test_plots_are_drawn_of_whatever_there_is(name: str, tmp_path: Path) -> None:
     results = by_variant(["a", "b"], ODD[name])
     plot_validation_reward(results, "title", tmp_path / "reward.png")
     plot_metrics(results, ["x/y", "lag/max", "not/there", "policy/entropy"], "title", tmp_path / "metrics.png")
@@ -201,7 +201,7 @@ def test_sweep_is_the_product_with_readable_labels() -> None:
     assert make_sweep("x.yaml", arguments, "mine").name == "mine"
 
 
-def test_sweep_labels_are_safe_and_apart() -> None:
+def test_sweep_labels_are_safe_and_distinct() -> None:
     bands = make_sweep("x.yaml", ["algorithm.correction_band=[0.5, 2],[0.1, 5]", "generator.slowdown_s=0,1"])
     label, overrides = next(iter(bands.variants.items()))
     assert label == "correction_band=_0.5,_2_,slowdown_s=0"

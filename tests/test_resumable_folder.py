@@ -1,4 +1,4 @@
-"""A folder is resumed by the job whose definition it holds, and refuses every other."""
+"""A folder is resumed by the job with its definition, and refuses every other job."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_another_definition_is_refused_with_every_difference(tmp_path: Path) -> 
         folder.check({"seed": 1}, is_partial=True)
 
 
-def test_a_comparison_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_comparison(tmp_path: Path) -> None:
     def fewer_seeds(before: Definition, now: Definition) -> list[str]:
         return ["fewer seeds"] if now["seeds"] < before["seeds"] else []
 
@@ -90,7 +90,7 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
         make(tmp_path / "file" / "job").check(DEFINITION)
 
 
-def test_where_nothing_can_be_created_is_refused_before_anything_starts() -> None:
+def test_a_path_where_nothing_can_be_created_is_refused() -> None:
     with pytest.raises(RunError, match=r"^/proc/job cannot be written \(.*\); give another --output$"):
         make(Path("/proc/job")).check(DEFINITION)
 

@@ -1,6 +1,6 @@
 """The summary of an evaluation, shared by validation during training and by `grpo-ray evaluate`.
 
-`config.evaluation` schedules a run's validation, whose groups validation_files.py summarises; the command
+`config.evaluation` schedules a run's validation, and validation_files.py summarises its groups; the command
 (tools/evaluation) reads its responses back from examples.parquet. Both call `summarise`.
 """
 

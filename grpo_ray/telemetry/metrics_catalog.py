@@ -19,7 +19,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/truncated_frac": ("share", "responses cut off at sampling.max_tokens"),
     "rollout/zero_variance_groups": (
         "groups",
-        "groups whose advantages are all 0, which have no policy gradient",
+        "groups with all advantages 0, and therefore no policy gradient",
     ),
     "rollout/retried_groups": (
         "groups",
@@ -43,7 +43,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "correct responses when a prompt was last seen, mean over seen prompts",
     ),
     "curriculum/seen_frac": ("share", "training prompts that have been seen"),
-    "curriculum/settled_frac": ("share", "training prompts whose group had no signal when last seen"),
+    "curriculum/settled_frac": ("share", "training prompts with a group without signal when last seen"),
     "curriculum/weight/mean": ("share", "epochs in which a training prompt is sampled, mean over all prompts"),
     "curriculum/weight/min": ("share", "epochs in which the least sampled training prompt is sampled"),
     "curriculum/skipped": ("prompts", "prompts left out of their epochs since the start of the run"),
@@ -52,7 +52,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "",
         "loss with KL penalty and entropy bonus, mean over the updates",
     ),
-    "loss/clip_frac": ("share", "tokens whose ratio, or whose response's ratio, was clipped"),
+    "loss/clip_frac": ("share", "tokens with a clipped ratio, or in a response with a clipped ratio"),
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
     "policy/entropy": ("nats per token", "mean entropy of the next-token distribution"),

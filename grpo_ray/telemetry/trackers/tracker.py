@@ -43,7 +43,7 @@ class Tracker(Protocol):
     """
 
     def start(self, run: TrackedRun) -> str:
-        """Start a run, or resume the one whose id is stored; return where the user finds it."""
+        """Start a run, or resume the one with the stored id; return where the user finds it."""
 
     def resume_from(self, step: int) -> None:
         """Expect later steps next: called at the start, and when the run is restored from a checkpoint."""

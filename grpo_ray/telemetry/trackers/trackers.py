@@ -28,7 +28,7 @@ class Trackers:
 
     def __init__(self, config: TrackingConfig, run: RunDirectory, deliveries: Sequence[Delivery]) -> None:
         self._config, self._run, self._deliveries = config, run, deliveries
-        self._without_table: list[int] = []  # steps whose rollouts are not on disk yet
+        self._without_table: list[int] = []  # steps with rollouts that are not on disk yet
 
     def resume_from(self, step: int) -> None:
         """Announce that the run starts at this step, or is restored to it."""
@@ -74,7 +74,7 @@ class Trackers:
             delivery.send(message)
 
     def _send_rollouts(self) -> None:
-        """Send the tables of steps whose file exists by now; files are written in parallel with training."""
+        """Send the tables of steps that have a file by now; files are written in parallel with training."""
         written = [step for step in self._without_table if os.path.exists(self._run.rollouts_path(step))]
         for step in written:
             self._without_table.remove(step)

@@ -122,7 +122,7 @@ def _audit_training(
         report.num_completions += facts.num_completions
         trained.update(facts.trained)
         report.problems += [
-            f"{path.name}: group {group} is replayed as its use {use}, after {uses[group]}"
+            f"{path.name}: group {group} is replayed with use {use} after use {uses[group]}"
             for group, use in facts.replayed.items()
             if not 0 < uses[group] == use - 1
         ]

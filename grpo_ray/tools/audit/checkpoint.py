@@ -20,7 +20,7 @@ LEDGER = (*UNFINISHED, "set_aside", "next_group_id", "num_trained", "num_dropped
 
 @dataclass
 class CheckpointFacts:
-    """What the rest of the audit needs from the checkpoint, and the problems with it."""
+    """The checkpoint's data for the rest of the audit, and the problems with it."""
 
     problems: list[str] = field(default_factory=list)
     step: int = 0
@@ -96,7 +96,7 @@ def _audit_ledger(checkpoint: Checkpoint) -> Iterator[str]:
     unfinished = _unfinished(ledger)
     foreign = [g.group_id for g in read_groups(checkpoint.groups_path) if g.group_id not in unfinished]
     if foreign:
-        yield f"training/groups.parquet holds groups {foreign}, which are not unfinished"
+        yield f"training/groups.parquet holds groups {foreign}, which the ledger has as done"
 
 
 def _unfinished(ledger: dict[str, Any]) -> frozenset[int]:

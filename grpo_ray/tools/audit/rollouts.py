@@ -32,7 +32,7 @@ class RolloutRows:
         return sum(row["error"] is not None for row in self.rows)
 
     def mean(self, column: str) -> float:
-        return sum(row[column] for row in self.rows) / max(1, len(self.rows))
+        return float(sum(row[column] for row in self.rows)) / max(1, len(self.rows))
 
 
 class GroupPrompt(NamedTuple):
@@ -105,7 +105,7 @@ def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, con
 
 
 def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Grader) -> RolloutFacts:
-    """Audit one validation, all of whose tokens must be of its step's version.
+    """Audit one validation; all its tokens must be of its step's version.
 
     Args:
         summary: the validation's line in summary.jsonl.

@@ -120,7 +120,7 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
 
 
 def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:
-    """Return the overrides for building a tiny model; none for a run, whose model is fixed."""
+    """Return the overrides for building a tiny model; none for a run, because its model is fixed."""
     if subject.is_run:
         return []
     is_replaced = options.choice.task is not None

@@ -166,7 +166,7 @@ def table_outcomes(table: pa.Table) -> Outcomes:
     num_samples = 1 + pc.max(table["sample"]).as_py()
 
     def by_prompt(values: pa.ChunkedArray) -> np.ndarray:
-        return values.to_numpy().reshape(-1, num_samples)
+        return np.asarray(values.to_numpy()).reshape(-1, num_samples)
 
     def column(name: str) -> np.ndarray:
         return by_prompt(table[name])

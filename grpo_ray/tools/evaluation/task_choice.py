@@ -153,7 +153,7 @@ def _one_set(path: str, split: str = "test") -> dict[str, Any]:
 
 
 def _recognised(path: Path) -> dict[str, Any]:
-    """Return the task of a file whose first row has the fields of GSM8K, MATH, keyword pairs or similar."""
+    """Return the task of a file, recognised by its first row: GSM8K, MATH, keyword pairs or similar."""
     _, row = next(rows_of(path, ("every column",)), ("", {}))
     question, answer, solution = row.get("question"), str(row.get("answer")), str(row.get("solution"))
     if question is not None and "####" in answer:

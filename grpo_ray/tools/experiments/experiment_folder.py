@@ -1,4 +1,4 @@
-"""The folder of an experiment, whose definition has to be the same on every start."""
+"""The folder of an experiment; its definition has to be the same on every start."""
 
 import hashlib
 import json
