@@ -1,10 +1,10 @@
-"""In place of `grpo-ray train`: leaves the files of a run that went as $FAKE_RUNS/script.json says.
+"""A stand-in for `grpo-ray train` that writes the files of a run according to $FAKE_RUNS/script.json.
 
     {"low-seed0": {"rewards": [0.2, 0.6, 0.9]}, ...}     rewards of equally spaced evaluations
-    "meets": 2                           ends once so many runs are here at once
+    "meets": 2                           ends once 2 runs are active at the same time
     "ending": "fails" | "not finite" | "waits" (for SIGINT, with half of the steps done)
 
-It imports nothing of grpo_ray, so that a test may start many.
+It imports nothing from grpo_ray, so that a test can start many.
 """
 
 import json
@@ -37,7 +37,7 @@ def main() -> int:
         return wait_for_signal(run, steps // 2)
     if ending == "not finite":
         write_run(run, script, steps // 2, steps)
-        write_checkpoint(run, steps // 2 + 1, {"optim/skipped_in_a_row": 3})  # its line is not written
+        write_checkpoint(run, steps // 2 + 1, {"optim/skipped_in_a_row": 3})  # its metrics are not written
         print("grpo-ray: recovery.max_skipped_updates: 3 steps in a row had no finite update.", flush=True)
         return 2
     if "meets" in script:
@@ -48,17 +48,17 @@ def main() -> int:
 
 
 def meet(folder: Path, name: str, count: int) -> None:
-    """Wait until so many runs are here at once; file the greatest number that was."""
+    """Wait until `count` runs are active at the same time; record the largest number seen."""
     here, most, deadline = folder / f"here-{name}", 0, time.monotonic() + 5
     here.touch()
     while time.monotonic() < deadline and most < count:
         most = len(list(folder.glob("here-*")))
         time.sleep(0.02)
-    time.sleep(0.3)  # one too many would be here now
+    time.sleep(0.3)  # a run too many would be active now
     most = max(most, len(list(folder.glob("here-*"))))
     with (folder / "met.txt").open("a") as met:
         met.write(f"{most}\n")
-    time.sleep(0.1)  # those that were met have counted
+    time.sleep(0.1)  # let the other runs count this one
     here.unlink()
 
 
@@ -87,7 +87,7 @@ def write_run(run: Path, script: dict[str, Any], last: int, num_steps: int) -> N
 
 
 def at(metrics: dict[str, Any], step: int) -> dict[str, Any]:
-    """A list has a value for each step; a number is the same at all."""
+    """Return the metrics at a step: a list has one value per step, a number is constant."""
     return {name: value[step - 1] if isinstance(value, list) else value for name, value in metrics.items()}
 
 

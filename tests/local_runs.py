@@ -23,7 +23,7 @@ Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that 
 
 class Recorder:
     def __init__(self) -> None:
-        self.troubles: list[str] = []
+        self.warnings: list[str] = []
         self.steps: list[int] = []
         self.announced: list[str] = []  # by trackers
 
@@ -33,8 +33,8 @@ class Recorder:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(step)
 
-    def trouble(self, text: str) -> None:
-        self.troubles.append(text)
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
 
 
 def make_config(*overrides: str) -> Config:
@@ -67,7 +67,7 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
 
         asyncio.run(main())
 
-    with tracking(config, run, recorder.announced.append, recorder.trouble) as trackers:
+    with tracking(config, run, recorder.announced.append, recorder.warning) as trackers:
         train_through_restores(config, prepared, run, recorder, host, drive, trackers)
     return recorder
 

@@ -1,4 +1,4 @@
-"""The actors of an evaluation in this process, with an engine of known answers where a test wants that."""
+"""The actors of an evaluation in this process, optionally with an engine that gives known answers."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.tools.evaluation import evaluate
 from grpo_ray.types import Completion, SamplingSettings, StartingModel
 
-Answers = Callable[[str, SamplingSettings], Sequence[str]]  # (prompt, settings) -> a response a sample
+Answers = Callable[[str, SamplingSettings], Sequence[str]]  # (prompt, settings) -> one response per sample
 
 
 class KnownEngine:
-    """An `Engine` that replies with known texts; it has no weights."""
+    """An `Engine` without weights that replies with known texts."""
 
     def __init__(self, model_path: str, answers: Answers) -> None:
         self._tokenizer, self._answers = load_tokenizer(model_path), answers
@@ -38,7 +38,7 @@ class KnownEngine:
 
 
 class LocalServing:
-    """As `hosting.ServingGroup`."""
+    """The local counterpart of `hosting.ServingGroup`."""
 
     def __init__(self, config: Config, model: StartingModel, answers: Answers | None) -> None:
         def generator(name: str) -> Generator:
@@ -69,7 +69,7 @@ class LocalServing:
 
 @pytest.fixture
 def serve_locally(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LocalServing]]:
-    """`serve_locally(answers)`: what `evaluate` starts is here; returns where it will be listed."""
+    """Return `serve_locally(answers)`, which makes `evaluate` use local actors and returns the list of them."""
 
     def install(answers: Answers | None = None) -> list[LocalServing]:
         started: list[LocalServing] = []

@@ -9,7 +9,7 @@ from typing import Any
 from builders import make_completion, make_group, make_item
 
 from grpo_ray.config import Config
-from grpo_ray.telemetry.checkpoint import CheckpointStore, RunState
+from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.types import ScoredGroup
@@ -70,7 +70,7 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def add_checkpoint(run: RunDirectory, step: int, model: Path) -> Path:
-    store = CheckpointStore(run.checkpoints, 5, False, run.evaluations_summary_path)
+    store = CheckpointStore(run, keep=5, keep_best=False)
     folder = store.begin(step)
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    return store.commit(step, RunState(step, {}, {})).path
+    return store.commit(step, CheckpointState(step, {}, {})).path

@@ -1,4 +1,4 @@
-"""The audit finds nothing in a clean run, and each way to break its files by name."""
+"""The audit finds no problem in a clean run, and names each way its files can be broken."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ class Silent:
     def status(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: EvaluationSummary) -> None: ...
-    def trouble(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
 
 
 def train(config: Config, run: RunDirectory) -> None:
@@ -51,16 +51,16 @@ def train(config: Config, run: RunDirectory) -> None:
 
 
 def even_reward(response: str, ground_truth: str) -> dict[str, float]:
-    """What a random model earns half of the time."""
+    """Return a reward that a random model earns half of the time."""
     return verdict(has_format=True, is_right=sum(response.encode()) % 2 == 1)
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunDirectory]]:
-    """`finished_run("field=value", ...)`: a run of 8 steps, trained once for the file's tests."""
+    """Return `finished_run("field=value", ...)`, which trains each run of 8 steps only once."""
     patch = pytest.MonkeyPatch()
     patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
-    patch.setitem(REWARDS, "exact_match", even_reward)  # for the run, and for the audit
+    patch.setitem(REWARDS, "exact_match", even_reward)  # for both the run and the audit
     runs: dict[tuple[str, ...], RunDirectory] = {}
 
     def finished(*changes: str) -> RunDirectory:
@@ -75,7 +75,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.fixture
 def clean(finished_run: Callable[..., RunDirectory]) -> RunDirectory:
-    """In plain order; not to be changed."""
+    """Return a finished run with the default schedule; tests must not change it."""
     return finished_run()
 
 
@@ -94,7 +94,7 @@ MIXED = ("buffer.replay.frac=0.25", "buffer.replay.max_age=3", "algorithm.dynami
 
 @pytest.fixture
 def mixed(finished_run: Callable[..., RunDirectory], tmp_path: Path) -> RunDirectory:
-    """Three fresh groups a batch and one that is replayed; those without signal are dropped."""
+    """Return a run with three fresh groups and a replayed one per batch; groups without signal are dropped."""
     return copied(finished_run(*MIXED), tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
     assert (report.num_steps, report.num_groups, report.num_completions) == (8, 32, 64)
     assert report.num_evaluations == 3
     rewards = [row["reward"] for step in range(1, 9) for row in read_rollouts(clean.rollouts_path(step))]
-    assert {0.0, 1.0} == set(rewards)  # or a wrong reward could not be told from a right one
+    assert {0.0, 1.0} == set(rewards)  # both occur, so that a wrong reward can be told from a right one
 
 
 SCHEDULES = [
@@ -116,7 +116,7 @@ SCHEDULES = [
     ("weight_sync.max_lag=0", "algorithm.dynamic_sampling_tries=3", "algorithm.samples_per_prompt=3"),
     ("algorithm.overlong_buffer_tokens=3", "algorithm.advantage=leave_one_out"),
     ("algorithm.loss=no_baseline", "algorithm.epochs_per_batch=2"),
-    ("task.reward=[{reward: exact_match, weight: 0.1}, {reward: exact_match, weight: 7000}]",),  # no float32
+    ("task.reward=[{reward: exact_match, weight: 0.1}, {reward: exact_match, weight: 7000}]",),  # not float32
 ]
 
 
@@ -143,8 +143,8 @@ def rewrite_lines(path: Path, change: Callable[[Rows], Rows | None]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in change(rows) or rows))
 
 
-def rewrite_state(run: RunDirectory, change: Callable[[dict[str, Any]], None]) -> None:
-    path = run.checkpoint_path(8) / "training" / "state.json"
+def rewrite_state(run: RunDirectory, change: Callable[[dict[str, Any]], None], step: int = 8) -> None:
+    path = run.checkpoint_path(step) / "training" / "state.json"
     state = json.loads(path.read_text())
     change(state)
     path.write_text(json.dumps(state))
@@ -155,26 +155,26 @@ def set_first(**values: Any) -> Callable[[Rows], None]:
 
 
 def first_right(name: str, value: Any) -> Callable[[Rows], None]:
-    """Change a column of the first right response."""
+    """Change a column of the first correct response."""
     return lambda rows: next(row for row in rows if row["reward"]).update({name: value})
 
 
 def step_with_signal(run: RunDirectory) -> Path:
-    """A step's file in which some response is right."""
+    """Return the file of a step with a correct response."""
     steps = (run.rollouts_path(step) for step in range(1, 9))
     return next(path for path in steps if any(row["reward"] for row in read_rollouts(path)))
 
 
 ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     "a group is gone": (lambda rows: rows[2:], "has 3 groups of its own instead of 4"),
-    "a group is lost": (lambda rows: rows[2:], "groups [4] are lost: not trained, and the checkpoint does not"),
+    "a group is lost": (lambda rows: rows[2:], "groups [4] are lost: neither trained nor in the checkpoint"),
     "a completion is dropped": (lambda rows: rows[1:], "has completions [1] instead of 2"),
     "a group is trained twice": (
         lambda rows: [{**row, "group_id": 0} if row["group_id"] == 4 else row for row in rows],
         "group 0 was trained 2 times",
     ),
     "another prompt": (
-        lambda rows: [{**r, "prompt": "?"} if r["group_id"] == 4 else r for r in rows], "epoch 0: asks '?'",
+        lambda rows: [{**r, "prompt": "?"} if r["group_id"] == 4 else r for r in rows], "epoch 0: samples '?'",
     ),
     "another ground truth": (
         lambda rows: [{**r, "ground_truth": "?"} if r["group_id"] == 4 else r for r in rows],
@@ -186,7 +186,7 @@ ROLLOUTS: dict[str, tuple[Callable[[Rows], Rows | None], str]] = {
     ),
     "a token from the future": (
         lambda rows: rows[0]["versions"][-1].update(version=7) or rows[0].update(max_version=7),
-        "a token is of version 7, which was not there yet",
+        "a token is of version 7, which did not exist yet",
     ),
     "a version span too short": (
         lambda rows: rows[0]["versions"][-1].update(end=0), "its version spans do not cover its tokens",
@@ -207,14 +207,14 @@ def test_rollouts_that_were_changed_are_found(run: RunDirectory, name: str) -> N
     change, message = ROLLOUTS[name]
     rewrite(run.rollouts_path(2), change)
     problems = audit(run).problems
-    whole_run = ("epoch", "group")  # what no file alone can tell
+    whole_run = ("epoch", "group")  # problems that no single file shows
     assert any(
         message in problem and ("step-000002" in problem or problem.startswith(whole_run))
         for problem in problems
     ), problems
 
 
-def test_a_silent_zero_is_found_and_a_counted_one_is_none(run: RunDirectory) -> None:
+def test_a_silent_zero_is_found_and_a_counted_one_is_not_a_problem(run: RunDirectory) -> None:
     path = step_with_signal(run)
     step = read_rollouts(path)[0]["step"]
 
@@ -224,11 +224,11 @@ def test_a_silent_zero_is_found_and_a_counted_one_is_none(run: RunDirectory) -> 
         return row
 
     def compare(rows: Rows, row: dict[str, Any], among: Rows) -> None:
-        """Advantages of the row's group, from the rewards of those in `among`."""
+        """Set the advantages of the row's group from the rewards of the rows in `among`."""
         group = [other for other in rows if other["group_id"] == row["group_id"]]
         rewards = torch.tensor([float(other["reward"]) for other in group if other in among])
         for other in group:
-            is_alone = len(rewards) == 1 or other not in among  # with nothing to compare with
+            is_alone = len(rewards) == 1 or other not in among  # nothing to compare with
             advantage = 0.0 if is_alone else (other["reward"] - rewards.mean()) / (rewards.std() + 1e-6)
             other["advantage"] = float(advantage)
 
@@ -272,10 +272,10 @@ def test_a_response_that_cannot_be_graded_now_is_a_note(
     assert report.problems == []
     assert any(text.startswith(note) for text in report.notes)
     rewrite(path, lambda rows: next(r for r in rows if not r["reward"]).update(reward=1.0))
-    assert any("it earns" in problem for problem in audit(run).problems)  # the others are graded all the same
+    assert any("it earns" in problem for problem in audit(run).problems)  # the others are still graded
 
 
-def test_a_step_trained_twice_by_another_name_is_found(run: RunDirectory) -> None:
+def test_a_step_trained_twice_under_another_name_is_found(run: RunDirectory) -> None:
     shutil.copy(run.rollouts_path(1), run.rollouts_path(2))
     problems = audit(run).problems
     assert "group 0 was trained 2 times" in problems
@@ -301,14 +301,14 @@ def test_lines_that_were_changed_are_found(run: RunDirectory, name: str) -> None
     assert any(message in problem for problem in audit(run).problems)
 
 
-def test_rollouts_that_are_gone_are_found(run: RunDirectory) -> None:
+def test_missing_rollouts_are_found(run: RunDirectory) -> None:
     run.rollouts_path(5).unlink()
     problems = audit(run).problems
     assert "step-000005.parquet: step 5 was trained and has no rollouts" in problems
-    assert any("epoch 0: 4 training prompts were not asked" in problem for problem in problems)
+    assert any("epoch 0: 4 training prompts were not sampled" in problem for problem in problems)
 
 
-def test_a_prompt_asked_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
+def test_a_prompt_sampled_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
     first = read_rollouts(run.rollouts_path(1))[0]
 
     def ask_again(rows: Rows) -> None:
@@ -318,11 +318,11 @@ def test_a_prompt_asked_twice_in_an_epoch_is_found(run: RunDirectory) -> None:
 
     rewrite(run.rollouts_path(2), ask_again)
     problems = audit(run).problems
-    assert any(f"epoch 0: asks {first['prompt']!r} 1 times too often" in problem for problem in problems)
-    assert "epoch 0: 1 training prompts were not asked" in problems
+    assert any(f"epoch 0: samples {first['prompt']!r} 1 times too often" in problem for problem in problems)
+    assert "epoch 0: 1 training prompts were not sampled" in problems
 
 
-def test_a_group_set_aside_leaves_its_place_to_another(run: RunDirectory) -> None:
+def test_another_group_replaces_one_set_aside(run: RunDirectory) -> None:
     def rename(rows: Rows) -> Rows:
         return [{**row, "group_id": 32} if row["group_id"] == 31 else row for row in rows]
 
@@ -340,25 +340,30 @@ LEDGER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda ledger: ledger.update(next_group_id=33),
         "counts 32 trained groups and 0 dropped, together not 33",
     ),
-    "a group that nobody has": (lambda ledger: ledger.update(next_group_id=33), "groups [32] are lost"),
+    "a group in no account": (lambda ledger: ledger.update(next_group_id=33), "groups [32] are lost"),
     "a group in two places": (
         lambda ledger: ledger.update(waiting=[32], in_flight=[32], next_group_id=33),
-        "more than one place, or a wrong one, for groups [32]",
+        "several states, or an impossible one, for groups [32]",
     ),
     "a group that was never taken": (
-        lambda ledger: ledger.update(waiting=[40]), "more than one place, or a wrong one, for groups [40]",
+        lambda ledger: ledger.update(waiting=[40]), "several states, or an impossible one, for groups [40]",
     ),
-    "a trained group that waits": (
+    "a trained group that is waiting": (
         lambda ledger: ledger.update(waiting=[3], num_trained=31),
-        "groups [3] are done, and the checkpoint still has them to train",
+        "groups [3] are done, but unfinished in the checkpoint",
     ),
     "another count": (
         lambda ledger: ledger.update(num_trained=31), "counts 31 trained groups and 0 dropped, together not 32",
     ),
-    "dropped that were not": (
+    "dropped groups that were not": (
         lambda ledger: ledger.update(num_dropped=2), "counts 32 trained groups and 2 dropped, together not 32",
     ),
 }  # fmt: skip
+
+
+def test_a_ledger_without_a_key_is_a_problem_not_an_error(run: RunDirectory) -> None:
+    rewrite_state(run, lambda state: state["ledger"].pop("num_dropped"))
+    assert "checkpoints/step-000008: its ledger has no num_dropped" in audit(run).problems
 
 
 @pytest.mark.parametrize("name", LEDGER)
@@ -368,11 +373,11 @@ def test_a_ledger_that_does_not_add_up_is_found(run: RunDirectory, name: str) ->
     assert any(message in problem for problem in audit(run).problems)
 
 
-# ---- groups that are replayed or left out ----
+# ---- replayed and dropped groups ----
 
 
 def first_with(run: RunDirectory, found: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
-    """The step and group of the first row that is looked for."""
+    """Return the step and group of the first row with this property."""
     for step in range(1, 9):
         for row in read_rollouts(run.rollouts_path(step)):
             if found(row):
@@ -410,7 +415,7 @@ def test_a_replayed_group_that_is_too_old_is_found(mixed: RunDirectory) -> None:
     assert age(step - 1 - 4) == [f"{path.name}: a token is 4 versions old; buffer.replay.max_age is 3"]
 
 
-def test_a_fresh_group_is_held_to_the_lag_though_others_are_replayed(mixed: RunDirectory) -> None:
+def test_a_fresh_group_has_to_meet_the_lag_bound_next_to_replayed_ones(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["min_version"] is not None)
     version = step - 1 - 2
     for row in read_rollouts(mixed.rollouts_path(step)):
@@ -427,14 +432,14 @@ def test_a_group_that_is_replayed_too_often_is_found(mixed: RunDirectory) -> Non
     assert f"{name}: group {group_id} is used 5 times, 4 are allowed" in audit(mixed).problems
 
 
-def test_a_replayed_group_whose_uses_do_not_follow_each_other_is_found(mixed: RunDirectory) -> None:
+def test_a_replayed_group_with_a_gap_in_its_uses_is_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 2)
     change_group(mixed, step, group_id, use=3)
     name = mixed.rollouts_path(step).name
-    assert f"{name}: group {group_id} is replayed as its use 3, after 1" in audit(mixed).problems
+    assert f"{name}: group {group_id} is replayed with use 3 after use 1" in audit(mixed).problems
 
 
-def test_more_replayed_groups_than_asked_for_are_found(mixed: RunDirectory) -> None:
+def test_too_many_replayed_groups_are_found(mixed: RunDirectory) -> None:
     step, _ = first_with(mixed, lambda row: row["use"] == 2)
     fresh = next(row["group_id"] for row in read_rollouts(mixed.rollouts_path(step)) if row["use"] == 1)
     change_group(mixed, step, fresh, use=2)
@@ -444,16 +449,16 @@ def test_more_replayed_groups_than_asked_for_are_found(mixed: RunDirectory) -> N
     assert any(f"groups [{fresh}] are lost" in problem for problem in problems)
 
 
-def test_a_group_with_a_signal_that_was_left_out_is_found(mixed: RunDirectory) -> None:
+def test_a_dropped_group_with_a_signal_is_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 1 and row["advantage"] != 0)
     change_group(mixed, step, group_id, use=0)
     problems = audit(mixed).problems
     name = mixed.rollouts_path(step).name
-    assert f"{name}: group {group_id} was left out, and has a signal" in problems
+    assert f"{name}: group {group_id} was left out, but has a signal" in problems
     assert f"{name}: has 2 groups of its own instead of 3" in problems
 
 
-def test_more_groups_left_out_than_allowed_are_found(mixed: RunDirectory) -> None:
+def test_too_many_dropped_groups_are_found(mixed: RunDirectory) -> None:
     step, _ = first_with(mixed, lambda row: row["use"] == 0)
     text = mixed.config_path.read_text()
     mixed.config_path.write_text(text.replace("dynamic_sampling_tries: 2", "dynamic_sampling_tries: 0"))
@@ -463,7 +468,7 @@ def test_more_groups_left_out_than_allowed_are_found(mixed: RunDirectory) -> Non
     )
 
 
-def test_a_group_trained_and_left_out_is_found(mixed: RunDirectory) -> None:
+def test_a_group_both_trained_and_dropped_is_found(mixed: RunDirectory) -> None:
     step, group_id = first_with(mixed, lambda row: row["use"] == 0)
     trained = next(
         row["group_id"]
@@ -473,11 +478,11 @@ def test_a_group_trained_and_left_out_is_found(mixed: RunDirectory) -> None:
     )
     change_group(mixed, step, group_id, group_id=trained)
     problems = audit(mixed).problems
-    assert f"group {trained} was trained, and left out" in problems
+    assert f"group {trained} was both trained and left out" in problems
     assert any(f"groups [{group_id}] are lost" in problem for problem in problems)
 
 
-def test_a_group_that_the_checkpoint_has_still_to_train_is_not_lost(mixed: RunDirectory) -> None:
+def test_an_unfinished_group_in_the_checkpoint_is_not_lost(mixed: RunDirectory) -> None:
     ledger = json.loads((mixed.checkpoint_path(8) / "training" / "state.json").read_text())["ledger"]
     number = ledger["next_group_id"]
     rewrite_state(mixed, lambda state: state["ledger"].update(next_group_id=number + 1))
@@ -517,19 +522,28 @@ def break_checkpoint(run: RunDirectory, how: str) -> None:
         ("none", "there is no checkpoint"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_found(run: RunDirectory, how: str, message: str) -> None:
+def test_a_damaged_checkpoint_is_found(run: RunDirectory, how: str, message: str) -> None:
     break_checkpoint(run, how)
     assert any(message in problem for problem in audit(run).problems)
 
 
-def test_evaluations_that_are_gone_or_changed_are_found(run: RunDirectory) -> None:
+def test_the_checkpoint_that_a_resume_would_take_is_audited(run: RunDirectory) -> None:
+    break_checkpoint(run, "torn")
+    first, *others = audit(run).problems
+    assert "checkpoints/step-000008: model.safetensors has" in first
+    assert others == ["checkpoints/step-000006: it is not of the last step, 8"]
+    rewrite_state(run, lambda state: state["ledger"].update(num_trained=1), step=6)
+    assert any("step-000006: its ledger counts 1 trained groups" in problem for problem in audit(run).problems)
+
+
+def test_missing_or_changed_evaluations_are_found(run: RunDirectory) -> None:
     rewrite(run.evaluations / "step-000004.parquet", set_first(max_version=3, min_version=3))
     rewrite_lines(run.evaluations_summary_path, lambda rows: rows[:2])
     (run.evaluations / "step-000000.parquet").unlink()
     problems = audit(run).problems
     assert "no evaluation at step 8" in problems
     assert "evaluations/step-000000.parquet is missing" in problems
-    assert any("sampled by versions [3, 4], not 4 alone" in problem for problem in problems)
+    assert any("sampled by versions [3, 4], not only by 4" in problem for problem in problems)
 
 
 def test_leftovers_are_found(run: RunDirectory) -> None:
@@ -540,11 +554,11 @@ def test_leftovers_are_found(run: RunDirectory) -> None:
     assert "rollouts/.step-000009.parquet.partial is left over" in problems
 
 
-def test_a_run_that_goes_on_is_judged_by_what_it_must_have_by_now(run: RunDirectory) -> None:
+def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) -> None:
     text = run.config_path.read_text()
     run.config_path.write_text(text.replace("num_steps: 8\n", "num_steps: 12\n"))
     run.rollouts_path(8).unlink()
     shutil.rmtree(run.checkpoint_path(8))
     report = audit(run)
     assert report.problems == []
-    assert report.notes == ["the run stands at step 8 of 12"]
+    assert report.notes == ["the run is at step 8 of 12"]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, whatever happens while they are written."""
+"""Checkpoints on disk are whole or absent, whatever happens while they are written."""
 
 import json
 import math
@@ -10,19 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore, RunState, read_checkpoint
+from grpo_ray.errors import RunError
+from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
+from grpo_ray.telemetry.run_files import RunDirectory
 
 
 def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> CheckpointStore:
-    return CheckpointStore(folder / "checkpoints", keep, keep_best, folder / "summary.jsonl")
+    return CheckpointStore(RunDirectory(folder), keep, keep_best)
 
 
-def make_state(step: int, mark: float = 0.0) -> RunState:
-    return RunState(step, {"next_group_id": 3 * step, "waiting": [1, 2]}, {"reward/mean": 0.5, "mark": mark})
+def make_state(step: int, mark: float = 0.0) -> CheckpointState:
+    return CheckpointState(
+        step, {"next_group_id": 3 * step, "waiting": [1, 2]}, {"reward/mean": 0.5, "mark": mark}
+    )
 
 
 def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
-    """A checkpoint with small files in the places of the real ones."""
+    """Write a checkpoint with small files in place of the real ones."""
     folder = store.begin(step)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights" * 10)
@@ -37,13 +41,19 @@ def names(folder: Path) -> list[str]:
 
 def evaluated(folder: Path, rewards: dict[int, float]) -> None:
     rows = [json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in rewards.items()]
-    (folder / "summary.jsonl").write_text("".join(rows))
+    write_summary(folder, "".join(rows))
+
+
+def write_summary(folder: Path, text: str) -> None:
+    path = RunDirectory(folder).evaluations_summary_path
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 # ---- writing and reading ----
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_empty_store(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.discard_unfinished()
     assert store.latest() is None
@@ -72,11 +82,11 @@ def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     }
 
 
-def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.begin(1)
     metrics = {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": np.float32(0.25)}
-    store.commit(1, RunState(1, {}, metrics))
+    store.commit(1, CheckpointState(1, {}, metrics))
     text = (tmp_path / "checkpoints" / "step-000001" / "training" / "state.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     found = store.latest()
@@ -92,7 +102,7 @@ def test_leftovers_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["unfinished-step-000020"]
     folder = store.begin(20)
     assert os.listdir(folder) == ["training"]
-    store.begin(40)  # what a failed one left makes room
+    store.begin(40)  # leftovers of a failed one are deleted
     assert names(tmp_path) == ["unfinished-step-000040"]
     store.discard_unfinished()
     assert names(tmp_path) == []
@@ -101,7 +111,7 @@ def test_leftovers_are_removed(tmp_path: Path) -> None:
 # ---- damage ----
 
 
-def test_damaged_ones_are_passed_over_and_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=9)
     for step in range(1, 8):
         write(store, step)
@@ -127,18 +137,18 @@ def test_damaged_ones_are_passed_over_and_named(tmp_path: Path) -> None:
     assert reasons[4] == "training/groups.parquet is missing"
     assert "KeyError('ledger')" in reasons[5]
     store.latest()
-    assert len(store.damaged) == 6  # not added up
+    assert len(store.damaged) == 6  # not accumulated
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '{"step": 1}', '{"step": 1, "metrics": null}', "\0\0\0"])
-def test_any_state_that_is_no_state_is_a_valueerror(tmp_path: Path, text: str) -> None:
+def test_an_invalid_state_is_a_value_error(tmp_path: Path, text: str) -> None:
     folder = write(make_store(tmp_path), 1).path
     (folder / "training" / "state.json").write_text(text)
     with pytest.raises(ValueError, match=r"state\.json is not readable"):
         read_checkpoint(folder)
 
 
-def test_state_of_wrong_kinds(tmp_path: Path) -> None:
+def test_a_state_with_wrong_types(tmp_path: Path) -> None:
     folder = write(make_store(tmp_path), 1).path
     path = folder / "training" / "state.json"
     state = json.loads(path.read_text())
@@ -148,12 +158,57 @@ def test_state_of_wrong_kinds(tmp_path: Path) -> None:
             read_checkpoint(folder)
 
 
-# ---- what is kept ----
+# ---- finding one ----
+
+
+def test_all_are_found_oldest_first_and_the_best_among_them(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=9)
+    assert (store.all(), store.best()) == ([], None)
+    written = [write(store, step) for step in (1, 2, 3, 4)]
+    assert store.all() == written
+    assert store.best() is None
+    evaluated(tmp_path, {1: 0.7, 2: 0.9, 3: 0.7, 4: 0.2, 9: 1.0})
+    assert store.best() == written[1]
+    (written[1].path / "config.json").unlink()
+    assert store.best() == written[2]  # the newest of equals
+    assert store.damaged == [f"{written[1].path}: config.json is missing"]
+    assert store.all() == [written[0], *written[2:]]
+
+
+def test_a_user_chooses_by_name(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep=9)
+    with pytest.raises(RunError, match=f"^{tmp_path} has no checkpoint yet$"):
+        store.choose("last", "--which")
+    written = [write(store, step) for step in (1, 2)]
+    with pytest.raises(RunError, match=f"^--which best: no checkpoint of {tmp_path} was validated; give"):
+        store.choose("best", "--which")
+    evaluated(tmp_path, {1: 0.7, 2: 0.1})
+    for choice, number in {"last": 1, "best": 0, "step-000001": 0, "step-000002": 1}.items():
+        assert store.choose(choice, "--which") == written[number]
+    with pytest.raises(RunError) as caught:
+        store.choose("step-3", "--which", ["none"])
+    assert str(caught.value) == (
+        f"--which: {tmp_path} has no checkpoint 'step-3'; give last, best, none, or one of its own: "
+        "step-000001, step-000002"
+    )
+
+
+def test_readers_change_nothing(tmp_path: Path) -> None:
+    """The run may be between the two renames that replace a checkpoint."""
+    write(make_store(tmp_path), 20)
+    final = tmp_path / "checkpoints" / "step-000020"
+    final.rename(final.with_name("replaced-step-000020"))
+    store = make_store(tmp_path)
+    assert (store.all(), store.best()) == ([], None)
+    assert names(tmp_path) == ["replaced-step-000020"]
+
+
+# ---- pruning ----
 
 
 def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
-    evaluated(tmp_path, {0: 9.0, 10: 0.3, 20: 0.8, 25: 2.0, 30: 0.5})  # there are none of steps 0 and 25
+    evaluated(tmp_path, {0: 9.0, 10: 0.3, 20: 0.8, 25: 2.0, 30: 0.5})  # 0 and 25 have no checkpoint
     kept = {10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50]}
     for step, expected in kept.items():
         write(store, step)
@@ -163,7 +218,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000040", "step-000050", "step-000060"]
 
 
-def test_best_is_not_kept_unless_asked_for(tmp_path: Path) -> None:
+def test_the_best_is_only_kept_on_request(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=1, keep_best=False)
     evaluated(tmp_path, {10: 0.9})
     for step in (10, 20):
@@ -173,17 +228,17 @@ def test_best_is_not_kept_unless_asked_for(tmp_path: Path) -> None:
 
 def test_evaluations_that_cannot_be_read_delete_nothing(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=1)
-    (tmp_path / "summary.jsonl").write_text('{"step": 10, "rew\n')
+    write_summary(tmp_path, '{"step": 10, "rew\n')
     for step in (10, 20):
         write(store, step)
     assert names(tmp_path) == ["step-000010", "step-000020"]
-    (tmp_path / "summary.jsonl").write_text('{"step": 10}\n{"step": 20, "reward": null}\n')
-    write(store, 30)  # no reward: no best one
+    write_summary(tmp_path, '{"step": 10}\n{"step": 20, "reward": null}\n')
+    write(store, 30)  # without a reward there is no best one
     assert names(tmp_path) == ["step-000030"]
 
 
-def test_the_one_that_a_resume_is_from_stays(tmp_path: Path) -> None:
-    """Its folder is where engines that are restarted load from."""
+def test_the_checkpoint_that_a_resume_started_from_is_kept(tmp_path: Path) -> None:
+    """Restarted engines load from its folder."""
     store = make_store(tmp_path, keep=9)
     for step in (10, 20, 30):
         write(store, step)
@@ -193,7 +248,7 @@ def test_the_one_that_a_resume_is_from_stays(tmp_path: Path) -> None:
     assert found is not None
     assert found.state.step == 20
     write(resumed, 25)
-    # 30 is damaged, and not counted as the newest; it stays until the run gets there again
+    # 30 is damaged and does not count as the newest; it stays until the run reaches step 30 again
     assert names(tmp_path) == ["step-000020", "step-000025", "step-000030"]
     write(resumed, 30)
     assert names(tmp_path) == ["step-000020", "step-000030"]
@@ -202,7 +257,7 @@ def test_the_one_that_a_resume_is_from_stays(tmp_path: Path) -> None:
     assert make_store(tmp_path).latest() == read_checkpoint(tmp_path / "checkpoints" / "step-000035")
 
 
-def test_older_damaged_ones_go(tmp_path: Path) -> None:
+def test_older_damaged_checkpoints_are_deleted(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep=2)
     for step in (10, 20):
         write(store, step)
@@ -221,7 +276,7 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "step-000005", "step-000010-mine", "step-000020", "unfinished-thoughts"]
 
 
-def test_written_again(tmp_path: Path) -> None:
+def test_a_step_written_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write(store, 40, mark=1)
     write(store, 40, mark=2)
@@ -234,7 +289,7 @@ def test_written_again(tmp_path: Path) -> None:
 # ---- faults ----
 
 
-def test_training_goes_on_when_a_deletion_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_deletion_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path, keep=1)
     write(store, 10)
     rename = Path.rename
@@ -249,14 +304,14 @@ def test_training_goes_on_when_a_deletion_fails(tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == ["step-000010", "step-000020"]
     monkeypatch.undo()
     monkeypatch.setattr("os.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError("busy")))
-    write(store, 30)  # renamed, but not deleted: no half checkpoint is taken for a whole one
+    write(store, 30)  # renamed but not deleted: a partial checkpoint must not look whole
     assert names(tmp_path) == ["discarded-step-000010", "discarded-step-000020", "step-000030"]
     monkeypatch.undo()
     write(store, 40)
     assert names(tmp_path) == ["step-000040"]
 
 
-def test_full_disk_leaves_the_older_one_and_room_for_the_next(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_succeeds(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
@@ -325,7 +380,7 @@ for number in range(1, 1000):
 
 @pytest.mark.parametrize("second", [40, 20], ids=["another", "the same step again"])
 def test_killed_before_any_file_operation(tmp_path: Path, second: int) -> None:
-    """kill -9 before each of the operations that write checkpoint 40 and delete 20, or replace 20."""
+    """Kill with -9 before each file operation that writes checkpoint 40 and deletes 20, or replaces 20."""
     result = subprocess.run(
         [sys.executable, "-c", KILL_EVERYWHERE, str(tmp_path), "20", str(second)],
         capture_output=True,
@@ -338,7 +393,7 @@ def test_killed_before_any_file_operation(tmp_path: Path, second: int) -> None:
     old, new = ["20", "1", "0"], [str(second), "2", "0"]
     outcomes = [row[:3] for row in rows]
     num_old = outcomes.count(old)
-    assert outcomes == [old] * num_old + [new] * (len(rows) - num_old)  # nothing in between
+    assert outcomes == [old] * num_old + [new] * (len(rows) - num_old)  # never anything in between
     assert num_old > 15
     assert len(rows) - num_old > 5
     assert [row[3] for row in rows] == ["True"] * (len(rows) - 1) + ["False"]

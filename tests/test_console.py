@@ -1,4 +1,4 @@
-"""What a run prints, where it cannot be printed."""
+"""Console output that cannot be written does not end a run."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ def test_a_log_on_a_full_disk_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stdout", full)
     with RunConsole(num_steps=2) as console:
         console.status("training")
-        console.trouble("the disk is full [really]")
+        console.warning("the disk is full [really]")
         console.print("a line")
     with pytest.raises(OSError, match="No space left"):
         full.close()

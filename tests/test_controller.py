@@ -106,7 +106,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
             train(config, run.path)
         else:
             recorder = train(make_config("weight_sync.max_lag=0"), run.path, once(meddle))
-            assert any("the run continues from step" in text for text in recorder.troubles)
+            assert any("the run continues from step" in text for text in recorder.warnings)
             with_restores_forgotten(run)
         assert_same_run(whole, run)
         audit(run, config)
@@ -349,7 +349,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_shown_every_step
     run = RunDirectory(tmp_path / "run")
     recorder = train(config, run.path)
     audit(run, config)
-    told = [text for text in recorder.troubles if "could not be written" in text]
+    told = [text for text in recorder.warnings if "could not be written" in text]
     assert len(told) >= 3
     assert all("No space left on device" in text for text in told)
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == [
@@ -512,4 +512,4 @@ def test_going_back_to_a_checkpoint_waits_for_a_full_disk(
     recorder = train(config, run.path, once(meddle))
     audit(run, config)
     assert calls in ([0, 4, 4], [0, 6, 6])  # a later one may have been whole by then
-    assert any("No space left" in text for text in recorder.troubles)
+    assert any("No space left" in text for text in recorder.warnings)

@@ -1,4 +1,4 @@
-"""Files that are replaced all at once."""
+"""Atomic replacement of files."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from grpo_ray.telemetry.durable import replacing, sync_tree
 
 
 @pytest.mark.parametrize("fsync", [True, False])
-def test_what_was_there_stays_until_the_new_is_whole(tmp_path: Path, fsync: bool) -> None:
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, fsync: bool) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("old")
     with replacing(path, fsync) as partial:
@@ -20,7 +20,7 @@ def test_what_was_there_stays_until_the_new_is_whole(tmp_path: Path, fsync: bool
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("old")
     with pytest.raises(OSError, match="No space left"), replacing(path) as partial:

@@ -1,4 +1,4 @@
-"""`grpo-ray evaluate` from options to files: known answers, a run's checkpoints, what is interrupted."""
+"""`grpo-ray evaluate` from options to files: known answers, a run's checkpoints, interruptions."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.evaluate import evaluate
-from grpo_ray.tools.evaluation.plan import EvaluationOptions
+from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions
 from grpo_ray.tools.evaluation.responses import Row
 from grpo_ray.tools.evaluation.task_choice import TaskChoice
 from grpo_ray.types import SamplingSettings
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("model_cache")
 Model = Callable[..., Path]
 Serve = Callable[..., list[LocalServing]]
 
-# Of each question the ground truth, and four answers that are known to be right (1), wrong (0) or none (-).
+# By question: the ground truth, and four answers known to be right (1), wrong (0) or in no format (-).
 GSM8K = {
     "Ann has 3 pens and buys 4.": ("7", "1111"),
     "Bob has 9 cats and sells 2.": ("7", "1000"),
@@ -56,13 +56,13 @@ def gsm8k_file(folder: Path) -> Path:
 
 def gsm8k_answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
     truth, kinds = next(known for question, known in GSM8K.items() if question in prompt)
-    forms = {"1": truth, "0": "-1"}  # each in the form that either reward reads
+    forms = {"1": truth, "0": "-1"}  # in the format of either reward
     texts = {kind: rf"\boxed{{{x}}} </think> <answer> {x} </answer>" for kind, x in forms.items()}
     return [texts.get(kind, f"it is {truth}") for kind in kinds[: settings.num_samples]]
 
 
 def options(target: Path, output: Path, *overrides: str, **changes: Any) -> EvaluationOptions:
-    """`exact_match` is graded in this process, which is quicker than in a worker of its own."""
+    """Grade `exact_match` in this process, which is faster than in a worker."""
     task, prompt, reward, limit = (changes.pop(name, None) for name in ("task", "prompt", "reward", "limit"))
     if task is not None:
         prompt, reward = prompt or "question_only", reward or "exact_match"
@@ -98,7 +98,7 @@ def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_
     assert summary["num_no_format"] == kinds.count("-") == 7
     assert summary["accuracy"] == 6 / 20
     assert summary["format_reward"] == 13 / 20
-    # of 4, 1, 1, 0 and 0 right ones: pass@2 is 1, 1/2, 1/2, 0, 0, and pass@4 is 1, 1, 1, 0, 0
+    # with 4, 1, 1, 0 and 0 right answers pass@2 is 1, 1/2, 1/2, 0, 0, and pass@4 is 1, 1, 1, 0, 0
     assert summary["pass_at_k"] == pytest.approx({"1": 0.3, "2": 0.4, "4": 0.6})
     assert summary["accuracy_interval"][0] < 0.3 < summary["accuracy_interval"][1]
     expected = {"1": "correct", "0": "wrong_answer", "-": "no_format"}
@@ -127,7 +127,7 @@ def test_known_answers_to_a_math_file(tmp_path: Path, tiny_model: Model, serve_l
         return [rf"\boxed{{{answer}}}"]
 
     serve_locally(answers)
-    choice = TaskChoice(str(tmp_path / "math.parquet"), prompt="question_only")  # and so its reward
+    choice = TaskChoice(str(tmp_path / "math.parquet"), prompt="question_only")  # and therefore its reward
     folder = evaluate(replace(options(tiny_model(), tmp_path / "e"), choice=choice))
     data, found = read(folder)
     assert data["task"]["kind"] == "math"
@@ -149,7 +149,7 @@ def test_the_prompts_are_shared_and_limited(tmp_path: Path, tiny_model: Model, s
 
 @contextlib.contextmanager
 def interrupted_after(num_prompts: int, error: BaseException) -> Iterator[None]:
-    """That many prompts are graded, then the error comes."""
+    """Raise the error once that many prompts are graded."""
     advance, num_done = EvaluationConsole.advance, 0
 
     def interrupt(self: EvaluationConsole, group: Any) -> None:
@@ -164,7 +164,7 @@ def interrupted_after(num_prompts: int, error: BaseException) -> Iterator[None]:
         yield
 
 
-def test_one_that_is_interrupted_goes_on(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+def test_an_interrupted_evaluation_is_resumed(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
     asked: list[str] = []
 
     def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
@@ -187,25 +187,25 @@ def test_one_that_is_interrupted_goes_on(tmp_path: Path, tiny_model: Model, serv
     assert set(asked) == set(GSM8K) - done
     assert [row["example_id"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     asked.clear()
-    evaluate(given)  # all of it is there
+    evaluate(given)  # everything is done
     assert asked == []
-    with pytest.raises(RunError, match=r"holds another evaluation, with sampling.temperature 1.0 and not 0.5"):
+    with pytest.raises(RunError, match=r"holds another evaluation.*\n  sampling.temperature: was 1.0, is 0.5$"):
         evaluate(replace(given, temperature=0.5))
 
 
-def test_a_full_disk_says_how_to_go_on(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+def test_a_full_disk_says_how_to_resume(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
     serve_locally(gsm8k_answers)
     given = options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path), command="grpo-ray evaluate M")
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         interrupted_after(2, full),
-        pytest.raises(RunError, match=r"No space left on device\n.*go on with: grpo"),
+        pytest.raises(RunError, match=r"No space left on device\n.*resume with: grpo"),
     ):
         evaluate(given)
     assert read(evaluate(given))[0]["summary"]["num_examples"] == 5
 
 
-def test_other_questions_or_weights_of_the_same_name_are_not_gone_on_with(
+def test_other_questions_or_weights_of_the_same_name_are_refused(
     tmp_path: Path, tiny_model: Model, serve_locally: Serve
 ) -> None:
     serve_locally(gsm8k_answers)
@@ -217,7 +217,7 @@ def test_other_questions_or_weights_of_the_same_name_are_not_gone_on_with(
         evaluate(given)
     rows = path.read_text()
     path.write_text("".join(reversed(rows.splitlines(keepends=True))))
-    other_prompts = "holds another evaluation, with prompts '5 of sha256 .*' and not '5 of"
+    other_prompts = 'holds another evaluation.*\n  prompts: was "5 of sha256 .*", is "5 of'
     with pytest.raises(RunError, match=other_prompts):
         evaluate(given)
     path.write_text(rows)
@@ -227,7 +227,7 @@ def test_other_questions_or_weights_of_the_same_name_are_not_gone_on_with(
     template.write_text("Q: {question}\n")
     assert len(read(evaluate(given))[1]) == 5
     os.utime(model / "model.safetensors", (1, 1))
-    with pytest.raises(RunError, match=r"holds another evaluation, with weights\.model"):
+    with pytest.raises(RunError, match=r"holds another evaluation.*\n  weights\..*model: was"):
         evaluate(given)
 
 
@@ -244,7 +244,7 @@ def test_rows_after_the_limit_are_not_read(tmp_path: Path, tiny_model: Model, se
         evaluate(options(tiny_model(), tmp_path / "six", task=path, limit=6))
 
 
-def test_a_generator_that_dies_costs_nothing(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
+def test_a_dead_generator_loses_nothing(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
     deaths = 0
 
     def answers(prompt: str, settings: SamplingSettings) -> Sequence[str]:
@@ -274,10 +274,10 @@ def test_a_prompt_that_always_fails_is_left_out_and_named(
     data, rows = read(evaluate(options(tiny_model(), tmp_path / "e", task=gsm8k_file(tmp_path))))
     assert data["not_sampled"] == [3]
     assert data["summary"]["num_examples"] == len(rows) == 4
-    assert "1 prompts failed at every try" in capsys.readouterr().out
+    assert "1 prompts failed every attempt" in capsys.readouterr().out
 
 
-def test_responses_that_cannot_be_graded_are_counted_apart(
+def test_ungraded_responses_are_counted_separately(
     tmp_path: Path, tiny_model: Model, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -296,7 +296,7 @@ def test_responses_that_cannot_be_graded_are_counted_apart(
     assert [row["example_id"] for row in errors] == [0, 1]
     assert all("not this one" in row["error"] and row["category"] == "not_graded" for row in errors)
     assert data["summary"]["num_errors"] == 2
-    assert data["summary"]["accuracy"] == 3 / 5  # they are not among the right ones, and stay in the 5
+    assert data["summary"]["accuracy"] == 3 / 5  # they count as wrong among the 5
     assert "2 responses could not be graded" in capsys.readouterr().out
     assert "## not graded: 2 of 5 responses" in (tmp_path / "e" / "examples.md").read_text()
 
@@ -306,14 +306,14 @@ def test_responses_that_cannot_be_graded_are_counted_apart(
 
 @pytest.fixture
 def run(tmp_path: Path, any_reward: None) -> RunDirectory:
-    """Eight steps, whose checkpoints 2, 4, 6 and 8 differ from each other."""
+    """Return a run of eight steps with different checkpoints 2, 4, 6 and 8."""
     folder = tmp_path / "run"
     train(make_config("checkpoint.keep=8", "evaluation.every_num_steps=4"), folder)
     return RunDirectory(folder)
 
 
 def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
-    """Weights that were swapped in sample what Generators that began with them sample."""
+    """Weights that were swapped in sample what Generators started with them sample."""
     started = serve_locally()
     curve = evaluate(options(run.path, tmp_path / "curve", checkpoint="all", num_samples=8))
     assert len(started) == 1
@@ -332,7 +332,7 @@ def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -
     assert (curve / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_checkpoint_that_cannot_be_used_is_passed_over(
+def test_a_checkpoint_that_cannot_be_used_is_skipped(
     run: RunDirectory, tmp_path: Path, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve_locally()
@@ -344,12 +344,12 @@ def test_a_checkpoint_that_cannot_be_used_is_passed_over(
     assert [line.split(",")[0] for line in (curve / "curve.csv").read_text().splitlines()] == [
         "step", "0", "2", "6", "8",
     ]  # fmt: skip
-    assert "step-000004 is passed over: model.path: " in " ".join(capsys.readouterr().out.split())
+    assert "step-000004 is skipped: model.path: " in " ".join(capsys.readouterr().out.split())
     alone = evaluate(options(run.path, tmp_path / "e", checkpoint="step-000006"))
     assert read(alone)[1] == read(curve / "step-000006")[1]
     before = read(curve / "step-000006")[1]
     shutil.rmtree(curve / "step-000006")
-    evaluate(options(run.path, curve, checkpoint="all"))  # goes on with what lacks
+    evaluate(options(run.path, curve, checkpoint="all"))  # resumes with the missing ones
     assert read(curve / "step-000006")[1] == before
     assert not (curve / "step-000004").exists()
 
@@ -363,7 +363,7 @@ def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None
         return [row["response"] for row in read(evaluate(given))[1]]
 
     greedy = responses("one", 0.0, 1)
-    assert len(greedy) == 3  # of the task's four prompts
+    assert len(greedy) == 3  # two of the task's four prompts
     assert responses("two", 0.0, 2) == greedy
     assert responses("hot", 1.0, 1) != greedy
     with pytest.raises(RunError, match="--n: greedy sampling"):
@@ -388,4 +388,4 @@ def test_the_command_line(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert main([*arguments[:-3], "--output", str(tmp_path / "mine")]) == 2
-    assert "is not empty, and no evaluation" in capsys.readouterr().err
+    assert "is not empty and holds no evaluation" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`grpo-ray evaluate` with its real actors on local Ray: random models, files of questions, a run on vLLM."""
+"""`grpo-ray evaluate` with real actors on local Ray: random models, question files, a run on vLLM."""
 
 import json
 from collections.abc import Callable
@@ -77,7 +77,7 @@ MAX_TOKENS = 12
 
 
 def greedy(path: Path, model: PolicyModel) -> list[str]:
-    """The likeliest token after all before it, one at a time, until the end token."""
+    """Return the greedy continuation, computed one token at a time until the end token."""
     tokenizer = load_tokenizer(str(path))
     texts = []
     for question in QUESTIONS:
@@ -94,9 +94,9 @@ def greedy(path: Path, model: PolicyModel) -> list[str]:
 @pytest.mark.ray
 @pytest.mark.vllm
 def test_the_greedy_answers_of_a_runs_checkpoints(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    """One vLLM: it starts with the run's first model, and the checkpoints' weights are swapped in."""
+    """Use one vLLM: it starts with the run's first model, and the checkpoints' weights are swapped in."""
     pytest.importorskip("vllm")
-    path = tiny_model(hidden_size=64)  # vLLM's CPU attention takes heads of 32 and more
+    path = tiny_model(hidden_size=64)  # vLLM's CPU attention requires head sizes of at least 32
     rows = [{"question": question, "answer": "2"} for question in QUESTIONS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = write_run(tmp_path / "run", {2: 0.1, 4: 0.2})
@@ -121,5 +121,5 @@ def test_the_greedy_answers_of_a_runs_checkpoints(tmp_path: Path, tiny_model: Ca
     assert len({tuple(texts) for texts in expected.values()}) == 3
     for step, texts in expected.items():
         found = pq.read_table(tmp_path / "curve" / f"step-{step:06d}" / "examples.parquet").to_pylist()
-        # vLLM holds the bytes of an unfinished last character back, where the tokenizer writes U+FFFD.
+        # vLLM withholds the bytes of an incomplete last character, for which the tokenizer writes U+FFFD.
         assert [row["response"].rstrip("\ufffd") for row in found] == [text.rstrip("\ufffd") for text in texts]

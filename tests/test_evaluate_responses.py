@@ -1,4 +1,4 @@
-"""The responses' file: written in parts, interrupted, gone on with, and read as numbers again."""
+"""The file of responses: written in parts, interrupted, resumed, and read back as numbers."""
 
 import tracemalloc
 from dataclasses import replace
@@ -17,7 +17,7 @@ from grpo_ray.tools.evaluation.responses import (
     SCHEMA,
     ResponseFiles,
     read_outcomes,
-    rows_of,
+    response_rows,
     sample_rows,
     table_outcomes,
 )
@@ -25,7 +25,7 @@ from grpo_ray.types import ScoredGroup
 
 
 def graded(group_id: int) -> ScoredGroup:
-    """Four responses, one of each category, of 1 to 4 tokens."""
+    """Return a group of four responses, one of each category, with 1 to 4 tokens."""
     texts = [f"{group_id}.{sample}" for sample in range(4)]
     completions = [
         make_completion([7] * (sample + 1), text=text, finish_reason="length" if sample == 3 else "stop")
@@ -37,7 +37,7 @@ def graded(group_id: int) -> ScoredGroup:
 
 
 def test_rows() -> None:
-    rows = rows_of(graded(5))
+    rows = response_rows(graded(5))
     assert [row["category"] for row in rows] == ["correct", "wrong_answer", "no_format", "not_graded"]
     assert rows[3] == {
         "example_id": 5, "task": "", "prompt": "prompt 5", "ground_truth": "truth 5", "sample": 3,
@@ -46,14 +46,14 @@ def test_rows() -> None:
     }  # fmt: skip
 
 
-def test_a_right_answer_out_of_the_format_has_none() -> None:
-    """Rewards of one's own may say so."""
+def test_a_right_answer_in_the_wrong_format_is_no_format() -> None:
+    """User-defined rewards can return this."""
     group = replace(graded(0), answer_rewards=np.array([1, 1, 1, 1], np.float32))
-    assert [row["category"] for row in rows_of(group)][2] == Category.NO_FORMAT
+    assert [row["category"] for row in response_rows(group)][2] == Category.NO_FORMAT
     assert summarise(outcomes_of([group])).num_no_format == 1
 
 
-def test_whatever_the_order_the_file_is_in_the_examples_order(tmp_path: Path) -> None:
+def test_the_file_is_in_the_order_of_the_examples(tmp_path: Path) -> None:
     ids = list(range(EXAMPLES_PER_PART + 10))
     files = ResponseFiles(tmp_path, ids)
     for example_id in np.random.default_rng(0).permutation(ids):
@@ -62,10 +62,10 @@ def test_whatever_the_order_the_file_is_in_the_examples_order(tmp_path: Path) ->
     files.remove_parts()
     assert [path.name for path in tmp_path.iterdir()] == ["examples.parquet"]
     rows = pq.read_table(examples).to_pylist()
-    assert rows == [row for example_id in ids for row in rows_of(graded(example_id))]
+    assert rows == [row for example_id in ids for row in response_rows(graded(example_id))]
 
 
-def test_a_part_is_on_the_disk_as_soon_as_it_is_whole(tmp_path: Path) -> None:
+def test_a_part_is_on_disk_as_soon_as_it_is_complete(tmp_path: Path) -> None:
     files = ResponseFiles(tmp_path, range(2 * EXAMPLES_PER_PART))
     for example_id in range(EXAMPLES_PER_PART):
         assert not list((tmp_path / "parts").iterdir())
@@ -73,7 +73,7 @@ def test_a_part_is_on_the_disk_as_soon_as_it_is_whole(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "parts" / "00000.parquet").num_rows == 4 * EXAMPLES_PER_PART
 
 
-def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_file_is_resumed(tmp_path: Path) -> None:
     ids = range(EXAMPLES_PER_PART + 20)
     first = ResponseFiles(tmp_path, ids)
     done = {*range(EXAMPLES_PER_PART), EXAMPLES_PER_PART + 3, EXAMPLES_PER_PART + 1}
@@ -85,11 +85,11 @@ def test_an_interrupted_one_goes_on(tmp_path: Path) -> None:
     for example_id in sorted(set(ids) - done):
         second.add(graded(example_id))
     rows = pq.read_table(second.join()).to_pylist()
-    assert rows == [row for example_id in ids for row in rows_of(graded(example_id))]
+    assert rows == [row for example_id in ids for row in response_rows(graded(example_id))]
 
 
 def test_without_flush_whole_parts_are_kept(tmp_path: Path) -> None:
-    """As after a kill -9."""
+    """The process may be killed with -9."""
     ids = range(EXAMPLES_PER_PART + 20)
     files = ResponseFiles(tmp_path, ids)
     for example_id in range(EXAMPLES_PER_PART + 5):
@@ -97,7 +97,7 @@ def test_without_flush_whole_parts_are_kept(tmp_path: Path) -> None:
     assert ResponseFiles(tmp_path, ids).done == set(range(EXAMPLES_PER_PART))
 
 
-def test_an_example_is_taken_once(tmp_path: Path) -> None:
+def test_an_example_is_accepted_only_once(tmp_path: Path) -> None:
     files = ResponseFiles(tmp_path, range(3))
     files.add(graded(1))
     with pytest.raises(KeyError):
@@ -114,25 +114,25 @@ def test_the_file_gives_the_same_summary_as_the_groups(tmp_path: Path) -> None:
     assert (summary.num_examples, summary.num_samples) == (70, 4)
     counts = (summary.num_correct, summary.num_wrong_answer, summary.num_no_format, summary.num_errors)
     assert counts == (70, 70, 70, 70)
-    assert summary.accuracy == 0.25  # those that could not be graded stay in the denominator
+    assert summary.accuracy == 0.25  # ungraded ones stay in the denominator
     assert summary.pass_at_k == pytest.approx({"1": 0.25, "2": 0.5, "4": 1.0})
     assert (summary.mean_response_tokens, summary.median_response_tokens) == (2.5, 2.5)
     assert (summary.max_response_tokens, summary.truncated_frac) == (4, 0.25)
 
 
 def test_a_long_error_costs_memory_once(tmp_path: Path) -> None:
-    rows = [row for example_id in range(500) for row in rows_of(graded(example_id))]
+    rows = [row for example_id in range(500) for row in response_rows(graded(example_id))]
     rows[3]["error"] = "x" * 20_000
     table = pa.Table.from_pylist(rows, SCHEMA)
     tracemalloc.start()
     outcomes = table_outcomes(table)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 2_000_000  # every error as long as that one: 160 MB
+    assert peak_bytes < 2_000_000  # 160 MB if every error took that much
     assert outcomes.is_error.tolist() == [[False, False, False, True]] * 500
 
 
-def test_sampled_rows_are_of_the_category_and_reproducible(tmp_path: Path) -> None:
+def test_sampled_rows_have_the_category_and_are_reproducible(tmp_path: Path) -> None:
     files = ResponseFiles(tmp_path, range(90))
     for example_id in range(90):
         files.add(graded(example_id))

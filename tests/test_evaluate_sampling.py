@@ -1,4 +1,4 @@
-"""Greedy and nucleus sampling of the torch engine, against a slow loop over the distribution."""
+"""Greedy and nucleus sampling of the torch engine match a slow loop over the distribution."""
 
 import asyncio
 from collections import Counter
@@ -40,7 +40,7 @@ def rows_of(model_path: Path, completion: Completion, min_tokens: int = 0) -> li
         return plain_rows(model, PROMPT, completion.token_ids.tolist(), 1.0, min_tokens, (0, 17))
 
 
-def test_temperature_0_takes_the_likeliest_token(
+def test_temperature_0_samples_the_most_likely_token(
     sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
 ) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 12, "min_tokens": 3, "end_token_ids": (0, 17)}
@@ -53,7 +53,7 @@ def test_temperature_0_takes_the_likeliest_token(
 
 
 def nucleus(row: Tensor, top_p: float) -> list[int]:
-    """The fewest likeliest tokens that have `top_p` of the mass, by a loop."""
+    """Return the smallest set of most likely tokens with `top_p` of the mass, by a loop."""
     kept, mass = [], 0.0
     for token in row.argsort(descending=True).tolist():
         kept.append(token)
@@ -63,7 +63,7 @@ def nucleus(row: Tensor, top_p: float) -> list[int]:
     return kept
 
 
-def test_top_p_draws_from_the_nucleus_alone(
+def test_top_p_samples_only_from_the_nucleus(
     sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
 ) -> None:
     completions = sampled(make_settings(num_samples=2000, top_p=0.2, max_tokens=1, seed=3))

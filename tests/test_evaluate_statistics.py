@@ -1,4 +1,4 @@
-"""pass@k against enumeration, bootstrap intervals against known distributions."""
+"""pass@k matches enumeration; bootstrap intervals match known distributions."""
 
 from fractions import Fraction
 from itertools import combinations
@@ -10,7 +10,7 @@ from grpo_ray.telemetry.statistics import bootstrap_intervals, pass_at_k, powers
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n: int) -> None:
     for k in range(1, n + 1):
         subsets = list(combinations(range(n), k))
         expected = [
@@ -21,22 +21,22 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
         assert estimates == pytest.approx([float(share) for share in expected], abs=1e-12)
 
 
-def test_pass_at_1_is_the_share_of_right_ones() -> None:
+def test_pass_at_1_is_the_share_of_correct_responses() -> None:
     assert pass_at_k(7, np.array([0, 3, 7]), 1) == pytest.approx([0, 3 / 7, 1])
 
 
 def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
-    # C(10000, 100) has 242 digits: beyond a float64's integers, near the end of its range.
+    # C(10000, 100) has 242 digits: not an exact float64, and near the end of its range.
     value = pass_at_k(10_000, np.array([0, 1, 9_950]), 100)
     assert value == pytest.approx([0.0, 100 / 10_000, 1.0])
     assert pass_at_k(100_000, np.array([50_000]), 50_000)[0] == 1.0
 
 
-def test_it_is_unbiased() -> None:
-    """With a chance p of a right answer, the estimate's mean is 1 - (1 - p)^k."""
+def test_pass_at_k_is_unbiased() -> None:
+    """The mean of the estimate is 1 - (1 - p)^k if each response is correct with probability p."""
     correct = np.random.default_rng(0).binomial(8, 0.2, size=200_000)
     assert pass_at_k(8, correct, 4).mean() == pytest.approx(1 - 0.8**4, abs=0.003)
-    assert (1 - (1 - correct / 8) ** 4).mean() < 1 - 0.8**4 - 0.05  # which the plug-in estimate is not
+    assert (1 - (1 - correct / 8) ** 4).mean() < 1 - 0.8**4 - 0.05  # unlike the plug-in estimate
 
 
 @pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
@@ -45,7 +45,7 @@ def test_powers_of_two(n: int, ks: list[int]) -> None:
 
 
 def test_intervals_of_two_prompts() -> None:
-    """Their resampled mean is 0, 1/2 or 1, with chances 1/4, 1/2 and 1/4; and without spread there is none."""
+    """The resampled mean is 0, 1/2 or 1 with probability 1/4, 1/2 and 1/4; equal prompts have no width."""
     values = np.array([[0.0, 0.7], [1.0, 0.7]])
     assert bootstrap_intervals(values) == pytest.approx(np.array([[0.0, 1.0], [0.7, 0.7]]))
 
@@ -56,7 +56,7 @@ def test_intervals_cover_the_true_mean_95_percent_of_the_time() -> None:
     intervals = bootstrap_intervals(draws.astype(float), seed=2)
     covered = ((intervals[:, 0] <= 0.3) & (intervals[:, 1] >= 0.3)).mean()
     assert 0.92 <= covered <= 0.98
-    # About as wide as the normal interval is.
+    # About as wide as the normal interval.
     assert (intervals[:, 1] - intervals[:, 0]).mean() == pytest.approx(2 * 1.96 * np.sqrt(0.21 / 150), rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""What is evaluated and what is asked: told apart, recognised, or refused by name."""
+"""The subject and the task of an evaluation are recognised, or refused by name."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.tasks import load_examples, load_validation
-from grpo_ray.tools.evaluation.plan import EvaluationOptions, make_plan
+from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions, plan_evaluation
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.evaluation.task_choice import ALL_ROWS, TaskChoice, choose_task
 
@@ -23,7 +23,7 @@ CONFIG = "model: {tiny: {}}\ntask: {kind: sorting}\ngenerator: {colocated: true,
 
 
 def write_run(folder: Path, rewards: dict[int, float], damaged: int | None = None) -> Path:
-    """A run with a checkpoint at each step, and its validation's reward there."""
+    """Write a run with a checkpoint and a validation reward at each step."""
     (folder / "evaluations").mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG)
     lines = [json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in rewards.items()]
@@ -50,7 +50,7 @@ def test_the_three_kinds_of_target(tmp_path: Path, tiny_model: Callable[..., Pat
     assert checkpoint.data["task"] == {"kind": "sorting"}  # the run's, not a bare model's
     model = find_subject(str(tiny_model()))
     assert model.data["model"]["path"] == str(tiny_model())
-    assert model.data["sampling"] == {"min_tokens": 0}  # rollouts have 4; a run's configuration is its own
+    assert model.data["sampling"] == {"min_tokens": 0}  # the default is 4; a run keeps its own value
     assert find_subject("Qwen/Qwen2.5-Math-1.5B").data["model"]["path"] == "Qwen/Qwen2.5-Math-1.5B"
 
 
@@ -61,10 +61,10 @@ def test_a_machine_without_a_gpu_gets_defaults_that_work(
     subject = find_subject(str(tiny_model()))
     assert subject.notices == ("no GPU here: generator.num_gpus=0 model.dtype=float32",)
     choice = TaskChoice(task="sorting")
-    config = make_plan(EvaluationOptions(str(tiny_model()), choice)).config
+    config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
     assert (config.generator.num_gpus, config.model.dtype) == (0, "float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    config = make_plan(EvaluationOptions(str(tiny_model()), choice)).config
+    config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
     assert (config.generator.num_gpus, config.model.dtype, config.generator.engine) == (1, "bfloat16", "vllm")
 
 
@@ -78,11 +78,12 @@ def test_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     assert steps == expected
     notices = find_subject(run, "last").notices
     assert len(notices) == 1
-    assert "step-000008 is passed over, because it is damaged" in notices[0]
+    assert notices[0].startswith("skipped, because it is damaged: ")
+    assert "step-000008: model.safetensors is missing" in notices[0]
 
 
 def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
-    """Of a run with a checkpoint every 20 steps (the default)."""
+    """The run has a checkpoint every 20 steps (the default)."""
     kept = str(write_run(tmp_path / "kept", {20: 0.1, 40: 0.2, 47: 0.2}))
     assert find_subject(kept, "all").notices == ()
     pruned = str(write_run(tmp_path / "pruned", {80: 0.1, 87: 0.2}))
@@ -103,14 +104,14 @@ def test_a_curve_that_lacks_checkpoints_says_so(tmp_path: Path) -> None:
         ("nowhere", None, "nothing to evaluate; give a configuration"),
         ("no/such/folder", None, "nothing to evaluate"),
         ("empty", None, "nothing to evaluate"),
-        ("run", "step-000003", "has no checkpoint 'step-000003', but step-000002"),
+        ("run", "step-000003", "'step-000003'; give last, best, all, initial, or one of its own: step-000002"),
         ("fresh", None, "has no checkpoint yet"),
         ("unvalidated", "best", "no checkpoint of .* was validated"),
         ("job.yaml", "last", "is a configuration; only a run's folder has checkpoints"),
         ("owner/name", "last", "is a model; only a run's folder has checkpoints"),
     ],
 )
-def test_what_is_none_of_them_is_refused(
+def test_a_wrong_target_or_checkpoint_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, checkpoint: str | None, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,19 +126,19 @@ def test_what_is_none_of_them_is_refused(
         find_subject(target, checkpoint)
 
 
-def test_a_missing_yaml_is_a_configurations_error(tmp_path: Path) -> None:
+def test_a_missing_yaml_file_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         find_subject(str(tmp_path / "job.yaml"))
 
 
 def test_an_evaluation_has_no_learner_and_shares_no_device(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
-    config = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"))).config
+    config = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"))).config
     assert (config.learner.num_gpus, config.learner.num_cpus, config.generator.colocated) == (0, 0, False)
     assert config.gpus_per_generator == 1
 
 
-# ---- what is asked ----
+# ---- the task ----
 
 
 def task_of(choice: TaskChoice, task: Any = None) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def test_files_are_recognised(tmp_path: Path, suffix: str) -> None:
     assert task_of(named).items() >= {"kind": "file", "question_field": "a", "answer_field": "b"}.items()
 
 
-def test_a_kind_keeps_the_configurations_own() -> None:
+def test_a_kind_keeps_the_configurations_own_settings() -> None:
     task = {"kind": "sorting", "num_digits": 3}
     assert task_of(TaskChoice(), task) == task_of(TaskChoice(task="sorting"), task) == task
     assert task_of(TaskChoice(task="arithmetic", limit=5), task) == {
@@ -182,7 +183,7 @@ def test_a_kind_keeps_the_configurations_own() -> None:
     }  # fmt: skip
 
 
-def test_a_kind_that_is_the_configurations_own_asks_all_rows_of_its_files() -> None:
+def test_the_configurations_own_kind_uses_all_rows_of_its_files() -> None:
     own = {
         "kind": "math",
         "validation_path": "mine.jsonl",
@@ -199,13 +200,13 @@ def test_a_kind_that_is_the_configurations_own_asks_all_rows_of_its_files() -> N
 def test_a_keywords_file_is_graded_as_such(tmp_path: Path) -> None:
     row = {"prompt": "Write of trees.", "answer": "A tree.", "keywords": ["tree", "leaf"]}
     path = write_rows(tmp_path / "v.jsonl", **row)
-    task = make_plan(EvaluationOptions("owner/name", TaskChoice(task=path))).config.task
+    task = plan_evaluation(EvaluationOptions("owner/name", TaskChoice(task=path))).config.task
     assert task.rewards == {"": "keyword_inclusion"}
     (example,) = load_validation(task, 0).validation
     assert (example.question, example.ground_truth) == ("Write of trees.", "tree, leaf")
 
 
-def test_nothing_but_the_validation_set_of_another_task_is_read() -> None:
+def test_only_the_validation_set_of_another_task_is_read() -> None:
     task = task_of(TaskChoice(task="gsm8k", limit=7))
     assert task["train_path"] == task["validation_path"] == "openai/gsm8k"
     assert task["train_split"] == task["validation_split"] == "test"
@@ -223,7 +224,7 @@ def test_nothing_but_the_validation_set_of_another_task_is_read() -> None:
         (TaskChoice(prompt="mine.txt"), {"kind": "math"}, None),
     ],
 )
-def test_the_reward_reads_what_the_prompt_asks_for(
+def test_the_reward_matches_the_format_of_the_prompt(
     choice: TaskChoice, before: dict[str, Any], after: str | None
 ) -> None:
     assert task_of(choice, before).get("reward") == after
@@ -233,20 +234,20 @@ def test_the_reward_reads_what_the_prompt_asks_for(
     ("choice", "message"),
     [
         (TaskChoice(), "--task: a model alone has no questions"),
-        (TaskChoice(task="gsm9k"), r"'gsm9k' is no kind of task \(sorting, "),
+        (TaskChoice(task="gsm9k"), r"'gsm9k' is not a task kind \(sorting, "),
         (TaskChoice(task="mixture"), "--task mixture: name the file"),
         (
             TaskChoice(task="data/test.json"),
-            "'data/test.json' is no .jsonl or .parquet file; convert or rename",
+            "'data/test.json' is not a .jsonl or .parquet file; convert or rename",
         ),
-        (TaskChoice(task="x.JSONL"), "is no .jsonl or .parquet file"),
-        (TaskChoice(task="far/x.csv", answer_field="b"), "is no .jsonl or .parquet file"),
-        (TaskChoice(task="./squad"), "is no .jsonl or .parquet file; .* correct the path"),
-        (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is none"),
-        (TaskChoice(question_field="a"), "they are of a file; give it by --task"),
+        (TaskChoice(task="x.JSONL"), "is not a .jsonl or .parquet file"),
+        (TaskChoice(task="far/x.csv", answer_field="b"), "is not a .jsonl or .parquet file"),
+        (TaskChoice(task="./squad"), "is not a .jsonl or .parquet file; .* correct the path"),
+        (TaskChoice(task="gsm8k", answer_field="b"), "--task gsm8k is not a file"),
+        (TaskChoice(question_field="a"), "they need a file; give it with --task"),
     ],
 )
-def test_choices_that_contradict_themselves(choice: TaskChoice, message: str) -> None:
+def test_contradictory_options_are_refused(choice: TaskChoice, message: str) -> None:
     with pytest.raises(RunError, match=message):
         task_of(choice)
 
@@ -270,31 +271,31 @@ def test_unknown_fields_are_named(tmp_path: Path) -> None:
         task_of(TaskChoice(task=str(tmp_path / "absent.jsonl")))
 
 
-def test_overrides_have_the_last_word_and_a_tiny_model_stays_its_own(tmp_path: Path) -> None:
+def test_overrides_win_and_a_tiny_model_keeps_its_own_task(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
     overrides = ("task.num_digits=1", "sampling.max_tokens=9")
     choice = TaskChoice(task="arithmetic")
-    plan = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"), choice, overrides=overrides))
+    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), choice, overrides=overrides))
     assert plan.config.task.kind == "arithmetic"
     assert plan.config.task.num_digits == 1
     assert plan.config.sampling.max_tokens == 9
     assert plan.model_config.task.kind == "sorting"
-    assert plan.model_config.task.num_digits == 5  # the override is of the other task
+    assert plan.model_config.task.num_digits == 5  # the override belongs to the other task
 
 
-def test_a_runs_tiny_model_is_the_one_that_it_began_with(tmp_path: Path) -> None:
+def test_a_runs_tiny_model_is_its_initial_one(tmp_path: Path) -> None:
     overrides = ("task.num_validation_prompts=500", "run.seed=1", "task.prompt=question_only")
     run = write_run(tmp_path / "run", {2: 0.1})
-    plan = make_plan(EvaluationOptions(str(run), overrides=overrides))
+    plan = plan_evaluation(EvaluationOptions(str(run), overrides=overrides))
     assert (plan.config.task.num_validation_prompts, plan.config.run.seed) == (500, 1)
-    assert plan.model_config == make_plan(EvaluationOptions(str(run))).model_config
-    (tmp_path / "job.yaml").write_text(CONFIG)  # it has begun nothing: the model is the one that is described
-    plan = make_plan(EvaluationOptions(str(tmp_path / "job.yaml"), overrides=overrides))
+    assert plan.model_config == plan_evaluation(EvaluationOptions(str(run))).model_config
+    (tmp_path / "job.yaml").write_text(CONFIG)  # not a run, so overrides apply to the model
+    plan = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"), overrides=overrides))
     assert (plan.model_config.task.num_validation_prompts, plan.model_config.run.seed) == (500, 1)
 
 
 @pytest.mark.parametrize("kind", ["sorting", "arithmetic", "keywords", "gsm8k", "file"])
-def test_validation_alone_is_what_a_run_validates_with(tmp_path: Path, kind: str) -> None:
+def test_the_prompts_are_those_of_a_runs_validation(tmp_path: Path, kind: str) -> None:
     part: dict[str, Any] = {"kind": kind, "num_validation_prompts": 8}
     if kind in ("gsm8k", "file"):
         for name, questions in (("train", range(20, 30)), ("validation", [0, 1, 2, 2, 3, 4, 5, 6, 7, 8])):

@@ -1,4 +1,4 @@
-"""`evaluate_vllm` on something that answers as `vllm.LLM` does; on vLLM itself it is one call more."""
+"""`evaluate_vllm` on a stand-in for `vllm.LLM`."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ TRUTHS = ["2", "4", "6"]
 
 
 class KnownLLM:
-    """Answers as `vllm.LLM.generate` does: in the prompts' order, with `n` outputs each."""
+    """Answer as `vllm.LLM.generate` does: in the prompts' order, with `n` outputs each."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -56,8 +56,8 @@ def test_the_accuracy_of_known_answers_is_exact(tmp_path: Path) -> None:
         evaluate_vllm(KnownLLM(), reward_fn, list(REPLIES), SimpleNamespace(n=2), TRUTHS, folder)  # type: ignore[arg-type]
 
 
-def test_items_bring_their_ground_truths_and_token_ids() -> None:
-    """So that the handout's call of four arguments does."""
+def test_items_have_their_ground_truths_and_token_ids() -> None:
+    """The handout's call with four arguments is enough."""
     llm = KnownLLM()
     items = [PromptItem(i, text, (i,), TRUTHS[i]) for i, text in enumerate(REPLIES)]
     summary = evaluate_vllm(llm, get_reward_fn("question_only"), items, SimpleNamespace(n=1)).summary  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_items_bring_their_ground_truths_and_token_ids() -> None:
     assert llm.asked == [{"prompt_token_ids": [i]} for i in range(3)]
 
 
-def test_what_a_reward_function_raises_is_counted_apart() -> None:
+def test_errors_of_a_reward_function_are_counted_separately() -> None:
     def reward_fn(response: str, truth: str) -> dict[str, float]:
         if "3" in response:
             raise ZeroDivisionError("no such answer")
@@ -77,7 +77,7 @@ def test_what_a_reward_function_raises_is_counted_apart() -> None:
     assert results.rows[1]["error"].startswith("ZeroDivisionError: no such answer (test_evaluate_vllm.py:")
 
 
-def test_a_result_that_is_no_reward_costs_its_response_alone(tmp_path: Path) -> None:
+def test_an_invalid_reward_affects_only_its_response(tmp_path: Path) -> None:
     odd = {r"\boxed{3}": {"score": 1.0}, r"\boxed{5}": None, "four": {"reward": 0.2, "answer_reward": 0.2}}
 
     def reward_fn(response: str, truth: str) -> Any:
@@ -99,7 +99,7 @@ def test_a_result_that_is_no_reward_costs_its_response_alone(tmp_path: Path) -> 
     assert pq.read_table(tmp_path / "e" / "examples.parquet").to_pylist() == results.rows
 
 
-def test_a_call_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_failed_call_leaves_no_folder(tmp_path: Path) -> None:
     class Failing(KnownLLM):
         def generate(self, prompts: list[Any], sampling_params: Any) -> list[Any]:
             raise MemoryError
@@ -114,6 +114,6 @@ def test_a_call_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     ("prompts", "truths", "message"),
     [(["1 + 1"], None, "texts have none"), (["1 + 1"], ["2", "3"], "2 for 1 prompts"), ([], [], "none")],
 )
-def test_ground_truths_must_be_there(prompts: list[str], truths: list[str] | None, message: str) -> None:
+def test_ground_truths_are_required(prompts: list[str], truths: list[str] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate_vllm(KnownLLM(), get_reward_fn("exact_match"), prompts, SimpleNamespace(n=1), truths)  # type: ignore[arg-type]

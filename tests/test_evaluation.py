@@ -1,4 +1,4 @@
-"""Evaluation summaries of groups built by hand."""
+"""Evaluation summaries of hand-made groups."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.readable_rollouts import readable_rollouts
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import read_metrics
-from grpo_ray.telemetry.validation_files import sample_rollouts, summarise_groups, write_evaluation
+from grpo_ray.telemetry.validation_files import summarise_groups, write_evaluation
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
 
@@ -66,12 +67,12 @@ def test_write_evaluation(tmp_path: Path) -> None:
     assert rows[1]["reward"] == 0.5
 
 
-def test_sample_rollouts_are_the_same_whatever_the_order() -> None:
-    chosen = sample_rollouts(GROUPS, 2)
+def test_readable_rollouts_do_not_depend_on_the_order() -> None:
+    chosen = readable_rollouts(GROUPS, 2)
     assert [(r.prompt, r.response, r.ground_truth, r.reward) for r in chosen] == [
         ("prompt 0", "response 0.0", "truth 0", 1.0),
         ("prompt 1", "response 1.0", "truth 1", 0.0),
     ]
-    assert sample_rollouts(GROUPS[::-1], 2) == chosen
-    assert len(sample_rollouts(GROUPS, 99)) == 3
-    assert sample_rollouts(GROUPS, 0) == sample_rollouts([], 5) == []
+    assert readable_rollouts(GROUPS[::-1], 2) == chosen
+    assert len(readable_rollouts(GROUPS, 99)) == 3
+    assert readable_rollouts(GROUPS, 0) == readable_rollouts([], 5) == []

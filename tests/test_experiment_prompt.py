@@ -1,4 +1,4 @@
-"""What the prompt experiment compares: the tiny model is warmed up in the form that its reward reads."""
+"""The prompt experiment warms up the tiny model in the format that its reward reads."""
 
 from typing import Any
 
@@ -27,11 +27,11 @@ def test_warmed_up_habits_are_in_the_format_and_a_quarter_is_right(reward: Any) 
         truth = "".join(sorted(question.removeprefix("Sort ")))
         verdicts.append(get_reward_fn(config.reward)(response, truth))
     assert all(verdict["format_reward"] == 1 for verdict in verdicts)
-    # Numbers that are in order already are right when copied, and 0012 is 012 to a reader of numbers.
+    # Sorted numbers are correct when copied, and 0012 equals 012 as a number.
     assert 0.23 < sum(verdict["answer_reward"] for verdict in verdicts) / len(verdicts) < 0.33
 
 
-def test_boxed_habits_differ_in_their_ending_alone() -> None:
+def test_boxed_habits_differ_only_in_their_ending() -> None:
     tagged = warmup_pairs(SortingTaskConfig(), seed=1, num_pairs=50)
     boxed = warmup_pairs(SortingTaskConfig(reward="question_only"), seed=1, num_pairs=50)
     expected = [
@@ -47,7 +47,7 @@ def test_the_question_only_prompt_is_the_question() -> None:
 
 @pytest.mark.parametrize("variant", EXPERIMENTS["prompt"].variants)
 def test_each_variants_longest_response_fits(variant: str) -> None:
-    """And no stop string cuts it off."""
+    """No stop string cuts it off."""
     config = load_config(QUICKSTART, EXPERIMENTS["prompt"].variants[variant])
     assert config.task.kind == "sorting"
     tokenizer, template = tiny_tokenizer(config), load_template(config.task.prompt)

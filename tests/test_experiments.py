@@ -1,4 +1,4 @@
-"""Experiments from end to end, with runs that are faked in a process of their own."""
+"""Experiments from end to end, with fake runs in processes of their own."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.experiment_plan import plan_experiment
 from grpo_ray.tools.experiments.launch import Launcher
-from grpo_ray.tools.experiments.plan import make_plan
 from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs, gpus_of
 from grpo_ray.tools.experiments.run_experiment import run_experiment
 
@@ -36,13 +36,13 @@ LOW_HIGH = Experiment(
 
 
 class FakeRuns:
-    """Runs an experiment of faked runs, and says which were launched since it was last asked."""
+    """A runner of experiments with fake runs, which records the launches."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "out"
 
     def script(self, **runs: dict[str, Any]) -> None:
-        """How each run goes: `low_seed0={...}`."""
+        """Set the script of each run: `low_seed0={...}`."""
         by_name = {name.replace("_", "-"): course for name, course in runs.items()}
         (self.folder / "script.json").write_text(json.dumps(by_name))
 
@@ -76,7 +76,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, tmp_path: Path) -> None:
     experiment = EXPERIMENTS[name]
-    plan = make_plan(experiment, QUICKSTART, [], num_seeds=2, output=str(tmp_path))
+    plan = plan_experiment(experiment, QUICKSTART, [], num_seeds=2, output=str(tmp_path))
     assert len(plan.runs) == 2 * len(experiment.variants) >= 4
     for run in plan.runs:
         assert run.config.run.seed == run.seed
@@ -86,21 +86,23 @@ def test_every_variant_of_every_experiment_is_a_valid_configuration(name: str, t
     assert not tmp_path.joinpath(name).exists()
 
 
-def test_equal_samples_whatever_the_group_and_four_updates_where_it_says_so(tmp_path: Path) -> None:
-    sizes = make_plan(EXPERIMENTS["group-size"], QUICKSTART, [], 1, str(tmp_path)).runs
+def test_group_sizes_have_equal_samples_and_the_label_four_updates_is_true(tmp_path: Path) -> None:
+    sizes = plan_experiment(EXPERIMENTS["group-size"], QUICKSTART, [], 1, str(tmp_path)).runs
     assert [run.config.rollouts_per_step for run in sizes] == [256] * 5
-    algorithm = make_plan(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs[1].config.algorithm
+    algorithm = (
+        plan_experiment(EXPERIMENTS["colocate"], QUICKSTART, [], 1, str(tmp_path)).runs[1].config.algorithm
+    )
     assert algorithm.train_batch_size is not None
     assert algorithm.epochs_per_batch * 256 // algorithm.train_batch_size == 4
 
 
-def test_all_problems_are_told_before_anything_starts(fakes: FakeRuns) -> None:
+def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> None:
     variants = {"a": ("algorithm.los=x",), "b": ("learner.learning_rate=-1",), "c": (), "d": ()}
     wrong = Experiment("rates", "?", variants, ())
     with pytest.raises(ConfigError) as caught:
         fakes.run(2, wrong, overrides=["algorithm.num_steps=zero", "run.seed=3"])
     message = str(caught.value)
-    assert "run.seed: every run is given its own" in message
+    assert "run.seed: it is set for each run" in message
     assert message.count("algorithm.los: unknown key") == 1
     assert message.count("learner.learning_rate: -1 is not valid") == 1
     assert "variant c, d: " in message
@@ -131,7 +133,7 @@ def test_finished_runs_are_not_repeated_and_seeds_can_be_added(fakes: FakeRuns) 
 
 
 @pytest.mark.parametrize("lost", ["checkpoints/step-000008/training/state.json", "metrics.jsonl"])
-def test_a_run_without_its_last_line_or_checkpoint_goes_on(fakes: FakeRuns, lost: str) -> None:
+def test_a_run_without_its_last_line_or_checkpoint_is_resumed(fakes: FakeRuns, lost: str) -> None:
     fakes.run()
     fakes.launched()
     path = fakes.out / "rates/runs/low-seed0" / lost
@@ -159,16 +161,16 @@ def test_another_definition_is_refused_and_says_what_differs(fakes: FakeRuns) ->
         "variant low: was learner.learning_rate=1e-4, is none",
         "variant high: was learner.learning_rate=1e-3, is not there",
         "variant new: was not there, is weight_sync.max_lag=0",
-        "seeds: was 2, is 1; more can be added, none left out",
+        "seeds: was 2, is 1; seeds can be added, not removed",
     ]
     assert fakes.launched() == []
 
 
-def test_a_folder_that_is_no_experiment_is_left_alone(fakes: FakeRuns) -> None:
+def test_a_folder_of_something_else_is_refused(fakes: FakeRuns) -> None:
     folder = fakes.out / "rates"
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="is not empty, and no experiment"):
+    with pytest.raises(RunError, match="is not empty and holds no experiment"):
         fakes.run()
     (folder / "notes.txt").unlink()
     (folder / "experiment.json").write_text("{}")
@@ -177,12 +179,12 @@ def test_a_folder_that_is_no_experiment_is_left_alone(fakes: FakeRuns) -> None:
     assert fakes.launched() == []
 
 
-def test_failure_and_divergence_are_named_and_only_the_failure_is_tried_again(
+def test_failure_and_divergence_are_named_and_only_the_failure_is_retried(
     fakes: FakeRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fakes.script(
         low_seed0={"rewards": [0.2, 0.3, 0.09]},
-        low_seed1={"rewards": [0.2, 0.3, 0.1]},  # half is not below a half
+        low_seed1={"rewards": [0.2, 0.3, 0.1]},  # exactly half is not below half
         high_seed0={"ending": "fails"},
         high_seed1={"ending": "not finite", "rewards": [0.2, 0.7, 0.8]},
     )
@@ -208,8 +210,8 @@ def test_failure_and_divergence_are_named_and_only_the_failure_is_tried_again(
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_as_many_runs_at_once_as_jobs_and_no_more(fakes: FakeRuns, jobs: int) -> None:
-    meet = {"meets": jobs}  # ends once so many run at the same time
+def test_exactly_as_many_parallel_runs_as_jobs(fakes: FakeRuns, jobs: int) -> None:
+    meet = {"meets": jobs}  # a run ends once `jobs` runs are active
     fakes.script(low_seed0=meet, high_seed0=meet, low_seed1=meet, high_seed1=meet)
     assert fakes.run(seeds=2, jobs=jobs)
     counts = (fakes.folder / "met.txt").read_text().split()
@@ -224,15 +226,15 @@ import sys
 sys.path.insert(0, "tests")
 import test_experiments as tests
 from grpo_ray.tools import cli
-from grpo_ray.tools.experiments import command, definitions
+from grpo_ray.tools.experiments import definitions, run_experiment
 definitions.EXPERIMENTS["rates"] = tests.LOW_HIGH
-command.run_experiment.__defaults__ = (tests.FAKE,)
+run_experiment.run_experiment.__defaults__ = (tests.FAKE,)
 sys.exit(cli.main(sys.argv[1:]))
 """
 
 
 def start_waiting(fakes: FakeRuns) -> subprocess.Popen[str]:
-    """An experiment as the command line starts it, with two runs that wait for a signal and two to come."""
+    """Start an experiment by the command line, with two runs that wait for a signal and two queued."""
     waits = {"ending": "waits"}
     fakes.script(low_seed0=waits, high_seed0=waits)
     command = [sys.executable, "-c", PROGRAM, "experiment", "rates", f"--output={fakes.out}", "--seeds=2"]
@@ -255,9 +257,9 @@ def test_a_signal_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns, number
     os.killpg(process.pid, number)  # as a terminal does
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
-    assert f"go on with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
+    assert f"resume with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
     assert output.count(": stopped after") == 2
-    assert sorted(fakes.launched()) == ["high-seed0", "low-seed0"]  # and no further one
+    assert sorted(fakes.launched()) == ["high-seed0", "low-seed0"]  # and no other
     for name in ("low-seed0", "high-seed0"):
         run = fakes.out / "rates/runs" / name
         assert (run / "signals").read_text() == "1"
@@ -349,13 +351,13 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "two"])
-def test_jobs_are_counted_from_one(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_is_at_least_one(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["experiment", "async", f"--jobs={jobs}"])
     assert f"'{jobs}' is not a number of at least 1" in capsys.readouterr().err
 
 
-def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
         "grpo_ray.tools.experiments.run_experiment.run_experiment", lambda *args: calls.append(args) or True

@@ -100,12 +100,12 @@ def refusal(capsys: pytest.CaptureFixture[str], output: Path, *options: str) -> 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "set", "--num-pairs", "5")
     before = (tmp_path / "set" / "train.jsonl").read_bytes()
-    assert "set: is there already, and is not overwritten; give another --output" in refusal(
+    assert "set exists already, and is not overwritten; give another --output" in refusal(
         capsys, tmp_path / "set", "--num-pairs", "5", "--seed", "1"
     )
     assert (tmp_path / "set" / "train.jsonl").read_bytes() == before
     (tmp_path / "file").write_text("mine")
-    assert "is there already" in refusal(capsys, tmp_path / "file", "--num-pairs", "5")
+    assert "exists already" in refusal(capsys, tmp_path / "file", "--num-pairs", "5")
     (tmp_path / "empty").mkdir()
     assert make(tmp_path / "empty", "--num-pairs", "5") == 0
 
@@ -134,7 +134,7 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     assert make(tmp_path / "file" / "set") == 2
-    assert "set.unfinished: cannot be written (Not a directory)" in capsys.readouterr().err
+    assert "set.unfinished cannot be written (Not a directory); give another" in capsys.readouterr().err
 
 
 # ---- by a model ----
@@ -272,7 +272,7 @@ def test_an_interruption_loses_nothing(
 
 def refused(folder: Path, options: tuple[str, ...], capsys: Any) -> bool:
     assert make(folder / "set", *options) == 2
-    return "set.unfinished: holds pairs that were begun with other options" in capsys.readouterr().err
+    return "set.unfinished holds another keyword dataset; give another --output" in capsys.readouterr().err
 
 
 def test_an_engine_that_dies_loses_nothing(

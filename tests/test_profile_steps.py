@@ -1,4 +1,4 @@
-"""`learner.profile_steps`: which steps leave a trace, what is in it, and that no disk ends a run for it."""
+"""`learner.profile_steps`: the profiled steps, the contents of a trace, and a disk that refuses it."""
 
 import gzip
 import itertools
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 
 
 def names(trace: Path) -> Counter[str]:
-    """How often each record_function's name stands in the trace, begun once each."""
+    """Return how often each record_function's name begins in the trace."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
 
@@ -42,7 +42,7 @@ def test_a_run_leaves_a_trace_of_each_profiled_step(tmp_path: Path) -> None:
         assert not {f"step {other}" for other in range(1, 5) if other != step} & found.keys()
 
 
-def test_parts_of_a_step_lie_in_it_and_one_after_another(
+def test_the_parts_of_a_step_are_consecutive(
     tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_config, tiny_model, tmp_path / "profile", [1, 1])
@@ -61,7 +61,7 @@ def test_parts_of_a_step_lie_in_it_and_one_after_another(
     assert any(e["name"] == "aten::mm" for e in trace["traceEvents"] if e.get("cat") == "cpu_op")
 
 
-def test_profiling_changes_nothing_that_is_learned(
+def test_profiling_does_not_change_the_training(
     tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     learners = [make_learner(tiny_config, tiny_model, tmp_path / "profile", steps) for steps in (None, [1, 1])]
@@ -71,12 +71,12 @@ def test_profiling_changes_nothing_that_is_learned(
         assert reports[0].metrics[name] == reports[1].metrics[name]
 
 
-def test_nothing_is_profiled_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_profiling_is_off_by_default(tmp_path: Path) -> None:
     local_runs.train(local_runs.make_config("algorithm.num_steps=2"), tmp_path / "run")
     assert not (tmp_path / "run" / "profile").exists()
 
 
-def test_a_trace_that_cannot_be_written_is_shown_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(tmp_path: Path) -> None:
     config = local_runs.make_config("learner.profile_steps=[1,1]", "algorithm.num_steps=2")
     run = RunDirectory(tmp_path / "run")
     run.create(config)
@@ -85,7 +85,7 @@ def test_a_trace_that_cannot_be_written_is_shown_and_training_goes_on(tmp_path: 
     assert recorder.steps == [1, 2]
     (event,) = [e for e in read_metrics(run.events_path) if e["kind"] == "profile_failed"]
     assert "the profile of step 1 could not be written" in event["text"]
-    assert any("the profile of step 1" in trouble for trouble in recorder.troubles)
+    assert any("the profile of step 1" in warning for warning in recorder.warnings)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from report_runs import add_checkpoint, group, make_run
 from grpo_ray.config import Config
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.readable_rollouts import MAX_CHARACTERS
 from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample
 from grpo_ray.tools.report.log_ratios import log_ratios
 from grpo_ray.tools.report.panels import charted
-from grpo_ray.tools.report.rollout_rows import MAX_CHARACTERS, MAX_TOKENS, show_rollouts
+from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, standard_error_of, step_files
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.tools.report.series import make_series

@@ -35,7 +35,7 @@ class Silent:
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: EvaluationSummary) -> None: ...
 
-    def trouble(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         print(text)
 
 

@@ -1,4 +1,4 @@
-"""RunLog: troubles until they are mended, and events counted across the run's processes."""
+"""RunLog: warnings until they are cleared, and events counted across the run's processes."""
 
 import time
 from pathlib import Path
@@ -12,17 +12,17 @@ from grpo_ray.telemetry.run_log import RunLog
 
 class Display:
     def __init__(self) -> None:
-        self.troubles: list[str] = []
+        self.warnings: list[str] = []
 
     def status(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: EvaluationSummary) -> None: ...
 
-    def trouble(self, text: str) -> None:
-        self.troubles.append(text)
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
 
     def take(self) -> list[str]:
-        taken, self.troubles = self.troubles, []
+        taken, self.warnings = self.warnings, []
         return taken
 
 
@@ -36,33 +36,33 @@ def log(tmp_path: Path, display: Display) -> RunLog:
     return RunLog(RunDirectory(tmp_path), display)
 
 
-def test_trouble_is_shown_after_every_step_until_it_is_mended(log: RunLog, display: Display) -> None:
-    log.trouble("checkpoint", "no space for step 2")
-    log.trouble("rollouts", "no space for rollouts")
-    assert display.take() == []  # after the step, not at once
+def test_a_warning_is_shown_after_every_step_until_it_is_cleared(log: RunLog, display: Display) -> None:
+    log.warning("checkpoint", "no space for step 2")
+    log.warning("rollouts", "no space for rollouts")
+    assert display.take() == []  # after the step, not immediately
     for _ in range(2):
-        log.show_troubles()
+        log.show_warnings()
         assert display.take() == ["no space for step 2", "no space for rollouts"]
-    log.trouble("checkpoint", "no space for step 3")  # instead of the one before
-    log.trouble("rollouts", None)
-    log.show_troubles()
+    log.warning("checkpoint", "no space for step 3")  # instead of the one before
+    log.warning("rollouts", None)
+    log.show_warnings()
     assert display.take() == ["no space for step 3"]
-    log.trouble("checkpoint", None)
-    log.show_troubles()
+    log.warning("checkpoint", None)
+    log.show_warnings()
     assert display.take() == []
 
 
-def test_line_that_cannot_be_written_is_a_trouble_until_it_is(log: RunLog, display: Display) -> None:
+def test_a_line_that_cannot_be_written_is_a_warning_until_it_is_written(log: RunLog, display: Display) -> None:
     path = log.run.metrics_path
     path.mkdir()  # nothing can be appended to it
     log.line(1, {"reward/mean": 0.5})
-    log.show_troubles()
+    log.show_warnings()
     (shown,) = display.take()
     assert str(path) in shown
     assert "1 lines wait in memory" in shown
     path.rmdir()
     log.line(2, {"reward/mean": 0.75})
-    log.show_troubles()
+    log.show_warnings()
     assert display.take() == []
     assert read_metrics(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
 
@@ -84,18 +84,18 @@ def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Display)
     assert display.take() == ["group 9 is set aside", "scorer: scores again", "generator-1 died: killed"]
 
 
-def test_event_that_cannot_be_written_counts_and_is_shown_and_waits(log: RunLog, display: Display) -> None:
+def test_an_event_that_cannot_be_written_is_counted_shown_and_kept(log: RunLog, display: Display) -> None:
     log.run.events_path.mkdir()
     log.event("stalled", None, "nothing moves")
     assert display.take() == ["nothing moves"]
     assert log.num_events("stalled") == 1
-    log.show_troubles()
+    log.show_warnings()
     assert len(display.take()) == 1
     log.run.events_path.rmdir()
     log.event("waits", None, "the scorer works")
     assert [row["kind"] for row in read_metrics(log.run.events_path)] == ["stalled", "waits"]
     display.take()
-    log.show_troubles()
+    log.show_warnings()
     assert display.take() == []
 
 
@@ -110,9 +110,7 @@ def test_events_of_earlier_processes_count(log: RunLog, display: Display) -> Non
     assert later.num_events("restored") == later.num_events() == 0
 
 
-def test_half_an_event_that_a_kill_left_neither_counts_nor_spoils_the_next(
-    log: RunLog, display: Display
-) -> None:
+def test_a_truncated_event_is_not_counted_and_does_not_corrupt_the_next(log: RunLog, display: Display) -> None:
     log.event("restored", None, "?")
     with log.run.events_path.open("a") as file:
         file.write('{"kind": "resto')
@@ -122,7 +120,7 @@ def test_half_an_event_that_a_kill_left_neither_counts_nor_spoils_the_next(
     assert RunLog(log.run, display).num_events("restored") == 2
 
 
-def test_an_event_that_the_disk_refused_is_written_after_the_next_step(
+def test_an_event_that_the_disk_refused_is_retried_after_the_next_step(
     log: RunLog, display: Display, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -131,8 +129,8 @@ def test_an_event_that_the_disk_refused_is_written_after_the_next_step(
     with monkeypatch.context() as patch:
         patch.setattr("grpo_ray.telemetry.json_lines._write_whole", full)
         log.event("scorer_back", "scorer", "scores again")
-        log.show_troubles()
+        log.show_warnings()
         assert any("1 lines wait in memory" in text for text in display.take())
-    log.show_troubles()  # and no other event has happened
+    log.show_warnings()  # without another event
     assert display.take() == []
     assert [event["kind"] for event in read_metrics(tmp_path / "events.jsonl")] == ["scorer_back"]

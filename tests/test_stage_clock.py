@@ -1,4 +1,4 @@
-"""The stage clock: every second is counted once, and is somebody's."""
+"""The stage clock counts every second for exactly one stage."""
 
 import threading
 from contextlib import ExitStack
@@ -39,7 +39,7 @@ def test_one_stage_after_another() -> None:
     assert times.wall_s == 15
 
 
-def test_where_stages_overlap_the_first_of_the_list_has_the_time() -> None:
+def test_overlapping_stages_count_for_the_first_in_the_list() -> None:
     clock, time = make("load", "generate")
     with clock.stage("generate"):
         time.pass_by(1)
@@ -49,7 +49,7 @@ def test_where_stages_overlap_the_first_of_the_list_has_the_time() -> None:
     assert clock.take().seconds == {"load": 2, "generate": 5, "wait": 0}
 
 
-def test_a_stage_that_goes_on_is_counted_up_to_each_reading() -> None:
+def test_a_running_stage_is_counted_up_to_each_reading() -> None:
     clock, time = make("train")
     with clock.stage("train"):
         time.pass_by(3)
@@ -58,7 +58,7 @@ def test_a_stage_that_goes_on_is_counted_up_to_each_reading() -> None:
     assert clock.take().seconds == {"train": 5, "wait": 0}
 
 
-def test_turns_follow_each_other_and_carry_the_label() -> None:
+def test_turns_are_consecutive_and_have_labels() -> None:
     clock, time = make("load", "generate")
     time.pass_by(1)
     with clock.stage("generate", "version 1"):
@@ -76,12 +76,12 @@ def test_turns_follow_each_other_and_carry_the_label() -> None:
         ("generate", 2, "version 1"),
         ("load", 4, "version 2"),
         ("generate", 8, "version 2"),
-        ("generate", 16, "version 2"),  # cut in two by the reading
+        ("generate", 16, "version 2"),  # split by the reading
     ]
     assert [turn.start for turn in turns[1:]] == [turn.end for turn in turns[:-1]]
 
 
-def test_spans_are_told_whole_and_may_overlap() -> None:
+def test_spans_are_whole_and_may_overlap() -> None:
     clock, time = make("generate")
     with clock.span("rollout", "group 1") as duration:
         time.pass_by(3)
@@ -94,7 +94,7 @@ def test_spans_are_told_whole_and_may_overlap() -> None:
     assert outer.start < inner.start
 
 
-def test_a_block_tells_how_long_it_took_whoever_had_the_time() -> None:
+def test_a_block_knows_its_duration_whichever_stage_counted() -> None:
     clock, time = make("optimizer", "train")
     with clock.stage("train") as whole:
         time.pass_by(1)
@@ -104,7 +104,7 @@ def test_a_block_tells_how_long_it_took_whoever_had_the_time() -> None:
     assert clock.take().seconds == {"optimizer": 2, "train": 1, "wait": 0}
 
 
-def test_who_listens_is_told_every_turn() -> None:
+def test_the_callback_gets_every_turn() -> None:
     heard: list[str] = []
     clock = StageClock(("evaluate", "train"), "idle", on_turn=heard.append)
     with clock.stage("train"), clock.stage("evaluate"), clock.stage("train"):
@@ -112,7 +112,7 @@ def test_who_listens_is_told_every_turn() -> None:
     assert heard == ["train", "evaluate", "train", "idle"]
 
 
-def test_what_nobody_reads_does_not_grow() -> None:
+def test_unread_records_do_not_grow() -> None:
     clock, time = make("a")
     for _ in range(MAX_SPANS + 5):
         with clock.stage("a"), clock.span("rollout"):
@@ -130,7 +130,7 @@ def test_a_stage_that_fails_ends() -> None:
     assert clock.take().seconds == {"train": 0, "wait": 2}
 
 
-def test_a_stage_that_was_not_declared_is_a_mistake() -> None:
+def test_an_undeclared_stage_is_an_error() -> None:
     clock, _ = make("train")
     with pytest.raises(AssertionError, match="trian"), clock.stage("trian"):
         pass
@@ -146,7 +146,7 @@ def test_stages_add_up_to_the_wall_time_whatever_overlaps(events: list[tuple[str
             if what == "take":
                 readings.append(clock.take())
             elif what == "end" and running:
-                running.pop(0).close()  # the oldest, so that stages overlap and do not only nest
+                running.pop(0).close()  # end the oldest, so that stages overlap rather than only nest
             elif what != "end":
                 running.append(everything.enter_context(ExitStack()))
                 running[-1].enter_context(clock.stage(what))
@@ -159,7 +159,7 @@ def test_stages_add_up_to_the_wall_time_whatever_overlaps(events: list[tuple[str
 
 
 def test_threads_count_each_second_once() -> None:
-    """One trains, others write beside it, and one reads meanwhile."""
+    """One thread trains, others write at the same time, and one reads."""
     clock = StageClock(("train", "write"), "wait")
 
     def write() -> None:

@@ -156,7 +156,7 @@ def test_the_audit_finds_what_is_wrong_with_an_order(config: Callable[..., Confi
     found = tampered(mixture, set_in_group(0, task=other))
     assert any(f"{first['task']}, epoch 0: asks" in problem for problem in found), found
     found = tampered(mixture, set_in_group(0, prompt="?"))
-    assert any(f"{first['task']}, epoch 0: asks '?' 1 times too often" in problem for problem in found), found
+    assert any(f"{first['task']}, epoch 0: samples '?' 1 times" in problem for problem in found), found
     found = tampered(mixture, lambda rows: rows[0].update(task=other))
     assert any("group 0: has more than one task" in problem for problem in found), found
     found = tampered(curriculum, set_in_group(2, prompt="?"))

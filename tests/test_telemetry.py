@@ -1,4 +1,4 @@
-"""Run folders, the metrics file, the rollout log and the metrics catalogue."""
+"""Run directories, the metrics file, the rollout log and the metrics catalog."""
 
 import errno
 import json
@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from builders import same_groups
 from hypothesis import given, settings
@@ -34,7 +33,7 @@ from grpo_ray.telemetry.run_files import (
 )
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)  # a lone surrogate is no text
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)  # a lone surrogate is not valid text
 
 CONFIG = Config.model_validate({"model": {"path": "m"}, "task": {"kind": "sorting"}})
 
@@ -82,10 +81,18 @@ def test_create_refuses_a_used_folder(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file").check_free()
 
 
-def test_a_folder_whose_making_was_interrupted_is_free(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused_before_the_run_starts() -> None:
+    with pytest.raises(
+        RunError, match=r"/proc/run cannot be written .*; give another run.name or run.output_dir"
+    ):
+        RunDirectory("/proc/run").check_free()
+
+
+def test_a_folder_whose_creation_was_interrupted_is_free(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.rollouts.mkdir(parents=True)
     run.logs.mkdir()
+    (run.path / ".config.yaml.partial").touch()
     run.create(CONFIG)
     assert load_config(run.config_path) == CONFIG
     other = RunDirectory(tmp_path / "other")
@@ -95,11 +102,11 @@ def test_a_folder_whose_making_was_interrupted_is_free(tmp_path: Path) -> None:
         other.create(CONFIG)
 
 
-def test_rewind_forgets_later_steps_only(tmp_path: Path) -> None:
+def test_rewind_deletes_only_later_steps(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.create(CONFIG)
     run.skipped.mkdir()
-    early = '{"step": 1,  "x": 0.10}\n{"step": 2}\n'  # its bytes stay as they are
+    early = '{"step": 1,  "x": 0.10}\n{"step": 2}\n'  # its bytes must not change
     run.metrics_path.write_text(early + '{"step": 3}\n{"step": 4, "rew')
     run.evaluations_summary_path.write_text('{"step": 0}\n{"step": 4}\n')
     run.events_path.write_text('{"step": 9}\n')
@@ -113,7 +120,7 @@ def test_rewind_forgets_later_steps_only(tmp_path: Path) -> None:
     run.rewind(2)
     assert run.metrics_path.read_text() == early
     assert run.evaluations_summary_path.read_text() == '{"step": 0}\n'
-    assert run.events_path.read_text() == '{"step": 9}\n'  # what happened has happened
+    assert run.events_path.read_text() == '{"step": 9}\n'  # events are never rewound
     for folder in (run.rollouts, run.skipped):
         assert sorted(os.listdir(folder)) == ["notes.txt", "step-000000.parquet", "step-000002.parquet"]
     assert len(os.listdir(run.evaluations)) == 4
@@ -140,9 +147,12 @@ HOLD_LOCK = """
 import os, subprocess, sys, time
 from grpo_ray.telemetry.run_files import RunDirectory
 with RunDirectory(sys.argv[1]).lock():
+    is_forked, tell = os.pipe()
     children = [subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False).pid, os.fork()]
     if not children[1]:
+        os.write(tell, b"x")
         time.sleep(60)
+    os.read(is_forked, 1)  # the child has closed its copy of the lock
     print(os.getpid(), *children, flush=True)
     time.sleep(60)
 """
@@ -160,7 +170,7 @@ def test_lock_lasts_as_long_as_its_process_and_no_longer(tmp_path: Path) -> None
         os.kill(pid, signal.SIGKILL)
         holder.wait(30)
         for child in children:
-            os.kill(child, 0)  # they live, and hold nothing
+            os.kill(child, 0)  # they are alive, without the lock
         with run.lock():
             assert json.loads((run.path / ".lock").read_text())["pid"] == os.getpid()
             with pytest.raises(RunError, match=rf"pid {os.getpid()} on host"), run.lock():
@@ -221,7 +231,7 @@ def test_last_logged_step(tmp_path: Path) -> None:
 
 
 def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:
-    """In a process of its own, whose files may have 100 bytes."""
+    """Use a separate process with files limited to 100 bytes."""
     script = """
 import resource, sys
 from grpo_ray.telemetry.run_files import MetricsLog, read_metrics
@@ -247,10 +257,10 @@ assert log.append(6, {}) is None
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
-def test_full_device_and_the_bound_on_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_and_the_limit_on_pending_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_ray.telemetry.json_lines.MAX_PENDING", 3)
-    monkeypatch.setattr("os.ftruncate", lambda *_: None)  # a device has no length
-    monkeypatch.setattr("grpo_ray.telemetry.json_lines.drop_half_line", lambda _: None)  # nor an end
+    monkeypatch.setattr("os.ftruncate", lambda *_: None)  # a device cannot be truncated
+    monkeypatch.setattr("grpo_ray.telemetry.json_lines.drop_half_line", lambda _: None)  # nor read to its end
     log = MetricsLog("/dev/full")
     errors = [log.append(step, {}) for step in range(1, 6)]
     assert errors[0] is not None
@@ -297,20 +307,12 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
         "versions": [{"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 2, "end": 3}],
     }
     assert (rows[2]["min_version"], rows[2]["token_ids"], rows[2]["versions"]) == (None, [], [])
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no partial file stays
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no partial file is left
     write_rollouts(path, 8, [])
     assert read_rollouts(path) == []
 
 
-def test_files_of_an_older_version_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "step-000007.parquet"
-    groups = [make_group(3, [[1, 1, 2], [2]])]
-    write_rollouts(path, 7, groups)
-    pq.write_table(pq.read_table(path).drop_columns(["task", "error"]), path)
-    assert same_groups(read_groups(path), groups)
-
-
-def test_uses_are_each_group_s_own(tmp_path: Path) -> None:
+def test_each_group_has_its_own_uses(tmp_path: Path) -> None:
     path = tmp_path / "step-000007.parquet"
     groups = [make_group(3, [[1], [2], [2]]), make_group(1, [[0]]), make_group(4, [[2], [2]])]
     write_rollouts(path, 7, groups, [1, 3, 0])
@@ -331,7 +333,7 @@ def test_uses_are_each_group_s_own(tmp_path: Path) -> None:
 
 
 token_counts = st.lists(st.integers(0, 5), min_size=1, max_size=4)
-floats = st.floats(width=32)  # infinities, nan, -0.0 and all
+floats = st.floats(width=32)  # including infinities, nan and -0.0
 
 
 @st.composite
@@ -366,7 +368,7 @@ def test_groups_come_back_bit_for_bit(groups: list[ScoredGroup]) -> None:
         assert os.listdir(folder) == [path.name]
 
 
-def test_groups_read_back_do_not_hold_the_file(tmp_path: Path) -> None:
+def test_groups_read_back_do_not_keep_the_file_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "groups.parquet"
     write_rollouts(path, None, [make_group(3, [[1, 1, 2], [2]])])
     (group,) = read_groups(path)
@@ -387,17 +389,17 @@ except OSError as error:
     print(error.errno)
 """
     path = tmp_path / "step-000001.parquet"
-    write_rollouts(path, 1, [make_group(7, [[1]])])  # what was there stays
+    write_rollouts(path, 1, [make_group(7, [[1]])])  # the old file stays
     result = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=60)
     assert result.stdout == f"{errno.EFBIG}\n", result.stderr
     assert os.listdir(tmp_path) == [path.name]
     assert [row["group_id"] for row in read_rollouts(path)] == [7]
 
 
-# ---- the catalogue ----
+# ---- the catalog ----
 
 
-def test_catalogue_knows_its_names() -> None:
+def test_the_catalog_knows_its_names() -> None:
     assert check_names([*METRICS, "memory/learner_bytes"]) == []
     assert check_names({"reward/mean": 1.0, "reward/men": 1.0, "x": 0.0}) == ["reward/men", "x"]
     assert all(meaning for _, meaning in METRICS.values())

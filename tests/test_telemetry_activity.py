@@ -1,4 +1,4 @@
-"""What the actors' clocks come to in a step's line: every second counted once, and never a wrong figure."""
+"""The actors' clocks in a step's metrics: every second is counted once, and no metric is wrong."""
 
 import asyncio
 from collections import defaultdict
@@ -22,7 +22,7 @@ from grpo_ray.tools.report.stage_times import stage_times
 
 
 class Actor:
-    """Answers with the seconds since it last did, once `answers` lets it."""
+    """An actor that answers with the seconds since its last answer, once `answers` is set."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.clock = StageClock(("work",), "wait", now)
@@ -55,7 +55,7 @@ def test_all_have_the_same_window() -> None:
         activity = Activity(StageClock((), "idle", time))
         time.seconds = 3
         first = await activity.read(actors)
-        assert first.stats.keys() == {"driver"}  # nobody was read before: their windows began anywhere
+        assert first.stats.keys() == {"driver"}  # first reading: the actors' windows began at arbitrary times
         time.seconds = 10
         second = await activity.read(actors)
         assert (second.seconds, second.is_complete) == (7, True)
@@ -66,7 +66,7 @@ def test_all_have_the_same_window() -> None:
     asyncio.run(run())
 
 
-def test_a_dead_or_replaced_actor_has_no_figures() -> None:
+def test_a_dead_or_replaced_actor_has_no_metrics() -> None:
     async def run() -> None:
         time = Time()
         activity = Activity(StageClock((), "idle", time))
@@ -80,7 +80,7 @@ def test_a_dead_or_replaced_actor_has_no_figures() -> None:
         assert told == [
             (["driver"], False),
             (["driver", "scorer"], False),
-            (["driver", "scorer"], False),  # the fresh one's window began in the middle of this one
+            (["driver", "scorer"], False),  # the new actor's window began in the middle of this one
             (["driver", "learner", "scorer"], True),
         ]
 
@@ -127,7 +127,7 @@ def window(**seconds: dict[str, float]) -> Window:
 LEARNER = {"train": 1.0, "optimizer": 0.5, "logprobs": 0.5, "snapshot": 1.0, "wait_for_batch": 1.0}
 
 
-def test_figures_by_hand() -> None:
+def test_metrics_by_hand() -> None:
     metrics = window(
         generator_0={"generate": 3.0, "wait_for_prompts": 1.0},
         generator_1={"generate": 1.0, "wait_for_prompts": 3.0},
@@ -142,8 +142,8 @@ def test_figures_by_hand() -> None:
     assert check_names(metrics) == []
 
 
-def test_what_is_not_known_is_not_told() -> None:
-    """A Generator that is silent may have been idle or busy; one that is dead was not busy."""
+def test_unknown_metrics_are_left_out() -> None:
+    """A silent Generator may have been idle or busy; a dead one was not busy."""
     known = window(generator_0={"generate": 3.0, "wait_for_prompts": 1.0})
     unknown = Window(4.0, known.stats, is_complete=False).metrics(num_generators=2)
     assert unknown.keys() == {
@@ -154,7 +154,7 @@ def test_what_is_not_known_is_not_told() -> None:
 @pytest.mark.usefixtures("model_cache")
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
-    """For each actor, between the first line and the last, and so in the report; test_run.py has it on Ray."""
+    """Check each actor between the first and last line, and in the report; test_run.py does so on Ray."""
     train(make_config(f"weight_sync.max_lag={max_lag}", "generator.num_generators=2"), tmp_path / "run")
     lines = read_metrics(RunDirectory(tmp_path / "run").metrics_path)
     assert check_names({name for line in lines for name in line} - {"step"}) == []
@@ -165,7 +165,7 @@ def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
         "driver", "learner", "buffer", "scorer", "weight_sync", "generator-0", "generator-1",
     }  # fmt: skip
     for name, stages in actors.items():
-        # Here all share one thread: who is asked while others work answers late, once at each end.
+        # Here all actors share one thread: one that is asked while others work answers late, once at each end.
         assert sum(map(sum, stages.values())) == pytest.approx(whole, abs=0.02 * whole + 0.1), name
         assert all(seconds >= 0 for each in stages.values() for seconds in each), name
     for stage in ("train", "optimizer", "snapshot", "capture", "wait_for_batch"):
@@ -177,16 +177,14 @@ def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
     ):  # fmt: skip
         actor, _, stage = name.partition("/")
         assert sum(actors[actor][stage]) > 0, (actor, stage)
-    # The step's own durations are the same clock's: what is not lost at the windows' edges agrees.
+    # The step's durations come from the same clock, so they agree except at the edges of the windows.
     trained = sum(line["timing/train_s"] for line in lines)
     in_turns = sum(sum(actors["learner"][stage]) for stage in ("train", "optimizer", "logprobs"))
     assert in_turns == pytest.approx(trained, rel=0.02, abs=0.01)
 
 
 @pytest.mark.usefixtures("model_cache")
-def test_a_generator_that_never_answers_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generator_that_never_answers_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Generator.take_stats
     monkeypatch.setattr("grpo_ray.run.step_metrics.Activity", partial(Activity, answer_s=0.05))
 
@@ -212,7 +210,7 @@ def test_a_generator_that_never_answers_holds_nobody_up(
 
 
 @pytest.mark.usefixtures("model_cache")
-def test_actors_say_what_they_are_doing(tmp_path: Path) -> None:
+def test_actors_report_what_they_are_doing(tmp_path: Path) -> None:
     seen: set[str] = set()
 
     async def look(actors: LocalActors, controller: Controller) -> None:

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and Prometheus's configuration against what a run really exports."""
+"""The Grafana dashboard and the Prometheus configuration match what a run exports."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ PROFILING = Path("profiling")
 
 
 def script() -> ModuleType:
-    """profiling/check_dashboard.py, which is no part of the package."""
+    """Import profiling/check_dashboard.py, which is not part of the package."""
     spec = importlib.util.spec_from_file_location("check_dashboard", PROFILING / "check_dashboard.py")
     assert spec is not None
     assert spec.loader is not None
@@ -30,7 +30,7 @@ def script() -> ModuleType:
 
 
 def exported() -> set[str]:
-    """What Prometheus is given, as profiling/check_dashboard.py found it: a histogram is three metrics."""
+    """Return the names that Prometheus scrapes, as profiling/check_dashboard.py found them."""
     names = {f"ray_{name}" for name in ray_metrics.names()}
     for name, endings in (
         (f"ray_{ray_metrics.STAGE_SECONDS}", ("_bucket", "_sum", "_count")),
@@ -47,11 +47,11 @@ def test_every_query_reads_what_is_exported_and_everything_exported_is_read() ->
     }
     assert read <= exported()
     unread = exported() - read
-    assert unread == {"ray_grpo_ray_stage_seconds_sum"}  # Ray's sum of a histogram is none
+    assert unread == {"ray_grpo_ray_stage_seconds_sum"}  # Ray's histogram sum is not exact
 
 
 def test_the_names_are_stable() -> None:
-    """Users' dashboards and alerts rely on them: change none without need."""
+    """Users' dashboards and alerts rely on the names: do not change one without need."""
     assert all(re.fullmatch(r"grpo_ray_[a-z_]+", name) for name in ray_metrics.names())
     assert len(set(ray_metrics.names())) == len(ray_metrics.names())
     assert {"grpo_ray_stage_seconds", "grpo_ray_reward", "grpo_ray_lag_max", "grpo_ray_buffer_groups",
@@ -59,11 +59,11 @@ def test_the_names_are_stable() -> None:
             } <= set(ray_metrics.names())  # fmt: skip
 
 
-def test_every_gauge_is_of_a_metric_that_there_is() -> None:
+def test_every_gauge_has_an_existing_metric() -> None:
     assert check_names(ray_metrics.GAUGES) == []
 
 
-def test_panels_do_not_lie_on_each_other_and_have_units() -> None:
+def test_panels_do_not_overlap_and_have_units() -> None:
     panels = json.loads((PROFILING / "grafana" / "grpo_ray.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -76,7 +76,7 @@ def test_panels_do_not_lie_on_each_other_and_have_units() -> None:
         assert panel["fieldConfig"]["defaults"]["unit"]
 
 
-def test_prometheus_reads_rays_service_discovery() -> None:
+def test_prometheus_reads_the_service_discovery_of_ray() -> None:
     (job,) = yaml.safe_load((PROFILING / "prometheus.yml").read_text())["scrape_configs"]
     from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 
@@ -84,7 +84,7 @@ def test_prometheus_reads_rays_service_discovery() -> None:
 
 
 class FakeMetric:
-    """Keeps what it was told, in the place of Ray's."""
+    """A stand-in for Ray's metrics that records its calls."""
 
     told: ClassVar[dict[str, list[tuple[float, dict[str, str]]]]] = {}
 
@@ -132,7 +132,7 @@ def test_a_line_is_exported_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("0", False), ("false", False), ("1", True), (None, True)])
-def test_nothing_is_exported_where_rays_metrics_are_off(
+def test_nothing_is_exported_if_rays_metrics_are_off(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, expected: bool
 ) -> None:
     monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)

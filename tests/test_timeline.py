@@ -1,4 +1,4 @@
-"""timeline.json: what a trace viewer reads of a run, whatever happened to it."""
+"""timeline.json is readable by a trace viewer, whatever happened to the run."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def rows(events: list[Event]) -> dict[int, str]:
 
 
 def turns(*lengths: float, start: float = 1_800_000_000.0) -> StageTimes:
-    """Turns of `train` and `wait` that take so long each."""
+    """Return turns of `train` and `wait` with these lengths."""
     spans = []
     for place, length in enumerate(lengths):
         spans.append(Span(("train", "wait")[place % 2], start, start + length, f"step {place}"))
@@ -63,16 +63,27 @@ def test_every_actor_has_a_row_of_its_own() -> None:
     assert [row_of(name) for name in names] == list(range(1, 18))
 
 
-def test_the_file_is_whole_after_each_time_and_goes_on(tmp_path: Path) -> None:
+def test_the_file_is_whole_after_each_append_and_continues(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    first, second = Timeline(path, "run"), Timeline(path, "run")  # the second is of a process that resumes
+    first, second = Timeline(path, "run"), Timeline(path, "run")  # the second belongs to a resumed process
     for number, timeline in enumerate((first, first, second), start=1):
         assert timeline.append({"learner": turns(1, 2)}) is None
         assert sum(event["ph"] == "X" for event in read(path)) == 2 * number
 
 
+def test_nothing_to_write_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    timeline = Timeline(path, "run")
+    assert timeline.append({}) is None
+    assert not path.exists()
+    timeline.append({"learner": turns(1)})
+    before = read(path)
+    assert timeline.append({"learner": StageTimes(0.0, {})}) is None
+    assert read(path) == before
+
+
 @pytest.mark.parametrize("num_lost", [1, 3, 4, 20, 130, 100_000])
-def test_who_was_killed_while_it_wrote_is_gone_on_with(tmp_path: Path, num_lost: int) -> None:
+def test_a_truncated_file_is_repaired(tmp_path: Path, num_lost: int) -> None:
     path = tmp_path / "timeline.json"
     Timeline(path, "run").append({"learner": turns(1, 2, 3)})
     whole = path.read_bytes()
@@ -82,7 +93,7 @@ def test_who_was_killed_while_it_wrote_is_gone_on_with(tmp_path: Path, num_lost:
     lengths = [event["dur"] / 1e6 for event in read(path) if event["ph"] == "X"]
     assert lengths[-1] == 4
     assert lengths[:-1] == [1, 2, 3][: len(lengths) - 1]
-    assert len(lengths) - 1 >= before - 1  # at most the one that was cut is lost
+    assert len(lengths) - 1 >= before - 1  # at most the truncated event is lost
 
 
 def test_a_long_run_keeps_the_newest(tmp_path: Path) -> None:
@@ -101,7 +112,7 @@ def test_a_long_run_keeps_the_newest(tmp_path: Path) -> None:
     assert 40 < len(lengths) < 200
 
 
-def test_a_full_disk_is_told_and_got_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "timeline.json"
     timeline, write, room = Timeline(path, "run"), os.pwrite, 1000
 
@@ -120,7 +131,7 @@ def test_a_full_disk_is_told_and_got_over(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("model_cache")
 def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
-    """Rows without gaps or overlaps, and the same seconds as in metrics.jsonl, though a Generator dies."""
+    """Rows have no gaps or overlaps, and the seconds of metrics.jsonl, even if a Generator dies."""
     config = make_config("generator.num_generators=2")
 
     async def end_a_generator(actors: LocalActors, controller: Controller) -> None:
@@ -147,7 +158,7 @@ def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
     for name, row in by_row.items():
         gaps = [later["ts"] - (sooner["ts"] + sooner["dur"]) for sooner, later in pairwise(row)]
         assert min(gaps) >= 0, name
-        assert name == "generator-1" or max(gaps) <= 1, name  # a microsecond: they are rounded
+        assert name == "generator-1" or max(gaps) <= 1, name  # rounded to a microsecond
     labels = {event.get("args", {}).get("what") for event in by_row["learner"]}
     assert {f"step {step}, 4 groups" for step in range(1, 9)} <= labels
     begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
@@ -157,7 +168,7 @@ def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("model_cache")
 def test_steps_that_are_trained_again_are_drawn_again(tmp_path: Path) -> None:
-    """The time before a run goes back to a checkpoint stays, though metrics.jsonl has each step once."""
+    """The time before a restore stays, although metrics.jsonl has each step only once."""
     run, has_died = RunDirectory(tmp_path / "run"), False
 
     async def end_the_learner_once(actors: LocalActors, controller: Controller) -> None:
@@ -180,4 +191,4 @@ def test_steps_that_are_trained_again_are_drawn_again(tmp_path: Path) -> None:
     trained = [event["args"]["what"] for event in by_row[row_of("learner")] if event["name"] == "train"]
     steps = [int(what.split()[1].rstrip(",")) for what, _ in groupby(trained)]
     assert steps[:6] == [1, 2, 3, 4, 5, 6]
-    assert steps[6:] in ([*range(1, 9)], [7, *range(1, 9)])  # the next step begins beside the line
+    assert steps[6:] in ([*range(1, 9)], [7, *range(1, 9)])  # the next step begins while the line is written

@@ -27,7 +27,7 @@ from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry import run_state
 from grpo_ray.telemetry.json_lines import read_last_lines
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_state import ActorState, Ending, Glance, RunState, read_state, reported
+from grpo_ray.telemetry.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.top.bottleneck import bottleneck, hints, measure
 from grpo_ray.tools.top.frame import frame, stage_shares
@@ -46,7 +46,7 @@ def make_state(**changes: Any) -> RunState:
         ActorState(name="learner", doing="trains version 5", for_s=0.2, num_calls=1),
         ActorState(name="scorer"),
     )
-    now = Glance(step=4, published_version=3, num_sampling=7, num_buffered=2, actors=actors)
+    now = LiveStatus(step=4, published_version=3, num_sampling=7, num_buffered=2, actors=actors)
     fields: dict[str, Any] = {
         "time": NOW, "host": socket.gethostname(), "pid": os.getpid(),
         "process_started": psutil.Process().create_time(), "began": NOW - 65, "num_steps": 8,
@@ -88,7 +88,7 @@ class Silent:
     def status(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: Any) -> None: ...
-    def trouble(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
 
 
 @pytest.fixture
@@ -113,21 +113,21 @@ def test_a_run_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
     with reported(run, 8, Silent()) as reporter:
         assert written(run, lambda s: s.phase == "starting").ending is None
         reporter.status("starting the actors")
-        reporter.trouble("generator-0: died")
-        reporter.trouble("generator-0: died")
-        state = written(run, lambda s: s.troubles)
-        assert (state.phase, state.troubles) == ("starting the actors", ("generator-0: died",))
-        glance = Glance(step=1, published_version=1, actors=(ActorState(name="learner"),))
-        reporter.follow(lambda: glance)
+        reporter.warning("generator-0: died")
+        reporter.warning("generator-0: died")
+        state = written(run, lambda s: s.warnings)
+        assert (state.phase, state.warnings) == ("starting the actors", ("generator-0: died",))
+        live_status = LiveStatus(step=1, published_version=1, actors=(ActorState(name="learner"),))
+        reporter.follow(lambda: live_status)
         reporter.step(1, {"reward/mean": 0.5})
         state = written(run, lambda s: s.phase == "training")
-        assert (state.now, state.troubles) == (glance, ())
+        assert (state.now, state.warnings) == (live_status, ())
         assert (state.pid, state.num_steps) == (os.getpid(), 8)
-        reporter.follow(lambda: Glance(is_evaluating=True))
+        reporter.follow(lambda: LiveStatus(is_evaluating=True))
         assert reporter.state().phase == "evaluating the policy"
-        reporter.follow(lambda: Glance(is_evaluating=True, is_stopping=True))
+        reporter.follow(lambda: LiveStatus(is_evaluating=True, is_stopping=True))
         assert reporter.state().phase == "stopping after this step"
-        reporter.follow(lambda: glance)
+        reporter.follow(lambda: live_status)
         assert state.began <= state.time <= time.time()
     ended = read_state(run)
     assert ended is not None
@@ -156,20 +156,20 @@ def test_last_words(error: BaseException, ending: Ending, tmp_path: Path) -> Non
 def test_a_disk_that_takes_nothing_is_shown_once_and_ends_nothing(tmp_path: Path) -> None:
     class Shown(Silent):
         def __init__(self) -> None:
-            self.troubles: list[str] = []
+            self.warnings: list[str] = []
 
-        def trouble(self, text: str) -> None:
-            self.troubles.append(text)
+        def warning(self, text: str) -> None:
+            self.warnings.append(text)
 
     run, shown = RunDirectory(tmp_path / "missing"), Shown()
     with reported(run, 8, shown):
         deadline = time.monotonic() + 10
-        while not shown.troubles and time.monotonic() < deadline:
+        while not shown.warnings and time.monotonic() < deadline:
             time.sleep(0.005)
         run.path.mkdir()  # it takes something again
         written(run, lambda s: True)
-    assert len(shown.troubles) == 1
-    assert "state.json" in shown.troubles[0]
+    assert len(shown.warnings) == 1
+    assert "state.json" in shown.warnings[0]
 
 
 def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +196,8 @@ def test_a_real_run_is_followed(tmp_path: Path) -> None:
 
     async def watch(actors: LocalActors, controller: Controller) -> None:
         with reported(run, 6, Silent()) as reporter:
-            reporter.follow(controller.glance)
-            while controller.glance().step < 6:
+            reporter.follow(controller.live_status)
+            while controller.live_status().step < 6:
                 glances.append(reporter.state().now)
                 await asyncio.sleep(0.002)
 
@@ -207,15 +207,15 @@ def test_a_real_run_is_followed(tmp_path: Path) -> None:
     assert last.now.step == 6
     names = {"generator-0", "scorer", "learner", "buffer", "weight_sync"}
     assert {actor.name for actor in last.now.actors} == names
-    assert {glance.is_evaluating for glance in glances} == {True, False}
-    steps = [glance.step for glance in glances]
+    assert {live_status.is_evaluating for live_status in glances} == {True, False}
+    steps = [live_status.step for live_status in glances]
     assert steps == sorted(steps)
-    assert all(glance.published_version <= glance.step for glance in glances)
+    assert all(live_status.published_version <= live_status.step for live_status in glances)
     size = config.algorithm.prompts_per_step
-    assert all(glance.num_sampling + glance.num_buffered <= 3 * size for glance in glances)
-    done = {actor.doing.split()[0] for glance in glances for actor in glance.actors if actor.doing}
+    assert all(live_status.num_sampling + live_status.num_buffered <= 3 * size for live_status in glances)
+    done = {actor.doing.split()[0] for live_status in glances for actor in live_status.actors if actor.doing}
     assert {"samples", "trains", "waits", "publishes"} <= done
-    buffers = [a for glance in glances for a in glance.actors if a.name == "buffer" and a.doing]
+    buffers = [a for live_status in glances for a in live_status.actors if a.name == "buffer" and a.doing]
     assert all(actor.is_waiting for actor in buffers if actor.doing != "starts")
 
 
@@ -273,7 +273,7 @@ def test_a_folder_that_is_no_run_or_is_damaged_is_refused(tmp_path: Path) -> Non
         look(RunDirectory(tmp_path))
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     run.state_path.write_text("{")
-    with pytest.raises(RunError, match=r"state\.json is no state of a run"):
+    with pytest.raises(RunError, match=r"state\.json is not a valid run state"):
         look(run)
 
 
@@ -444,8 +444,8 @@ def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:
     assert "No step has been timed yet" in text
 
 
-def test_events_and_troubles(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", make_state(troubles=("the disk is full", "it died")), [step(1)])
+def test_events_and_warnings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", make_state(warnings=("the disk is full", "it died")), [step(1)])
     run.events_path.write_text(json.dumps({"time": NOW, "kind": "generator_failed", "text": "it died"}) + "\n")
     text = drawn(view_of(run))
     assert "! the disk is full" in text

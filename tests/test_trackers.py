@@ -1,4 +1,4 @@
-"""Trackers: what each library's own files hold afterwards, and that no tracker holds a run up."""
+"""Trackers: the contents of each library's own files, and that no tracker delays a run."""
 
 import asyncio
 import csv
@@ -28,15 +28,15 @@ from grpo_ray.telemetry.trackers import Trackers, check_trackers, choice, tracki
 from grpo_ray.telemetry.trackers import delivery as delivery_module
 from grpo_ray.telemetry.trackers import trackers as module
 from grpo_ray.telemetry.trackers.delivery import Delivery
-from grpo_ray.telemetry.trackers.tensorboard_tracker import markdown_table
+from grpo_ray.telemetry.trackers.tensorboard_tracker import escaped_markdown_table
 from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun, Tracker
 from grpo_ray.telemetry.validation_files import summarise_groups
 
-LONG_S = 30.0  # never waited for in full
+LONG_S = 30.0  # no test waits this long
 
 
 class Remembering:
-    """A tracker that keeps what it is told; it hangs or breaks where a test wants it to."""
+    """A tracker that records its calls, and hangs or raises where a test asks for it."""
 
     def __init__(self, hang_at: str = "", break_at: str = "", error: BaseException | None = None) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -56,8 +56,8 @@ class Remembering:
         self._tell("start", run.name)
         return "in memory"
 
-    def go_on_from(self, step: int) -> None:
-        self._tell("go_on_from", step)
+    def resume_from(self, step: int) -> None:
+        self._tell("resume_from", step)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._tell("metrics", step, dict(metrics))
@@ -92,7 +92,7 @@ def close(delivery: Delivery, end: End = "finished", timeout_s: float = LONG_S) 
 # ---- delivery ----
 
 
-def test_messages_come_in_order_in_a_thread_of_the_trackers_own(tmp_path: Path) -> None:
+def test_messages_arrive_in_order_in_the_trackers_own_thread(tmp_path: Path) -> None:
     tracker, announced = Remembering(), []
     delivery = Delivery("a", tracker, tracked(tmp_path), announced.append)
     for step in range(5):
@@ -104,34 +104,32 @@ def test_messages_come_in_order_in_a_thread_of_the_trackers_own(tmp_path: Path) 
     assert announced == ["a: in memory"]
 
 
-def test_a_tracker_that_hangs_holds_nobody_up_and_what_it_misses_is_counted(tmp_path: Path) -> None:
+def test_a_hanging_tracker_delays_nothing_and_its_dropped_messages_are_counted(tmp_path: Path) -> None:
     tracker = Remembering(hang_at="start")
     delivery = deliver(tmp_path, tracker, max_waiting=3)
     assert delivery.problem() is None
     for step in range(8):
-        delivery.send(lambda t, step=step: t.go_on_from(step))  # type: ignore[misc]
+        delivery.send(lambda t, step=step: t.resume_from(step))  # type: ignore[misc]
     assert delivery.num_dropped == 5
     assert delivery.problem() == "a does not keep up: 5 messages were dropped"
     tracker.released.set()
     until(lambda: len(tracker.told) == 4)
     assert delivery.problem() is None  # it keeps up again
-    delivery.send(lambda t: t.go_on_from(9))
+    delivery.send(lambda t: t.resume_from(9))
     assert close(delivery) == "a: 5 messages were dropped"
-    assert [what[1] for what in tracker.told if what[0] == "go_on_from"] == [0, 1, 2, 9]
+    assert [what[1] for what in tracker.told if what[0] == "resume_from"] == [0, 1, 2, 9]
     assert tracker.told[-1] == ("close", "finished")
 
 
-def test_a_tracker_that_has_not_answered_for_a_while_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracker = Remembering(hang_at="go_on_from")
+def test_a_tracker_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Remembering(hang_at="resume_from")
     delivery = deliver(tmp_path, tracker)
     for _ in range(3):
-        delivery.send(lambda t: t.go_on_from(0))
+        delivery.send(lambda t: t.resume_from(0))
     until(lambda: delivery._waiting.qsize() == 2)
     assert delivery.problem() is None
     monkeypatch.setattr(delivery_module, "SLOW_S", 0.0)
-    assert re.fullmatch("a has not answered for [0-9]+ s; 2 messages wait", delivery.problem() or "")
+    assert re.fullmatch("a has not answered for [0-9]+ s; 2 messages are queued", delivery.problem() or "")
     tracker.released.set()
     until(lambda: delivery._busy_since is None and len(tracker.told) == 4)
     assert delivery.problem() is None
@@ -145,11 +143,11 @@ def test_a_servers_password_is_not_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_the_end_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, full: bool) -> None:
-    tracker = Remembering(hang_at="go_on_from")
+def test_the_end_does_not_wait_for_a_hanging_tracker(tmp_path: Path, full: bool) -> None:
+    tracker = Remembering(hang_at="resume_from")
     delivery = deliver(tmp_path, tracker, max_waiting=2)
     for _ in range(10 if full else 1):
-        delivery.send(lambda t: t.go_on_from(0))
+        delivery.send(lambda t: t.resume_from(0))
     began = time.monotonic()
     text = close(delivery, timeout_s=0.05)
     assert text == "a: not everything could be sent in tracking.close_timeout_s"
@@ -157,19 +155,19 @@ def test_the_end_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, full: bo
     tracker.released.set()
 
 
-def test_a_slow_tracker_whose_line_is_full_is_closed_all_the_same(tmp_path: Path) -> None:
+def test_a_slow_tracker_with_a_full_queue_is_still_closed(tmp_path: Path) -> None:
     tracker = Remembering(hang_at="start")
     delivery = deliver(tmp_path, tracker, max_waiting=1)
-    delivery.send(lambda t: t.go_on_from(0))
+    delivery.send(lambda t: t.resume_from(0))
     delivery.begin_to_close("failed")  # there is no room for another message
     tracker.released.set()
-    until(lambda: tracker.told == [("start", "my-run"), ("go_on_from", 0), ("close", "failed")])
+    until(lambda: tracker.told == [("start", "my-run"), ("resume_from", 0), ("close", "failed")])
     assert delivery.close(time.monotonic() + LONG_S) is None
 
 
 @pytest.mark.parametrize("place", ["start", "metrics", "close"])
 @pytest.mark.parametrize("error", [OSError("no route\n to host"), SystemExit("no route to host")])
-def test_what_a_tracker_raises_turns_it_off_and_is_told_once(
+def test_an_error_turns_a_tracker_off_and_is_reported_once(
     tmp_path: Path, place: str, error: BaseException
 ) -> None:
     tracker = Remembering(break_at=place, error=error)
@@ -180,7 +178,7 @@ def test_what_a_tracker_raises_turns_it_off_and_is_told_once(
     else:
         until(lambda: delivery._failure is not None)
         told = delivery.take_failure()
-        for step in range(5):  # nobody takes them any more, and none counts
+        for step in range(5):  # they are ignored and not counted as dropped
             delivery.send(lambda t, step=step: t.metrics(step, {}))  # type: ignore[misc]
         assert delivery.num_dropped == 0
         assert close(delivery) is None
@@ -190,7 +188,7 @@ def test_what_a_tracker_raises_turns_it_off_and_is_told_once(
     assert not any(what[0] == place for what in tracker.told)
 
 
-# ---- what a run tells its trackers ----
+# ---- messages of a run ----
 
 
 @pytest.fixture
@@ -212,7 +210,7 @@ def told(tracker: Remembering, what: str) -> list[tuple[Any, ...]]:
 
 
 def groups_of(step: int) -> list[Any]:
-    """Two groups of three samples; rewards 0, 1, 2 and so on."""
+    """Return two groups of three samples with rewards 0, 1, 2 and so on."""
     return [
         make_group(
             make_item(10 * step + index),
@@ -223,13 +221,13 @@ def groups_of(step: int) -> list[Any]:
     ]
 
 
-def test_rollouts_are_told_of_once_their_file_is_there(run: RunDirectory) -> None:
+def test_rollouts_are_sent_once_their_file_exists(run: RunDirectory) -> None:
     tracker, other = Remembering(), Remembering()
     trackers = make_trackers(run, tracker, other, rollouts_every_num_steps=2, rollouts_per_table=4)
-    trackers.go_on_from(0)
+    trackers.resume_from(0)
     for step in range(1, 5):
         trackers.step(step, {"reward/mean": step, "eval/reward": 0.5})
-    write_rollouts(run.rollouts_path(2), 2, groups_of(2))  # late, while step 5 is trained
+    write_rollouts(run.rollouts_path(2), 2, groups_of(2))  # late, during step 5
     trackers.step(5, {"reward/mean": 5})
     write_rollouts(run.rollouts_path(4), 4, groups_of(4))
     assert trackers.close("finished") == []
@@ -246,19 +244,19 @@ def test_rollouts_are_told_of_once_their_file_is_there(run: RunDirectory) -> Non
     assert told(other, "table") == tables
 
 
-def test_a_run_that_goes_back_forgets_the_rollouts_it_waits_for(run: RunDirectory) -> None:
+def test_a_restored_run_drops_the_rollouts_it_was_waiting_for(run: RunDirectory) -> None:
     tracker = Remembering()
     trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
     for step in (1, 2, 3):
         trackers.step(step, {})
-    trackers.go_on_from(2)
-    for step in (1, 2, 3):  # 3: of the first time, as its line is not there yet
+    trackers.resume_from(2)
+    for step in (1, 2, 3):  # 3: from the first time, as its metrics are not logged yet
         write_rollouts(run.rollouts_path(step), step, groups_of(step))
     trackers.close("finished")
     assert [step for _, step, _ in told(tracker, "table")] == [1, 2]
 
 
-def test_a_file_that_is_gone_when_its_turn_comes_breaks_nothing(run: RunDirectory) -> None:
+def test_a_file_that_has_been_deleted_is_skipped(run: RunDirectory) -> None:
     tracker = Remembering(hang_at="start")
     trackers = make_trackers(run, tracker, rollouts_every_num_steps=1)
     write_rollouts(run.rollouts_path(1), 1, groups_of(1))
@@ -270,7 +268,7 @@ def test_a_file_that_is_gone_when_its_turn_comes_breaks_nothing(run: RunDirector
     assert told(tracker, "close") == [("finished",)]
 
 
-def test_no_tables_of_rollouts_are_made_when_none_are_wanted(run: RunDirectory) -> None:
+def test_rollout_tables_can_be_turned_off(run: RunDirectory) -> None:
     tracker = Remembering()
     trackers = make_trackers(run, tracker, rollouts_every_num_steps=0)
     write_rollouts(run.rollouts_path(1), 1, groups_of(1))
@@ -279,7 +277,7 @@ def test_no_tables_of_rollouts_are_made_when_none_are_wanted(run: RunDirectory) 
     assert told(tracker, "table") == []
 
 
-def test_a_validation_is_its_metrics_and_a_table_of_responses(run: RunDirectory) -> None:
+def test_a_validation_sends_metrics_and_a_table_of_responses(run: RunDirectory) -> None:
     tracker = Remembering()
     trackers = make_trackers(run, tracker, rollouts_per_table=2)
     groups = groups_of(4)
@@ -306,27 +304,27 @@ def test_long_texts_are_cut(run: RunDirectory) -> None:
 
 class Display:
     def __init__(self) -> None:
-        self.troubles: list[str] = []
+        self.warnings: list[str] = []
 
     def status(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, summary: Any) -> None: ...
 
-    def trouble(self, text: str) -> None:
-        self.troubles.append(text)
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
 
 
-def test_a_broken_tracker_is_an_event_and_one_line_for_whoever_looks_on(run: RunDirectory) -> None:
+def test_a_broken_tracker_is_an_event_and_is_shown_once(run: RunDirectory) -> None:
     broken, good, display = Remembering(break_at="metrics"), Remembering(), Display()
     trackers = make_trackers(run, broken, good)
     log = RunLog(run, display, trackers)
     log.line(1, {"reward/mean": 0.5})
     until(lambda: trackers._deliveries[0]._failure is not None)
     for step in (2, 3):
-        log.show_troubles()
+        log.show_warnings()
         log.line(step, {"reward/mean": 0.5})
     line = "a: OSError: no route to host; the run goes on without it"
-    assert display.troubles == [line]
+    assert display.warnings == [line]
     assert [(event["kind"], event["text"]) for event in read_metrics(run.events_path)] == [
         ("tracker_off", line)
     ]
@@ -334,18 +332,18 @@ def test_a_broken_tracker_is_an_event_and_one_line_for_whoever_looks_on(run: Run
     assert [step for step, _ in told(good, "metrics")] == [1, 2, 3]
 
 
-def test_a_tracker_that_does_not_keep_up_is_a_trouble_until_it_does(run: RunDirectory) -> None:
+def test_a_tracker_that_does_not_keep_up_is_a_warning_until_it_does(run: RunDirectory) -> None:
     tracker, display = Remembering(hang_at="start"), Display()
     trackers = Trackers(make_config().tracking, run, [deliver(run.path, tracker, max_waiting=1)])
     log = RunLog(run, display, trackers)
     for step in (1, 2, 3):
         log.line(step, {})
-        log.show_troubles()
-    assert display.troubles == [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
+        log.show_warnings()
+    assert display.warnings == [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
     tracker.released.set()
     until(lambda: len(tracker.told) == 2)
-    log.show_troubles()
-    assert len(display.troubles) == 2
+    log.show_warnings()
+    assert len(display.warnings) == 2
 
 
 @pytest.mark.parametrize(
@@ -357,23 +355,23 @@ def test_trackers_are_closed_at_every_end(
     good, broken = Remembering(), Remembering(break_at="close")
     monkeypatch.setattr(module, "make_tracker", {"wandb": good, "mlflow": broken}.__getitem__)
     announced: list[str] = []
-    troubles: list[str] = []
+    warnings: list[str] = []
     config, run = make_config("tracking.trackers=[wandb,mlflow]"), RunDirectory(tmp_path / "run-7")
     raised = None
     try:
-        with tracking(config, run, announced.append, troubles.append) as trackers:
-            trackers.go_on_from(3)
+        with tracking(config, run, announced.append, warnings.append) as trackers:
+            trackers.resume_from(3)
             if error is not None:
                 raise error
     except (KeyboardInterrupt, RunError) as caught:
         raised = caught
     assert raised is error
-    assert good.told == [("start", "run-7"), ("go_on_from", 3), ("close", end)]
+    assert good.told == [("start", "run-7"), ("resume_from", 3), ("close", end)]
     assert sorted(announced) == ["mlflow: in memory", "wandb: in memory"]
-    assert troubles == ["mlflow: OSError: no route to host; the run goes on without it"]
+    assert warnings == ["mlflow: OSError: no route to host; the run goes on without it"]
 
 
-def test_a_run_that_is_named_by_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_given_as_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
 
     class WithFolder(Remembering):
@@ -404,11 +402,11 @@ def test_a_library_that_is_missing_is_refused_with_what_to_install(monkeypatch: 
     check_trackers(make_config())
 
 
-def test_train_and_resume_look_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_are_checked_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def connected(needs_hub: bool) -> None:
         raise AssertionError("Ray was to be started")
 
-    monkeypatch.setattr(training.cluster, "connected", connected)
+    monkeypatch.setattr(training.session, "connected", connected)
     monkeypatch.setattr(choice, "_is_installed", lambda name: False)
     overrides = [f"run.output_dir={tmp_path}", "run.name=one", "tracking.trackers=[wandb]"]
     config = make_config(*overrides)
@@ -421,16 +419,16 @@ def test_train_and_resume_look_before_ray_starts(tmp_path: Path, monkeypatch: py
         training.resume(str(tmp_path / "one"), ["tracking.trackers=[]"])
 
 
-def test_a_folder_named_as_a_library_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_a_librarys_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "no_such_library").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not choice._is_installed("no_such_library")
     assert choice._is_installed("json")
 
 
-def test_a_database_takes_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_requires_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_is_installed", lambda name: name == "mlflow")
-    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite takes MLflow's own server libraries"):
+    with pytest.raises(ValueError, match=r"tracking.mlflow_uri: sqlite requires MLflow's server libraries"):
         check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=sqlite:///runs.db"))
     check_trackers(make_config("tracking.trackers=[mlflow]", "tracking.mlflow_uri=http://127.0.0.1:5000"))
 
@@ -445,7 +443,7 @@ def test_a_database_takes_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None
         (["tracking.trackers=[wandb]", "run.save_rollouts=false"], "tracking.rollouts_every_num_steps: tables"),
     ],
 )
-def test_settings_that_cannot_be(overrides: list[str], message: str) -> None:
+def test_impossible_settings(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_config(*overrides)
 
@@ -460,24 +458,24 @@ ROWS: list[Row] = [
 
 
 def use(tracker: Tracker, run: TrackedRun, end: End = "finished") -> str:
-    """A run of two steps, the second of which is done again after it went back to step 1."""
+    """Log a run of two steps, the second of which is repeated after a restore to step 1."""
     run.folder.mkdir(parents=True, exist_ok=True)
     place = tracker.start(run)
-    tracker.go_on_from(0)
+    tracker.resume_from(0)
     # As a mixture has them:
     tracker.metrics(1, {"reward/mean": 0.25, "reward/mean/a-b": 0.125, "loss/policy": float("nan")})
     tracker.table("rollouts", 1, ROWS)
     tracker.metrics(2, {"reward/mean": 0.5})
-    tracker.go_on_from(1)
+    tracker.resume_from(1)
     tracker.metrics(2, {"reward/mean": 0.75})
     tracker.close(end)
     return place
 
 
 def go_on(tracker: Tracker, run: TrackedRun) -> None:
-    """The next process of the same run."""
+    """Log the next process of the same run."""
     tracker.start(run)
-    tracker.go_on_from(2)
+    tracker.resume_from(2)
     tracker.metrics(3, {"reward/mean": 1.0})
     tracker.close("finished")
 
@@ -494,27 +492,27 @@ def test_tensorboard(tmp_path: Path) -> None:
     seen = EventAccumulator(str(run.folder))
     seen.Reload()
     points = [(event.step, event.value) for event in seen.Scalars("reward/mean")]
-    assert points == [(1, 0.25), (2, 0.75), (3, 1.0)]  # 0.5 is of the time before it went back
+    assert points == [(1, 0.25), (2, 0.75), (3, 1.0)]  # 0.5 was logged before the restore
     (event,) = seen.Tensors("rollouts/text_summary")
-    assert (event.step, event.tensor_proto.string_val[0].decode()) == (1, markdown_table(ROWS))
+    assert (event.step, event.tensor_proto.string_val[0].decode()) == (1, escaped_markdown_table(ROWS))
     config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    num_steps: 8\n" in config
 
 
-def test_tensorboard_shows_a_response_as_it_is() -> None:
+def test_tensorboard_shows_a_response_literally() -> None:
     pytest.importorskip("tensorboard")
     from html import unescape
 
     from tensorboard.plugin_util import markdowns_to_safe_html
 
-    html = markdowns_to_safe_html([markdown_table(ROWS)], lambda parts: parts[0])
+    html = markdowns_to_safe_html([escaped_markdown_table(ROWS)], lambda parts: parts[0])
     assert not re.search(r"<(script|img|a|strong|em|code)\b", html)
     cells = [unescape(re.sub(r"<br\s*/?>", "\n", cell)) for cell in re.findall(r"<td>(.*?)</td>", html, re.S)]
     assert cells == ["2 + 2 =", NASTY, "0.5", "?", "", "1"]
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of W&B's offline file: a LevelDB log, blocks of 32 KiB with a header of 7 bytes a piece."""
+    """Yield the records of W&B's offline file: a LevelDB log in blocks of 32 KiB, with 7-byte headers."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, whole = path.read_bytes(), 7, b""
@@ -524,7 +522,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
         if place + 7 + length > len(data):
-            return  # it is being written
+            return  # still being written
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # a whole one, or the last piece of one
@@ -535,7 +533,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def wandb_points(path: Path) -> list[dict[str, Any]]:
-    """What was logged, once W&B's own process has written the end: `finish` does not wait for it."""
+    """Return what was logged, once W&B's process has written the end, for which `finish` does not wait."""
     until(lambda: any(record.WhichOneof("record_type") == "exit" for record in wandb_records(path)))
     return [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
@@ -546,13 +544,13 @@ def wandb_points(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W&B and MLflow without a network, and as if nobody had set them up here."""
+    """Isolate W&B and MLflow from the network and from this machine's settings."""
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # so that what the tracker sets does not stay
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # so that the tracker's own setting is undone
     for name in (
         "WANDB_API_KEY",
         "WANDB_PROJECT",
@@ -568,7 +566,7 @@ def test_wandb(tmp_path: Path) -> None:
     from grpo_ray.telemetry.trackers.wandb_tracker import WandbTracker
 
     run = tracked(tmp_path, "tracking.project=sums")
-    check_trackers(make_config("tracking.trackers=[wandb]"))  # offline takes no key
+    check_trackers(make_config("tracking.trackers=[wandb]"))  # offline mode needs no key
     assert use(WandbTracker(), run, "failed").startswith("offline; upload with: wandb sync")
     (first,) = run.folder.glob("wandb/offline-run-*/run-*.wandb")
     points = wandb_points(first)
@@ -609,7 +607,7 @@ def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("offline")
-def test_what_wandb_would_refuse_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_wandb_refuses_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     with pytest.raises(ValueError, match="wandb: Invalid project name 'a/b'"):
@@ -654,13 +652,13 @@ def test_mlflow(tmp_path: Path) -> None:
     found = client.get_run(run.id)
     assert found.info.status == "FINISHED"
     assert found.data.metrics["reward/mean"] == 1.0
-    assert found.data.params["algorithm.num_steps"] == "8"  # MLflow's parameters do not change
+    assert found.data.params["algorithm.num_steps"] == "8"  # MLflow's parameters cannot change
     now = Path(client.download_artifacts(run.id, "config.yaml", str(tmp_path)))
     assert yaml.safe_load(now.read_text())["algorithm"]["num_steps"] == 9
 
 
 @pytest.mark.usefixtures("offline")
-def test_mlflow_takes_the_experiment_that_another_run_makes_meanwhile(
+def test_mlflow_uses_an_experiment_that_another_run_creates_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -676,7 +674,7 @@ def test_mlflow_takes_the_experiment_that_another_run_makes_meanwhile(
         if len(looked) > 1:
             return look(client, name)
         assert look(client, name) is None
-        client.create_experiment(name)  # by the other
+        client.create_experiment(name)  # by the other run
         return None
 
     monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look_too_early)
@@ -693,7 +691,7 @@ async def until_version(controller: Controller, version: int) -> None:
 
 
 @pytest.mark.usefixtures("offline", "model_cache")
-def test_a_run_that_is_resumed_and_goes_back_is_one_run_of_every_tracker(tmp_path: Path) -> None:
+def test_a_resumed_and_restored_run_is_one_run_in_every_tracker(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -704,7 +702,7 @@ def test_a_run_that_is_resumed_and_goes_back_is_one_run_of_every_tracker(tmp_pat
     first = train(make_config("algorithm.num_steps=4", *overrides), folder)
     ids = {path.parent.name: path.read_text() for path in folder.glob("trackers/*/run_id")}
     assert ids.keys() == {"wandb", "mlflow"}
-    assert first.troubles == []
+    assert first.warnings == []
     assert sorted(text.partition(":")[0] for text in first.announced) == ["mlflow", "tensorboard", "wandb"]
 
     async def kill_learner(actors: LocalActors, controller: Controller) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.run.context import RunContext
-from grpo_ray.telemetry.checkpoint import CheckpointStore, RunState
+from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.telemetry.run_log import Metrics
 
 
@@ -50,7 +50,7 @@ class Checkpointing:
         self._writing.add_done_callback(_retrieve_error)
         return {"timing/checkpoint/capture_s": duration.seconds}
 
-    async def _capture(self, metrics: Metrics, unwritten: str | None) -> RunState | None:
+    async def _capture(self, metrics: Metrics, unwritten: str | None) -> CheckpointState | None:
         """Return the state to write, or None when there is nothing new or records are missing."""
         await self.settle()
         if unwritten is not None:
@@ -61,7 +61,7 @@ class Checkpointing:
         if report is None or report.version == self._last_saved:
             return None
         await self._actors.buffer.capture(report.version)
-        return RunState(report.version, self._ledger_state(), dict(metrics))
+        return CheckpointState(report.version, self._ledger_state(), dict(metrics))
 
     async def settle(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -74,7 +74,7 @@ class Checkpointing:
         seconds, self._write_s = self._write_s, None
         return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
 
-    async def _write(self, state: RunState) -> None:
+    async def _write(self, state: CheckpointState) -> None:
         try:
             with self._clock.span("write checkpoint", f"step {state.step}") as duration:
                 await self._write_files(state)
@@ -83,7 +83,7 @@ class Checkpointing:
         else:
             self.problem, self._last_saved, self._write_s = None, state.step, duration.seconds
 
-    async def _write_files(self, state: RunState) -> None:
+    async def _write_files(self, state: CheckpointState) -> None:
         folder: Path = await asyncio.to_thread(self._store.begin, state.step)
         with self._calls.call("learner", f"writes the checkpoint of step {state.step}"):
             await asyncio.gather(

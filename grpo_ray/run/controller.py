@@ -32,7 +32,7 @@ from grpo_ray.run.validation import Validation
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.telemetry.run_files import last_logged_step, step_name
 from grpo_ray.telemetry.run_log import Metrics, RunLog
-from grpo_ray.telemetry.run_state import ActorState, Glance
+from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.types import BatchFacts, Ref, StepReport, TrainBatch, WeightSnapshot
 
@@ -74,10 +74,10 @@ class Controller:
 
     # What is going on
 
-    def glance(self) -> Glance:
+    def live_status(self) -> LiveStatus:
         """Return the current state; another thread may call this, so it only reads."""
         calls, in_training = self._calls.by_actor(), self._in_training
-        return Glance(
+        return LiveStatus(
             step=self._version,
             published_version=self._producer.published_version,
             num_sampling=self._producer.num_sampling,
@@ -231,7 +231,7 @@ class Controller:
             with self._calls.call("buffer", f"waits for the groups of step {step}", is_waiting=True):
                 batch, answer = self._actors.buffer.take(step, oldest)
                 facts = await answer
-            self._log.trouble("rollouts", facts.write_error)
+            self._log.warning("rollouts", facts.write_error)
             if not facts.rejected_ids:
                 return batch, facts, num_rejected
             num_rejected += len(facts.rejected_ids)
@@ -315,8 +315,8 @@ class Controller:
             self._actors.show_metrics(step, metrics)
             del self._unlogged[step]
         self._validation.write()
-        self._log.trouble("checkpoint", self._checkpointing.problem)
-        self._log.show_troubles()
+        self._log.warning("checkpoint", self._checkpointing.problem)
+        self._log.show_warnings()
 
     # Ending
 
@@ -342,7 +342,7 @@ class Controller:
         if self._version == self._first_version:
             return
         self._validation.write()
-        self._log.trouble("rollouts", await self._actors.buffer.flush())
+        self._log.warning("rollouts", await self._actors.buffer.flush())
         self._log.flush()
         await self._checkpointing.begin(self._unlogged.get(self._version, {}), self._log.unwritten())
         await self._checkpointing.settle()

@@ -54,7 +54,7 @@ def train_through_restores(
             prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
         log = RunLog(run, display, trackers)
         step = checkpoint.state.step if checkpoint else 0
-        trackers.go_on_from(step)
+        trackers.resume_from(step)
         if failures:
             log.event("restored", None, f"the run continues from step {step}")
         with host(config, prepared.model, run.path.resolve(), checkpoint) as actors:
@@ -77,13 +77,13 @@ def _restore(store: CheckpointStore, run: RunDirectory, display: Display) -> Che
     store.discard_unfinished()
     checkpoint = store.latest()
     for line in store.damaged:
-        display.trouble(f"skipped a damaged checkpoint: {line}")
+        display.warning(f"skipped a damaged checkpoint: {line}")
     while True:
         try:
             run.rewind(checkpoint.state.step if checkpoint else 0)
             break
         except OSError as error:
-            display.trouble(f"the run directory cannot be reset to its last checkpoint yet: {error}")
+            display.warning(f"the run directory cannot be reset to its last checkpoint yet: {error}")
             time.sleep(RETRY_S)
     if checkpoint is not None:
         display.status(f"resuming from {checkpoint.path}")

@@ -20,7 +20,7 @@ async def watch_for_stalls(calls: OpenCalls, pool: GeneratorPool, log: RunLog, l
             log.event("stalled", None, f"nothing has moved for {calls.quiet_s:.0f} s; the actors:")
             for line in calls.lines():
                 log.event("waits", None, f"  {line}")
-            log.display.trouble(f"the Python stacks of the actors' processes are in {log.run.logs}/")
+            log.display.warning(f"the Python stacks of the actors' processes are in {log.run.logs}/")
             pool.actors.dump_stacks()
             await _replace_stuck(set(calls.stuck(0.7 * limit_s)), pool, limit_s)
             calls.progress()

@@ -32,8 +32,8 @@ class StepMetrics:
         num_tokens = self._pool.num_sampled_tokens
         num_sampled, self._num_reported_tokens = num_tokens - self._num_reported_tokens, num_tokens
         spilled_bytes = await asyncio.to_thread(actors.spilled_bytes)
-        log.trouble("spilling", _spilling(spilled_bytes))
-        log.trouble("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
+        log.warning("spilling", _spilling(spilled_bytes))
+        log.warning("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
         return {
             **window.metrics(self._context.config.generator.num_generators),
             "timing/step_s": window.seconds,

@@ -18,7 +18,7 @@ from grpo_ray.run.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
 from grpo_ray.telemetry.checkpoint import make_store
-from grpo_ray.telemetry.console import RunConsole, plan
+from grpo_ray.telemetry.console import RunConsole, banner
 from grpo_ray.telemetry.run_files import RunDirectory, dump_config, last_logged_step
 from grpo_ray.telemetry.run_state import reported
 from grpo_ray.telemetry.trackers import check_trackers, tracking
@@ -135,15 +135,15 @@ def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
 def _run_to_the_end(
     config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, placement: session.Placement
 ) -> None:
-    console.print(plan(config, prepared.longest_prompt, str(run.path)))
+    console.print(banner(config, prepared.longest_prompt, str(run.path)))
     with reported(run, config.algorithm.num_steps, console) as reporter:
         for notice in prepared.notices:
-            reporter.trouble(notice)
+            reporter.warning(notice)
 
         def drive(controller: Controller) -> None:
-            reporter.follow(controller.glance)
+            reporter.follow(controller.live_status)
             run_until_signal(controller, config.run.on_preemption_s, run)
 
-        with tracking(config, run, console.print, reporter.trouble) as trackers:
+        with tracking(config, run, console.print, reporter.warning) as trackers:
             host = partial(running, placement)
             train_through_restores(config, prepared, run, reporter, host, drive, trackers)

@@ -62,4 +62,4 @@ class Validation:
                 self._unwritten.pop(0)
             except OSError as full:
                 error = f"{len(self._unwritten)} evaluations could not be written yet: {full}"
-        self._log.trouble("evaluations", error)
+        self._log.warning("evaluations", error)

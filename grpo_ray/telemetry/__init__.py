@@ -1,1 +1,1 @@
-"""What a run writes down about itself."""
+"""Everything that a run records: files, checkpoints, metrics, logs, console output and trackers."""

@@ -1,4 +1,4 @@
-"""What every actor did from one step's line to the next, asked of all of them at the same time."""
+"""Time and memory of every actor between two steps, read from all of them at the same time."""
 
 import asyncio
 from collections.abc import Mapping
@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock, StageTimes
 
 DRIVER = "driver"
-ANSWER_S = 2.0  # an actor that takes longer has no figures in that step
+ANSWER_S = 2.0  # an actor that takes longer has no metrics in that step
 TRAINING = ("train", "optimizer", "logprobs")  # the Learner's stages
-
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -21,19 +20,19 @@ class Window:
 
     seconds: float
     stats: Mapping[str, ActorStats]
-    """Of those who were read at its beginning and at its end; the driver is among them."""
+    """Stats of the actors that were read at both ends of the window, and of the driver."""
     is_complete: bool
-    """Every actor that was asked is in `stats`."""
+    """True if every actor that was asked is in `stats`."""
 
     @property
     def stages(self) -> dict[str, StageTimes]:
         return {name: stats.stages for name, stats in self.stats.items()}
 
     def metrics(self, num_generators: int) -> Metrics:
-        """`time/<actor>/<stage>_s`, which add up to each actor's time, and what follows from them.
+        """Return `time/<actor>/<stage>_s`, which add up to each actor's time, and metrics derived from them.
 
         Args:
-            num_generators: that there should be; one that is being replaced generates nothing.
+            num_generators: the configured number; a Generator that is being replaced counts as idle.
         """
         stages = self.stages
         metrics = {
@@ -55,19 +54,19 @@ class Window:
 
 
 class Activity:
-    """Reads the clocks of all actors and of the driver; whoever is dead or silent holds nobody up for long."""
+    """Reads the clocks of all actors and of the driver; a dead or silent actor does not delay the others."""
 
     def __init__(self, clock: StageClock, answer_s: float = ANSWER_S) -> None:
-        """`clock` is the driver's."""
+        """Start with no reading yet; `clock` is the driver's."""
         self._clock, self._answer_s = clock, answer_s
         self._asked: dict[str, tuple[Any, asyncio.Task[ActorStats]]] = {}
         self._read: dict[str, Any] = {}  # the actors that answered in time at the last reading
 
     async def read(self, clients: Mapping[str, Any]) -> Window:
-        """The window since the last reading.
+        """Return the window since the last reading.
 
         Args:
-            clients: the actors that serve, by name; one that was replaced since has no figures yet.
+            clients: the serving actors by name; one that was replaced since then has no stats yet.
         """
         own = self._clock.take()
         stats = await self._ask(clients)
@@ -81,7 +80,7 @@ class Activity:
         )
 
     async def _ask(self, clients: Mapping[str, Any]) -> dict[str, ActorStats]:
-        """The answers that came in time. Who still owes one is not asked again, and not waited for."""
+        """Return the answers that came in time. An actor that still owes an answer is not asked again."""
         new: dict[asyncio.Task[ActorStats], str] = {}
         for name, client in clients.items():
             before, answer = self._asked.get(name, (None, None))
@@ -99,6 +98,6 @@ async def _stats_of(client: Any) -> ActorStats:
 
 
 def _look_at_error(answer: "asyncio.Task[ActorStats]") -> None:
-    """Or asyncio would complain that nobody did: who is dead is dealt with where it is asked to work."""
+    """Retrieve the exception, or asyncio logs it: a dead actor is handled by the calls that give it work."""
     if not answer.cancelled():
         answer.exception()

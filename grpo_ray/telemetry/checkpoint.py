@@ -1,44 +1,49 @@
-"""Checkpoints: folders that appear whole or not at all, and the newest whole one found again.
+"""Checkpoints: folders that appear whole or not at all, and the one reader of them.
 
     checkpoints/step-000040/           the policy in Hugging Face format: from_pretrained and vLLM load it
-        training/                      apart, because vLLM loads every *.safetensors beside the model's
+        training/                      separate, because vLLM loads every *.safetensors next to the model's
             optimizer.safetensors      optimizer, random generators, version
-            groups.parquet             scored groups that waited to be trained
-            replay.parquet             those that were trained, and may be again
-            state.json                 the RunState, and the size of every other file; written last
+            groups.parquet             scored groups that were waiting to be trained
+            replay.parquet             trained groups that may be replayed
+            state.json                 the CheckpointState and the size of every other file; written last
 
-Folders of other names: `unfinished-*` is being written, `replaced-*` and `discarded-*` are on their way out.
+Folders with other names: `unfinished-*` is being written, `replaced-*` and `discarded-*` are being deleted.
 """
 
 import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.config import Config
+from grpo_ray.errors import RunError
 from grpo_ray.telemetry.durable import sync, sync_tree
 from grpo_ray.telemetry.json_lines import read_lines, to_json
 from grpo_ray.telemetry.run_files import RunDirectory, step_name
 
+LAST, BEST = "last", "best"
+
 
 @dataclass(frozen=True)
-class RunState:
-    """Where a run stood after a step, but for the weights, the optimizer and the buffered groups."""
+class CheckpointState:
+    """A run's state after a step, except for the weights, the optimizer and the buffered groups."""
 
-    step: int  # completed steps, and so the policy's version
+    step: int  # completed steps, which is the policy's version
     ledger: dict[str, Any]  # PromptLedger.state_dict()
-    metrics: dict[str, float]  # the step's line as far as it was known
+    metrics: dict[str, float]  # the step's metrics as far as they were known
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A whole checkpoint on disk."""
+
     path: Path
-    state: RunState
+    state: CheckpointState
 
     @property
     def model_path(self) -> Path:
@@ -54,14 +59,14 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder.
+    """Return the checkpoint in a folder.
 
     Raises:
-        ValueError: it is not whole; says what is wrong.
+        ValueError: the checkpoint is damaged; says how.
     """
     try:
         data = json.loads(_state_path(path).read_text(encoding="utf-8"))
-        state = RunState(**{name: data[name] for name in ("step", "ledger", "metrics")})
+        state = CheckpointState(**{name: data[name] for name in ("step", "ledger", "metrics")})
         sizes = {path / name: size for name, size in data["files"].items()}
         state.metrics.update({name: math.nan for name, value in state.metrics.items() if value is None})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -75,28 +80,112 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One is written at a time: `begin`, the writers, `commit`."""
+    """The checkpoints of one run.
 
-    def __init__(self, folder: Path, keep: int, keep_best: bool, evaluations_summary_path: Path) -> None:
-        self._folder = folder
+    Anyone may read: `all`, `best`, `choose`. Writing, and `latest`, which repairs what a crash left, are for
+    the process that holds the run's lock. Checkpoints are written one at a time: `begin`, the writers,
+    `commit`.
+    """
+
+    def __init__(self, run: RunDirectory, keep: int = 1, keep_best: bool = True) -> None:
+        """Open the store; `keep` and `keep_best` are those of the checkpoint configuration."""
+        self._run = run
+        self._folder = run.checkpoints
         self._keep = keep
         self._keep_best = keep_best
-        self._summary_path = evaluations_summary_path
-        self._in_use: set[int] = set()  # given out by `latest`: engines may load such a one again
-        self.damaged: list[str] = []
+        self._in_use: set[int] = set()  # returned by `latest`: engines may load them again
+        self.damaged: list[str] = []  # by the last reading: each damaged checkpoint, and how
+
+    # ---- reading ----
+
+    def all(self) -> list[Checkpoint]:
+        """Return the whole checkpoints, oldest first; the others are in `damaged`."""
+        self.damaged = []
+        checkpoints = [self._read(step, folder) for step, folder in sorted(self._folders("step"))]
+        return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+
+    def best(self) -> Checkpoint | None:
+        """Return the one with the highest validation reward, the newest of equals; None: none was validated."""
+        return self._best_of(self.all())
+
+    def choose(self, choice: str, option: str, others: Sequence[str] = ()) -> Checkpoint:
+        """Return the checkpoint that a user asked for: `last`, `best` or a name such as `step-000040`.
+
+        Args:
+            option: the command-line option that `choice` was given by, for errors.
+            others: further values of that option, for errors.
+
+        Raises:
+            RunError: there is no such checkpoint; says which there are.
+        """
+        checkpoints = self.all()
+        if not checkpoints:
+            raise RunError(f"{self._run.path} has no checkpoint yet")
+        if choice == LAST:
+            return checkpoints[-1]
+        if choice == BEST:
+            if best := self._best_of(checkpoints):
+                return best
+            raise RunError(f"{option} best: no checkpoint of {self._run.path} was validated; give its name")
+        by_name = {checkpoint.path.name: checkpoint for checkpoint in checkpoints}
+        if choice not in by_name:
+            raise RunError(
+                f"{option}: {self._run.path} has no checkpoint {choice!r}; give "
+                f"{', '.join((LAST, BEST, *others))}, or one of its own: {', '.join(by_name)}"
+            )
+        return by_name[choice]
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint, which is never pruned; `damaged` has the newer ones.
+
+        Only for the process that holds the run's lock.
+        """
+        self._put_back_replaced()
+        self.damaged = []
+        for step, folder in sorted(self._folders("step"), reverse=True):
+            checkpoint = self._read(step, folder)
+            if checkpoint is not None:
+                self._in_use.add(step)
+                return checkpoint
+        return None
+
+    def _read(self, step: int, folder: Path) -> Checkpoint | None:
+        try:
+            checkpoint = read_checkpoint(folder)
+            if checkpoint.state.step != step:
+                raise ValueError(f"training/state.json is of step {checkpoint.state.step}")
+        except ValueError as error:
+            self.damaged.append(f"{folder}: {error}")
+            return None
+        return checkpoint
+
+    def _best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+        by_step = {checkpoint.state.step: checkpoint for checkpoint in checkpoints}
+        step = self._best_step(by_step)
+        return None if step is None else by_step[step]
+
+    def _best_step(self, steps: Iterable[int]) -> int | None:
+        path = self._run.evaluations_summary_path
+        if not path.exists():
+            return None
+        rewards = {row.get("step"): row.get("reward") for row in read_lines(path)}
+        evaluated = [step for step in steps if rewards.get(step) is not None]
+        return max(evaluated, key=lambda step: (rewards[step], step), default=None)
+
+    # ---- writing ----
 
     def begin(self, step: int) -> Path:
-        """A fresh folder to write to, with `training/` in it; what was left of earlier tries is removed."""
+        """Return a new folder to write to, with `training/` in it; delete what earlier attempts left."""
         self.discard_unfinished()
         folder = self._unfinished(step)
         (folder / "training").mkdir(parents=True)
         return folder
 
-    def commit(self, step: int, state: RunState) -> Checkpoint:
-        """Make the folder that `begin` gave a checkpoint, and delete those that are no longer to be kept.
+    def commit(self, step: int, state: CheckpointState) -> Checkpoint:
+        """Turn the folder from `begin` into a checkpoint, and delete the checkpoints that are not kept.
 
         Raises:
-            OSError: it could not be written; the checkpoints are those that were there before.
+            OSError: it could not be written; the previous checkpoints are unchanged.
         """
         assert state.step == step
         unfinished, final = self._unfinished(step), self._folder / step_name(step)
@@ -106,7 +195,7 @@ class CheckpointStore:
         _state_path(unfinished).write_text(text, encoding="utf-8")
         sync_tree(unfinished)
         replaced = self._renamed("replaced", final)
-        if final.exists():  # a crash between the two renames is put right by `latest`
+        if final.exists():  # `latest` repairs a crash between the two renames
             _delete(replaced)
             final.rename(replaced)
         unfinished.rename(final)
@@ -115,24 +204,8 @@ class CheckpointStore:
         self._prune(newest=step)
         return Checkpoint(final, state)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; why newer ones were passed over is in `damaged`. It is never pruned."""
-        self._put_back_replaced()
-        self.damaged = []
-        for step, folder in sorted(self._folders("step"), reverse=True):
-            try:
-                checkpoint = read_checkpoint(folder)
-                if checkpoint.state.step != step:
-                    raise ValueError(f"training/state.json is of step {checkpoint.state.step}")
-            except ValueError as error:
-                self.damaged.append(f"{folder}: {error}")
-                continue
-            self._in_use.add(step)
-            return checkpoint
-        return None
-
     def discard_unfinished(self) -> None:
-        """Remove what an interrupted or failed checkpoint left."""
+        """Delete what an interrupted or failed checkpoint left."""
         self._put_back_replaced()
         for name in ("unfinished", "discarded"):
             for _, folder in self._folders(f"{name}-step"):
@@ -150,25 +223,21 @@ class CheckpointStore:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
         whole = {step for step, folder in self._folders("step") if _is_whole(folder)}
         try:
-            best = self._best(whole)
-        except ValueError:  # the line that cannot be read may be the best one's
+            best = self._best_step(whole) if self._keep_best else None
+        except ValueError:  # the unreadable line may be that of the best one
             return
-        kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, *best}
+        kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, best}
         for step, folder in self._folders("step"):
             if step not in kept and (step < newest or step in whole):
-                with suppress(OSError):  # the run goes on, and tries again at the next checkpoint
+                with suppress(OSError):  # the next checkpoint tries again
                     self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
-        """Rename first: a deletion that is interrupted leaves no half of a checkpoint."""
+        """Rename, then delete: an interrupted deletion leaves no partial checkpoint."""
         discarded = self._renamed("discarded", folder)
         _delete(discarded)
         folder.rename(discarded)
         _delete(discarded)
-
-    def _best(self, steps: set[int]) -> set[int]:
-        best = best_step(steps, self._summary_path) if self._keep_best else None
-        return set() if best is None else {best}
 
     def _folders(self, prefix: str) -> Iterator[tuple[int, Path]]:
         for folder in sorted(self._folder.glob(f"{prefix}-*")):
@@ -183,18 +252,9 @@ class CheckpointStore:
         return folder.with_name(f"{prefix}-{folder.name}")
 
 
-def best_step(steps: Iterable[int], evaluations_summary_path: Path) -> int | None:
-    """The one with the best validation reward (of equals the newest); None: none of them was evaluated."""
-    if not evaluations_summary_path.exists():
-        return None
-    rewards = {row.get("step"): row.get("reward") for row in read_lines(evaluations_summary_path)}
-    evaluated = [step for step in steps if rewards.get(step) is not None]
-    return max(evaluated, key=lambda step: (rewards[step], step), default=None)
-
-
 def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
-    keep = config.checkpoint
-    return CheckpointStore(run.checkpoints, keep.keep, keep.keep_best, run.evaluations_summary_path)
+    """Return the run's store, with its configuration's limits on what is kept."""
+    return CheckpointStore(run, config.checkpoint.keep, config.checkpoint.keep_best)
 
 
 def _state_path(folder: Path) -> Path:
@@ -210,5 +270,5 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """What cannot be deleted stays, and is tried again with the next checkpoint."""
+    """Delete what can be deleted; the rest is retried with the next checkpoint."""
     shutil.rmtree(folder, ignore_errors=True)

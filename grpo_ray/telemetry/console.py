@@ -1,4 +1,4 @@
-"""What a run prints: a plan, a progress bar or a line a step, evaluations, and the end."""
+"""Console output of a run: a banner, a progress bar or one line per step, validations and warnings."""
 
 import contextlib
 import math
@@ -14,36 +14,35 @@ from rich.table import Table
 from grpo_ray.config import Config
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.metrics_catalog import SYNC
-
-Metrics = dict[str, float]
+from grpo_ray.telemetry.run_log import Metrics
 
 
 class _PatientConsole(Console):
-    """A log on a full disk, or a pager that was closed, does not end a run: the line is not shown."""
+    """A console that drops lines it cannot write: a full disk or a closed pager must not end a run."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         with contextlib.suppress(OSError):
             super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more: say nothing more, rather than exit as rich does."""
+        """Print nothing more once the reader is gone, instead of exiting as rich does."""
         self.quiet = True
-        with open(os.devnull, "w") as nowhere:  # what is left in the file's buffer goes there
+        with open(os.devnull, "w") as nowhere:  # for what is left in the file's buffer
             os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 class RunConsole:
-    """On a terminal a live bar; elsewhere (a file, a job's log) one line a step."""
+    """A live bar on a terminal; elsewhere (a file, a job's log) one line per step."""
 
     def __init__(self, num_steps: int) -> None:
         self.console = _PatientConsole(highlight=False, soft_wrap=True)
         self._num_steps = num_steps
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True), TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True), TextColumn("{task.fields[details]}"),
             console=self.console, disable=not self.console.is_terminal, transient=True,
         )  # fmt: skip
-        self._bar = self._progress.add_task("starting", total=num_steps, figures="")
+        self._bar = self._progress.add_task("starting", total=num_steps, details="")
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -56,7 +55,7 @@ class RunConsole:
         self.console.print(text, markup=False)
 
     def status(self, text: str) -> None:
-        """What the run is busy with before its first step."""
+        """Show the run's current phase before its first step."""
         if self.console.is_terminal:
             self._progress.update(self._bar, description=text)
         else:
@@ -65,22 +64,22 @@ class RunConsole:
     def warmup(self, step: int, num_steps: int, loss: float) -> None:
         if self.console.is_terminal:
             self._progress.update(
-                self._bar, description="warm-up", completed=step, total=num_steps, figures=f"loss {loss:.3f}"
+                self._bar, description="warm-up", completed=step, total=num_steps, details=f"loss {loss:.3f}"
             )
             if step == num_steps:
-                self._progress.update(self._bar, completed=0, total=self._num_steps, figures="")
+                self._progress.update(self._bar, completed=0, total=self._num_steps, details="")
         elif step % 100 == 0:
             self.print(f"warm-up {step}/{num_steps}  loss {loss:.3f}")
 
     def step(self, step: int, metrics: Metrics) -> None:
         if self.console.is_terminal:
-            figures = step_figures(metrics) if self.console.width >= 150 else short_figures(metrics)
-            self._progress.update(self._bar, description="step", completed=step, figures=figures)
+            details = step_line(metrics) if self.console.width >= 150 else short_step_line(metrics)
+            self._progress.update(self._bar, description="step", completed=step, details=details)
         else:
-            self.print(f"step {step:>4}/{self._num_steps}  {step_figures(metrics)}")
+            self.print(f"step {step:>4}/{self._num_steps}  {step_line(metrics)}")
 
-    def trouble(self, text: str) -> None:
-        """Something that a person should know of, and that does not end the run."""
+    def warning(self, text: str) -> None:
+        """Show something that the user should know and that does not end the run."""
         self.console.print(f"[yellow]![/yellow] {escape(text)}")
 
     def evaluation(self, summary: EvaluationSummary) -> None:
@@ -92,9 +91,9 @@ class RunConsole:
         )
 
 
-def step_figures(metrics: Metrics) -> str:
-    """A step's figures on one line; the seconds overlap, so they do not add up to the step's."""
-    generate_s = metrics.get("timing/generate_s", math.nan)  # not there when a Generator did not answer
+def step_line(metrics: Metrics) -> str:
+    """Return a step's metrics on one line; the seconds overlap, so they do not add up to the step's."""
+    generate_s = metrics.get("timing/generate_s", math.nan)  # missing if a Generator did not answer
     sync_s = sum(metrics[name] for name in SYNC)
     return (
         f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  "
@@ -105,22 +104,22 @@ def step_figures(metrics: Metrics) -> str:
     )
 
 
-def short_figures(metrics: Metrics) -> str:
-    """What fits beside the bar of a terminal of 80 columns."""
+def short_step_line(metrics: Metrics) -> str:
+    """Return the metrics that fit next to the bar on a terminal of 80 columns."""
     return (
         f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  {metrics['timing/step_s']:.2f} s"
     )
 
 
-def plan(config: Config, longest_prompt: int, run_dir: str) -> Table:
-    """The derived plan: what a step is, and who sits where."""
+def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
+    """Return what the configuration amounts to: the size of a step, the schedule, and each actor's device."""
     algorithm, generator, learner = config.algorithm, config.generator, config.learner
     tokens = config.rollouts_per_step * config.sampling.max_tokens
     rows: list[tuple[str, str]] = [
         ("model", config.model.path or "tiny (built from the seed and warmed up)"),
         ("task", f"{config.task.kind}, prompts up to {longest_prompt} tokens"),
         (
-            "a step",
+            "step",
             f"{algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} samples = "
             f"{config.rollouts_per_step} rollouts, up to {tokens:,} response tokens",
         ),
@@ -135,24 +134,32 @@ def plan(config: Config, longest_prompt: int, run_dir: str) -> Table:
         ("weights", f"{config.weight_sync.transport}; also actors: Scorer, TrajectoryBuffer, WeightSync"),
         ("directory", run_dir),
     ]
-    return _grid(rows)
+    return two_columns(rows)
+
+
+def two_columns(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and values without borders."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(f"  {name}", value)
+    return table
 
 
 def _schedule(config: Config) -> str:
-    """What is not as plain as can be, in words."""
+    """Return the schedule in words, with everything that is not the default."""
     algorithm, buffer, lag = config.algorithm, config.buffer, config.weight_sync.max_lag
     behind = {0: "synchronous", 1: "one version behind"}.get(lag, f"up to {lag} versions behind")
     parts = [f"max_lag {lag}: {behind}"]
     if config.generator.colocated:
         parts.append("taking turns")
     if config.num_updates > 1:
-        parts.append(f"{config.num_updates} updates a batch")
+        parts.append(f"{config.num_updates} updates per batch")
     if config.replayed_per_step:
         parts.append(f"{config.replayed_per_step} groups replayed, up to {buffer.replay.max_age} versions old")
     if buffer.lookahead > 1:
         parts.append(f"look-ahead of {buffer.lookahead}")
     if config.num_oversampled:
-        parts.append(f"{config.num_oversampled} groups more than needed")
+        parts.append(f"{config.num_oversampled} groups oversampled")
     if algorithm.dynamic_sampling_tries:
         parts.append("groups without signal replaced")
     return ", ".join(parts)
@@ -162,10 +169,3 @@ def _device(num_gpus: int, num_threads: int) -> str:
     if num_gpus:
         return f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"
     return f"CPU, {num_threads} thread{'s' if num_threads > 1 else ''}"
-
-
-def _grid(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        table.add_row(f"  {name}", value)
-    return table

@@ -1,4 +1,4 @@
-"""Files that survive a power cut: what was renamed into place is on the disk, whole."""
+"""Files that survive a power cut: whatever was renamed into place is whole and on disk."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    """Wait until a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -16,7 +16,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` for everything in a folder, and the folder."""
+    """Sync everything in a folder, and the folder itself."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
@@ -24,7 +24,7 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
-    """Where to write what takes the place of `path`, all at once; an error leaves `path` as it was."""
+    """Yield a path to write to, which then replaces `path` atomically; an error leaves `path` unchanged."""
     partial = path.with_name(f".{path.name}.partial")  # hidden: no reader's `*.parquet` finds it
     try:
         yield partial
@@ -32,7 +32,7 @@ def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
             sync(partial)
         os.replace(partial, path)
     except BaseException:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one to report
             partial.unlink(missing_ok=True)
         raise
     if fsync:

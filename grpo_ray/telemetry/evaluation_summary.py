@@ -1,6 +1,10 @@
-"""What the responses of one evaluation add up to: while training, and by `grpo-ray evaluate`."""
+"""The summary of an evaluation, shared by validation during training and by `grpo-ray evaluate`.
 
-from dataclasses import dataclass, field
+`config.evaluation` schedules a run's validation, and validation_files.py summarises its groups; the command
+(tools/evaluation) reads its responses back from examples.parquet. Both call `summarise`.
+"""
+
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -11,25 +15,25 @@ Interval = tuple[float, float]  # 95%: see `bootstrap_intervals`
 
 
 class Category(StrEnum):
-    """What became of a response."""
+    """The verdict on a response."""
 
     CORRECT = "correct"  # format 1, answer 1
     WRONG_ANSWER = "wrong_answer"  # format 1, answer 0
     NO_FORMAT = "no_format"  # format 0
-    NOT_GRADED = "not_graded"  # grading failed, as on a computation without end
+    NOT_GRADED = "not_graded"  # grading failed, for example because it did not end
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Every response in numbers; each array is `[prompts, samples]`, but for `tasks`."""
+    """Every response in numbers; each array is `[prompts, samples]`, except `tasks`."""
 
     rewards: np.ndarray  # float64
     format_rewards: np.ndarray
     answer_rewards: np.ndarray
-    is_error: np.ndarray  # bool: it could not be graded
+    is_error: np.ndarray  # bool: the response could not be graded
     num_tokens: np.ndarray
     is_truncated: np.ndarray  # bool
-    tasks: np.ndarray  # [prompts]: the part of a mixture that a prompt comes from
+    tasks: np.ndarray  # [prompts]: the mixture part that a prompt comes from
 
     @property
     def is_correct(self) -> np.ndarray:
@@ -42,10 +46,10 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class EvaluationSummary:
-    """Means are over responses; the four counts add up to all of them.
+    """Means over responses, and four counts that add up to all responses.
 
-    A response that could not be graded is none of the right ones: it stays among those that `accuracy`,
-    `format_reward` and pass@k divide by, so they are lower bounds, low by `num_errors` responses at most.
+    A response that could not be graded counts as wrong in `accuracy`, `format_reward` and pass@k, which are
+    therefore lower bounds: too low by at most `num_errors` responses.
     """
 
     step: int
@@ -56,22 +60,21 @@ class EvaluationSummary:
     format_reward: float
     answer_reward: float
     num_correct: int
-    num_wrong_answer: int  # in the format, answer wrong
+    num_wrong_answer: int  # right format, wrong answer
     num_no_format: int
     mean_response_tokens: float
     truncated_frac: float
-    # Runs of older versions have no more than the above in their summary.jsonl.
-    num_samples: int = 1  # responses a prompt
-    num_errors: int = 0  # could not be graded
-    accuracy: float = 0.0  # share of responses in the format with a right answer
-    accuracy_interval: Interval = (0.0, 0.0)
-    format_interval: Interval = (0.0, 0.0)
-    pass_at_k: dict[str, float] = field(default_factory=dict)  # by k
-    pass_at_k_intervals: dict[str, Interval] = field(default_factory=dict)
-    median_response_tokens: float = 0.0
-    max_response_tokens: int = 0
-    reward_by_task: dict[str, float] = field(default_factory=dict)  # of a mixture's parts
-    accuracy_by_task: dict[str, float] = field(default_factory=dict)
+    num_samples: int  # responses per prompt
+    num_errors: int  # responses that could not be graded
+    accuracy: float  # share of responses with the right format and answer
+    accuracy_interval: Interval
+    format_interval: Interval
+    pass_at_k: dict[str, float]  # by k
+    pass_at_k_intervals: dict[str, Interval]
+    median_response_tokens: float
+    max_response_tokens: int
+    reward_by_task: dict[str, float]  # by mixture part
+    accuracy_by_task: dict[str, float]
 
     @property
     def num_responses(self) -> int:
@@ -91,7 +94,7 @@ class EvaluationSummary:
 
 
 def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> EvaluationSummary:
-    """Of all responses; intervals are over prompts."""
+    """Return the summary of all responses; intervals are over prompts."""
     assert outcomes.rewards.size, "an evaluation has at least one response"
     num_examples, num_samples = outcomes.rewards.shape
     correct = outcomes.is_correct
@@ -129,6 +132,6 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
 
 
 def _by_task(values: np.ndarray, tasks: np.ndarray) -> dict[str, float]:
-    """Means of a mixture's parts; empty where there is one."""
+    """Return the mean of each mixture part; empty if the task is no mixture."""
     names = sorted({str(task) for task in tasks} - {""})
     return {name: float(values[tasks == name].mean()) for name in names}

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: readable while they grow, and never with half a line in the middle."""
+"""Files of one JSON object per line: readable while they grow, and never with half a line in the middle."""
 
 import json
 import math
@@ -12,7 +12,7 @@ MAX_PENDING = 10_000
 
 
 class JsonLines:
-    """Appends lines. Those that the disk does not take wait in memory, and are written with the next one."""
+    """Appends lines. A line that cannot be written waits in memory, and is written with the next one."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -22,7 +22,7 @@ class JsonLines:
         drop_half_line(self._path)
 
     def append(self, row: Mapping[str, Any]) -> str | None:
-        """Write the row; returns why it, or an earlier one, is not on the disk yet."""
+        """Write the row; return why it, or an earlier one, is not on disk yet."""
         self._pending.append((json.dumps(to_json(row), allow_nan=False) + "\n").encode())
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
@@ -30,11 +30,11 @@ class JsonLines:
         return self.flush()
 
     def flush(self) -> str | None:
-        """Try again what waits; returns why it is not on the disk yet."""
+        """Retry the pending lines; return why they are not on disk yet."""
         if not self._pending:
             return None
         try:
-            if self._has_failed:  # and perhaps left half a line
+            if self._has_failed:  # the failed write may have left half a line
                 drop_half_line(self._path)
             self._write_pending()
             self._has_failed = False
@@ -45,7 +45,7 @@ class JsonLines:
         return None
 
     def _write_pending(self) -> None:
-        """Write line after line, without a buffer: an error leaves the file at a line's end."""
+        """Write line by line without a buffer: after an error the file still ends with a whole line."""
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             while self._pending:
@@ -59,7 +59,7 @@ def _write_whole(descriptor: int, line: bytes) -> None:
     length = os.fstat(descriptor).st_size
     try:
         written = 0
-        while written < len(line):  # a disk that fills up takes a part
+        while written < len(line):  # a disk that fills up accepts only a part
             written += os.write(descriptor, line[written:])
     except OSError:
         os.ftruncate(descriptor, length)
@@ -67,7 +67,7 @@ def _write_whole(descriptor: int, line: bytes) -> None:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The lines as dicts; a last line that is still being written, or was cut off, is left out.
+    """Return the lines as dicts; an incomplete last line is left out.
 
     Raises:
         ValueError: another line is not valid JSON.
@@ -76,7 +76,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_last_lines(path: str | Path, num_lines: int, max_bytes: int = 2**18) -> list[dict[str, Any]]:
-    """The last lines as dicts, of a file of any length: no more than its last `max_bytes` are read.
+    """Return the last lines as dicts, reading no more than the file's last `max_bytes`.
 
     Raises:
         ValueError: one of them is not valid JSON.
@@ -85,7 +85,7 @@ def read_last_lines(path: str | Path, num_lines: int, max_bytes: int = 2**18) ->
         start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
         file.seek(start)
         whole, _, _ = file.read(max_bytes).rpartition(b"\n")
-    lines = whole.split(b"\n")[1 if start else 0 :]  # the first may be cut off
+    lines = whole.split(b"\n")[1 if start else 0 :]  # the first may be truncated
     try:
         return [json.loads(line) for line in lines[-num_lines:] if line]
     except ValueError as error:
@@ -93,7 +93,7 @@ def read_last_lines(path: str | Path, num_lines: int, max_bytes: int = 2**18) ->
 
 
 def lines_and_rows(path: str | Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """`read_lines`, each with its bytes in the file."""
+    """Return each line's bytes and dict, as `read_lines`."""
     rows = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -107,7 +107,7 @@ def lines_and_rows(path: str | Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def to_json(value: Any) -> Any:
-    """As JSON has it: null for nan and infinity, tuples as lists, numpy's and torch's numbers as Python's."""
+    """Convert to what JSON can hold: nan and infinity to None, tuples to lists, numpy and torch numbers."""
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -119,7 +119,7 @@ def to_json(value: Any) -> Any:
 
 
 def drop_half_line(path: Path) -> None:
-    """A killed run may leave half a line, onto which a resumed run would write its first."""
+    """Truncate half a line that a killed run left: a resumed run would append its first line to it."""
     if not path.exists():
         return
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Memory of a process, as the system counts it."""
+"""Resident memory of a process."""
 
 import contextlib
 
@@ -6,13 +6,13 @@ import psutil
 
 
 def resident_bytes(with_children: bool = True) -> int:
-    """Resident memory of this process and its children; pages that they share count for each.
+    """Return the resident memory of this process and its children; shared pages count for each process.
 
-    To look for children costs milliseconds: it reads of every process of the machine whose child it is.
+    Finding the children costs milliseconds, because psutil looks at every process of the machine.
     """
     own = psutil.Process()
-    total = own.memory_info().rss
+    total = int(own.memory_info().rss)
     for child in own.children(recursive=True) if with_children else ():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            total += child.memory_info().rss
+            total += int(child.memory_info().rss)
     return total

@@ -1,4 +1,4 @@
-"""The run's figures in Ray's own metrics: on every node's metrics port, from where Prometheus takes them."""
+"""The run's metrics as Ray metrics, which Prometheus scrapes from every node's metrics port."""
 
 import os
 import re
@@ -36,37 +36,37 @@ GAUGES = {
     "timing/step_s": "grpo_ray_step_seconds",
     "recovery/restarts": "grpo_ray_restarts",
 }
-"""The gauge of each of these figures. Ray puts `ray_` before the names; dashboards rely on them."""
+"""Gauge names by metric. Ray prefixes the names with `ray_`; dashboards rely on them."""
 
 
 def names() -> tuple[str, ...]:
-    """Everything that is exported, as Ray is told of it."""
+    """Return the names of all exported metrics, without Ray's prefix."""
     return (STAGE_SECONDS, STAGE_TIME, MEMORY_BYTES, PHASE, STEP, *GAUGES.values())
 
 
 def are_on() -> bool:
-    """Whether Ray collects metrics at all (its setting `enable_metrics_collection`)."""
+    """Return whether Ray collects metrics at all (its setting `enable_metrics_collection`)."""
     setting = os.environ.get("RAY_enable_metrics_collection", "true")  # noqa: SIM112 (Ray's own spelling)
     return setting.lower() not in ("0", "false")
 
 
 class RayMetrics:
-    """Exports each step's line, and what the run is about; needs a Ray that this process has joined."""
+    """Exports each step's metrics and the run's phase; the process must be connected to Ray."""
 
     def __init__(self, run_name: str) -> None:
         self._run = {"run": run_name}
         tags = "run", "actor", "stage"
         self._stages = Histogram(STAGE_SECONDS, "Seconds of each actor's stages in a step", SECONDS, tags)
-        # Ray takes every value of a histogram for the middle of its bucket, so that its sum is no sum.
+        # Ray records each histogram value as the middle of its bucket, so the histogram's sum is not exact.
         self._stage_time = Counter(STAGE_TIME, "Seconds of each actor's stages so far", tags)
         self._memory = Gauge(MEMORY_BYTES, "Resident memory of a process", ("run", "process"))
-        self._phase = Gauge(PHASE, "1 for what the driver is about, 0 for the others", ("run", "phase"))
-        self._step = Gauge(STEP, "Steps that the Learner has done", ("run",))
+        self._phase = Gauge(PHASE, "1 for the driver's current phase, 0 for the others", ("run", "phase"))
+        self._step = Gauge(STEP, "Steps completed by the Learner", ("run",))
         self._gauges = {name: Gauge(gauge, name, ("run",)) for name, gauge in GAUGES.items()}
         self._last_phase: str | None = None
 
     def line(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The same numbers as the step's line in metrics.jsonl."""
+        """Export the numbers of the step's line in metrics.jsonl."""
         self._step.set(step, self._run)
         for name, value in metrics.items():
             if name in self._gauges:
@@ -74,12 +74,13 @@ class RayMetrics:
             elif stage := STAGE.fullmatch(name):
                 tags = {**self._run, **stage.groupdict()}
                 self._stages.observe(value, tags)
-                if value > 0:  # or Ray refuses it
+                if value > 0:  # Ray refuses 0
                     self._stage_time.inc(value, tags)
             elif memory := MEMORY.fullmatch(name):
                 self._memory.set(value, {**self._run, **memory.groupdict()})
 
     def phase(self, phase: str) -> None:
+        """Export the run's current phase."""
         if self._last_phase is not None:
             self._phase.set(0, {**self._run, "phase": self._last_phase})
         self._phase.set(1, {**self._run, "phase": phase})

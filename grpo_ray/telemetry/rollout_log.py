@@ -1,6 +1,6 @@
-"""Rollouts as Parquet: one row a completion, with every token's id, logprob and version.
+"""Rollouts as Parquet: one row per completion, with every token's id, logprob and version.
 
-Nothing of a group is lost on the way: a checkpoint keeps the groups that wait to be trained in such a file.
+The format is lossless: a checkpoint keeps the groups that are waiting to be trained in such a file.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
-DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step and left out, or trained for the first time
+DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or trained for the first time
 
 
 def write_rollouts(
@@ -26,10 +26,11 @@ def write_rollouts(
     uses: Sequence[int] | None = None,
     fsync: bool = False,
 ) -> None:
-    """Write groups, of a step or (None) of none yet; the file appears whole or not at all.
+    """Write groups to a file, which appears whole or not at all.
 
     Args:
-        uses: of each group, the number of batches that it has been in, this one included; default FRESH.
+        step: the step that the groups were trained in; None: they are still waiting.
+        uses: for each group, the number of batches it has been in, including this one; default FRESH.
     """
     with replacing(Path(path), fsync) as partial:
         table = _table(step, groups, uses or [FRESH] * len(groups))
@@ -37,11 +38,13 @@ def write_rollouts(
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
-    return pq.ParquetFile(path).read().to_pylist()
+    """Return the file's rows, one per completion."""
+    rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
+    return rows
 
 
 def read_groups(path: str | Path) -> tuple[ScoredGroup, ...]:
-    """The groups that `write_rollouts` wrote, equal in every bit, in the file's order."""
+    """Return the groups that `write_rollouts` wrote, bit for bit and in the same order."""
     table = pq.ParquetFile(path).read()
     starts = [row for row, sample in enumerate(table["sample"].to_pylist()) if sample == 0]
     columns = _Columns(table)
@@ -49,22 +52,21 @@ def read_groups(path: str | Path) -> tuple[ScoredGroup, ...]:
 
 
 def read_uses(path: str | Path) -> list[int]:
-    """The `uses` of the file's groups, in their order."""
+    """Return the `uses` of the file's groups, in the same order."""
     columns = pq.ParquetFile(path).read(["sample", "use"])
     uses: list[int] = columns.filter(pc.equal(columns["sample"], 0))["use"].to_pylist()
     return uses
 
 
 class _Columns:
-    """A table's columns as Python's strings and numpy's arrays: no object for every token."""
+    """A table's columns as Python strings and NumPy arrays, without a Python object per token."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        names = ("group_id", "prompt", "response", "ground_truth", "finish_reason", "generator")
+        names = (
+            "group_id", "task", "prompt", "response", "ground_truth", "error", "finish_reason", "generator",
+        )  # fmt: skip
         self._plain = {name: table[name].to_pylist() for name in names}
-        for name, default in (("task", ""), ("error", None)):  # which files of older versions have not
-            is_there = name in table.column_names
-            self._plain[name] = table[name].to_pylist() if is_there else [default] * table.num_rows
         self._prompt_ids = _rows(table["prompt_token_ids"])
         self._token_ids = _rows(table["token_ids"])
         self._logprobs = _rows(table["logprobs"])
@@ -73,7 +75,7 @@ class _Columns:
         self._spans = {name: spans.values.field(name).to_numpy() for name in ("version", "start", "end")}
 
     def group(self, start: int, end: int) -> ScoredGroup:
-        """The group of these rows."""
+        """Return the group of these rows."""
         plain = {name: values[start] for name, values in self._plain.items()}
         prompt_ids = tuple(self._prompt_ids[start].tolist())
         task = plain["task"]
@@ -91,7 +93,7 @@ class _Columns:
     def _completion(self, row: int) -> Completion:
         return Completion(
             text=self._plain["response"][row],
-            token_ids=self._token_ids[row].copy(),  # a view would keep the whole file in memory
+            token_ids=self._token_ids[row].copy(),  # a view would keep the whole column in memory
             logprobs=self._logprobs[row].copy(),
             versions=self._versions(row),
             finish_reason=self._plain["finish_reason"][row],
@@ -104,7 +106,7 @@ class _Columns:
 
 
 def _rows(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """Views of a list column's rows."""
+    """Return views of a list column's rows."""
     lists = column.combine_chunks()
     values = lists.values.to_numpy()
     return [values[a:b] for a, b in pairwise(lists.offsets.to_numpy().tolist())]
@@ -155,13 +157,13 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
 
 
 def _lists(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> pa.ListArray:
-    """A column of lists from one array a row, without a Python object for every token."""
+    """Return a list column from one array per row, without a Python object per token."""
     values = np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
     return pa.ListArray.from_arrays(_offsets([len(array) for array in arrays]), pa.array(values))
 
 
 def _version_spans(completions: Sequence[Completion]) -> pa.ListArray:
-    """Each row's versions as runs: tokens `[start, end)` were sampled by `version`."""
+    """Return each row's versions, run-length encoded: tokens `[start, end)` were sampled by `version`."""
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
     versions, starts, ends = columns
     counts = []

@@ -1,4 +1,4 @@
-"""Writes one batch's rollouts after another, beside the training, and keeps what a full disk refused."""
+"""Background writer of the rollouts of each batch, which retries what a full disk refused."""
 
 import asyncio
 from collections import deque
@@ -14,10 +14,15 @@ Groups = tuple[ScoredGroup, ...]
 
 
 class RolloutWriter:
-    """`add` a step's groups; `error` says why some are not on the disk."""
+    """A queue of batches to write; `error` says why some are not on disk."""
 
     def __init__(self, folder: Path, max_bytes: int, clock: StageClock) -> None:
-        """Writing is the clock's stage `write_rollouts`."""
+        """Start with an empty queue.
+
+        Args:
+            max_bytes: size of the groups that may wait in memory.
+            clock: has a stage `write_rollouts`.
+        """
         self._folder = folder
         self._max_bytes = max_bytes
         self._clock = clock
@@ -28,20 +33,20 @@ class RolloutWriter:
         self.error: str | None = None
 
     async def room(self) -> None:
-        """Wait while more than `max_bytes` wait to be written, as on a slow disk."""
+        """Wait while more than `max_bytes` are queued, as on a slow disk."""
         if self._writing is not None and self._writing.done():
-            self._writing.result()  # raises what was no fault of the disk
+            self._writing.result()  # raises errors that are not the disk's
         if self._num_bytes > self._max_bytes:
             await self._finish()
 
     def add(self, step: int, groups: Groups, uses: Sequence[int] | None = None) -> None:
-        """Begin to write them, after those that still wait; `uses` as in `write_rollouts`."""
+        """Queue a step's groups and start writing; `uses` as in `write_rollouts`."""
         self._waiting.append((step, groups, uses))
         self._num_bytes += _num_bytes(groups)
         self._start()
 
     async def flush(self) -> str | None:
-        """Wait for what is being written, and try again what failed; returns what `error` is then."""
+        """Wait for the write in progress, retry what failed, and return the resulting `error`."""
         await self._finish()
         if self._waiting:
             self._start()
@@ -54,7 +59,7 @@ class RolloutWriter:
 
     async def _finish(self) -> None:
         if self._writing is not None:
-            await asyncio.shield(self._writing)  # who waits may be cancelled, the writing goes on
+            await asyncio.shield(self._writing)  # a cancelled waiter does not stop the write
 
     async def _write(self) -> None:
         while self._waiting:
@@ -67,15 +72,15 @@ class RolloutWriter:
                 self._keep_what_fits()
                 self.error = self._message(path, error)
                 return
-            self._forget_oldest()
+            self._drop_oldest()
         self.error = None
 
     def _keep_what_fits(self) -> None:
         while self._num_bytes > self._max_bytes:
-            self._forget_oldest()
+            self._drop_oldest()
             self._num_dropped += 1
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         _, groups, _ = self._waiting.popleft()
         self._num_bytes -= _num_bytes(groups)
 

@@ -1,4 +1,4 @@
-"""A run's folder: where things lie in it, who may write to it, and going back to a step."""
+"""A run's directory: its layout, claiming it, and rewinding it to a step."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.json_lines import JsonLines, lines_and_rows
 from grpo_ray.telemetry.json_lines import read_lines as read_metrics
-from grpo_ray.telemetry.run_lock import locked
+from grpo_ray.telemetry.resumable_folder import ResumableFolder
 
 __all__ = [
     "JsonLines",
@@ -25,11 +25,9 @@ __all__ = [
     "step_name",
 ]
 
-LOCK_NAME = ".lock"
-
 
 def step_name(step: int) -> str:
-    """How everything that belongs to a step is called; names sort as the steps do."""
+    """Return the name of everything that belongs to a step; names sort as the steps do."""
     return f"step-{step:06d}"
 
 
@@ -40,7 +38,7 @@ def dump_config(config: Config, path: Path) -> None:
 
 
 class RunDirectory:
-    """The folder of one run; the attributes are where things lie in it."""
+    """The directory of one run; the attributes are the paths in it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -48,50 +46,57 @@ class RunDirectory:
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
         self.timeline_path = self.path / "timeline.json"
-        self.state_path = self.path / "state.json"  # what the run is doing now
+        self.state_path = self.path / "state.json"  # the run's current state
         self.rollouts = self.path / "rollouts"
-        self.skipped = self.path / "skipped"  # batches whose update was skipped; made with the first
-        self.profile = self.path / "profile"  # traces of learner.profile_steps; made with the first
+        self.skipped = self.path / "skipped"  # batches of skipped updates; created with the first one
+        self.profile = self.path / "profile"  # traces of learner.profile_steps; created with the first one
         self.evaluations = self.path / "evaluations"
         self.evaluations_summary_path = self.evaluations / "summary.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
-        self.trackers = self.path / "trackers"  # made when there are any
+        self.trackers = self.path / "trackers"  # created if there are any
+        self._folder = ResumableFolder(
+            self.path, self.config_path.name, "run", "give another run.name or run.output_dir"
+        )
 
     def check_free(self) -> None:
-        """Refuse a path that `create` would refuse: for before anything expensive."""
+        """Refuse a path that `create` would refuse; call it before anything expensive.
+
+        Raises:
+            RunError, ValueError: the path is in use or cannot be written.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
-        if self.path.is_dir() and not all(map(self._is_empty, self.path.iterdir())):
+        # A run that was killed while it created its folders can be created again.
+        if not self._folder.is_free(skeleton=self._subfolders):
             raise ValueError(_in_use(self.path))
-
-    def _is_empty(self, entry: Path) -> bool:
-        """It holds nothing of a run: one that was killed as it made its folders can be made again."""
-        folders = (self.rollouts, self.evaluations, self.checkpoints, self.logs)
-        return entry.name == LOCK_NAME or (entry in folders and not any(entry.iterdir()))
+        self._folder.check_writable()
 
     def create(self, config: Config) -> None:
-        """Make the folders and write the resolved configuration; refuses a folder that is in use."""
+        """Create the folders and write the resolved configuration.
+
+        Raises:
+            RunError, ValueError: as `check_free`.
+        """
         self.check_free()
         try:
             self.rollouts.mkdir(parents=True, exist_ok=self.rollouts.exists())
-        except FileExistsError:  # another run of this name made it since the look above
+        except FileExistsError:  # another run of this name created it since the check above
             raise ValueError(_in_use(self.path)) from None
-        for folder in (self.evaluations, self.checkpoints, self.logs):
+        for folder in self._subfolders:
             folder.mkdir(exist_ok=True)
         dump_config(config, self.config_path)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Within it, no other process locks this folder; it is made if it is not there.
+        """Return a lock on the directory, which is created if necessary.
 
         Raises:
             RunError: another process holds the lock; names it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        return locked(self.path / LOCK_NAME, self.path)
+        return self._folder.lock()
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged of later steps: a run that resumes from `step` does them again.
+        """Delete the records of later steps: a run that resumes from `step` repeats them.
 
         Raises:
             ValueError: a line of a log is not valid JSON.
@@ -109,30 +114,34 @@ class RunDirectory:
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
 
+    @property
+    def _subfolders(self) -> tuple[Path, ...]:
+        return self.rollouts, self.evaluations, self.checkpoints, self.logs
+
 
 class MetricsLog:
-    """`metrics.jsonl`: a line a step."""
+    """`metrics.jsonl`: one line per step."""
 
     def __init__(self, path: str | Path) -> None:
         self._lines = JsonLines(path)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Write the step's line; returns why it, or an earlier one, is not on the disk yet."""
+        """Write the step's line; return why it, or an earlier one, is not on disk yet."""
         return self._lines.append({"step": step, **metrics})
 
     def flush(self) -> str | None:
-        """As `JsonLines.flush`."""
+        """Retry what is pending, as `JsonLines.flush`."""
         return self._lines.flush()
 
 
 def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
-    """A log's rows in the order of their steps: a resumed run does some again, and the last time counts."""
+    """Return a log's rows by step: a resumed run repeats some steps, and the last row of a step counts."""
     rows = read_metrics(path) if Path(path).exists() else []
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
 def last_logged_step(path: str | Path) -> int:
-    """The last step with a line in the metrics file; 0 without any."""
+    """Return the last step with a line in the metrics file; 0 without any."""
     rows = read_metrics(path) if Path(path).exists() else []
     return max((row["step"] for row in rows), default=0)
 
@@ -145,7 +154,7 @@ def _drop_later_rows(path: Path, step: int) -> None:
 
 
 def _files_after(folder: Path, step: int) -> Iterable[Path]:
-    """Files of later steps, and of any step those that were never finished."""
+    """Yield the files of later steps, and unfinished files of any step."""
     for file in sorted(folder.glob("*")):
         match = re.fullmatch(r"step-(\d+)\.parquet", file.name)
         is_unfinished = re.fullmatch(r"\.step-\d+\.parquet\.partial", file.name)
@@ -156,5 +165,5 @@ def _files_after(folder: Path, step: int) -> Iterable[Path]:
 def _in_use(path: Path) -> str:
     return (
         f"{path} exists already and is not empty, and a run never writes into another run's folder; "
-        f"go on with `grpo-ray resume {path}`, give another run.name, or move the folder away"
+        f"resume it with `grpo-ray resume {path}`, give another run.name, or move the folder away"
     )

@@ -1,4 +1,4 @@
-"""One writer a run directory: a lock that the kernel holds, and releases however its process ends."""
+"""One writer per run directory: a lock that the kernel holds, and releases however its process ends."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ _held: set[int] = set()  # descriptors of this process's locks
 
 
 def _close_in_child() -> None:
-    """A forked child shares its parent's lock, and would go on holding it."""
+    """Close the locks in a forked child, which would otherwise keep holding its parent's."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def locked(path: Path, what: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which says who does; `what` it stands for is named in the error.
+    """Hold the lock file `path`, which names its holder; errors name `what` it protects.
 
     Raises:
         RunError: another process holds it.
@@ -49,7 +49,7 @@ def _lock(descriptor: int, path: Path, what: Path) -> None:
             f"another process (pid {pid} on host {host}) writes to {what}; "
             "wait until it has ended, or end it, and try again"
         ) from None
-    with suppress(OSError):  # a full disk: the lock holds all the same
+    with suppress(OSError):  # on a full disk the lock holds all the same
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
@@ -58,5 +58,5 @@ def _holder(path: Path) -> tuple[str, str]:
     try:
         holder = json.loads(path.read_text())
         return str(holder["pid"]), str(holder["host"])
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written it yet
+    except (OSError, ValueError, KeyError, TypeError):  # the holder has not written it yet
         return "unknown", "unknown"

@@ -1,4 +1,4 @@
-"""`state.json`: what a run is doing now, for whoever looks on without Ray (`grpo-ray top`)."""
+"""`state.json`: a run's current state, readable without Ray (`grpo-ray top`)."""
 
 import contextlib
 import os
@@ -18,74 +18,78 @@ from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import Display, Metrics
 
 EVERY_S = 0.5
-LAST_WORDS_S = 5.0  # a disk that hangs holds nobody longer
-MAX_TROUBLES = 8
+LAST_WRITE_S = 5.0  # a hanging disk delays the end of the run no longer
+MAX_WARNINGS = 8
 
 
 class _Part(BaseModel):
-    """Fields of a later version are passed over."""
+    """A part of the state; fields of a later version are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
 class ActorState(_Part):
+    """The calls that an actor has not answered yet."""
+
     name: str
     doing: str | None = None
-    """What it has been asked to do longest, and has not answered; None: nothing."""
+    """Oldest open call, in words; None: the actor is idle."""
     for_s: float = 0.0
-    """Seconds since it was asked."""
+    """Seconds since that call was made."""
     num_calls: int = 0
-    """Everything it was asked and has not answered."""
+    """Number of open calls."""
     is_waiting: bool = False
-    """For others, as a buffer for its groups."""
+    """True if the actor itself waits for others, as a buffer does for groups."""
 
 
-class Glance(_Part):
-    """What the controller knows at one moment."""
+class LiveStatus(_Part):
+    """The controller's view of the run at one moment."""
 
     step: int = 0
-    """The newest trained step; the Learner's version."""
+    """Last trained step, which is the Learner's version."""
     published_version: int = 0
-    """The version that the Generators sample with."""
+    """Version that the Generators sample with."""
     num_sampling: int = 0
-    """Groups on their way from the prompt to the buffer."""
+    """Groups between dispatch and the buffer."""
     num_buffered: int = 0
-    """Scored groups that wait to be trained."""
+    """Scored groups waiting to be trained."""
     actors: tuple[ActorState, ...] = ()
     is_evaluating: bool = False
-    """Validation prompts are sampled; training may go on beside it."""
+    """True while validation prompts are sampled, possibly in parallel with training."""
     is_stopping: bool = False
-    """It ends after the present step, with a checkpoint."""
+    """True if the run ends after the current step, with a checkpoint."""
 
 
 class Ending(_Part):
+    """The way a run ended."""
+
     kind: Literal["finished", "stopped", "failed"]
     text: str = ""
-    """Why, and how to go on."""
+    """Reason, and how to resume."""
 
 
 class RunState(_Part):
-    """A whole `state.json`."""
+    """The contents of `state.json`."""
 
     time: float
-    """When it was written, in seconds since the epoch."""
+    """Time of writing, in seconds since the epoch."""
     host: str
     pid: int
     """The driver's process."""
     process_started: float
-    """When that process began, in seconds since the epoch: another may have got its number since."""
+    """Start of that process, in seconds since the epoch: its pid may have been reused since."""
     began: float
-    """When the run was begun, or gone on with, in seconds since the epoch."""
+    """Start or latest resume of the run, in seconds since the epoch."""
     num_steps: int
     phase: str
-    now: Glance = Glance()
-    troubles: tuple[str, ...] = ()
-    """What was shown as out of the ordinary since the newest step, and before the first."""
+    now: LiveStatus = LiveStatus()
+    warnings: tuple[str, ...] = ()
+    """Warnings shown since the last step, or since the start."""
     ending: Ending | None = None
 
 
 def read_state(run: RunDirectory) -> RunState | None:
-    """The run's state; None when it has not been written.
+    """Return the run's state; None if it has not been written.
 
     Raises:
         ValueError: the file is damaged.
@@ -95,26 +99,26 @@ def read_state(run: RunDirectory) -> RunState | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{run.state_path} is no state of a run ({error}); remove it") from None
+        raise ValueError(f"{run.state_path} is not a valid run state ({error}); remove it") from None
 
 
 class RunReporter:
-    """A display that passes everything on, and remembers what is going on."""
+    """A display that forwards everything to another one, and keeps the run's current state."""
 
     def __init__(self, display: Display, num_steps: int) -> None:
         self._display, self._num_steps = display, num_steps
         self._phase = "starting"
         self._began = time.time()
         self._process_started = psutil.Process().create_time()
-        self._glance: Callable[[], Glance] = Glance
-        self._troubles: list[str] = []
+        self._live_status: Callable[[], LiveStatus] = LiveStatus
+        self._warnings: list[str] = []
 
-    def follow(self, glance: Callable[[], Glance]) -> None:
-        """From here on this says what the controller knows; it is called from another thread."""
-        self._glance = glance
+    def follow(self, live_status: Callable[[], LiveStatus]) -> None:
+        """Read the live status from the controller from now on; called from another thread."""
+        self._live_status = live_status
 
     def state(self, ending: Ending | None = None) -> RunState:
-        now = self._glance()
+        now = self._live_status()
         return RunState(
             time=time.time(),
             host=socket.gethostname(),
@@ -124,11 +128,11 @@ class RunReporter:
             num_steps=self._num_steps,
             phase=self._phase_at(now),
             now=now,
-            troubles=tuple(self._troubles),
+            warnings=tuple(self._warnings),
             ending=ending,
         )
 
-    def _phase_at(self, now: Glance) -> str:
+    def _phase_at(self, now: LiveStatus) -> str:
         if now.is_stopping:
             return "stopping after this step"
         return "evaluating the policy" if now.is_evaluating else self._phase
@@ -138,23 +142,23 @@ class RunReporter:
         self._display.status(text)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        self._troubles, self._phase = [], "training"
+        self._warnings, self._phase = [], "training"
         self._display.step(step, metrics)
 
     def evaluation(self, summary: EvaluationSummary) -> None:
         self._display.evaluation(summary)
 
-    def trouble(self, text: str) -> None:
-        if text not in self._troubles:
-            self._troubles = [*self._troubles, text][-MAX_TROUBLES:]
-        self._display.trouble(text)
+    def warning(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings = [*self._warnings, text][-MAX_WARNINGS:]
+        self._display.warning(text)
 
 
 @contextlib.contextmanager
 def reported(run: RunDirectory, num_steps: int, display: Display) -> Iterator[RunReporter]:
-    """Within it, a thread keeps `state.json` up to date; how the block is left are its last words.
+    """Keep `state.json` up to date from a thread; the last write says how the block ended.
 
-    Training never waits for it: a disk that is full or slow only makes the file old.
+    Training never waits for it: on a full or slow disk the file only becomes stale.
     """
     reporter, ended = RunReporter(display, num_steps), threading.Event()
     endings: list[Ending] = []
@@ -173,7 +177,7 @@ def reported(run: RunDirectory, num_steps: int, display: Display) -> Iterator[Ru
         raise
     finally:
         ended.set()
-        writer.join(LAST_WORDS_S)
+        writer.join(LAST_WRITE_S)
 
 
 def _keep_writing(path: Path, reporter: RunReporter, ended: threading.Event, endings: list[Ending]) -> None:
@@ -187,7 +191,7 @@ def _keep_writing(path: Path, reporter: RunReporter, ended: threading.Event, end
             was_written = True
         except OSError as error:
             if was_written:
-                reporter.trouble(f"{path}: {error}; `grpo-ray top` shows an old state")
+                reporter.warning(f"{path}: {error}; `grpo-ray top` shows a stale state")
             was_written = False
         if is_last:
             return

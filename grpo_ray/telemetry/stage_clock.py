@@ -1,4 +1,4 @@
-"""What an actor spends its time on: one stage at any moment, so that the stages add up to its wall time."""
+"""An actor's time by stage: exactly one stage at any moment, so that the stages add up to its wall time."""
 
 import threading
 import time
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-MAX_SPANS = 10_000  # kept between two readings: in an evaluation nobody reads
+MAX_SPANS = 10_000  # kept between two readings; `grpo-ray evaluate` never reads
 
 
 @dataclass(frozen=True)
 class Span:
-    """A bar of the timeline, in seconds since the epoch."""
+    """A bar in the timeline, in seconds since the epoch."""
 
     name: str
     start: float
@@ -22,25 +22,26 @@ class Span:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What a clock saw since it was last read; `seconds` adds up to `wall_s`."""
+    """A clock's record since it was last read; `seconds` adds up to `wall_s`."""
 
     wall_s: float
     seconds: dict[str, float]  # by stage
-    turns: tuple[Span, ...] = ()  # the stages one after another, without a gap: they add up to `seconds`
-    spans: tuple[Span, ...] = ()  # what ended meanwhile of that which may overlap
+    turns: tuple[Span, ...] = ()  # consecutive stages without a gap; they add up to `seconds`
+    spans: tuple[Span, ...] = ()  # spans that ended since; they may overlap
 
 
 @dataclass
 class Duration:
-    """How long a block took, once it has ended; blocks overlap, so that these do not add up."""
+    """Duration of a block, set when the block ends; blocks overlap, so durations do not add up."""
 
     seconds: float = field(default=0.0, init=False)
 
 
 class StageClock:
-    """Takes turns: where stages overlap, as in a Generator that samples many groups, time goes to one of them.
+    """A clock that counts each moment for one stage, also where stages overlap, as in a Generator.
 
-    It goes to the first in `stages` that is going on; when none is, to `rest`: what the actor then waits for.
+    Of the running stages the first in `stages` counts; if none is running, `rest`, which names what the
+    actor then waits for.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class StageClock:
         now: Callable[[], float] = time.perf_counter,
         on_turn: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_turn` is told each stage that time begins to go to."""
+        """Start with no stage running; `on_turn` is called with each new current stage."""
         self._order, self._rest, self._now, self._on_turn = tuple(stages), rest, now, on_turn
         self._epoch = time.time() - now()
-        self._lock = threading.Lock()  # a checkpoint is written beside the training
+        self._lock = threading.Lock()  # checkpoints are written in another thread
         self._running: Counter[str] = Counter()
-        self._labels: dict[str, str] = {}  # the newest of each stage
+        self._labels: dict[str, str] = {}  # the newest label of each stage
         self._seconds = dict.fromkeys([*stages, rest], 0.0)
         self._turns: deque[Span] = deque(maxlen=MAX_SPANS)
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
@@ -64,7 +65,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, stage: str, label: str = "") -> Iterator[Duration]:
-        """The block is this stage; `label` says more of it in the timeline."""
+        """Count the block as this stage; the timeline shows `label` with it."""
         assert stage in self._order, f"{stage} is not among {self._order}"
         duration = Duration()
         self._labels[stage] = label
@@ -76,7 +77,7 @@ class StageClock:
 
     @contextmanager
     def span(self, name: str, label: str = "") -> Iterator[Duration]:
-        """The block is a bar of its own in the timeline, which others may overlap; it is no stage."""
+        """Show the block as a separate bar in the timeline, which may overlap others; it is not a stage."""
         duration, start = Duration(), self._now()
         try:
             yield duration
@@ -88,11 +89,11 @@ class StageClock:
 
     @property
     def current(self) -> str:
-        """The stage that time goes to now."""
+        """The stage that time is being counted for."""
         return next((stage for stage in self._order if self._running[stage]), self._rest)
 
     def take(self) -> StageTimes:
-        """What happened since the last call; stages that go on are counted up to now."""
+        """Return the record since the last call; running stages are counted up to now."""
         with self._lock:
             now = self._count()
             self._end_turn(now)
@@ -127,7 +128,7 @@ class StageClock:
 
 @dataclass(frozen=True)
 class ActorStats:
-    """What an actor did since it was last asked, and what memory it has."""
+    """An actor's stage times since it was last asked, and its memory."""
 
     stages: StageTimes
-    resident_bytes: int  # of its process and those that it started
+    resident_bytes: int  # of its process and its child processes

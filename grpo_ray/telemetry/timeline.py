@@ -1,8 +1,8 @@
-"""timeline.json: what every actor did and when, to be opened in https://ui.perfetto.dev or chrome://tracing.
+"""timeline.json: every actor's activity over time, for https://ui.perfetto.dev or chrome://tracing.
 
-Format: Chrome's "Trace Event Format", an array of events. An actor is a row (tid) of turns that follow each
-other without a gap (complete events, `X`); what may overlap, such as rollouts, is drawn beside the rows (async
-events, `b` and `e`). Times are microseconds since the epoch: several machines' actors stand side by side.
+Format: Chrome's "Trace Event Format", an array of events. An actor is a row (tid) of consecutive turns without
+a gap (complete events, `X`); spans that may overlap, such as rollouts, have tracks of their own (async events,
+`b` and `e`). Times are microseconds since the epoch, so that actors on different machines line up.
 """
 
 import json
@@ -15,26 +15,28 @@ from typing import Any
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.stage_clock import Span, StageTimes
 
-MAX_BYTES = 64 * 2**20  # then the older half is dropped
+MAX_BYTES = 64 * 2**20  # beyond it the older half is dropped
 BEGIN, SEPARATOR, END = b"[\n", b",\n", b"\n]\n"
 LONGEST_EVENT = 64 * 2**10  # bytes
 
 Event = dict[str, Any]
-ROWS = ("driver", "learner", "buffer", "scorer", "weight_sync")  # from the top; the Generators follow
+ROWS = ("driver", "learner", "buffer", "scorer", "weight_sync")  # from the top; then the Generators
 
 
 class Timeline:
-    """Appends events; the file is a whole JSON array after each time, and whoever was cut off is mended."""
+    """Appends events. The file is a whole JSON array after each append; a truncated last event is repaired."""
 
     def __init__(self, path: Path, run_name: str, max_bytes: int = MAX_BYTES) -> None:
         self._path, self._run_name, self._max_bytes = path, run_name, max_bytes
         self._named: set[str] = set()  # rows
         self._ids = count(1)
-        self._end: int | None = None  # where the next event goes; None: look at the file
+        self._end: int | None = None  # offset of the next event; None: not known, read the file
 
     def append(self, times: Mapping[str, StageTimes]) -> str | None:
-        """Write what the actors did; returns why it could not be written. Then it is not in the timeline."""
+        """Write the actors' turns and spans; return why they could not be written and are lost."""
         events = [event for name, each in times.items() for event in self._events(name, each)]
+        if not events:
+            return None
         try:
             self._write([json.dumps(event, separators=(",", ":")).encode() for event in events])
         except OSError as error:
@@ -55,7 +57,7 @@ class Timeline:
             yield {**event, "args": {"what": turn.label}} if turn.label else event
         for span in times.spans:
             start, end = _microseconds(span)
-            # One name for all of an actor: viewers give every name a track.
+            # One name for all spans of an actor: viewers give every name a track.
             event = {"cat": span.name, "name": f"{span.name} ({actor})", "id": next(self._ids), **where}
             yield {"ph": "b", **event, "ts": start, "args": {"what": span.label}}
             yield {"ph": "e", **event, "ts": end}
@@ -77,7 +79,7 @@ class Timeline:
             self._drop_older_half()
 
     def _drop_older_half(self) -> None:
-        """The rows' names and the newest events stay."""
+        """Drop the older half of the events, except those that name the rows."""
         lines = self._path.read_bytes().removeprefix(BEGIN).removesuffix(END).split(SEPARATOR)
         half = len(lines) // 2
         kept = [line for line in lines[:half] if line.startswith(b'{"ph":"M"')] + lines[half:]
@@ -87,7 +89,7 @@ class Timeline:
 
 
 def row_of(actor: str) -> int:
-    """The same in every process that goes on with a run."""
+    """Return the actor's row, which is the same in every process that resumes a run."""
     return ROWS.index(actor) + 1 if actor in ROWS else len(ROWS) + 1 + int(actor.rpartition("-")[2])
 
 
@@ -96,7 +98,7 @@ def _microseconds(span: Span) -> tuple[int, int]:
 
 
 def _end_of_events(descriptor: int) -> int:
-    """Behind the last whole event of the file, whose process may have been killed while it wrote; 0: none."""
+    """Return the offset after the last whole event, or 0; a process killed while writing leaves half of one."""
     size = os.fstat(descriptor).st_size
     begin = max(0, size - LONGEST_EVENT)
     tail = os.pread(descriptor, LONGEST_EVENT, begin)

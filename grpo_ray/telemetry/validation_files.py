@@ -1,7 +1,7 @@
-"""What a run keeps of its validations: their groups, their summaries, and a few for people to read."""
+"""Files of a run's validations: their groups as Parquet, their summaries as JSON lines."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,8 @@ from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.types import ScoredGroup
 
 
-@dataclass(frozen=True)
-class ReadableRollout:
-    """One example for people to read."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    reward: float
-
-
 def outcomes_of(groups: Sequence[ScoredGroup]) -> Outcomes:
-    """The groups' responses in numbers; all groups have as many."""
+    """Return the groups' responses as arrays; every group has the same number of samples."""
 
     def stacked(values: Callable[[ScoredGroup], Any], dtype: type) -> np.ndarray:
         return np.array([values(group) for group in groups], dtype=dtype)
@@ -42,7 +32,7 @@ def outcomes_of(groups: Sequence[ScoredGroup]) -> Outcomes:
 
 
 def summarise_groups(step: int, groups: Sequence[ScoredGroup]) -> EvaluationSummary:
-    """The validation at a step."""
+    """Return the summary of the validation at a step."""
     assert groups, "an evaluation has at least one group"
     completions = [completion for group in groups for completion in group.rollout.completions]
     version = max((int(c.versions.max()) for c in completions if len(c.versions)), default=0)
@@ -50,29 +40,13 @@ def summarise_groups(step: int, groups: Sequence[ScoredGroup]) -> EvaluationSumm
 
 
 def write_evaluation(folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
-    """Write `step-000040.parquet`, and the summary as a line of `summary.jsonl`.
+    """Write `step-000040.parquet`, then append the summary to `summary.jsonl`.
 
     Raises:
-        OSError: as on a full disk; there is no line then, and it can be called again.
+        OSError: a full disk, for example; no line was appended, and the call can be repeated.
     """
     folder = Path(folder)
     write_rollouts(folder / f"{step_name(summary.step)}.parquet", summary.step, groups)
     error = JsonLines(folder / "summary.jsonl").append(asdict(summary))
     if error is not None:
         raise OSError(error)
-
-
-def sample_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[ReadableRollout]:
-    """First completions of prompts evenly spread over the set: the same prompts at every evaluation."""
-    ordered = sorted(groups, key=lambda group: group.group_id)
-    num_rollouts = min(num_rollouts, len(ordered))
-    chosen = [ordered[index * len(ordered) // num_rollouts] for index in range(num_rollouts)]
-    return [
-        ReadableRollout(
-            prompt=group.rollout.item.prompt,
-            response=group.rollout.completions[0].text,
-            ground_truth=group.rollout.item.ground_truth,
-            reward=float(group.rewards[0]),
-        )
-        for group in chosen
-    ]

@@ -25,11 +25,11 @@ CAP_DAC_READ_SEARCH = 1 << 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when the process `parent`, which started this one, ends: also amid a computation."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Receive this signal as soon as the process `parent`, which started this one, ends."""
+    _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone before the line above
-        sys.exit("the process to grade for is gone")
+        sys.exit("the parent process is gone")
 
 
 def confine(memory_gib: float) -> None:

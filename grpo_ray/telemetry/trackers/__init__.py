@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Weights & Biases and MLflow, told of a run beside its own files."""
+"""Trackers (TensorBoard, Weights & Biases, MLflow): they receive metrics in addition to the run's files."""
 
 from grpo_ray.telemetry.trackers.choice import check_trackers
 from grpo_ray.telemetry.trackers.trackers import NO_TRACKERS, Trackers, tracking

@@ -1,4 +1,4 @@
-"""The trackers there are, and whether they can be used here."""
+"""The available trackers, and the check that the configured ones can be used."""
 
 import os
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 def make_tracker(name: TrackerName) -> Tracker:
-    """Its library is imported when it starts, in its own thread."""
+    """Return the tracker; its library is imported when it starts, in its own thread."""
     if name == "tensorboard":
         from grpo_ray.telemetry.trackers.tensorboard_tracker import TensorBoardTracker
 
@@ -27,7 +27,7 @@ def make_tracker(name: TrackerName) -> Tracker:
 
 
 def check_trackers(config: Config) -> None:
-    """Refuse what could not begin: a library or a key that is not there, a name that is no project's.
+    """Refuse trackers that could not start: a missing library or key, or an invalid project name.
 
     Raises:
         ValueError: names the tracker and what to do.
@@ -46,11 +46,11 @@ def check_trackers(config: Config) -> None:
 
 def _is_installed(name: str) -> bool:
     spec = find_spec(name)
-    return spec is not None and spec.origin is not None  # a folder of that name, as W&B makes, has none
+    return spec is not None and spec.origin is not None  # a folder named `wandb`, as W&B creates, has none
 
 
 def _check_wandb(project: str) -> None:
-    """W&B itself would ask for a key amid the run."""
+    """Refuse a missing key now: W&B would ask for it in the middle of the run."""
     import wandb
 
     try:
@@ -58,7 +58,7 @@ def _check_wandb(project: str) -> None:
         settings = wandb.setup(wandb.Settings(silent=True)).settings
         is_online = settings.mode not in ("offline", "dryrun", "disabled")
         has_key = not is_online or wandb.login(prompt=False, verify=False)
-    except wandb.Error as error:  # of a name or a key that cannot be one
+    except wandb.Error as error:  # an invalid name or key
         raise ValueError(f"tracking.trackers: wandb: {error}") from None
     if not has_key:
         raise ValueError(
@@ -70,6 +70,6 @@ def _check_wandb(project: str) -> None:
 def _check_store(uri: str) -> None:
     if uri.startswith(DATABASES) and not _is_installed("sqlalchemy"):
         raise ValueError(
-            f"tracking.mlflow_uri: {uri.partition(':')[0]} takes MLflow's own server libraries: pip install "
+            f"tracking.mlflow_uri: {uri.partition(':')[0]} requires MLflow's server libraries: pip install "
             "mlflow; or give a server's address or a folder"
         )

@@ -1,4 +1,4 @@
-"""What a tracker is told goes through a thread of its own: a slow, hanging or broken one holds nobody up."""
+"""Delivery of messages to a tracker in its own thread, so that a slow or broken one delays nothing else."""
 
 import time
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from grpo_ray.telemetry.trackers.tracker import End, TrackedRun, Tracker
 
 Message = Callable[[Tracker], None]
 MAX_WAITING = 1000  # messages
-SLOW_S = 60.0  # of one message: then the run says so
+SLOW_S = 60.0  # for one message; beyond it the run shows a warning
 
 
 class Delivery:
-    """One tracker, its thread, and the messages that wait for it.
+    """One tracker, its thread, and its queue of messages.
 
     Args:
         announce: shows a line of text; called in the thread.
@@ -32,16 +32,16 @@ class Delivery:
         self.num_dropped = 0
         self._tracker, self._run, self._announce = tracker, run, announce
         self._max_waiting = max_waiting
-        self._waiting: SimpleQueue[Message | None] = SimpleQueue()  # None: the last one
+        self._waiting: SimpleQueue[Message | None] = SimpleQueue()  # None ends the thread
         self._end: End = "failed"
-        self._busy_since: float | None = time.monotonic()  # None: it waits for a message
+        self._busy_since: float | None = time.monotonic()  # None: waiting for a message
         self._failure: str | None = None
-        self._is_failure_told = False
+        self._is_failure_taken = False
         self._thread = Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Put it into the line, or, when that is full, drop it; returns at once."""
+        """Queue the message, or drop it if the queue is full; return at once."""
         if self._failure is not None:
             return
         if self._is_full():
@@ -50,14 +50,14 @@ class Delivery:
             self._waiting.put(message)
 
     def take_failure(self) -> str | None:
-        """Why the tracker was turned off; told once."""
-        if self._is_failure_told or self._failure is None:
+        """Return, once, why the tracker was turned off."""
+        if self._is_failure_taken or self._failure is None:
             return None
-        self._is_failure_told = True
+        self._is_failure_taken = True
         return f"{self.name}: {self._failure}; the run goes on without it"
 
     def problem(self) -> str | None:
-        """That it does not keep up, for as long as it does not."""
+        """Return a warning while the tracker does not keep up."""
         if self._failure is not None:
             return None
         if self.num_dropped and self._is_full():
@@ -66,20 +66,21 @@ class Delivery:
         if since is None or time.monotonic() - since < SLOW_S:
             return None
         seconds = time.monotonic() - since
-        return f"{self.name} has not answered for {seconds:.0f} s; {self._waiting.qsize()} messages wait"
+        return f"{self.name} has not answered for {seconds:.0f} s; {self._waiting.qsize()} messages are queued"
 
     def begin_to_close(self, end: End) -> None:
-        """After what waits comes nothing more."""
+        """Let the thread end after the queued messages."""
         self._end = end
         self._waiting.put(None)
 
     def close(self, deadline: float) -> str | None:
-        """After `begin_to_close`: wait until everything is sent, or the deadline of `time.monotonic`.
+        """Wait until everything is sent, after `begin_to_close`; return what went wrong.
 
-        Returns what went wrong.
+        Args:
+            deadline: of `time.monotonic`.
         """
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():  # until the process ends
+        if self._thread.is_alive():  # it lives until the process ends
             return f"{self.name}: not everything could be sent in tracking.close_timeout_s"
         return self.take_failure() or (f"{self.name}: {self._dropped()}" if self.num_dropped else None)
 
@@ -96,7 +97,7 @@ class Delivery:
             while (message := self._next()) is not None:
                 message(self._tracker)
             self._tracker.close(self._end)
-        except BaseException as error:  # SystemExit as well: nothing else would tell of it
+        except BaseException as error:  # SystemExit too, which nothing else would report
             self._failure = _without_password(" ".join(f"{type(error).__name__}: {error}".split()))
             while not self._waiting.empty():
                 self._waiting.get_nowait()
@@ -109,5 +110,5 @@ class Delivery:
 
 
 def _without_password(text: str) -> str:
-    """A server's address may hold one."""
+    """Return the text without the password that a server's address may contain."""
     return SECRET_VALUE.sub("://", text)

@@ -17,13 +17,14 @@ from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-PARAMS_AT_A_TIME = 100  # and their length, are MLflow's own limits
+# MLflow's own limits on parameters per call, and on a parameter's length.
+PARAMS_AT_A_TIME = 100
 PARAM_CHARACTERS = 6000
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker:
-    """Through MLflow's client, which has no current run that other code of the process could change."""
+    """A tracker on MLflow's client, which has no global active run that other code could change."""
 
     def __init__(self) -> None:
         self._client: MlflowClient | None = None
@@ -31,7 +32,7 @@ class MlflowTracker:
 
     def start(self, run: TrackedRun) -> str:
         uri = _store(run)
-        if "://" not in uri or uri.startswith("file:"):  # MLflow 3.17 refuses folders unless it is told not to
+        if "://" not in uri or uri.startswith("file:"):  # MLflow 3.17 refuses folders otherwise
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
 
@@ -43,7 +44,7 @@ class MlflowTracker:
         self._client.update_run(known, status="RUNNING")
         self._run_id = known
         text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
-        self._client.log_text(known, text, "config.yaml")  # parameters are those of the first start
+        self._client.log_text(known, text, "config.yaml")  # the parameters stay those of the first start
         return f"{uri}, run {known}"
 
     def _create(self, client: "MlflowClient", run: TrackedRun) -> str:
@@ -59,8 +60,8 @@ class MlflowTracker:
             client.log_batch(run_id, params=params[start : start + PARAMS_AT_A_TIME])
         return run_id
 
-    def go_on_from(self, step: int) -> None:
-        """Later steps that are there already stay: they have two values."""
+    def resume_from(self, step: int) -> None:
+        """Do nothing: MLflow keeps what it already has of later steps, which then have two values."""
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -71,7 +72,7 @@ class MlflowTracker:
         self._client.log_batch(self._run_id, metrics=points)
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """As CSV, which MLflow's pages show as a table."""
+        """Log the table as CSV, which MLflow's pages show as a table."""
         assert self._client is not None
         text = io.StringIO()
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -85,7 +86,7 @@ class MlflowTracker:
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
-    """The id of the experiment of this name, which is made when there is none."""
+    """Return the id of the experiment of this name, which is created if necessary."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
@@ -93,7 +94,7 @@ def _experiment(client: "MlflowClient", name: str) -> str:
         try:
             made: str = client.create_experiment(name)
             return made
-        except MlflowException:  # a run that began at the same time may have made it
+        except MlflowException:  # a run that started at the same time may have created it
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 raise
@@ -102,7 +103,10 @@ def _experiment(client: "MlflowClient", name: str) -> str:
 
 
 def _flat(name: str, names: Container[str]) -> str:
-    """`eval/reward.sorting`, beside `eval/reward`: MLflow's folder has a file for each metric."""
+    """Return `eval/reward.sorting` for `eval/reward/sorting` if `eval/reward` exists too.
+
+    MLflow's folder store has one file per metric, and a path cannot be both a file and a folder.
+    """
     parent, _, last = name.rpartition("/")
     return f"{parent}.{last}" if parent in names else name
 

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder."""
+"""TensorBoard: event files in the run's directory."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_S = 10
-PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # ASCII's: all that Markdown and HTML give a meaning
+PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # ASCII: everything with a meaning in Markdown or HTML
 
 
 class TensorBoardTracker:
@@ -22,15 +22,16 @@ class TensorBoardTracker:
 
     def start(self, run: TrackedRun) -> str:
         self._run = run
-        return f"tensorboard --logdir {run.folder.parents[2]}"  # where this run's folder is one of several
+        return f"tensorboard --logdir {run.folder.parents[2]}"  # the parent folder of all runs
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
+        """Start a new event file, which replaces what earlier files have of later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         assert self._run is not None
         if self._writer is not None:
             self._writer.close()
-        # TensorBoard then shows nothing that earlier files have of later steps.
+
         self._writer = SummaryWriter(str(self._run.folder), purge_step=step + 1, flush_secs=FLUSH_S)
         text = yaml.safe_dump(self._run.config.model_dump(mode="json"), sort_keys=False)
         self._writer.add_text("config", re.sub("^", "    ", text, flags=re.MULTILINE), step)
@@ -42,15 +43,15 @@ class TensorBoardTracker:
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         assert self._writer is not None
-        self._writer.add_text(name, markdown_table(rows), step)
+        self._writer.add_text(name, escaped_markdown_table(rows), step)
 
     def close(self, end: End) -> None:
         assert self._writer is not None
         self._writer.close()
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """A table in Markdown whose cells are shown as they are: a response may hold Markdown or HTML itself."""
+def escaped_markdown_table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table with escaped cells: a response may contain Markdown or HTML itself."""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [[_cell(value) for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

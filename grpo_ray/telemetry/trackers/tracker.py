@@ -1,4 +1,4 @@
-"""What a tracker is, and what it knows of the run."""
+"""The interface of a tracker, and its view of the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ End = Literal["finished", "interrupted", "failed"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run, as a tracker sees it."""
+    """A tracker's view of the run."""
 
     config: Config
     name: str
-    folder: Path  # the tracker's own, in the run's folder
+    folder: Path  # the tracker's own folder in the run directory
 
     @property
     def id(self) -> str | None:
-        """What the tracker called this run before; None: it has not been told of it."""
+        """The id that the tracker gave this run on an earlier start; None: this is the first."""
         path = self._id_path
         return path.read_text(encoding="utf-8") if path.exists() else None
 
     def keep_id(self, run_id: str) -> None:
-        """For the run that goes on with this one."""
+        """Store the id for later starts of the run."""
         with replacing(self._id_path) as partial:
             partial.write_text(run_id, encoding="utf-8")
 
@@ -37,21 +37,21 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One service. All its methods are called in one thread, which is its own: they may take their time.
+    """One tracking service. All methods are called in one thread, the tracker's own, and may be slow.
 
-    Whatever one of them raises turns the tracker off, and the run goes on without it.
+    An exception from any of them turns the tracker off, and the run continues without it.
     """
 
     def start(self, run: TrackedRun) -> str:
-        """Begin a run, or go on with the one whose id is kept; returns where a person finds it."""
+        """Start a run, or resume the one with the stored id; return where the user finds it."""
 
-    def go_on_from(self, step: int) -> None:
-        """What comes next is of later steps: at the beginning, and when the run went back to a checkpoint."""
+    def resume_from(self, step: int) -> None:
+        """Expect later steps next: called at the start, and when the run is restored from a checkpoint."""
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """Rows with the same columns, at least one."""
+        """Send a table; there is at least one row, and all have the same columns."""
 
     def close(self, end: End) -> None:
-        """Send what is left; nothing comes after it."""
+        """Send what is left; no other call follows."""

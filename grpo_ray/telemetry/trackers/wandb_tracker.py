@@ -8,7 +8,7 @@ from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun
 
 
 class WandbTracker:
-    """Points are placed by their step, so that a run that went back to a checkpoint can draw on."""
+    """A tracker that plots points by their step, so that a restored run continues its curves."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -21,8 +21,8 @@ class WandbTracker:
         settings = wandb.Settings(
             silent=True,
             console="off",  # the terminal is the run's own
-            reinit="create_new",  # or it would go on with a run of this process that could not be ended
-            finish_timeout=run.config.tracking.close_timeout_s,  # also of what it does as the process ends
+            reinit="create_new",  # otherwise it would continue an unfinished run of this process
+            finish_timeout=run.config.tracking.close_timeout_s,  # also limits its work at process exit
         )
         self._run = wandb.init(
             project=run.config.tracking.project,
@@ -39,8 +39,8 @@ class WandbTracker:
             return f"offline; upload with: wandb sync {run.folder}/wandb/offline-run-*"
         return self._run.url or "disabled (WANDB_MODE)"
 
-    def go_on_from(self, step: int) -> None:
-        """Later steps that are there already stay: they are drawn a second time."""
+    def resume_from(self, step: int) -> None:
+        """Do nothing: W&B keeps what it already has of later steps, which are then plotted twice."""
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})

@@ -1,0 +1,1 @@
+"""`grpo-ray audit`: check a run's files for contradictions."""

@@ -1,7 +1,7 @@
-"""What a run's own files say of it: was every prompt trained once, on tokens young enough, for its true reward?
+"""The audit of a run's files: every prompt trained once, within the lag bound, and with the right reward.
 
-Nothing here trusts the program that wrote the files: ages, rewards, advantages and counts are worked out
-again from tokens and texts. Every problem is one line of text.
+Nothing here trusts the program that wrote the files: lags, rewards, advantages and counts are recomputed from
+tokens and texts. Every problem is one line of text.
 """
 
 import math
@@ -18,17 +18,17 @@ from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
 from grpo_ray.tools.audit.epochs import audit_epochs
-from grpo_ray.tools.audit.rollouts import Asked, RolloutFacts, RolloutRows, audit_evaluation, audit_step
+from grpo_ray.tools.audit.rollouts import GroupPrompt, RolloutFacts, RolloutRows, audit_evaluation, audit_step
 
 Row = dict[str, Any]
 
 
 @dataclass
 class AuditReport:
-    """What was looked at, and what is wrong with it."""
+    """The size of what was audited, and the problems found."""
 
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be looked at, and why
+    notes: list[str] = field(default_factory=list)  # what could not be audited, and why
     num_steps: int = 0
     num_groups: int = 0
     num_completions: int = 0
@@ -52,7 +52,7 @@ class AuditReport:
 
 
 def audit(run: RunDirectory) -> AuditReport:
-    """Look through the files of a run that is not being trained now.
+    """Audit the files of a run that is not being trained at the moment.
 
     Raises:
         OSError, ValueError: the configuration or a log cannot be read at all.
@@ -63,7 +63,7 @@ def audit(run: RunDirectory) -> AuditReport:
     last = max((row["step"] for row in metrics), default=0)
     is_finished = last >= config.algorithm.num_steps
     if not is_finished:
-        report.notes.append(f"the run stands at step {last} of {config.algorithm.num_steps}")
+        report.notes.append(f"the run is at step {last} of {config.algorithm.num_steps}")
     report.problems += _audit_lines(metrics)
     checkpoint = audit_checkpoint(run, last, is_finished)
     report.problems += checkpoint.problems
@@ -84,7 +84,7 @@ def audit(run: RunDirectory) -> AuditReport:
 
 
 def _audit_lines(metrics: Sequence[Row]) -> list[str]:
-    """Every step has one line, in order."""
+    """Check that every step has one line, in order."""
     steps = [row["step"] for row in metrics]
     expected = list(range(1, max(steps, default=0) + 1))
     if steps == expected:
@@ -103,16 +103,16 @@ def _audit_training(
     grader: Grader,
     report: AuditReport,
 ) -> None:
-    """Each step's file: its own groups, whole, young enough, and rewarded as they deserve."""
-    prompts: dict[int, Asked] = {}
+    """Check that each step's file has its groups, whole, within the lag bound, and correctly rewarded."""
+    prompts: dict[int, GroupPrompt] = {}
     trained: Counter[int] = Counter()
-    uses: Counter[int] = Counter()  # batches that a group has been in
+    uses: Counter[int] = Counter()  # number of batches that a group has been in
     dropped: set[int] = set()
-    due: set[int] = set()  # groups that the checkpoint must know as trained or dropped
+    due: set[int] = set()  # groups that the checkpoint must have as trained or dropped
     for row in {row["step"]: row for row in metrics}.values():
         step, path = row["step"], run.rollouts_path(row["step"])
         if not path.exists():
-            if step <= checkpoint.step:  # later ones may still have been on their way when the run ended
+            if step <= checkpoint.step:  # later ones may not have been written yet when the run ended
                 report.problems.append(f"{path.name}: step {step} was trained and has no rollouts")
             continue
         rows = RolloutRows(path.name, read_rollouts(path))
@@ -122,7 +122,7 @@ def _audit_training(
         report.num_completions += facts.num_completions
         trained.update(facts.trained)
         report.problems += [
-            f"{path.name}: group {group} is replayed as its use {use}, after {uses[group]}"
+            f"{path.name}: group {group} is replayed with use {use} after use {uses[group]}"
             for group, use in facts.replayed.items()
             if not 0 < uses[group] == use - 1
         ]
@@ -133,7 +133,7 @@ def _audit_training(
         prompts |= facts.prompts
     report.problems += [f"group {group} was trained {n} times" for group, n in trained.items() if n > 1]
     report.problems += [
-        f"group {group} was trained, and left out" for group in sorted(dropped & trained.keys())
+        f"group {group} was both trained and left out" for group in sorted(dropped & trained.keys())
     ]
     last = max((row["step"] for row in metrics), default=0)
     for file in sorted(run.rollouts.glob("step-*.parquet")):
@@ -146,16 +146,16 @@ def _audit_training(
 
 
 def _audit_account(checkpoint: CheckpointFacts, due: set[int]) -> Iterator[str]:
-    """Every group that the checkpoint has taken is done by the rollouts, set aside, or still to be trained."""
+    """Check that every group taken so far is in the rollouts, set aside, or unfinished in the checkpoint."""
     if checkpoint.next_group_id is None:
         return
     done = due | checkpoint.set_aside
     both = sorted(done & checkpoint.unfinished)
     missing = sorted(set(range(checkpoint.next_group_id)) - done - checkpoint.unfinished)
     if both:
-        yield f"groups {both[:10]} are done, and the checkpoint still has them to train"
+        yield f"groups {both[:10]} are done, but unfinished in the checkpoint"
     if missing:
-        yield f"groups {missing[:10]} are lost: not trained, and the checkpoint does not have them"
+        yield f"groups {missing[:10]} are lost: neither trained nor in the checkpoint"
 
 
 def _add(report: AuditReport, facts: RolloutFacts) -> None:
@@ -167,7 +167,7 @@ def _add(report: AuditReport, facts: RolloutFacts) -> None:
 def _audit_evaluations(
     run: RunDirectory, config: Config, last: int, is_finished: bool, grader: Grader, report: AuditReport
 ) -> None:
-    """Each step that is due has one, its rewards are true, and its summary says what its responses say."""
+    """Check that each due step has one evaluation, with correct rewards and a summary that matches them."""
     path = run.evaluations_summary_path
     summaries = read_metrics(path) if path.exists() else []
     steps = Counter(row["step"] for row in summaries)
@@ -185,7 +185,7 @@ def _audit_evaluations(
 
 
 def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:
-    """An update that was not finite is counted, and only such a one has its batch kept."""
+    """Check that every non-finite update was skipped and counted, and that only skipped batches are kept."""
     skipped = {step_name(row["step"]) for row in metrics if row["optim/skipped_updates"]}
     report.num_skipped_updates = int(sum(row["optim/skipped_updates"] for row in metrics))
     kept = {path.stem for path in run.skipped.glob("step-*.parquet")}
@@ -200,11 +200,11 @@ def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditRepor
 
 
 def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)  # JSON has null for nan
+    return value is not None and math.isfinite(value)  # nan is null in JSON
 
 
 def _leftovers(run: RunDirectory) -> list[str]:
-    """Files that a clean end would not have left."""
+    """Return problems with files that a clean end would not have left."""
     files = [path for path in run.checkpoints.iterdir() if not re.fullmatch(r"step-\d{6,}", path.name)]
     for folder in (run.rollouts, run.evaluations, run.skipped, run.path):
         files += list(folder.glob(".*.partial"))

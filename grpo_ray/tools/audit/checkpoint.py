@@ -1,6 +1,5 @@
-"""A run's newest checkpoint: it loads, it is finite, and its account of the prompts adds up."""
+"""The audit of a run's newest checkpoint: it loads, it is finite, and its prompt ledger adds up."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,15 +10,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from grpo_ray.telemetry.checkpoint import Checkpoint, read_checkpoint
+from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory
 
 UNFINISHED = ("in_flight", "buffered", "waiting")
+LEDGER = (*UNFINISHED, "set_aside", "next_group_id", "num_trained", "num_dropped", "num_examples")
 
 
 @dataclass
 class CheckpointFacts:
+    """The checkpoint's data for the rest of the audit, and the problems with it."""
+
     problems: list[str] = field(default_factory=list)
     step: int = 0
     set_aside: frozenset[int] = frozenset()
@@ -29,33 +31,33 @@ class CheckpointFacts:
 
 
 def audit_checkpoint(run: RunDirectory, last_step: int, is_finished: bool) -> CheckpointFacts:
-    """The newest; a run that goes on need not have one yet.
+    """Audit the newest whole checkpoint, which is the one that a resume would take.
 
     Args:
-        last_step: the newest with a line in metrics.jsonl.
+        last_step: the last step with a line in metrics.jsonl.
+        is_finished: False for a run that may not have a checkpoint yet.
     """
-    folders = [path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    if not folders:
-        return CheckpointFacts(["there is no checkpoint"] if is_finished else [])
-    newest = max(folders, key=lambda path: int(path.name.removeprefix("step-")))
-    try:
-        checkpoint = read_checkpoint(newest)
-    except ValueError as error:
-        return CheckpointFacts([f"checkpoints/{newest.name}: {error}"])
-    state = checkpoint.state
-    problems = [*_audit_tensors(newest), *_audit_ledger(checkpoint)]
+    store = CheckpointStore(run)
+    checkpoints = store.all()
+    problems = [line.removeprefix(f"{run.path}/") for line in store.damaged]
+    if not checkpoints:
+        problems += ["there is no checkpoint"] if is_finished and not problems else []
+        return CheckpointFacts(problems)
+    newest = checkpoints[-1]
+    state, ledger = newest.state, newest.state.ledger
+    facts = CheckpointFacts(problems, state.step)
+    found = list(_audit_tensors(newest.path))
+    if lacking := [name for name in LEDGER if name not in ledger]:
+        found.append(f"its ledger has no {', '.join(lacking)}")
+    else:
+        found += _audit_ledger(newest)
+        facts.set_aside = frozenset(ledger["set_aside"])
+        facts.num_examples, facts.next_group_id = ledger["num_examples"], ledger["next_group_id"]
+        facts.unfinished = _unfinished(ledger)
     if is_finished and state.step != last_step:
-        problems.append(f"it is not of the last step, {last_step}")
-    named = [f"checkpoints/{newest.name}: {problem}" for problem in problems]
-    ledger = state.ledger
-    return CheckpointFacts(
-        named,
-        state.step,
-        frozenset(ledger["set_aside"]),
-        ledger["num_examples"],
-        ledger["next_group_id"],
-        frozenset(group for name in UNFINISHED for group in ledger[name]),
-    )
+        found.append(f"it is not of the last step, {last_step}")
+    facts.problems += [f"checkpoints/{newest.path.name}: {problem}" for problem in found]
+    return facts
 
 
 def _audit_tensors(folder: Path) -> Iterator[str]:
@@ -79,20 +81,23 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _audit_ledger(checkpoint: Checkpoint) -> Iterator[str]:
-    """Every group that was taken is trained, dropped, set aside, or still to be trained: one of them."""
-    ledger: dict[str, Any] = checkpoint.state.ledger
-    places = [*UNFINISHED, "set_aside"]
-    counts = Counter(group for name in places for group in ledger[name])
-    strange = sorted(group for group, n in counts.items() if n > 1 or not 0 <= group < ledger["next_group_id"])
-    if strange:
-        yield f"its ledger has more than one place, or a wrong one, for groups {strange[:10]}"
+    """Check that every group taken so far has one state: trained, dropped, set aside or unfinished."""
+    ledger = checkpoint.state.ledger
+    counts = Counter(group for name in (*UNFINISHED, "set_aside") for group in ledger[name])
+    wrong = sorted(group for group, n in counts.items() if n > 1 or not 0 <= group < ledger["next_group_id"])
+    if wrong:
+        yield f"its ledger has several states, or an impossible one, for groups {wrong[:10]}"
     num_done = ledger["next_group_id"] - len(counts)
     if ledger["num_trained"] + ledger["num_dropped"] != num_done:
         yield (
             f"its ledger counts {ledger['num_trained']} trained groups and {ledger['num_dropped']} dropped, "
             f"together not {num_done}"
         )
-    unfinished = {group for name in UNFINISHED for group in ledger[name]}
-    strangers = [g.group_id for g in read_groups(checkpoint.groups_path) if g.group_id not in unfinished]
-    if strangers:
-        yield f"training/groups.parquet holds groups {strangers}, which are not to be trained"
+    unfinished = _unfinished(ledger)
+    foreign = [g.group_id for g in read_groups(checkpoint.groups_path) if g.group_id not in unfinished]
+    if foreign:
+        yield f"training/groups.parquet holds groups {foreign}, which the ledger has as done"
+
+
+def _unfinished(ledger: dict[str, Any]) -> frozenset[int]:
+    return frozenset(group for name in UNFINISHED for group in ledger[name])

@@ -1,4 +1,4 @@
-"""One file of rollouts, worked out again: its groups, the age of its tokens, rewards and advantages."""
+"""The audit of one file of rollouts: groups, lags, rewards and advantages, recomputed from the tokens."""
 
 import math
 from collections import defaultdict
@@ -29,34 +29,36 @@ class RolloutRows:
 
     @property
     def num_errors(self) -> int:
-        return sum(row.get("error") is not None for row in self.rows)
+        return sum(row["error"] is not None for row in self.rows)
 
     def mean(self, column: str) -> float:
-        return sum(row[column] for row in self.rows) / max(1, len(self.rows))
+        return float(sum(row[column] for row in self.rows)) / max(1, len(self.rows))
 
 
-class Asked(NamedTuple):
-    """What a group was asked."""
+class GroupPrompt(NamedTuple):
+    """A group's prompt."""
 
-    text: str  # the prompt
+    text: str
     ground_truth: str
-    task: str  # the part of a mixture
+    task: str  # the mixture part
 
 
 @dataclass
 class RolloutFacts:
+    """The contents of one file, and the problems with it. A step's own groups were sampled for it."""
+
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what could not be looked at
-    prompts: dict[int, Asked] = field(default_factory=dict)  # each own group's
+    notes: list[str] = field(default_factory=list)  # what could not be audited
+    prompts: dict[int, GroupPrompt] = field(default_factory=dict)  # by own group
     trained: list[int] = field(default_factory=list)  # own groups that were trained
-    replayed: dict[int, int] = field(default_factory=dict)  # groups of earlier steps, with their `use`
-    dropped: list[int] = field(default_factory=list)  # and those that were left out for lack of signal
+    replayed: dict[int, int] = field(default_factory=dict)  # `use` by group, for groups of earlier steps
+    dropped: list[int] = field(default_factory=list)  # own groups that were left out for lack of signal
     num_completions: int = 0
     num_errors: int = 0
 
 
 def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Grader) -> RolloutFacts:
-    """The batch of one step: its own groups (fresh or dropped), and those that are replayed.
+    """Audit the batch of one step: its own groups (fresh or dropped) and the replayed ones.
 
     Args:
         metrics: the step's line in metrics.jsonl.
@@ -99,21 +101,21 @@ def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, con
         yield f"left out {len(dropped)} groups, more than {allowed}"
     for group, members in dropped.items():
         if any(row["advantage"] for row in members):
-            yield f"group {group} was left out, and has a signal"
+            yield f"group {group} was left out, but has a signal"
 
 
 def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Grader) -> RolloutFacts:
-    """One validation: all its tokens are of its step's version.
+    """Audit one validation; all its tokens must be of its step's version.
 
     Args:
-        summary: its line in summary.jsonl.
+        summary: the validation's line in summary.jsonl.
     """
     problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt))
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
     versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
     if versions - {None} != {summary["step"]}:
-        problems.append(f"sampled by versions {sorted(versions - {None})}, not {summary['step']} alone")
+        problems.append(f"sampled by versions {sorted(versions - {None})}, not only by {summary['step']}")
     problems += _compare(summary, "reward", rows.mean("reward"))
     problems += _compare(summary, "num_examples", len(rows.groups))
     return _facts(rows, problems, notes)
@@ -121,8 +123,7 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Gr
 
 def _facts(rows: RolloutRows, problems: list[str], notes: list[str]) -> RolloutFacts:
     asked = {group: members[0] for group, members in rows.groups.items()}
-    # Runs of older versions have no column for the part.
-    prompts = {g: Asked(row["prompt"], row["ground_truth"], row.get("task", "")) for g, row in asked.items()}
+    prompts = {g: GroupPrompt(row["prompt"], row["ground_truth"], row["task"]) for g, row in asked.items()}
     named, noted = ([f"{rows.name}: {text}" for text in texts] for texts in (problems, notes))
     return RolloutFacts(named, noted, prompts, num_completions=len(rows.rows), num_errors=rows.num_errors)
 
@@ -133,16 +134,16 @@ def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[s
 
 
 def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterator[str]:
-    """Ages worked out from every token's version, against the bound."""
+    """Check the lag of every token, recomputed from its version, against the bound."""
     lag, newest = _lag(rows, metrics["step"]), max(_versions(rows), default=0)
     if lag > bound:
         yield f"a token is {lag} versions old; {name} is {bound}"
     if newest > metrics["step"] - 1:
-        yield f"a token is of version {newest}, which was not there yet"
+        yield f"a token is of version {newest}, which did not exist yet"
 
 
 def _lag(rows: RolloutRows, step: int) -> int:
-    """The age of the oldest token when the Learner trained on it."""
+    """Return the lag of the oldest token."""
     return step - 1 - min(_versions(rows), default=step - 1)
 
 
@@ -157,11 +158,11 @@ def _audit_groups(rows: RolloutRows, config: Config, num_samples: int) -> Iterat
 
 
 def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
-    """One prompt, each completion once and whole."""
+    """Check that the group has one prompt, and each completion once and whole."""
     if [row["sample"] for row in members] != list(range(num_samples)):
         yield f"has completions {[row['sample'] for row in members]} instead of {num_samples}"
     for name in ("task", "prompt", "ground_truth", "prompt_token_ids", "generator"):
-        if any(row.get(name) != members[0].get(name) for row in members):
+        if any(row[name] != members[0][name] for row in members):
             yield f"has more than one {name}"
     for row in members:
         if not row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]):
@@ -170,7 +171,7 @@ def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
 
 
 def _audit_versions(row: Row) -> Iterator[str]:
-    """The spans follow each other over all tokens, with versions that only rise."""
+    """Check that the spans cover all tokens, in order, with rising versions."""
     spans = row["versions"]
     ends = [0, *(span["end"] for span in spans)]
     if [span["start"] for span in spans] != ends[:-1] or ends[-1] != row["num_tokens"]:
@@ -179,13 +180,14 @@ def _audit_versions(row: Row) -> Iterator[str]:
     if versions != sorted(set(versions)):
         yield f"its versions are {versions}"
     if versions and (row["min_version"], row["max_version"]) != (min(versions), max(versions)):
-        yield "min_version and max_version are not those of its spans"
+        yield "its min_version and max_version are not those of its spans"
 
 
 def _audit_rewards(rows: RolloutRows, grader: Grader) -> tuple[list[str], list[str]]:
-    """Rewards are what the response earns, or 0 for one that could not be graded: problems, and notes.
+    """Check that each reward is what the response earns, or 0 if it could not be graded.
 
-    A response that cannot be graded now, as on a machine that is busy, is a note: it proves nothing.
+    Returns problems and notes. A response that cannot be graded now, for example on a busy machine, is a note:
+    it proves nothing.
     """
     problems, failures = [], []
     for group, members in rows.groups.items():
@@ -193,24 +195,24 @@ def _audit_rewards(rows: RolloutRows, grader: Grader) -> tuple[list[str], list[s
             name = f"group {group}: completion {row['sample']}"
             if isinstance(earned, ScoringError):
                 failures.append(f"{name}: {earned}")
-            elif any(row[column] != np.float32(earned[column]) for column in REWARDS):  # as the file holds it
+            elif any(row[column] != np.float32(earned[column]) for column in REWARDS):  # as stored in the file
                 problems.append(f"{name}: reward {row['reward']:g}, it earns {earned}")
     notes = [f"{len(failures)} responses could not be graded now; first {failures[0]}"] if failures else []
     return problems, notes
 
 
 def _earned(members: list[Row], grader: Grader) -> list[Scores | ScoringError]:
-    """What each response earns; nothing where the run could not grade it."""
-    pairs = [(row["response"], row["ground_truth"]) for row in members if row.get("error") is None]
-    results = iter(grader.grade(members[0].get("task", ""), pairs))
-    return [next(results) if row.get("error") is None else UNGRADED for row in members]
+    """Return what each response earns; nothing for those that the run could not grade."""
+    pairs = [(row["response"], row["ground_truth"]) for row in members if row["error"] is None]
+    results = iter(grader.grade(members[0]["task"], pairs))
+    return [next(results) if row["error"] is None else UNGRADED for row in members]
 
 
 def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
     rewards = np.array([row["reward"] for row in members], np.float32)
     lengths = np.array([row["num_tokens"] for row in members])
-    is_graded = np.array([row.get("error") is None for row in members])
-    worth = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens)
+    is_graded = np.array([row["error"] is None for row in members])
+    expected = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens)
     recorded = np.array([row["advantage"] for row in members])
-    if not np.allclose(recorded, worth, rtol=1e-5, atol=1e-5):
-        yield f"advantages {recorded.tolist()} are recorded, its rewards give {worth.tolist()}"
+    if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
+        yield f"advantages {recorded.tolist()} are recorded, its rewards give {expected.tolist()}"

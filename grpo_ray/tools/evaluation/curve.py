@@ -1,4 +1,4 @@
-"""A run's course: the accuracy of its checkpoints over their steps."""
+"""A run's learning curve: the accuracy of its checkpoints by step."""
 
 import csv
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from grpo_ray.tools.drawing.figures import COLORS, new_figure, save, tidy
 
 
 def plot_curve(summaries: Sequence[EvaluationSummary], title: str, path: Path) -> None:
-    """`accuracy.png`, 1200x800: accuracy, pass@n and format rate with their 95% bands over the steps."""
+    """Draw `accuracy.png`, 1200x800: accuracy, pass@n and format rate by step, with 95% bands."""
     figure = new_figure(12, 8)
     axis = figure.subplots()
     k = str(summaries[0].num_samples)
@@ -55,12 +55,12 @@ COLUMNS = (
 
 
 def write_curve(summaries: Sequence[EvaluationSummary], path: Path) -> None:
-    """`curve.csv`: a row a checkpoint, with pass@k for each k."""
+    """Write `curve.csv`: one row per checkpoint, with pass@k for each k."""
     ks = list(summaries[0].pass_at_k)
     with replacing(path, fsync=False) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*COLUMNS, *(f"pass@{k}" for k in ks)])
         for s in summaries:
-            figures = (s.step, s.accuracy, *s.accuracy_interval, s.format_reward, s.reward)
+            values = (s.step, s.accuracy, *s.accuracy_interval, s.format_reward, s.reward)
             more = (s.mean_response_tokens, s.truncated_frac, s.num_errors)
-            writer.writerow([*figures, *more, *(s.pass_at_k[k] for k in ks)])
+            writer.writerow([*values, *more, *(s.pass_at_k[k] for k in ks)])

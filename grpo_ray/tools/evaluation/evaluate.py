@@ -1,4 +1,4 @@
-"""`grpo-ray evaluate`: from what was typed to the folder of results."""
+"""`grpo-ray evaluate`: from the options to the folder of results."""
 
 import asyncio
 import contextlib
@@ -15,52 +15,50 @@ from grpo_ray.run.signals import Interrupted, sigterm_interrupts
 from grpo_ray.tasks import load_validation
 from grpo_ray.tasks.examples import ExampleSets
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
-from grpo_ray.telemetry.run_lock import locked
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.curve import plot_curve, write_curve
-from grpo_ray.tools.evaluation.folder import check_folder, claim, read_summary
-from grpo_ray.tools.evaluation.plan import EvaluationOptions, Plan, asked_of, make_plan
+from grpo_ray.tools.evaluation.evaluation_folder import read_summary
+from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions, EvaluationPlan, plan_evaluation
 from grpo_ray.tools.evaluation.readable import summary_table
 from grpo_ray.tools.evaluation.sampling import sample
 from grpo_ray.tools.evaluation.subject import Weights
 
 
 def evaluate(options: EvaluationOptions) -> Path:
-    """Sample, grade and sum up; returns the folder.
+    """Sample, grade and summarise; return the folder of results.
 
     Raises:
-        ConfigError, RunError: what was typed, the files, the model, the cluster or an actor.
-        Interrupted: Ctrl-C or SIGTERM; what there is is kept, and the message says how to go on.
+        ConfigError, RunError: the options, the files, the model, the cluster or an actor.
+        Interrupted: Ctrl-C or SIGTERM; the responses so far are kept, and the message says how to resume.
     """
-    plan = make_plan(options)
+    plan = plan_evaluation(options)
     _, examples, _ = all_of(
-        lambda: check_folder(plan.folder, plan.asked),
+        lambda: plan.folder.check(plan.definition, is_partial=True),
         lambda: load_validation(plan.config.task, plan.config.run.seed, plan.limit),
         lambda: session.check_machine(plan.config),
     )
     with EvaluationConsole() as console:
         for notice in plan.subject.notices:
-            console.trouble(notice)
+            console.warning(notice)
         config = _with_model(plan, console)
         prepared = _prepare(config, examples, console)
-        asked = asked_of(plan, prepared.validation)
-        check_folder(plan.folder, asked)
+        definition = plan.definition_with(prepared.validation)
+        plan.folder.check(definition)
         left = [w for w in plan.subject.weights if read_summary(plan.folder_of(w)) is None]
         if left:
             _print_plan(plan, config, prepared, console)
-            plan.folder.mkdir(parents=True, exist_ok=True)
-            with locked(plan.folder / ".lock", plan.folder):
-                claim(plan.folder, asked)
+            with plan.folder.lock():
+                plan.folder.claim(definition)
                 with _resumable(plan):
                     _sample(plan, config, left, prepared, console)
         found = [read_summary(plan.folder_of(weights)) for weights in plan.subject.weights]
         _conclude(plan, [summary for summary in found if summary is not None], console)
-    return plan.folder
+    return plan.folder.path
 
 
-def _with_model(plan: Plan, console: EvaluationConsole) -> Config:
-    """The configuration with the folder of the first weights, which the Generators load at their start."""
+def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
+    """Return the configuration with the folder of the first weights, which the Generators load at startup."""
     first = plan.subject.weights[0]
     path = str(first.folder) if first.folder is not None else plan.config.model.path
     if path is None:
@@ -77,14 +75,14 @@ def _prepare(config: Config, examples: ExampleSets, console: EvaluationConsole) 
     with shown_plainly():
         prepared = prepare_serving(config, check_files(config, examples))
     for notice in prepared.notices:
-        console.trouble(notice)
+        console.warning(notice)
     return prepared
 
 
 @contextlib.contextmanager
-def _resumable(plan: Plan) -> Iterator[None]:
-    """What ends it says where the responses so far are, and how to go on."""
-    kept = f"the responses so far are in {plan.folder}; go on with: {plan.command}"
+def _resumable(plan: EvaluationPlan) -> Iterator[None]:
+    """Add to every error where the responses so far are, and how to resume."""
+    kept = f"the responses so far are in {plan.folder.path}; resume with: {plan.command}"
     try:
         yield
     except KeyboardInterrupt:
@@ -94,11 +92,15 @@ def _resumable(plan: Plan) -> Iterator[None]:
 
 
 def _sample(
-    plan: Plan, config: Config, left: Sequence[Weights], prepared: PreparedServing, console: EvaluationConsole
+    plan: EvaluationPlan,
+    config: Config,
+    left: Sequence[Weights],
+    prepared: PreparedServing,
+    console: EvaluationConsole,
 ) -> None:
     assert config.model.path is not None
     console.status("starting Ray")
-    logs = plan.folder.resolve() / "logs"
+    logs = plan.folder.path.resolve() / "logs"
     with (
         session.connected(needs_hub=not is_local(config.model.path)),
         sigterm_interrupts(),
@@ -108,23 +110,25 @@ def _sample(
         asyncio.run(sample(plan, config, left, prepared, actors, console))
 
 
-def _conclude(plan: Plan, summaries: Sequence[EvaluationSummary], console: EvaluationConsole) -> None:
-    """The last one's table, and the curve of several."""
-    last = summaries[-1]
+def _conclude(plan: EvaluationPlan, summaries: Sequence[EvaluationSummary], console: EvaluationConsole) -> None:
+    """Print the table of the last weights and, of several, write the curve."""
+    folder, last = plan.folder.path, summaries[-1]
     console.print(summary_table(last))
     if last.num_errors:
-        console.trouble(f"{last.num_errors} responses could not be graded, and count as not right")
+        console.warning(f"{last.num_errors} responses could not be graded, and count as wrong")
     if len(plan.subject.weights) == 1:
-        console.print(f"\n{plan.folder}  (summary.json, examples.parquet, examples.md)")
+        console.print(f"\n{folder}  (summary.json, examples.parquet, examples.md)")
         return
-    write_curve(summaries, plan.folder / "curve.csv")
-    plot_curve(summaries, f"{plan.subject.name}: {plan.config.task.kind}", plan.folder / "accuracy.png")
+    write_curve(summaries, folder / "curve.csv")
+    plot_curve(summaries, f"{plan.subject.name}: {plan.config.task.kind}", folder / "accuracy.png")
     points = [(summary.step, summary.accuracy) for summary in summaries]
     console.print(f"\n{terminal_curve(points, title='accuracy of the checkpoints')}")
-    console.print(f"\n{plan.folder}  (curve.csv, accuracy.png, a folder a checkpoint)")
+    console.print(f"\n{folder}  (curve.csv, accuracy.png, one folder per checkpoint)")
 
 
-def _print_plan(plan: Plan, config: Config, prepared: PreparedServing, console: EvaluationConsole) -> None:
+def _print_plan(
+    plan: EvaluationPlan, config: Config, prepared: PreparedServing, console: EvaluationConsole
+) -> None:
     task, generator, sampling = config.task, config.generator, config.sampling
     prompt, reward = (getattr(task, name, "of each part") for name in ("prompt", "reward"))
     how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"

@@ -24,7 +24,7 @@ from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup, WeightSnapshot
 
 T = TypeVar("T")
-SURPLUS = 1.25  # requests beyond those that an engine runs, so that it never waits for the next
+SURPLUS = 1.25  # requests per running sequence of an engine, so that it never waits for the next
 
 
 class PuttingActors(ServingActors, Protocol):
@@ -35,10 +35,10 @@ class PuttingActors(ServingActors, Protocol):
 
 
 class Evaluator:
-    """A run's way from prompts to scored groups, deaths and restarts included, without its Learner.
+    """A run's path from prompts to scored groups, including deaths and restarts, without a Learner.
 
-    The weights of another policy reach the Generators as a trained version would: by a weight sync, of which
-    the WeightSync here (in this process) keeps the account.
+    Another policy's weights reach the Generators as a trained version would: by a weight sync, which a
+    WeightSync in this process conducts.
     """
 
     def __init__(self, config: Config, settings: SamplingSettings, actors: PuttingActors, log: RunLog) -> None:
@@ -57,7 +57,7 @@ class Evaluator:
         """Do the work once every actor is up.
 
         Raises:
-            RunError: what ended it.
+            RunError: the error that ended it.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -76,10 +76,10 @@ class Evaluator:
             raise error from None
 
     async def load(self, path: str) -> None:
-        """Bring the weights in a folder to every Generator; a Generator that fails is replaced.
+        """Load the weights in a folder into every Generator; a Generator that fails is replaced.
 
         Raises:
-            ValueError: they cannot be used; the Generators keep those they have.
+            ValueError: the weights cannot be used; the Generators keep their current ones.
         """
         snapshot = await asyncio.to_thread(_snapshot, self._config, path, self._num_loaded + 1)
         self._num_loaded += 1
@@ -91,8 +91,8 @@ class Evaluator:
     async def evaluate(
         self, items: Sequence[PromptItem], num_samples: int, take: Callable[[ScoredGroup], None]
     ) -> list[int]:
-        """Give each scored group to `take`, as they come; returns the ids of those that always failed."""
-        waiting = iter(items)  # shared: whoever is free takes the next
+        """Pass each scored group to `take` as it arrives; return the ids of prompts that failed."""
+        waiting = iter(items)  # shared: each worker takes the next when it is free
         failed: list[int] = []
 
         async def work() -> None:
@@ -115,7 +115,7 @@ class Evaluator:
             scored = await self._pool.sample(item, num_samples, "evaluation")
             try:
                 return None if scored is None else await self._actors.fetch(scored)
-            except DataLost:  # with the Scorer that held it
+            except DataLost:  # the Scorer that held the group died
                 continue
 
 
@@ -123,6 +123,6 @@ def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
     model = config.model
     try:
         policy = load_policy(path, model.trust_remote_code, model.implementation)
-    except OSError as error:  # a run that still trains may have deleted it
+    except OSError as error:  # a run that is still training may have deleted it
         raise ValueError(f"{path} cannot be read: {error}") from error
     return pack_weights(policy.named_parameters(), version, getattr(torch, model.dtype))

@@ -1,4 +1,4 @@
-"""`evaluate_vllm`: a zero-shot baseline in one call, on a `vllm.LLM` of one's own, without Ray."""
+"""`evaluate_vllm`: a zero-shot baseline in one call on a `vllm.LLM`, without Ray."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from grpo_ray.rewards.base import RewardFn, verdict
 from grpo_ray.rewards.isolation.worker import describe
 from grpo_ray.rewards.user_function import as_reward_fn
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, summarise
-from grpo_ray.tools.evaluation.folder import write_results
+from grpo_ray.tools.evaluation.evaluation_folder import write_results
 from grpo_ray.tools.evaluation.responses import SCHEMA, Row, make_row, table_outcomes
 from grpo_ray.types import PromptItem
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluationResults:
-    """What `evaluate_vllm` returns."""
+    """The summary and the graded responses that `evaluate_vllm` returns."""
 
     summary: EvaluationSummary
-    rows: list[Row]  # of every response, as in examples.parquet
+    rows: list[Row]  # one per response, as in examples.parquet
 
 
 def evaluate_vllm(
@@ -37,24 +37,24 @@ def evaluate_vllm(
     ground_truths: Sequence[str] | None = None,
     output: str | Path | None = None,
 ) -> EvaluationResults:
-    """Sample `eval_sampling_params.n` responses a prompt, grade them, and add them up.
+    """Sample `eval_sampling_params.n` responses per prompt, grade them, and summarise.
 
-    The reward function is called here, without a limit on its time; where it raises, or returns no reward,
-    that response has an error, and counts as not right. `grpo-ray evaluate` grades in processes that can be
+    The reward function is called in this process, without a time limit; a response for which it raises, or
+    returns no reward, has an error and counts as wrong. `grpo-ray evaluate` grades in processes that can be
     killed.
 
     Args:
-        prompts: texts with their template, or `PromptItem`s, which bring their ground truths.
-        ground_truths: of each prompt, where prompts are texts.
-        output: folder for `examples.parquet`, `summary.json` and `examples.md`, which must not be there.
+        prompts: texts with their template applied, or `PromptItem`s, which have their ground truths.
+        ground_truths: one per prompt, if the prompts are texts.
+        output: folder for `examples.parquet`, `summary.json` and `examples.md`, which must not exist.
 
     Raises:
-        ValueError: there are not as many ground truths as prompts, or no prompts.
-        FileExistsError: `output` is there already.
+        ValueError: there are no prompts, or not one ground truth per prompt.
+        FileExistsError: `output` exists already.
     """
     items = _items(prompts, ground_truths)
     if output is not None and Path(output).exists():
-        raise FileExistsError(f"output: {output} is there already; give another folder, or move it away")
+        raise FileExistsError(f"output: {output} exists already; give another folder, or move it away")
     grade = as_reward_fn(reward_fn, getattr(reward_fn, "__name__", repr(reward_fn)))
     inputs: Any = [
         {"prompt_token_ids": list(item.prompt_token_ids)} if item.prompt_token_ids else item.prompt
@@ -71,7 +71,7 @@ def evaluate_vllm(
     table = pa.Table.from_pylist(rows, SCHEMA)
     if output is None:
         return EvaluationResults(summarise(table_outcomes(table)), rows)
-    Path(output).mkdir(parents=True)  # now: a call that fails leaves nothing in the way of the next
+    Path(output).mkdir(parents=True)  # only now: a failed call leaves nothing that would block the next
     examples = Path(output) / "examples.parquet"
     pq.write_table(table, examples, compression="zstd")
     facts = {"sampling": repr(eval_sampling_params)}
@@ -82,11 +82,11 @@ def _items(
     prompts: Sequence[str] | Sequence[PromptItem], ground_truths: Sequence[str] | None
 ) -> list[PromptItem]:
     if not prompts:
-        raise ValueError("prompts: there are none; give one at least")
+        raise ValueError("prompts: there are none; give at least one")
     if ground_truths is None:
         items = [prompt for prompt in prompts if isinstance(prompt, PromptItem)]
         if len(items) < len(prompts):
-            raise ValueError("ground_truths: texts have none; give one for each, or give PromptItems")
+            raise ValueError("ground_truths: texts have none; give one per text, or give PromptItems")
         return items
     if len(ground_truths) != len(prompts):
         raise ValueError(f"ground_truths: there are {len(ground_truths)} for {len(prompts)} prompts")
@@ -98,7 +98,7 @@ def _items(
 def _graded(item: PromptItem, sample: int, response: Any, reward_fn: RewardFn) -> Row:
     try:
         rewards, error = reward_fn(response.text, item.ground_truth), ""
-    except Exception as failure:  # the user's function may raise whatever it likes
+    except Exception as failure:  # a user's function may raise anything
         rewards = verdict(has_format=False, is_right=False)
         error = describe(failure)
     num_tokens, reason = len(response.token_ids), response.finish_reason

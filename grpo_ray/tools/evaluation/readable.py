@@ -1,4 +1,4 @@
-"""An evaluation for people: the table that is printed, and sampled examples of each category."""
+"""An evaluation for people to read: the printed table, and sampled examples of each category."""
 
 import re
 from pathlib import Path
@@ -29,12 +29,12 @@ def counts(summary: EvaluationSummary) -> dict[Category, int]:
 
 
 def summary_table(summary: EvaluationSummary) -> Table:
-    """The figures, with their 95% intervals over prompts."""
+    """Return the results with their 95% intervals over prompts."""
     table = Table.grid(padding=(0, 2))
     examples = f"{summary.num_examples:,} prompts x {summary.num_samples}"
     rows = [("accuracy", _with_interval(summary.accuracy, summary.accuracy_interval), examples)]
     for k, value in summary.pass_at_k.items():
-        if k != "1":  # it is the accuracy
+        if k != "1":  # pass@1 is the accuracy
             rows.append((f"pass@{k}", _with_interval(value, summary.pass_at_k_intervals[k]), ""))
     rows.append(("format", _with_interval(summary.format_reward, summary.format_interval), ""))
     rows.append(("mean reward", f"{summary.reward:.4f} ± {summary.reward_standard_error:.4f}", ""))
@@ -57,7 +57,7 @@ def _with_interval(value: float, interval: Interval) -> str:
 
 
 def write_examples(examples_path: Path, summary: EvaluationSummary, path: Path) -> None:
-    """`examples.md`: ten responses of each category, drawn by a fixed seed."""
+    """Write `examples.md`: ten responses of each category, drawn with a fixed seed."""
     sections = ["# Sampled examples"]
     for category, number in counts(summary).items():
         if not number and category == Category.NOT_GRADED:
@@ -81,7 +81,7 @@ def _readable(row: Row) -> str:
 
 
 def _fenced(text: str) -> str:
-    """As a code block, whatever the text has of Markdown in it."""
+    """Return the text as a code block, whatever Markdown it contains."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

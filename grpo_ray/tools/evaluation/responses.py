@@ -1,7 +1,7 @@
-"""`examples.parquet`: a row for every response, on the disk soon after it came.
+"""`examples.parquet`: one row per response, on disk soon after the response arrived.
 
-    parts/00003.parquet     examples 192 to 255; of an interrupted evaluation perhaps some of them
-    examples.parquet        all of them, in order, once the evaluation is over
+    parts/00003.parquet     examples 192 to 255; after an interruption perhaps only some of them
+    examples.parquet        all examples in order, once the evaluation is complete
 
 Each file appears whole or not at all.
 """
@@ -24,8 +24,8 @@ EXAMPLES_PER_PART = 64
 
 SCHEMA = pa.schema(
     [
-        ("example_id", pa.int64()),  # its place in the task's validation set
-        ("task", pa.string()),  # the part of a mixture
+        ("example_id", pa.int64()),  # index in the task's validation set
+        ("task", pa.string()),  # the mixture part
         ("prompt", pa.string()),
         ("ground_truth", pa.string()),
         ("sample", pa.int32()),
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
         ("format_reward", pa.float64()),
         ("answer_reward", pa.float64()),
         ("category", pa.string()),  # a Category
-        ("error", pa.string()),  # why it could not be graded; empty: it was
+        ("error", pa.string()),  # why it could not be graded; empty if it was
     ]
 )
 NUMBERS = ["example_id", "task", "sample", "num_tokens", "finish_reason", "category", "error"]
@@ -72,8 +72,8 @@ def make_row(
     }
 
 
-def rows_of(group: ScoredGroup) -> list[Row]:
-    """A row for each response of the group."""
+def response_rows(group: ScoredGroup) -> list[Row]:
+    """Return one row per response of the group."""
     columns = zip(group.rewards, group.format_rewards, group.answer_rewards, strict=True)
     rewards = [dict(zip(REWARDS, values, strict=True)) for values in columns]
     return [
@@ -86,24 +86,24 @@ def rows_of(group: ScoredGroup) -> list[Row]:
 
 
 class ResponseFiles:
-    """Takes groups in any order; what an earlier, interrupted evaluation left in the folder is kept.
+    """Collects groups in any order, and keeps what an interrupted evaluation left in the folder.
 
-    In memory are the parts that still lack an example: about as many as are being sampled.
+    Only the parts that still lack an example are in memory: about as many as are being sampled.
     """
 
     def __init__(self, folder: Path, example_ids: Sequence[int]) -> None:
-        """`example_ids` are all that the evaluation asks."""
+        """Read what is there; `example_ids` are all examples of the evaluation."""
         self._parts = folder / "parts"
         self._examples_path = folder / "examples.parquet"
-        self._rows: dict[int, list[Row]] = {}  # of parts that are not complete
+        self._rows: dict[int, list[Row]] = {}  # by part, of incomplete parts
         self._missing: dict[int, set[int]] = {}
         for example_id in example_ids:
             self._missing.setdefault(example_id // EXAMPLES_PER_PART, set()).add(example_id)
-        self.done: frozenset[int] = frozenset(self._take_up())
+        self.done: frozenset[int] = frozenset(self._read_parts())
         self._parts.mkdir(exist_ok=True)
 
-    def _take_up(self) -> Iterator[int]:
-        """The examples that are there already."""
+    def _read_parts(self) -> Iterator[int]:
+        """Yield the examples that are on disk already."""
         for part in list(self._missing):
             path = self._part_path(part)
             if path.exists():
@@ -114,20 +114,24 @@ class ResponseFiles:
                 yield from sorted({row["example_id"] for row in rows})
 
     def add(self, group: ScoredGroup) -> None:
-        """Raises OSError, as on a full disk: nothing of the part is lost, and `flush` tries again."""
+        """Add a group, and write its part if that completes it.
+
+        Raises:
+            OSError: a full disk, for example; nothing is lost, and `flush` retries.
+        """
         part = group.group_id // EXAMPLES_PER_PART
         self._missing[part].remove(group.group_id)
-        self._rows.setdefault(part, []).extend(rows_of(group))
+        self._rows.setdefault(part, []).extend(response_rows(group))
         if not self._missing[part]:
             self._write(part)
 
     def flush(self) -> None:
-        """Write what is in memory too."""
+        """Write the incomplete parts too."""
         for part in list(self._rows):
             self._write(part)
 
     def join(self) -> Path:
-        """All parts as one file, in the examples' order; returns it."""
+        """Join all parts into one file in the order of the examples; return its path."""
         self.flush()
         with (
             replacing(self._examples_path) as partial,
@@ -139,7 +143,7 @@ class ResponseFiles:
         return self._examples_path
 
     def remove_parts(self) -> None:
-        """Once everything else is written: until then they are what an interrupted evaluation goes on from."""
+        """Delete the parts, from which an interrupted evaluation resumes, once everything is written."""
         shutil.rmtree(self._parts)
 
     def _write(self, part: int) -> None:
@@ -153,21 +157,21 @@ class ResponseFiles:
 
 
 def read_outcomes(path: Path) -> Outcomes:
-    """The file's responses in numbers: what is long, texts, is not read."""
+    """Return the file's responses as arrays, without reading the long texts."""
     return table_outcomes(pq.read_table(path, columns=[*NUMBERS, *REWARDS]))
 
 
 def table_outcomes(table: pa.Table) -> Outcomes:
-    """Rows in the order of examples, then samples; every example has as many samples."""
+    """Return the rows as arrays; rows are ordered by example, then sample, with equally many samples each."""
     num_samples = 1 + pc.max(table["sample"]).as_py()
 
     def by_prompt(values: pa.ChunkedArray) -> np.ndarray:
-        return values.to_numpy().reshape(-1, num_samples)
+        return np.asarray(values.to_numpy()).reshape(-1, num_samples)
 
     def column(name: str) -> np.ndarray:
         return by_prompt(table[name])
 
-    # Texts are compared in Arrow: in numpy every one would take as much memory as the longest.
+    # Texts are compared in Arrow: in NumPy each would take as much memory as the longest.
     return Outcomes(
         rewards=column("reward"),
         format_rewards=column("format_reward"),
@@ -180,17 +184,16 @@ def table_outcomes(table: pa.Table) -> Outcomes:
 
 
 def sample_rows(path: Path, category: Category, num_rows: int, seed: int = 0) -> list[Row]:
-    """So many rows of the category, drawn without replacement, in the file's order."""
+    """Return `num_rows` random rows of the category, without replacement, in the file's order."""
     categories = pq.read_table(path, columns=["category"])["category"].to_pylist()
-    places = [place for place, name in enumerate(categories) if name == category]
-    chosen = np.random.default_rng(seed).permutation(len(places))[:num_rows]
-    wanted = sorted(places[index] for index in chosen)
-    return list(_rows_at(path, wanted))
+    indices = [index for index, name in enumerate(categories) if name == category]
+    chosen = np.random.default_rng(seed).permutation(len(indices))[:num_rows]
+    return list(_rows_at(path, sorted(indices[number] for number in chosen)))
 
 
-def _rows_at(path: Path, places: Sequence[int]) -> Iterator[Row]:
-    """Rows by their place, in ascending order, a batch of the file in memory at a time."""
-    waiting, start = list(places), 0
+def _rows_at(path: Path, indices: Sequence[int]) -> Iterator[Row]:
+    """Yield the rows at ascending indices, with one batch of the file in memory at a time."""
+    waiting, start = list(indices), 0
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=256):
             while waiting and waiting[0] < start + batch.num_rows:

@@ -1,4 +1,4 @@
-"""Every policy's responses to a plan's prompts, into their folders."""
+"""Sampling: every policy's responses to a plan's prompts, written to their folders."""
 
 import time
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from grpo_ray.run.preflight import PreparedServing
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.tools.evaluation.console import EvaluationConsole
+from grpo_ray.tools.evaluation.evaluation_folder import write_results
+from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
 from grpo_ray.tools.evaluation.evaluator import Evaluator, PuttingActors
-from grpo_ray.tools.evaluation.folder import write_results
-from grpo_ray.tools.evaluation.plan import Plan
 from grpo_ray.tools.evaluation.responses import ResponseFiles
 from grpo_ray.tools.evaluation.subject import Weights
 from grpo_ray.types import ScoredGroup
 
 
 async def sample(
-    plan: Plan, config: Config, left: Sequence[Weights], prepared: PreparedServing, actors: PuttingActors,
-    console: EvaluationConsole,
+    plan: EvaluationPlan, config: Config, left: Sequence[Weights], prepared: PreparedServing,
+    actors: PuttingActors, console: EvaluationConsole,
 ) -> None:  # fmt: skip
-    """Those that are left, one after another; the actors begin with the plan's first weights.
+    """Sample with the weights in `left`, one after another; the actors start with the plan's first weights.
 
-    Others that cannot be loaded are passed over.
+    Later weights that cannot be loaded are skipped.
 
     Raises:
-        RunError: what ended it; the responses so far are on the disk.
+        RunError: the error that ended it; the responses so far are on disk.
     """
     settings = replace(
         training_settings(config.sampling, prepared.model.end_token_ids),
@@ -36,7 +36,7 @@ async def sample(
         top_p=plan.top_p,
     )
     console.status("starting the actors")
-    evaluator = Evaluator(config, settings, actors, RunLog(RunDirectory(plan.folder), console))
+    evaluator = Evaluator(config, settings, actors, RunLog(RunDirectory(plan.folder.path), console))
 
     async def work() -> None:
         for weights in left:
@@ -44,7 +44,7 @@ async def sample(
                 try:
                     await evaluator.load(str(weights.folder))
                 except ValueError as error:
-                    console.trouble(f"{weights.folder} is passed over: {error}")
+                    console.warning(f"{weights.folder} is skipped: {error}")
                     continue
             await _sample_one(plan, weights, prepared, evaluator, console)
 
@@ -52,7 +52,11 @@ async def sample(
 
 
 async def _sample_one(
-    plan: Plan, weights: Weights, prepared: PreparedServing, evaluator: Evaluator, console: EvaluationConsole
+    plan: EvaluationPlan,
+    weights: Weights,
+    prepared: PreparedServing,
+    evaluator: Evaluator,
+    console: EvaluationConsole,
 ) -> None:
     folder, items = plan.folder_of(weights), prepared.validation
     folder.mkdir(exist_ok=True)
@@ -72,15 +76,15 @@ async def _sample_one(
     finally:
         files.flush()
     if len(failed) == len(items):
-        raise RunError(f"not one prompt could be sampled; see {plan.folder / 'events.jsonl'}")
+        raise RunError(f"no prompt could be sampled; see {plan.folder.path / 'events.jsonl'}")
     if failed:
-        console.trouble(f"{len(failed)} prompts failed at every try, and are left out: see summary.json")
+        console.warning(f"{len(failed)} prompts failed every attempt and are left out; see summary.json")
     facts = {
-        **plan.asked,
+        **plan.definition,
         "weights": str(weights.folder or plan.config.model.path or "tiny"),
-        "not_sampled": failed,  # ids of prompts that are not in the figures
-        "seconds": time.perf_counter() - started,  # of this start, which sampled so many tokens
-        "sampled_tokens": num_tokens,
+        "not_sampled": failed,  # ids of prompts that are not in the results
+        "seconds": time.perf_counter() - started,  # of this start alone
+        "sampled_tokens": num_tokens,  # of this start alone
     }
     write_results(folder, files.join(), weights.step, facts)
     files.remove_parts()

@@ -1,4 +1,4 @@
-"""Which questions an evaluation asks, and how: the configuration's, or others in their place."""
+"""The task of an evaluation: the configuration's, or another one chosen on the command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,37 +24,37 @@ OTHER_SUFFIXES = (
     ".gz",
     ".zst",
     ".zip",
-)  # no dataset has such a name
-# What the mathematics rewards read is what these prompts ask for.
+)  # no hub dataset has such a name
+# The mathematics reward that reads the format each prompt asks for.
 REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
 
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """The options that say what is asked; None leaves what the configuration has."""
+    """The options that choose the task; None leaves the configuration's value."""
 
     task: str | None = None  # a kind, a file, or a dataset on the hub
     question_field: str | None = None
     answer_field: str | None = None
     prompt: str | None = None
     reward: str | None = None
-    limit: int | None = None  # prompts (of each part of a mixture)
+    limit: int | None = None  # number of prompts (of each mixture part)
 
 
 def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:
-    """The configuration's mapping with the task that was chosen, not validated.
+    """Return the configuration's mapping with the chosen task, not yet validated.
 
     Raises:
-        RunError: there is no task, the choice contradicts itself, or a file's fields are not known.
+        RunError: there is no task, the options contradict each other, or a file's fields are unknown.
         ValueError: a file cannot be read.
     """
     task = data.get("task")
     if choice.task is not None:
         task = _replaced(task, choice)
     elif choice.question_field or choice.answer_field:
-        raise RunError("--question-field, --answer-field: they are of a file; give it by --task")
+        raise RunError("--question-field, --answer-field: they need a file; give it with --task")
     if not isinstance(task, Mapping):
-        raise RunError("--task: a model alone has no questions; give a kind of task or a file")
+        raise RunError("--task: a model alone has no questions; give a task kind or a file")
     task = dict(task)
     _refuse_for_mixture(task, choice)
     if choice.prompt is not None:
@@ -74,13 +74,13 @@ def _refuse_for_mixture(task: Mapping[str, Any], choice: TaskChoice) -> None:
         parts = task.get("parts")
         names = " or ".join(map(str, parts)) if isinstance(parts, Mapping) and parts else "NAME"
         raise RunError(
-            f"--{given[0]}: the parts of a mixture have their own; set task.parts.NAME.task.{given[0]}=... "
+            f"--{given[0]}: each part of a mixture has its own; set task.parts.NAME.task.{given[0]}=... "
             f"for NAME {names}"
         )
 
 
 def _is_of_files(task: Mapping[str, Any]) -> bool:
-    """Whether its validation prompts are rows of a file, and not generated."""
+    """Return whether the task's validation prompts are rows of a file rather than generated."""
     section = _kinds().get(task.get("kind", ""))
     if section is None or "validation_path" not in section.model_fields:
         return False
@@ -105,7 +105,7 @@ def _replaced(task: Any, choice: TaskChoice) -> dict[str, Any]:
     if section is None:
         return _of_file(name, choice)
     if choice.question_field or choice.answer_field:
-        raise RunError(f"--question-field, --answer-field: they are of a file, and --task {name} is none")
+        raise RunError(f"--question-field, --answer-field: they need a file, and --task {name} is not a file")
     if isinstance(task, Mapping) and task.get("kind") == name:
         return {**task, "num_validation_prompts": ALL_ROWS} if _is_of_files(task) else dict(task)
     if name in ("file", "mixture"):
@@ -117,7 +117,7 @@ def _replaced(task: Any, choice: TaskChoice) -> dict[str, Any]:
 
 
 def _of_file(path: str, choice: TaskChoice) -> dict[str, Any]:
-    """Rows of a file here, or of a dataset on the hub, with the fields that were named or that are known."""
+    """Return the task of a local file or hub dataset, with the given or recognised fields."""
     _refuse_other_files(path)
     if choice.question_field or choice.answer_field:
         names = {"question_field": choice.question_field, "answer_field": choice.answer_field}
@@ -128,24 +128,24 @@ def _of_file(path: str, choice: TaskChoice) -> dict[str, Any]:
 
 
 def _refuse_other_files(path: str) -> None:
-    """Leave .jsonl and .parquet files, and what may be a dataset on the hub."""
+    """Refuse everything but .jsonl and .parquet files and possible names of hub datasets."""
     file = Path(path)
     if file.suffix in FILE_SUFFIXES:
         return
     is_file_name = file.suffix.lower() in (*FILE_SUFFIXES, *OTHER_SUFFIXES) or file.exists()
     if is_file_name or ("/" in path and file.parent.is_dir()):
         raise RunError(
-            f"--task: {path!r} is no .jsonl or .parquet file; convert or rename it, or correct the path"
+            f"--task: {path!r} is not a .jsonl or .parquet file; convert or rename it, or correct the path"
         )
     if path.count("/") != 1:
         raise RunError(
-            f"--task: {path!r} is no kind of task ({', '.join(_kinds())}), no .jsonl or .parquet file, and no "
+            f"--task: {path!r} is not a task kind ({', '.join(_kinds())}), a .jsonl or .parquet file, or a "
             "dataset on the hub (owner/name)"
         )
 
 
 def _one_set(path: str, split: str = "test") -> dict[str, Any]:
-    """Nothing is trained, so the training set need not be there: the same rows stand for it."""
+    """Return fields that name the same rows for training and validation, since nothing is trained."""
     return {
         "train_path": path, "validation_path": path, "train_split": split, "validation_split": split,
         "num_validation_prompts": ALL_ROWS, "duplicates": "keep",
@@ -153,7 +153,7 @@ def _one_set(path: str, split: str = "test") -> dict[str, Any]:
 
 
 def _recognised(path: Path) -> dict[str, Any]:
-    """The task of a file whose first row looks like GSM8K's, MATH's, their relatives' or the keywords'."""
+    """Return the task of a file, recognised by its first row: GSM8K, MATH, keyword pairs or similar."""
     _, row = next(rows_of(path, ("every column",)), ("", {}))
     question, answer, solution = row.get("question"), str(row.get("answer")), str(row.get("solution"))
     if question is not None and "####" in answer:
@@ -167,6 +167,6 @@ def _recognised(path: Path) -> dict[str, Any]:
         if field in row and "answer" in row:
             return {"kind": "file", "question_field": field, **_one_set(str(path))}
     raise RunError(
-        f"{path}: its fields are {', '.join(map(str, row)) or 'none'}; say which of them hold the question and "
-        "the answer by --question-field and --answer-field"
+        f"{path}: its fields are {', '.join(map(str, row)) or 'none'}; name those of the question and the "
+        "answer with --question-field and --answer-field"
     )

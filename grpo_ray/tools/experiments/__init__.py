@@ -1,1 +1,1 @@
-"""Comparisons: the same job under several settings and seeds, and what came of it in tables and pictures."""
+"""Experiments: one job under several settings and seeds, compared in tables and figures."""

@@ -1,4 +1,4 @@
-"""Pictures over steps and seconds: the validation reward, and the comparison's other metrics."""
+"""Plots over steps and seconds: the validation reward and the experiment's other metrics."""
 
 import math
 from collections import defaultdict
@@ -18,7 +18,7 @@ NUM_COLUMNS = 3
 
 
 def plot_validation_reward(results: Sequence[VariantResult], title: str, path: Path) -> None:
-    """`validation_reward.png`: over steps, and beside it over seconds of training."""
+    """Draw `validation_reward.png`: over steps on the left, over seconds of training on the right."""
     figure = new_figure(15, 5.8)
     over_steps, over_seconds = figure.subplots(1, 2, sharey=True)
     for index, result in enumerate(results):
@@ -28,7 +28,7 @@ def plot_validation_reward(results: Sequence[VariantResult], title: str, path: P
     if not rewards or (min(rewards) >= 0 and max(rewards) <= 1):
         over_steps.set_ylim(-0.02, 1.02)
     tidy(over_steps, "step", "validation reward (share of responses right)")
-    tidy(over_seconds, "seconds of training (the start left out)", "")
+    tidy(over_seconds, "seconds of training (without startup)", "")
     over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, fontsize=14)
     legend_beside(figure, over_steps, LEGEND)
@@ -36,7 +36,7 @@ def plot_validation_reward(results: Sequence[VariantResult], title: str, path: P
 
 
 def plot_metrics(results: Sequence[VariantResult], metrics: Sequence[str], title: str, path: Path) -> None:
-    """`metrics.png`: a small picture for each metric."""
+    """Draw `metrics.png`: one small plot per metric."""
     num_columns = min(NUM_COLUMNS, len(metrics))
     num_rows = math.ceil(len(metrics) / num_columns)
     figure = new_figure(4.6 * num_columns + 3, 3.6 * num_rows + 0.6)
@@ -61,7 +61,7 @@ def _plot_metric(axis: Axes, results: Sequence[VariantResult], metric: str) -> N
         axis.text(0.5, 0.5, "not in these runs' metrics", ha="center", transform=axis.transAxes)
         axis.set_yticks([])
     elif min(values) > 0 and max(values) > 30 * median(values):
-        axis.set_yscale("log")  # one variant that runs away must not flatten the others
+        axis.set_yscale("log")  # one diverging variant must not flatten the others
     unit = METRICS.get(metric, ("", ""))[0]
     tidy(axis, "step", f"{metric} [{unit}]" if unit else metric)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -72,7 +72,7 @@ def _rewards(result: VariantResult) -> Points:
 
 
 def _rewards_over_seconds(result: VariantResult) -> Points:
-    """At each evaluated step the rewards of the runs, at the mean of their seconds."""
+    """Return the runs' rewards at each evaluated step, placed at the mean of their seconds."""
     timed = [outcome for outcome in result.results if outcome.seconds is not None]
     seconds = _by_step([[(step, o.seconds_at(step)) for step, _ in o.evaluations] for o in timed])
     rewards = _by_step([outcome.evaluations for outcome in timed])

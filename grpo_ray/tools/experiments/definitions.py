@@ -1,7 +1,7 @@
-"""The experiments that come with grpo_ray: the course handout's, and those of schedules, losses and groups.
+"""The bundled experiments: those of the course handout, and comparisons of schedules, losses and group sizes.
 
-Their sizes suit `configs/quickstart.yaml` (32 prompts x 8 responses a step); with another configuration
-overrides change what is common to all variants.
+Their sizes suit `configs/quickstart.yaml` (32 prompts x 8 responses per step); for another configuration,
+overrides change what all variants have in common.
 """
 
 from grpo_ray.tools.experiments.experiment import Experiment
@@ -9,7 +9,7 @@ from grpo_ray.tools.experiments.experiment import Experiment
 SYNCHRONOUS = "weight_sync.max_lag=0"
 ONE_BEHIND = "weight_sync.max_lag=1"
 COLOCATED = ("generator.colocated=true", SYNCHRONOUS)
-# Two updates a batch of 256, so that ratios differ from 1 on the second even in a synchronous run.
+# Two updates per batch of 256, so that ratios differ from 1 in the second one even in a synchronous run.
 TWO_UPDATES = "algorithm.train_batch_size=128"
 REPLAY = (ONE_BEHIND, "buffer.replay.frac=0.5")
 INITIAL = "algorithm.kl.reference=initial"
@@ -53,7 +53,7 @@ _ALL = (
     ),
     Experiment(
         "colocate",
-        "Taking turns on the same device, with one update a rollout batch or four, against one version behind",
+        "Colocated on one device with one or four updates per rollout batch, against one version behind",
         {
             "colocated-1-update": COLOCATED,
             "colocated-4-updates": (*COLOCATED, "algorithm.epochs_per_batch=2", TWO_UPDATES),
@@ -78,7 +78,7 @@ _ALL = (
     ),
     Experiment(
         "kl-drift",
-        "How far does the policy go from where it began, and what does a penalty do?",
+        "How far does the policy drift from its initial weights, and what does a penalty change?",
         {
             "measured": (INITIAL, "algorithm.kl.coefficient=0"),
             "penalty-0.01": (INITIAL, "algorithm.kl.coefficient=0.01"),
@@ -116,7 +116,7 @@ _ALL = (
     ),
     Experiment(
         "loss-zoo",
-        "Every loss, with two updates a rollout batch",
+        "Every loss, with two updates per rollout batch",
         {
             "no_baseline": ("algorithm.loss=no_baseline",),
             "reinforce_with_baseline": ("algorithm.loss=reinforce_with_baseline",),
@@ -144,7 +144,7 @@ _ALL = (
             "one-behind": (ONE_BEHIND, "weight_sync.in_flight=false"),
             "one-behind-in-flight": (ONE_BEHIND, "weight_sync.in_flight=true"),
             "bounded-4": ("weight_sync.max_lag=4",),
-            # In flight, or every sync would wait for the stragglers that the look-ahead goes around.
+            # In flight, since otherwise every sync would wait for the stragglers that look-ahead skips.
             "lookahead": (ONE_BEHIND, "buffer.lookahead=9", "weight_sync.in_flight=true"),
             "oversample": (SYNCHRONOUS, "algorithm.oversample_frac=0.25"),
             "dynamic-sampling": (ONE_BEHIND, "algorithm.dynamic_sampling_tries=2"),

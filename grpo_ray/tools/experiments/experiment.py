@@ -1,4 +1,4 @@
-"""What an experiment is, and finding one by its name."""
+"""The definition of an experiment, and finding one by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from types import MappingProxyType
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.config.schema import nearest_name
 
-RUN_KEYS = ("run.name", "run.output_dir", "run.seed", "run.if_exists")  # every run is given its own
+RUN_KEYS = ("run.name", "run.output_dir", "run.seed", "run.if_exists")  # set for each run
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Variants of one job. The first is what the others are compared with."""
+    """Variants of one job. The first is the baseline of the comparison."""
 
     name: str
     title: str
     variants: Mapping[str, tuple[str, ...]]  # label -> overrides
-    metrics: tuple[str, ...]  # what the comparison is about, beside the validation reward
-    common: tuple[str, ...] = ()  # overrides of every variant, which a user's own may change
+    metrics: tuple[str, ...]  # compared in addition to the validation reward
+    common: tuple[str, ...] = ()  # overrides of every variant; a user's overrides come after them
     problem: int | None = None  # of the course handout
 
     def __post_init__(self) -> None:
@@ -34,10 +34,10 @@ def key_of(override: str) -> str:
 
 
 def find(name: str, experiments: Mapping[str, Experiment]) -> Experiment:
-    """The experiment of that name.
+    """Return the experiment of that name.
 
     Raises:
-        ConfigError: there is none; with the nearest name.
+        ConfigError: there is none; suggests the nearest name.
     """
     if not name:
         raise ConfigError(f"give the name of an experiment: {', '.join(experiments)}")
@@ -49,7 +49,7 @@ def find(name: str, experiments: Mapping[str, Experiment]) -> Experiment:
 
 
 def check_overrides(experiment: Experiment, overrides: Sequence[str]) -> list[str]:
-    """What is wrong with the overrides, a user's own or the experiment's, a line each."""
+    """Return one line per problem with the overrides, both the user's and the experiment's."""
     problems = []
     for override in overrides:
         varied = sorted(other for other in experiment.varied_keys if _overlap(key_of(override), other))
@@ -58,10 +58,10 @@ def check_overrides(experiment: Experiment, overrides: Sequence[str]) -> list[st
     everything = {key_of(override) for override in (*overrides, *experiment.common)} | experiment.varied_keys
     for key in sorted(everything):
         if any(_overlap(key, other) for other in RUN_KEYS):
-            problems.append(f"{key}: every run is given its own; see --seeds, --output and --name")
+            problems.append(f"{key}: it is set for each run; see --seeds, --output and --name")
     return problems
 
 
 def _overlap(key: str, other: str) -> bool:
-    """The same key, or one holds the other: `algorithm.kl` and `algorithm.kl.coefficient`."""
+    """Return whether the keys are equal or nested, such as `algorithm.kl` and `algorithm.kl.coefficient`."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")

@@ -1,10 +1,10 @@
-"""Running an experiment's runs: each a process of its own, some at once, and an end to all with Ctrl-C.
+"""Launching an experiment's runs: each in a process of its own, several in parallel, all stopped by Ctrl-C.
 
-A child has its own session: a terminal's Ctrl-C would reach it too, and a run takes a second signal to mean
-that it is not to wait for its checkpoint. If this process is killed, the kernel sends SIGTERM to its children.
+A child has its own session. Otherwise a terminal's Ctrl-C would reach it as well, and a run that receives a
+second signal does not wait for its checkpoint. If this process is killed, the kernel sends SIGTERM to its
+children.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,34 +14,34 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from grpo_ray.tools.experiments.plan import PlannedRun
+from grpo_ray.rewards.isolation.confinement import die_with_parent
+from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 from grpo_ray.tools.experiments.resources import GpuPool
 
 PROGRAM = (sys.executable, "-m", "grpo_ray")
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run's process ended."""
+    """The end of a run's process."""
 
     run: PlannedRun
-    status: int  # the process's exit status; negative: the signal's number
+    status: int  # exit status of the process; negative: number of the signal that ended it
     seconds: float
-    error: str | None  # the first line of what it said; None: it ended well
+    error: str | None  # its error in one line; None: it succeeded
 
 
 class Launcher:
-    """Runs processes until all have ended, or until a signal; then waits for those that run.
+    """Runs processes until all have ended, or until a signal; then waits for the running ones.
 
     Args:
-        on_start, on_end: called as a run starts and when it has ended.
+        on_start, on_end: called when a run starts and when it has ended.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Launcher:
         self._is_stopped = False
 
     def run_all(self, runs: Sequence[PlannedRun]) -> bool:
-        """Whether all were run; False: a signal came."""
+        """Run all of them; return False if a signal came first."""
         waiting, pool = deque(runs), GpuPool([run.config for run in runs])
         with self._signals():
             while self._children or (waiting and not self._is_stopped):
@@ -78,12 +78,12 @@ class Launcher:
             run = waiting.popleft()
             self._on_start(run)
             self._children.append(_Child(run, [*self._program, "train", self._base, *run.overrides], gpus))
-            if self._is_stopped:  # the signal came while it was started
+            if self._is_stopped:  # the signal came during its start
                 self._children[-1].interrupt()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM reach the children as SIGINT: they save at the first, and end at the second."""
+        """Forward SIGINT and SIGTERM to the children as SIGINT: the first makes them save, the second exit."""
         handled = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self._stop) for number in handled}
         try:
@@ -99,6 +99,8 @@ class Launcher:
 
 
 class _Child:
+    """One run's process."""
+
     def __init__(self, run: PlannedRun, command: Sequence[str], gpus: Sequence[str]) -> None:
         self.run, self.gpus = run, gpus
         run.log.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +110,7 @@ class _Child:
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
-            start_new_session=True, preexec_fn=_end_with_parent,
+            start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )  # fmt: skip
 
     def interrupt(self) -> None:
@@ -124,12 +126,8 @@ class _Child:
         return Ended(self.run, status, time.monotonic() - self._started, error)
 
 
-def _end_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
 def error_in(log: Path, begin: int, status: int) -> str:
-    """The first line of a run's error, or its last line: from what it wrote after byte `begin`."""
+    """Return the first line of a run's error, or its last line, from what it wrote after byte `begin`."""
     text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line.removeprefix("grpo-ray: ") for line in lines if line.startswith("grpo-ray: ")]

@@ -1,4 +1,4 @@
-"""What came of a run, read from its own files."""
+"""The outcome of a run, read from its own files."""
 
 import math
 from collections.abc import Sequence
@@ -9,28 +9,28 @@ from typing import Any, Literal
 
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
 from grpo_ray.telemetry.run_files import last_of_each_step
-from grpo_ray.tools.experiments.plan import PlannedRun
+from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 
 Status = Literal["finished", "diverged", "failed", "not finished"]
-NOT_FINITE = "recovery.max_skipped_updates"  # how the run's error begins
-COLLAPSED = 0.5  # of the first validation reward
+NOT_FINITE = "recovery.max_skipped_updates"  # beginning of the run's error
+COLLAPSED = 0.5  # fraction of the first validation reward
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run's course: rows by step, and evaluations as (step, reward)."""
+    """A run's status, its metrics by step, and its validations as (step, reward)."""
 
     variant: str
     seed: int
     num_steps: int
     status: Status
-    reason: str  # why it diverged or failed; otherwise empty
+    reason: str  # of a divergence or failure; otherwise empty
     evaluations: Sequence[tuple[int, float]]
     rows: Sequence[dict[str, Any]]
 
     @property
     def is_over(self) -> bool:
-        """It need not be run again: it is a result, if not always a wished one."""
+        """True if the run need not be repeated: divergence is a valid result."""
         return self.status in ("finished", "diverged")
 
     @property
@@ -42,24 +42,24 @@ class Outcome:
         return max((reward for _, reward in self.evaluations), default=None)
 
     def reward_at(self, step: float) -> float | None:
-        """Validation reward at a step; between two evaluations on the straight line, after the last None."""
+        """Return the validation reward at a step, interpolated linearly; None after the last validation."""
         for (left, low), (right, high) in zip(self.evaluations, self.evaluations[1:], strict=False):
             if left <= step <= right:
                 return low + (high - low) * (step - left) / (right - left)
         return None
 
     def steps_to(self, reward: float) -> int | None:
-        """The first evaluated step with at least that reward."""
+        """Return the first evaluated step with at least that reward."""
         return next((step for step, value in self.evaluations if value >= reward), None)
 
     @property
     def seconds(self) -> float | None:
-        """All steps' seconds; starting the run is not among them."""
+        """Total seconds of all steps, without the startup of the run."""
         return sum(self._step_seconds.values()) if self._step_seconds else None
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean without the first step, which compiles and fills caches."""
+        """Mean without the first step, which includes compilation and cold caches."""
         values = list(self._step_seconds.values())
         return fmean(values[1:] or values) if values else None
 
@@ -67,11 +67,11 @@ class Outcome:
         return sum(seconds for at, seconds in self._step_seconds.items() if at <= step)
 
     def series(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) where there is one: a value that was not finite is null in the files."""
+        """Return the metric as (step, value), without missing and non-finite values (null in the files)."""
         return [(row["step"], float(row[metric])) for row in self.rows if row.get(metric) is not None]
 
     def last_quarter(self, metric: str) -> float | None:
-        """Mean over the last quarter of the steps that were done."""
+        """Return the mean over the last quarter of the completed steps."""
         last = max((row["step"] for row in self.rows), default=0)
         values = [value for step, value in self.series(metric) if step > last - math.ceil(last / 4)]
         return fmean(values) if values else None
@@ -85,10 +85,10 @@ class Outcome:
 
 
 def read_outcome(run: PlannedRun, error: str | None = None) -> Outcome:
-    """What a run's files say; `error` is how its process ended, if not well.
+    """Return the outcome that a run's files show; `error` is that of its process, if it failed.
 
     Raises:
-        RunError: another process is writing them.
+        RunError: another process is writing the files.
     """
     if not run.directory.path.exists():
         return _read(run, error)
@@ -124,7 +124,7 @@ def _status(
 
 
 def _skipped_in_a_row(rows: Sequence[dict[str, Any]], newest: Checkpoint | None) -> int:
-    """At the run's end. The line of a last step that ended the run is in its checkpoint alone."""
+    """Return the count at the end of the run. If its last step ended it, only the checkpoint has that step."""
     name = "optim/skipped_in_a_row"
     last = rows[-1].get(name) if rows else None
     saved = newest.state.metrics.get(name) if newest is not None else None

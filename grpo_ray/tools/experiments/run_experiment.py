@@ -1,21 +1,19 @@
-"""An experiment from its definition to its table and pictures."""
+"""`grpo-ray experiment`: from the definition to the table and plots."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_ray.errors import INTERRUPTED
 from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.run_lock import locked
-from grpo_ray.tools.experiments.definition_file import keep_definition
 from grpo_ray.tools.experiments.experiment import Experiment
+from grpo_ray.tools.experiments.experiment_folder import definition_of, experiment_folder
+from grpo_ray.tools.experiments.experiment_plan import ExperimentPlan, PlannedRun, plan_experiment
 from grpo_ray.tools.experiments.launch import PROGRAM, Ended, Launcher
 from grpo_ray.tools.experiments.outcome import Outcome, read_outcome
-from grpo_ray.tools.experiments.plan import Plan, PlannedRun, make_plan
 from grpo_ray.tools.experiments.resources import default_jobs, describe_machine
 from grpo_ray.tools.experiments.summary import write_summary
-from grpo_ray.tools.experiments.table import by_variant, markdown_table, write_csv
-
-INTERRUPTED = 130
+from grpo_ray.tools.experiments.table import by_variant, comparison_table, write_csv
 
 
 def run_experiment(
@@ -28,32 +26,33 @@ def run_experiment(
     command: str,
     program: Sequence[str] = PROGRAM,
 ) -> bool:
-    """Run what has not been run, and write what came of it all; whether no run failed.
+    """Run what is not done yet and write the results of all runs; return whether every run succeeded.
 
     Args:
-        command: what the user typed, to be typed again.
+        command: the command as typed, for resuming.
 
     Raises:
-        ConfigError: a variant's configuration, before anything starts.
-        RunError: the folder is another experiment's, or is in use.
-        KeyboardInterrupt: a signal; all runs have been ended.
+        ConfigError: a variant's configuration is wrong; nothing was started.
+        RunError: the folder belongs to another experiment, or is in use.
+        KeyboardInterrupt: a signal came; all runs have ended.
     """
-    plan = make_plan(experiment, base, overrides, num_seeds, output)
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    with locked(plan.folder / ".lock", plan.folder):
-        keep_definition(plan)
+    plan = plan_experiment(experiment, base, overrides, num_seeds, output)
+    folder = experiment_folder(plan)
+    folder.check(definition_of(plan))
+    with folder.lock():
+        folder.claim(definition_of(plan))
         jobs = jobs or default_jobs([run.config for run in plan.runs])
         outcomes = _run(plan, jobs, program, command)
         write_report(plan, outcomes, command, jobs)
-    print(f"\n{(plan.folder / 'summary.md').read_text(encoding='utf-8')}\nAll of it is in {plan.folder}")
+    print(f"\n{(plan.folder / 'summary.md').read_text(encoding='utf-8')}\nEverything is in {plan.folder}")
     failed = [outcome for outcome in outcomes if not outcome.is_over]
     if failed:
-        print(f"{len(failed)} runs failed, and are tried again by: {command}")
+        print(f"{len(failed)} runs failed; retry them with: {command}")
     return not failed
 
 
-def _run(plan: Plan, jobs: int, program: Sequence[str], command: str) -> list[Outcome]:
-    """Every run's outcome; those that are over already are only read."""
+def _run(plan: ExperimentPlan, jobs: int, program: Sequence[str], command: str) -> list[Outcome]:
+    """Run what is left and return every run's outcome."""
     outcomes = {run.name: read_outcome(run) for run in plan.runs}
     progress = _Progress(plan, outcomes)
     left = [run for run in plan.runs if not outcomes[run.name].is_over]
@@ -62,21 +61,21 @@ def _run(plan: Plan, jobs: int, program: Sequence[str], command: str) -> list[Ou
     )
     launcher = Launcher(plan.base, jobs, progress.started, progress.ended, program)
     if not launcher.run_all(left):
-        raise KeyboardInterrupt(f"go on with: {command}")
+        raise KeyboardInterrupt(f"resume with: {command}")
     return list(outcomes.values())
 
 
 class _Progress:
-    """A line a run on the terminal, and `results.json`."""
+    """Progress on the terminal, one line per event of a run, and `results.json`."""
 
-    def __init__(self, plan: Plan, outcomes: dict[str, Outcome]) -> None:
+    def __init__(self, plan: ExperimentPlan, outcomes: dict[str, Outcome]) -> None:
         self._path, self._outcomes = plan.folder / "results.json", outcomes
         self._num_done = sum(outcome.is_over for outcome in outcomes.values())
         self._write()
 
     def started(self, run: PlannedRun) -> None:
-        has_begun = "goes on" if self._outcomes[run.name].rows else "started"
-        print(f"{run.name}: {has_begun} (log: {run.log})", flush=True)
+        verb = "resumed" if self._outcomes[run.name].rows else "started"
+        print(f"{run.name}: {verb} (log: {run.log})", flush=True)
 
     def ended(self, ended: Ended) -> None:
         is_stopped = ended.status == INTERRUPTED
@@ -99,16 +98,16 @@ class _Progress:
             partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def write_report(plan: Plan, outcomes: Sequence[Outcome], command: str, jobs: int) -> None:
-    """The table, the pictures and the summary."""
-    # Here, because nothing before needs matplotlib.
+def write_report(plan: ExperimentPlan, outcomes: Sequence[Outcome], command: str, jobs: int) -> None:
+    """Write the table, the plots and the summary."""
+    # Imported here, because nothing before needs matplotlib.
     from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward
     from grpo_ray.tools.experiments.timing import plot_timing
 
     experiment, folder = plan.experiment, plan.folder
     results = by_variant(experiment.variants, outcomes)
     write_csv(folder / "table.csv", results, experiment.metrics)
-    _write(folder / "table.md", markdown_table(results, experiment.metrics))
+    _write(folder / "table.md", comparison_table(results, experiment.metrics))
     title = experiment.title
     plot_validation_reward(results, title, folder / "validation_reward.png")
     plot_metrics(results, experiment.metrics, title, folder / "metrics.png")

@@ -1,4 +1,4 @@
-"""A sweep: every combination of the values given for some keys."""
+"""A sweep: an experiment over every combination of the given values."""
 
 import itertools
 import re
@@ -12,14 +12,14 @@ METRICS = ("optim/grad_norm", "policy/entropy", "loss/clip_frac", "lag/mean")
 
 
 def make_sweep(config: str, arguments: Sequence[str], name: str | None = None) -> Experiment:
-    """The experiment of `KEY=V1,V2 KEY=V3,V4 KEY=V`; the last key changes fastest, a single value is common.
+    """Return the experiment for `KEY=V1,V2 KEY=V3,V4 KEY=V`; the last key varies fastest, V is common to all.
 
     Raises:
-        ConfigError: no key is given, one is given twice, or one without a value.
+        ConfigError: no key is given, a key is given twice, or a key has no value.
     """
     axes = _axes(arguments)
     if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-        raise ConfigError(f"--name {name!r} is not a folder's name; --output says where the folder goes")
+        raise ConfigError(f"--name {name!r} is not a folder name; --output chooses where the folder goes")
     varied = {key: values for key, values in axes.items() if len(values) > 1} or axes
     common = tuple(f"{key}={values[0]}" for key, values in axes.items() if key not in varied)
     names = _short_names(list(varied))
@@ -28,7 +28,7 @@ def make_sweep(config: str, arguments: Sequence[str], name: str | None = None) -
         pairs = list(zip(varied, combination, strict=True))
         label = _folder_safe(",".join(f"{names[key]}={value}" for key, value in pairs))
         if label in variants:
-            raise ConfigError(f"two combinations of values are both called {label!r}; give each value once")
+            raise ConfigError(f"two combinations of values have the name {label!r}; give each value once")
         variants[label] = tuple(f"{key}={value}" for key, value in pairs)
     name = name or _folder_safe("-".join(["sweep", Path(config).stem, *names.values()]))
     return Experiment(name, f"{', '.join(varied)} of {config}", variants, METRICS, common)
@@ -42,7 +42,7 @@ def _axes(arguments: Sequence[str]) -> Mapping[str, list[str]]:
         if not equals or not key:
             raise ConfigError(f"{argument!r}: write it as section.key=value,value")
         if key in axes:
-            raise ConfigError(f"{key} is given twice; give all its values at once, with commas between")
+            raise ConfigError(f"{key} is given twice; give all its values at once, separated by commas")
         axes[key] = split_values(text)
         if not all(axes[key]):
             raise ConfigError(f"{argument!r}: a value is empty; write null or '' if that is meant")
@@ -52,7 +52,7 @@ def _axes(arguments: Sequence[str]) -> Mapping[str, list[str]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Split at the commas that stand outside of brackets, braces and quotes."""
+    """Split at commas outside of brackets, braces and quotes."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -71,7 +71,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each key; the whole key where two end alike."""
+    """Return the last part of each key, or the whole key where two have the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 

@@ -1,4 +1,4 @@
-"""The comparison in figures: a row a variant, as CSV and as Markdown."""
+"""The comparison in numbers: one row per variant, as CSV and as Markdown."""
 
 import csv
 import math
@@ -14,11 +14,11 @@ THRESHOLDS = (0.5, 0.8)
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A value over the runs that have one."""
+class Estimate:
+    """Statistics of a value over the runs that have one."""
 
     mean: float
-    sd: float | None  # sample standard deviation; None: a single run
+    sd: float | None  # sample standard deviation; None for a single run
     num_runs: int
     low: float
     high: float
@@ -26,7 +26,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """One variant's runs. Failed ones are counted, and left out of every figure."""
+    """One variant's runs. Failed ones are counted and left out of every estimate."""
 
     label: str
     outcomes: Sequence[Outcome]
@@ -38,35 +38,35 @@ class VariantResult:
     def count(self, status: str) -> int:
         return sum(outcome.status == status for outcome in self.outcomes)
 
-    def figure(self, value: Callable[[Outcome], float | None]) -> Figure | None:
+    def estimate(self, value: Callable[[Outcome], float | None]) -> Estimate | None:
         values = [found for outcome in self.results if (found := value(outcome)) is not None]
         if not values:
             return None
         sd = stdev(values) if len(values) > 1 else None
-        return Figure(fmean(values), sd, len(values), min(values), max(values))
+        return Estimate(fmean(values), sd, len(values), min(values), max(values))
 
     @property
-    def final(self) -> Figure | None:
-        return self.figure(lambda outcome: outcome.final)
+    def final(self) -> Estimate | None:
+        return self.estimate(lambda outcome: outcome.final)
 
     @property
-    def seconds_per_step(self) -> Figure | None:
-        return self.figure(lambda outcome: outcome.seconds_per_step)
+    def seconds_per_step(self) -> Estimate | None:
+        return self.estimate(lambda outcome: outcome.seconds_per_step)
 
-    def last_quarter(self, metric: str) -> Figure | None:
-        return self.figure(lambda outcome: outcome.last_quarter(metric))
+    def last_quarter(self, metric: str) -> Estimate | None:
+        return self.estimate(lambda outcome: outcome.last_quarter(metric))
 
     @property
     def largest_lag(self) -> float | None:
-        figure = self.figure(lambda outcome: outcome.largest("lag/max"))
-        return figure.high if figure else None
+        estimate = self.estimate(lambda outcome: outcome.largest("lag/max"))
+        return estimate.high if estimate else None
 
 
 def by_variant(labels: Iterable[str], outcomes: Sequence[Outcome]) -> list[VariantResult]:
     return [VariantResult(label, [o for o in outcomes if o.variant == label]) for label in labels]
 
 
-# ---- CSV: plain numbers; nothing where there is none ----
+# ---- CSV: plain numbers; empty where there is none ----
 
 
 def write_csv(path: Path, results: Sequence[VariantResult], metrics: Sequence[str]) -> None:
@@ -84,14 +84,14 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, str | f
         "runs": len(result.results),
         "final_reward_mean": final.mean if final else None,
         "final_reward_sd": final.sd if final else None,
-        "best_reward_mean": _mean(result.figure(lambda outcome: outcome.best)),
-        "half_reward_mean": _mean(result.figure(_half)),
+        "best_reward_mean": _mean(result.estimate(lambda outcome: outcome.best)),
+        "half_reward_mean": _mean(result.estimate(_half)),
     }
     for threshold in THRESHOLDS:
         reached = _steps_to(result, threshold)
         row[f"steps_to_{threshold}_mean"] = _mean(reached)
         row[f"steps_to_{threshold}_runs"] = reached.num_runs if reached else 0
-    row["seconds_total_mean"] = _mean(result.figure(lambda outcome: outcome.seconds))
+    row["seconds_total_mean"] = _mean(result.estimate(lambda outcome: outcome.seconds))
     row["seconds_per_step_mean"] = _mean(result.seconds_per_step)
     row["lag_max"] = result.largest_lag
     row |= {f"{metric}_last_quarter_mean": _mean(result.last_quarter(metric)) for metric in metrics}
@@ -101,27 +101,27 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, str | f
 # ---- Markdown: for reading ----
 
 
-def markdown_table(results: Sequence[VariantResult], metrics: Sequence[str]) -> str:
+def comparison_table(results: Sequence[VariantResult], metrics: Sequence[str]) -> str:
     headings = ["variant", "final validation reward", "best", "at half the steps"]
     headings += [f"steps to {threshold}" for threshold in THRESHOLDS]
-    headings += ["seconds", "seconds a step", *metrics]
+    headings += ["seconds", "seconds per step", *metrics]
     headings += ["largest lag"] * ("lag/max" not in metrics) + ["diverged", "failed"]
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1)]
     lines += [_markdown_row(result, metrics) for result in results]
     notes = (
         "Mean ± sample standard deviation over the runs (seeds). Steps to a reward: the first validation that "
-        "reached it, and in how many runs one did where it was not all. Metrics: mean over the last quarter of "
-        "the steps (lag/max: the largest). Seconds: sum of the steps', without the start; a step's without the "
-        "first."
+        "reached it, and the number of runs that did, if not all. Metrics: mean over the last quarter of the "
+        "steps (lag/max: the largest). Seconds: total of all steps, without startup; seconds per step: mean "
+        "without the first step."
     )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{notes}\n"
 
 
 def _markdown_row(result: VariantResult, metrics: Sequence[str]) -> list[str]:
     cells = [result.label, spread(result.final)]
-    cells += [_reward(_mean(result.figure(value))) for value in (lambda o: o.best, _half)]
+    cells += [_reward(_mean(result.estimate(value))) for value in (lambda o: o.best, _half)]
     cells += [_steps_cell(result, threshold) for threshold in THRESHOLDS]
-    cells += [short(_mean(result.figure(lambda o: o.seconds))), short(_mean(result.seconds_per_step))]
+    cells += [short(_mean(result.estimate(lambda o: o.seconds))), short(_mean(result.seconds_per_step))]
     lag = short(result.largest_lag)
     cells += [lag if metric == "lag/max" else short(_mean(result.last_quarter(metric))) for metric in metrics]
     cells += [lag] * ("lag/max" not in metrics)
@@ -140,15 +140,15 @@ def _reward(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def spread(figure: Figure | None) -> str:
-    """`0.912 ± 0.013`."""
-    if figure is None:
+def spread(estimate: Estimate | None) -> str:
+    """Return the estimate as `0.912 ± 0.013`."""
+    if estimate is None:
         return "–"
-    return f"{figure.mean:.3f}" + (f" ± {figure.sd:.3f}" if figure.sd is not None else "")
+    return f"{estimate.mean:.3f}" + (f" ± {estimate.sd:.3f}" if estimate.sd is not None else "")
 
 
 def short(value: float | None) -> str:
-    """Three significant digits, without an exponent where it can be read; whole numbers as such."""
+    """Return three significant digits, without an exponent if that is readable; integers as they are."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == round(value) or abs(value) >= 100:
@@ -160,13 +160,13 @@ def _half(outcome: Outcome) -> float | None:
     return outcome.reward_at(outcome.num_steps / 2)
 
 
-def _steps_to(result: VariantResult, threshold: float) -> Figure | None:
-    return result.figure(lambda outcome: outcome.steps_to(threshold))
+def _steps_to(result: VariantResult, threshold: float) -> Estimate | None:
+    return result.estimate(lambda outcome: outcome.steps_to(threshold))
 
 
 def _num_failed(result: VariantResult) -> int:
     return len(result.outcomes) - len(result.results)
 
 
-def _mean(figure: Figure | None) -> float | None:
-    return figure.mean if figure else None
+def _mean(estimate: Estimate | None) -> float | None:
+    return estimate.mean if estimate else None

@@ -1,4 +1,4 @@
-"""Where a step's seconds go, a variant a bar."""
+"""The time breakdown of a step, with one bar per variant."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from grpo_ray.tools.experiments.outcome import Outcome
 from grpo_ray.tools.experiments.table import VariantResult
 
 Seconds = Callable[[Outcome], float | None]
-BAR = 0.8  # of the room that a variant has
+BAR = 0.8  # fraction of a variant's height
 
 
 def mean_of(name: str) -> Seconds:
-    """A metric's mean without the first step, as `Outcome.seconds_per_step` has it."""
+    """Return a metric's mean without the first step, as `Outcome.seconds_per_step`."""
 
     def value(outcome: Outcome) -> float | None:
         values = [value for _, value in outcome.series(name)]
@@ -26,7 +26,7 @@ def mean_of(name: str) -> Seconds:
 
 
 def weight_sync(outcome: Outcome) -> float | None:
-    """All phases of a sync."""
+    """Return the seconds of all phases of a sync."""
     prefix = "timing/weight_sync/"
     names = {name for row in outcome.rows for name in row if name.startswith(prefix)}
     phases = [mean_of(name)(outcome) for name in sorted(names)]
@@ -45,7 +45,7 @@ SIDE_COLORS = ("#999999", COLORS[2], COLORS[0], COLORS[4], COLORS[1])
 
 
 def plot_timing(results: Sequence[VariantResult], title: str, path: Path) -> None:
-    """`timing.png`: the Learner's own time, which adds up to the step's, and what goes on at the same time."""
+    """Draw `timing.png`: the Learner's time, which adds up to the step, and all parts, which overlap."""
     timed = [result for result in results if result.seconds_per_step is not None]
     height = 2.6 + 0.75 * max(2, len(timed))  # inches
     figure = new_figure(15, height)
@@ -55,9 +55,9 @@ def plot_timing(results: Sequence[VariantResult], title: str, path: Path) -> Non
     learner.set_yticks(range(len(timed)), [result.label for result in timed])
     learner.set_ylim(max(1, len(timed)) - 0.5, -0.5)  # the first variant on top
     learner.set_title("The Learner's time (adds up to the step)", fontsize=12)
-    all_parts.set_title("What goes on meanwhile (overlaps: does not add up)", fontsize=12)
+    all_parts.set_title("All parts (they overlap and do not add up)", fontsize=12)
     for axis in (learner, all_parts):
-        tidy(axis, "seconds a step", "")
+        tidy(axis, "seconds per step", "")
         axis.grid(axis="y", visible=False)
         axis.grid(axis="x", color=GRID, linewidth=0.8)
         below = (0.5, -1.1 / height)
@@ -95,5 +95,5 @@ def _side_by_side(axis: Axes, results: Sequence[VariantResult]) -> None:
 
 
 def _mean(result: VariantResult, seconds: Seconds) -> float:
-    figure = result.figure(seconds)
-    return figure.mean if figure else 0.0
+    estimate = result.estimate(seconds)
+    return estimate.mean if estimate else 0.0

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo_ray.telemetry.readable_rollouts import readable_rollouts
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
-from grpo_ray.telemetry.validation_files import sample_rollouts
 from grpo_ray.tools.drawing.plots import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 
@@ -22,7 +22,7 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
     for step in (rewards[0][0], rewards[-1][0]):
         print_line(f"\nSamples at step {step}:")
-        for sample in sample_rollouts(read_groups(run.evaluations / f"{step_name(step)}.parquet"), 3):
+        for sample in readable_rollouts(read_groups(run.evaluations / f"{step_name(step)}.parquet"), 3):
             print_line(f"  reward {sample.reward:g}  {sample.prompt!r} -> {sample.response!r}")
     _print_set_aside(print_line, run)
     print_line(f"\nReward curve   {curve}")

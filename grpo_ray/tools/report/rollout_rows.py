@@ -8,14 +8,15 @@ import numpy as np
 from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.errors import RunError
 from grpo_ray.policy.loading import is_local, load_tokenizer
+from grpo_ray.telemetry.checkpoint import LAST, CheckpointStore
+from grpo_ray.telemetry.readable_rollouts import shortened
 from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.tools.evaluation.subject import find_subject
 from grpo_ray.tools.report.log_ratios import log_ratios
 from grpo_ray.tools.report.rollout_sample import RolloutSample, Row
 from grpo_ray.tools.report.token_texts import TokenTexts
 
 MAX_TOKENS = 400  # of a response
-MAX_CHARACTERS = 4000  # of a prompt, or of a response
+
 SMALL_WEIGHTS_BYTES = 500_000_000  # log-ratios of such a model take seconds, and come unasked
 NO_RATIOS = "none"
 PLAIN = (
@@ -65,17 +66,7 @@ def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | Non
 
 def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     """The one whose log-ratios are wanted."""
-    names = sorted(folder.name for folder in run.checkpoints.glob("step-*"))
-    if not names:
-        raise RunError(f"{run.path} has no checkpoint yet")
-    if log_ratio not in (None, "last", "best", *names):
-        choices = f"last, best, {NO_RATIOS}, or one of its own: {', '.join(names)}"
-        raise RunError(f"--log-ratio: {run.path} has no checkpoint {log_ratio!r}; give {choices}")
-    try:
-        folder = find_subject(str(run.path), log_ratio).weights[0].folder
-    except RunError as error:
-        raise RunError(str(error).replace("--checkpoint", "--log-ratio")) from None
-    assert folder is not None, "only the initial weights have none"
+    folder = CheckpointStore(run).choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).model_path
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if log_ratio is None and num_bytes > SMALL_WEIGHTS_BYTES:
         raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; ask with --log-ratio last")
@@ -85,7 +76,7 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
 def _token_texts(run: RunDirectory, notices: list[str]) -> TokenTexts | None:
     """By the newest checkpoint's tokenizer, or the model's that the run began with."""
     model = read_config(run.config_path).get("model") or {}
-    folders = [str(folder) for folder in sorted(run.checkpoints.glob("step-*"), reverse=True)]
+    folders = [str(checkpoint.model_path) for checkpoint in reversed(CheckpointStore(run).all())]
     if model.get("path") and is_local(model["path"]):
         folders.append(model["path"])
     for folder in folders:
@@ -100,7 +91,7 @@ def _token_texts(run: RunDirectory, notices: list[str]) -> TokenTexts | None:
 def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row:
     token_ids = row["token_ids"][:MAX_TOKENS]
     shown = {name: row.get(name) for name in PLAIN}
-    shown |= {name: _cut(row[name] or "") for name in ("prompt", "response", "ground_truth")}
+    shown |= {name: shortened(row[name] or "") for name in ("prompt", "response", "ground_truth")}
     if texts is not None:
         shown |= {
             "tokens": texts.of(token_ids),
@@ -113,8 +104,3 @@ def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row
 
 def _number(value: float | None) -> float | None:
     return round(float(value), 3) if value is not None and np.isfinite(value) else None
-
-
-def _cut(text: str) -> str:
-    more = len(text) - MAX_CHARACTERS
-    return text if more <= 0 else f"{text[:MAX_CHARACTERS]}… ({more:,} more characters)"

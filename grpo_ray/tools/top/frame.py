@@ -177,8 +177,8 @@ def _events(view: RunView) -> list[RenderableType]:
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         lines.append(_line(f"{clock} {event['text']}", "dim"))
     told = {event["text"] for event in view.events}
-    troubles = view.state.troubles if view.state is not None and not view.is_over else ()
-    lines += [_line(f"! {text}", "yellow") for text in troubles[-3:] if text not in told]
+    warnings = view.state.warnings if view.state is not None and not view.is_over else ()
+    lines += [_line(f"! {text}", "yellow") for text in warnings[-3:] if text not in told]
     return [Text(), *lines] if lines else []
 
 

@@ -19,7 +19,6 @@ from grpo_ray.tasks.examples import counted
 from grpo_ray.tasks.keywords.examples import make_example, task_keywords
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords, read_words
-from grpo_ray.telemetry.run_lock import locked
 from grpo_ray.tools.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, has_keywords
 from grpo_ray.tools.course.keyword_data.writers import (
     AnswerWriter,
@@ -63,7 +62,7 @@ def make_keyword_dataset(options: KeywordOptions) -> None:
         dataset = KeywordDataset(options.output, _definition(options, task))
         if dataset.pairs:
             print(f"going on with {counted(len(dataset.pairs), 'pair')} of {dataset.unfinished}")
-        with locked(dataset.unfinished / ".lock", dataset.unfinished):
+        with dataset.lock():
             if left := [keywords for keywords in wanted if keywords not in dataset.pairs]:
                 _run(dataset, left, start_writer(), options.max_attempts)
             num_train, num_validation = dataset.finish(wanted)

@@ -1,10 +1,10 @@
-"""A dataset in the making: every verified pair is on the disk at once, the finished files appear together."""
+"""A dataset being written: each verified pair is on disk at once, and the finished files appear together."""
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from grpo_ray.errors import RunError
 from grpo_ray.rewards.keywords import keyword_inclusion_reward_fn
@@ -12,66 +12,61 @@ from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords
 from grpo_ray.telemetry.durable import replacing, sync_tree
 from grpo_ray.telemetry.json_lines import JsonLines, read_lines
+from grpo_ray.telemetry.resumable_folder import Definition, ResumableFolder
 
 TRAIN_FRAC = 0.8
-DEFINITION = "definition.json"  # how the dataset was made
-FEWEST_PAIRS = 5  # of fewer, a fifth is none
+FEWEST_PAIRS = 5  # the fewest with at least one pair for validation
 
 
 def has_keywords(answer: str, keywords: Keywords) -> bool:
-    """Whether the answer has every keyword, as the task's reward has it."""
+    """Return whether the answer has every keyword, by the task's reward."""
     return keyword_inclusion_reward_fn(answer, ", ".join(keywords))["answer_reward"] == 1.0
 
 
 class KeywordDataset:
-    """The dataset of `folder`; until it is finished its pairs are in the folder `<name>.unfinished`."""
+    """The dataset in `folder`; until it is finished its pairs are in the folder `<name>.unfinished`."""
 
-    def __init__(self, folder: Path, definition: Mapping[str, Any]) -> None:
-        """Begin, or go on with what an earlier start of the same `definition` left.
+    def __init__(self, folder: Path, definition: Definition) -> None:
+        """Start the dataset, or resume it from what an earlier start with the same `definition` left.
 
         Raises:
-            RunError: the folder is not empty, cannot be written, or was begun with another definition.
+            RunError: the folder is not empty, cannot be written, or belongs to another definition.
         """
         folder = folder if folder.name else folder.resolve()  # "." has no name
         self.folder, self.unfinished = folder, folder.with_name(f"{folder.name}.unfinished")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise RunError(f"{folder}: is there already, and is not overwritten; give another --output")
-        try:
-            self.unfinished.mkdir(parents=True, exist_ok=True)
-            self._keep_definition(definition)
-            path = self.unfinished / "pairs.jsonl"
-            self._lines = JsonLines(path)
-            rows = read_lines(path) if path.exists() else []
-        except OSError as error:
-            raise RunError(
-                f"{self.unfinished}: cannot be written ({error.strerror}); give another --output"
-            ) from None
+            raise RunError(f"{folder} exists already, and is not overwritten; give another --output")
+        self._resumable = ResumableFolder(
+            self.unfinished, "definition.json", "keyword dataset", "give another --output"
+        )
+        self._resumable.claim(definition)
+        path = self.unfinished / "pairs.jsonl"
+        self._lines = JsonLines(path)
+        rows = read_lines(path) if path.exists() else []
         pairs = (KeywordPair(row["prompt"], row["answer"], tuple(row["keywords"])) for row in rows)
         self.pairs = {pair.keywords: pair for pair in pairs}
 
-    def _keep_definition(self, definition: Mapping[str, Any]) -> None:
-        path, text = self.unfinished / DEFINITION, json.dumps(definition, indent=1) + "\n"
-        if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise RunError(
-                f"{self.unfinished}: holds pairs that were begun with other options ({path.name} has them); "
-                "give those again, remove the folder, or give another --output"
-            )
-        with replacing(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-
-    def add(self, pair: KeywordPair) -> None:
-        """Write a pair down.
+    def lock(self) -> AbstractContextManager[None]:
+        """Return a lock on the unfinished dataset.
 
         Raises:
-            RunError: the disk does not take it.
+            RunError: another process holds the lock.
+        """
+        return self._resumable.lock()
+
+    def add(self, pair: KeywordPair) -> None:
+        """Write a pair to disk.
+
+        Raises:
+            RunError: it could not be written.
         """
         assert has_keywords(pair.answer, pair.keywords)
         if error := self._lines.append(pair.to_json()):
-            raise RunError(f"{error}; make room, and start again to go on")
+            raise RunError(f"{error}; make room, then run the same command to resume")
         self.pairs[pair.keywords] = pair
 
     def finish(self, wanted: Sequence[Keywords]) -> tuple[int, int]:
-        """Write `train.jsonl` and `validation.jsonl` in the order of `wanted`; returns how many each has.
+        """Write `train.jsonl` and `validation.jsonl` in the order of `wanted`; return the size of each.
 
         Raises:
             RunError: there are too few pairs.
@@ -80,7 +75,7 @@ class KeywordDataset:
         if len(pairs) < FEWEST_PAIRS:
             raise RunError(
                 f"only {len(pairs)} of {len(wanted)} prompts got an answer with all of the keywords, and "
-                f"{FEWEST_PAIRS} are needed; raise --max-attempts, or take another --prompt or --model"
+                f"{FEWEST_PAIRS} are needed; raise --max-attempts, or give another --prompt or --model"
             )
         num_train = min(round(TRAIN_FRAC * len(pairs)), len(pairs) - 1)
         with replacing(self.folder) as partial:
@@ -88,7 +83,7 @@ class KeywordDataset:
             partial.mkdir()
             _write(partial / "train.jsonl", pairs[:num_train])
             _write(partial / "validation.jsonl", pairs[num_train:])
-            shutil.copy(self.unfinished / DEFINITION, partial)
+            shutil.copy(self._resumable.definition_path, partial)
             sync_tree(partial)
         shutil.rmtree(self.unfinished)
         return num_train, len(pairs) - num_train

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from grpo_ray.errors import RunError
+from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.tools.course.playground.settings import make_settings
 from grpo_ray.tools.experiments.resources import describe_machine
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from grpo_ray.tools.course.playground.comparison import Run
     from grpo_ray.tools.course.playground.policy_gradient import Point
 
-INTERRUPTED = 130
 MAX_SAMPLES = 1000  # of which 20,000 estimates still fit into memory
 
 

@@ -1,4 +1,4 @@
-"""Everything an evaluation is, before anything of it is started."""
+"""The plan of an evaluation, complete before anything is started."""
 
 import hashlib
 import json
@@ -12,7 +12,9 @@ from typing import Any
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
 from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.telemetry.resumable_folder import ResumableFolder
 from grpo_ray.telemetry.run_files import step_name
+from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
 from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
 from grpo_ray.tools.evaluation.task_choice import TaskChoice, choose_task
 from grpo_ray.types import PromptItem
@@ -22,7 +24,7 @@ NO_CHOICE = TaskChoice()
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What was typed; None leaves what the configuration has."""
+    """The command-line options; None leaves the configuration's value."""
 
     target: str
     choice: TaskChoice = NO_CHOICE
@@ -33,26 +35,26 @@ class EvaluationOptions:
     max_tokens: int | None = None
     output: str | None = None
     overrides: tuple[str, ...] = ()
-    command: str = ""  # to be typed again
+    command: str = ""  # as typed, to resume
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is asked of which weights, and how."""
+class EvaluationPlan:
+    """The weights to evaluate, the prompts, the sampling settings and the folder."""
 
     subject: Subject
     config: Config
-    model_config: Config  # what a tiny model is built by: its own task, whatever is asked here
+    model_config: Config  # builds a tiny model, which keeps its own task whatever task is evaluated
     num_samples: int
     temperature: float
     top_p: float
     limit: int | None
-    folder: Path
-    command: str  # to be typed again, with the folder
+    folder: ResumableFolder
+    command: str  # as typed, with the folder, to resume
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What makes an evaluation the same as another, but for the prompts themselves."""
+    def definition(self) -> dict[str, Any]:
+        """Everything that two starts of one evaluation have in common, except for the prompts themselves."""
         config = self.config.model_dump(mode="json", include={"model", "task", "sampling"})
         config["sampling"] |= {
             "num_samples": self.num_samples, "temperature": self.temperature, "top_p": self.top_p,
@@ -61,28 +63,32 @@ class Plan:
         return {**config, "weights": weights, "seed": self.config.run.seed, "limit": self.limit}
 
     def _files_digest(self, weights: Weights) -> str:
-        """Another when other weights were written into the folder; a model built here has none yet."""
+        """Return a digest that changes when the weights in the folder change; a tiny model has none yet."""
         path = weights.folder or self.config.model.path
         files = sorted(Path(path).glob("*.safetensors")) if path is not None else []
         return _digest(repr((file.name, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
 
+    def definition_with(self, items: Sequence[PromptItem]) -> dict[str, Any]:
+        """Return the definition with a digest of the prompts: a file's contents may change under its name."""
+        digest = _digest(json.dumps([item.task, item.prompt, item.ground_truth]) for item in items)
+        return {**self.definition, "prompts": f"{len(items)} of sha256 {digest}"}
+
     def folder_of(self, weights: Weights) -> Path:
-        """Where the results of these weights go: of several, each has a folder of its own."""
-        return self.folder if len(self.subject.weights) == 1 else self.folder / step_name(weights.step)
-
-
-def asked_of(plan: Plan, items: Sequence[PromptItem]) -> dict[str, Any]:
-    """`plan.asked` with the prompts and ground truths, whose files may change while their names do not."""
-    digest = _digest(json.dumps([item.task, item.prompt, item.ground_truth]) for item in items)
-    return {**plan.asked, "prompts": f"{len(items)} of sha256 {digest}"}
+        """Return the folder for the results of these weights; each of several has its own."""
+        path = self.folder.path
+        return path if len(self.subject.weights) == 1 else path / step_name(weights.step)
 
 
 def _digest(texts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
-def make_plan(options: EvaluationOptions) -> Plan:
-    """Raises ConfigError or RunError."""
+def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
+    """Return the plan for these options.
+
+    Raises:
+        ConfigError, RunError: the options, the configuration, the run or the model; says what to change.
+    """
     subject = find_subject(options.target, options.checkpoint)
     with shown_plainly():
         data = choose_task(subject.data, options.choice)
@@ -100,7 +106,7 @@ def make_plan(options: EvaluationOptions) -> Plan:
         raise RunError(f"--n: greedy sampling (--temperature 0) gives {num_samples} equal responses; give 1")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = options.output or f"evaluations/{subject.name}-{stamp}"
-    return Plan(
+    return EvaluationPlan(
         subject,
         _serving(config),
         model_config,
@@ -108,13 +114,13 @@ def make_plan(options: EvaluationOptions) -> Plan:
         temperature,
         sampling.top_p if options.top_p is None else options.top_p,
         options.choice.limit,
-        Path(folder),
+        evaluation_folder(Path(folder)),
         options.command if options.output else f"{options.command} --output {shlex.quote(folder)}",
     )
 
 
 def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:
-    """The overrides that a tiny model is built with: none of a run, which began with what it began with."""
+    """Return the overrides for building a tiny model; none for a run, because its model is fixed."""
     if subject.is_run:
         return []
     is_replaced = options.choice.task is not None
@@ -122,7 +128,7 @@ def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:
 
 
 def _serving(config: Config) -> Config:
-    """Without what only training wants: no Learner, and nobody to share a device with."""
+    """Return the configuration for serving alone: without a Learner, and without sharing its device."""
     data = config.model_dump()
     data["learner"] |= {"num_gpus": 0, "num_cpus": 0}
     data["generator"] |= {"colocated": False, "slowdown_s": 0.0}

@@ -1,4 +1,4 @@
-"""What an experiment is about to run: every run's configuration, checked together."""
+"""The plan of an experiment: every run's configuration, checked together."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,38 +28,42 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExperimentPlan:
+    """An experiment with a base configuration, a number of seeds and a folder."""
+
     experiment: Experiment
     base: str
-    overrides: tuple[str, ...]  # a user's own
+    overrides: tuple[str, ...]  # the user's
     num_seeds: int
     folder: Path
     runs: tuple[PlannedRun, ...]  # all variants with seed 0, then with seed 1, ...
 
 
-def make_plan(experiment: Experiment, base: str, overrides: Sequence[str], num_seeds: int, output: str) -> Plan:
-    """Every run's configuration, checked before anything starts.
+def plan_experiment(
+    experiment: Experiment, base: str, overrides: Sequence[str], num_seeds: int, output: str
+) -> ExperimentPlan:
+    """Return the plan, with every run's configuration checked before anything starts.
 
     Raises:
-        ConfigError: with the problems of all variants in one message.
+        ConfigError: has the problems of all variants in one message.
     """
-    load_config(base)  # or its problems would be told once a variant
+    load_config(base)  # otherwise its problems would be reported once per variant
     folder = Path(output) / experiment.name
     problems = check_overrides(experiment, overrides)
     if num_seeds < 1:
         problems.append(f"--seeds {num_seeds}: give at least 1")
-    runs, told = [], {problem: [""] for problem in problems}
+    runs, found = [], {problem: [""] for problem in problems}
     for seed in range(num_seeds):
         for variant, own in experiment.variants.items():
             try:
                 runs.append(_plan_run(folder, base, variant, seed, (*experiment.common, *overrides, *own)))
             except ConfigError as error:
-                told.setdefault(str(error), []).append(variant)
-    if not told:
-        told |= _same_variants(runs)
-    if told:
-        raise ConfigError(_message(experiment, told))
-    return Plan(experiment, base, tuple(overrides), num_seeds, folder, tuple(runs))
+                found.setdefault(str(error), []).append(variant)
+    if not found:
+        found |= _same_variants(runs)
+    if found:
+        raise ConfigError(_message(experiment, found))
+    return ExperimentPlan(experiment, base, tuple(overrides), num_seeds, folder, tuple(runs))
 
 
 def _plan_run(folder: Path, base: str, variant: str, seed: int, overrides: Sequence[str]) -> PlannedRun:
@@ -73,7 +77,7 @@ def _plan_run(folder: Path, base: str, variant: str, seed: int, overrides: Seque
 
 
 def _same_variants(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
-    """Variants that are the same job under two labels."""
+    """Return problems with variants that are the same job under two labels."""
     seen: dict[str, str] = {}
     same = {}
     for run in runs:
@@ -85,9 +89,9 @@ def _same_variants(runs: Sequence[PlannedRun]) -> dict[str, list[str]]:
     return same
 
 
-def _message(experiment: Experiment, told: Mapping[str, Sequence[str]]) -> str:
+def _message(experiment: Experiment, found: Mapping[str, Sequence[str]]) -> str:
     lines = [f"{experiment.name}: nothing was started"]
-    for problem, variants in told.items():
+    for problem, variants in found.items():
         names = ", ".join(dict.fromkeys(filter(None, variants)))
         lines.append((f"variant {names}: {problem}" if names else problem).replace("\n", "\n  "))
     return "\n  ".join(lines)

@@ -1,0 +1,40 @@
+"""A few rollouts for people to read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_ray.types import ScoredGroup
+
+MAX_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class ReadableRollout:
+    """A prompt, one response to it, and its reward."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    reward: float
+
+
+def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[ReadableRollout]:
+    """Return first completions of prompts spread evenly over the set: the same prompts at every validation."""
+    ordered = sorted(groups, key=lambda group: group.group_id)
+    num_rollouts = min(num_rollouts, len(ordered))
+    chosen = [ordered[index * len(ordered) // num_rollouts] for index in range(num_rollouts)]
+    return [
+        ReadableRollout(
+            prompt=group.rollout.item.prompt,
+            response=group.rollout.completions[0].text,
+            ground_truth=group.rollout.item.ground_truth,
+            reward=float(group.rewards[0]),
+        )
+        for group in chosen
+    ]
+
+
+def shortened(text: str, max_characters: int = MAX_CHARACTERS) -> str:
+    """Return the text, cut at `max_characters` with a note of how much is missing."""
+    num_cut = len(text) - max_characters
+    return text if num_cut <= 0 else f"{text[:max_characters]}… ({num_cut:,} more characters)"
