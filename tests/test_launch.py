@@ -21,7 +21,7 @@ from small_run import QUICKSTART, SMALL
 
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.cli import _parse
+from grpo_ray.tools.cli import parse
 
 SECRET = {"EXAMPLE_API_KEY": "for the shell that starts the nodes alone"}
 PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")
@@ -211,7 +211,7 @@ def test_ray_job_is_grpo_ray_submit_from_the_folder_above(elsewhere, tmp_path):
     ]:
         result = elsewhere("ray_job.sh", *arguments)
         assert result.stdout.splitlines() == [str(tmp_path), "submit", *submitted]
-        _parse(["submit", *submitted])  # the program's own options
+        parse(["submit", *submitted])  # the program's own options
 
     usage = elsewhere("ray_job.sh")
     assert usage.returncode == 2
@@ -223,7 +223,7 @@ def test_local_is_grpo_ray_train_without_a_cluster(elsewhere, tmp_path):
     (tmp_path / "bin" / "grpo-ray").write_text('#!/bin/bash\nprintf "%s\\n" "${RAY_ADDRESS-none}" "$@"\n')
     result = elsewhere("local.sh", QUICKSTART, "run.name=a b", RAY_ADDRESS="http://head:8265")
     assert result.stdout.splitlines() == ["none", "train", QUICKSTART, "run.name=a b"]
-    _parse(["train", QUICKSTART, "run.name=a b"])
+    parse(["train", QUICKSTART, "run.name=a b"])
     assert elsewhere("local.sh").returncode == 2
 
 

@@ -15,7 +15,7 @@ import yaml
 from grpo_ray.cluster.placement import Node, shortfalls
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.tools.cli import _parse
+from grpo_ray.tools.cli import parse
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -32,7 +32,7 @@ def version_of(package: str) -> str:
 
 def config_of(command: Iterable[str]) -> Config:
     """What `train` would run with, after the program's own parser; the file must exist."""
-    options = _parse(list(command))
+    _, options = parse(list(command))
     return load_config(ROOT / options.config, options.overrides)
 
 
@@ -60,7 +60,7 @@ def test_the_pages_submit_what_can_be_submitted() -> None:
     calls += re.findall(r"^    grpo-ray submit (configs.+)$", text, re.M)
     assert len(calls) >= 5
     for call in calls:
-        options = _parse(["submit", *shlex.split(call, comments=True)])
+        _, options = parse(["submit", *shlex.split(call, comments=True)])
         load_config(ROOT / options.config, options.overrides)
 
 

@@ -18,7 +18,8 @@ from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.submit import job_client
 from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
-from grpo_ray.tools.submit.submission import SENT_ALONG, Circumstances, check_sent, resumption_job, training_job
+from grpo_ray.tools.submit.submission import SENT_ALONG, SubmissionContext, resumption_job, training_job
+from grpo_ray.tools.submit.upload import LIMIT_BYTES, check_upload, uploaded_files
 
 HERE = "http://127.0.0.1:8265"
 ELSEWHERE = "http://head.example:8265"
@@ -32,8 +33,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def circumstances(address: str = HERE, **others: Any) -> Circumstances:
-    return Circumstances(address, Path.cwd(), **others)
+def make_context(address: str = HERE, **others: Any) -> SubmissionContext:
+    return SubmissionContext(address, Path.cwd(), **others)
 
 
 # ---- what is sent ----
@@ -41,7 +42,7 @@ def circumstances(address: str = HERE, **others: Any) -> Circumstances:
 
 def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     overrides = ["run.name=a b", 'sampling.stop=["</answer>", "$(id)"]', "run.output_dir=out"]
-    job = training_job(QUICKSTART, overrides, circumstances())
+    job = training_job(QUICKSTART, overrides, make_context())
     run = Path.cwd() / "out" / "a b"
     assert job.command == (
         sys.executable, "-m", "grpo_ray", "train", QUICKSTART, *overrides,
@@ -57,21 +58,23 @@ def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
 
 
 def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
-    job = training_job(QUICKSTART, [], circumstances())
+    job = training_job(QUICKSTART, [], make_context())
     config = load_config(QUICKSTART, job.command[5:])
     assert str(config.run.name).startswith("quickstart-2")
     assert job.metadata["run"] == f"{config.run.output_dir}/{config.run.name}"
 
 
 def test_names_that_yaml_would_read_as_something_else(tmp_path: Path) -> None:
-    job = training_job(QUICKSTART, ['run.name="007"', 'run.output_dir="out #1"'], Circumstances(HERE, tmp_path))
+    job = training_job(
+        QUICKSTART, ['run.name="007"', 'run.output_dir="out #1"'], SubmissionContext(HERE, tmp_path)
+    )
     config = load_config(QUICKSTART, job.command[5:])
     assert (config.run.name, config.run.output_dir) == ("007", f"{tmp_path}/out #1")
 
 
 def test_the_python_of_the_cluster() -> None:
-    assert training_job(QUICKSTART, [], circumstances(ELSEWHERE)).command[0] == "python"
-    given = circumstances(ELSEWHERE, python="/opt/grpo/bin/python")
+    assert training_job(QUICKSTART, [], make_context(ELSEWHERE)).command[0] == "python"
+    given = make_context(ELSEWHERE, python="/opt/grpo/bin/python")
     assert training_job(QUICKSTART, [], given).command[0] == "/opt/grpo/bin/python"
 
 
@@ -80,17 +83,17 @@ def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.Mo
     monkeypatch.setenv("GRPO_RAY_CACHE", "https://user:password@cache")  # looks like a credential: not sent
     monkeypatch.setenv("EXAMPLE_TOKEN", "mine")
     monkeypatch.setenv("EXAMPLE_SETTING", "yours")
-    variables = training_job(QUICKSTART, [], circumstances()).runtime_env["env_vars"]
+    variables = training_job(QUICKSTART, [], make_context()).runtime_env["env_vars"]
     assert variables == {"HF_HUB_OFFLINE": "1", "RAY_JOB_STOP_WAIT_TIME_S": "60"}
 
-    job = training_job(QUICKSTART, ["run.on_preemption_s=99.5"], circumstances(env=["EXAMPLE_SETTING"]))
+    job = training_job(QUICKSTART, ["run.on_preemption_s=99.5"], make_context(env=["EXAMPLE_SETTING"]))
     assert job.runtime_env["env_vars"]["EXAMPLE_SETTING"] == "yours"
     assert job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "130"  # 99.5 up, and 30 to end
     assert job.warnings == ()
-    (warning,) = training_job(QUICKSTART, [], circumstances(env=["EXAMPLE_TOKEN"])).warnings
+    (warning,) = training_job(QUICKSTART, [], make_context(env=["EXAMPLE_TOKEN"])).warnings
     assert "EXAMPLE_TOKEN looks like a credential" in warning
     with pytest.raises(RunError, match="--env NOT_THERE: no such variable in this shell"):
-        training_job(QUICKSTART, [], circumstances(env=["NOT_THERE"]))
+        training_job(QUICKSTART, [], make_context(env=["NOT_THERE"]))
 
 
 def test_the_page_names_every_variable_that_is_sent() -> None:
@@ -111,7 +114,7 @@ def test_what_ray_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(Path(QUICKSTART).read_text())
     monkeypatch.chdir(tmp_path)
-    job = training_job("configs/mine.yaml", ["run.output_dir=out"], circumstances())
+    job = training_job("configs/mine.yaml", ["run.output_dir=out"], make_context())
     package = tmp_path.parent / "package.zip"
     create_package(str(tmp_path), package, include_gitignore=True, excludes=job.runtime_env["excludes"])
     names = {name for name in ZipFile(package).namelist() if not name.endswith("/")}
@@ -125,7 +128,7 @@ def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
 
     def check(*overrides: str, config: str = "mine.yaml") -> None:
-        check_sent(training_job(config, overrides, circumstances()))
+        check_upload(training_job(config, overrides, make_context()))
 
     for name in ("data/train.jsonl", "kept/train.jsonl", "model/config.json", "model/model.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -152,23 +155,23 @@ def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypat
         with (tmp_path / "data" / name).open("wb") as file:
             file.truncate(60 * 2**20)
     monkeypatch.chdir(tmp_path)
-    job = training_job("mine.yaml", [], circumstances())
+    job = training_job("mine.yaml", [], make_context())
     with pytest.raises(RunError, match=r"120 MiB would be .* takes 100 MiB; the largest: data \(120 MiB"):
-        check_sent(job)
+        check_upload(job)
     (tmp_path / ".rayignore").write_text("/data/b\n")
-    check_sent(job)
+    check_upload(job)
 
 
 def test_a_file_outside_of_the_working_directory(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(Path(QUICKSTART).read_text())
-    assert str(file) in training_job(str(file), [], circumstances()).command
+    assert str(file) in training_job(str(file), [], make_context()).command
     with pytest.raises(RunError, match=r"mine\.yaml: only the working directory .* is sent to http://head"):
-        training_job(str(file), [], circumstances(ELSEWHERE))
+        training_job(str(file), [], make_context(ELSEWHERE))
 
 
 def test_a_resumption_names_the_runs_folder(tmp_path: Path) -> None:
-    where = Circumstances(HERE, tmp_path)
+    where = SubmissionContext(HERE, tmp_path)
     with pytest.raises(RunError, match="no run in runs/a: it has no config"):
         resumption_job("runs/a", [], where)
     run = tmp_path / "runs" / "a"
@@ -197,22 +200,22 @@ def test_the_address_is_a_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_token_nothing_goes_to_another_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    check_token(circumstances())
+    check_token(make_context())
     assert "RAY_AUTH_MODE" not in os.environ
     for mode in (None, "token"):
         with monkeypatch.context() as patch:
             if mode:
                 patch.setenv("RAY_AUTH_MODE", mode)
             with pytest.raises(RunError, match=r"no token for http://head\.example:8265"):
-                check_token(circumstances(ELSEWHERE))
+                check_token(make_context(ELSEWHERE))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    check_token(circumstances(ELSEWHERE))
+    check_token(make_context(ELSEWHERE))
 
     for name, value in [("RAY_AUTH_TOKEN", "x"), ("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))]:
         monkeypatch.delenv("RAY_AUTH_MODE")
         (tmp_path / "token").write_text("x")
         monkeypatch.setenv(name, value)
-        check_token(circumstances(ELSEWHERE))
+        check_token(make_context(ELSEWHERE))
         assert os.environ["RAY_AUTH_MODE"] == "token"
         monkeypatch.delenv(name)
 
@@ -272,7 +275,7 @@ class Status(str):
 def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
     fake = FakeJobs()
     monkeypatch.setattr(job_client, "_connect", lambda address: fake)
-    monkeypatch.setattr(job_client, "LOOK_S", 0.0)
+    monkeypatch.setattr(job_client, "POLL_S", 0.0)
     return fake
 
 

@@ -1,4 +1,4 @@
-"""Tokens a second of a Generator that samples and of a Learner that trains: given, or measured by a run."""
+"""Rates that a run measured: tokens per second of a Generator that samples and of a Learner that trains."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,39 +12,41 @@ from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
 
 FIRST_STEPS = 2  # engine and allocator are slower in these
+NEEDED = (  # a step counts where all of them are above 0
+    "throughput/sampled_tokens_per_s", "throughput/trained_tokens_per_s",
+    "utilization/generators", "utilization/learner",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one Generator and of the Learner, each while it works."""
+    """Tokens per second of one Generator and of the Learner, each while it works."""
 
     sampled_tokens_per_s: float
     trained_tokens_per_s: float
-    sync_s: float = 0.0
-    """Seconds of a weight sync in which Generators stand still."""
-    trained_frac: float = 1.0
-    """Share of the response tokens that a gradient is computed for: groups without signal have none."""
+    sync_s: float
+    """Seconds of a weight sync, in which Generators are paused."""
+    trained_frac: float
+    """Share of the response tokens that get a gradient; groups without signal get none."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run's own records say of it, medians over its steps."""
+    """Medians over the steps of a run."""
 
     config: Config
     rates: Rates
     response_tokens: float
-    """Mean of a response."""
+    """Mean length of a response."""
     step_s: float
     num_steps: int
-    memory_bytes: Mapping[str, float]
-    """The most that each process held at the end of a step, by its name."""
 
 
 def measure(path: str | Path) -> MeasuredRun:
     """Read a run's config.yaml and metrics.jsonl.
 
     Raises:
-        ValueError: it is no run, or has no step in which both sides worked.
+        ValueError: there is no run, or it has no step in which both sides worked.
         ConfigError: its config.yaml is of another version.
     """
     run = RunDirectory(path)
@@ -52,7 +54,8 @@ def measure(path: str | Path) -> MeasuredRun:
         raise ValueError(f"--from {path}: no run there (it has no config.yaml)")
     config = load_config(run.config_path)
     rows = last_of_each_step(run.metrics_path)
-    steady = [row for row in rows[FIRST_STEPS if len(rows) > 2 * FIRST_STEPS else 0 :] if _both_work(row)]
+    steady = rows[FIRST_STEPS if len(rows) > 2 * FIRST_STEPS else 0 :]
+    steady = [row for row in steady if all(row.get(name, 0) > 0 for name in NEEDED)]
     if not steady:
         raise ValueError(f"--from {path}: no step in which the Generators sampled and the Learner trained")
     response_tokens = median(row["rollout/response_tokens/mean"] for row in steady)
@@ -62,24 +65,11 @@ def measure(path: str | Path) -> MeasuredRun:
         response_tokens=response_tokens,
         step_s=median(row["timing/step_s"] for row in steady),
         num_steps=len(steady),
-        memory_bytes=_memory(rows),
-    )
-
-
-def _both_work(row: Mapping[str, Any]) -> bool:
-    return all(
-        row.get(f"{kind}/{name}", 0) > 0
-        for kind, name in (
-            ("throughput", "sampled_tokens_per_s"),
-            ("throughput", "trained_tokens_per_s"),
-            ("utilization", "generators"),
-            ("utilization", "learner"),
-        )
     )
 
 
 def _rates(config: Config, rows: Sequence[Mapping[str, Any]], response_tokens: float) -> Rates:
-    """Tokens over seconds of work: the metrics' are over the step's, and `utilization` is the share of it."""
+    """Divide tokens by seconds of work: `throughput` is per second of a step, `utilization` the share of it."""
     num_generators = config.generator.num_generators
     all_tokens = config.algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens
     return Rates(
@@ -93,14 +83,3 @@ def _rates(config: Config, rows: Sequence[Mapping[str, Any]], response_tokens: f
         sync_s=median(sum(row[name] for name in SYNC) for row in rows),
         trained_frac=min(1.0, median(row["throughput/trained_tokens"] for row in rows) / all_tokens),
     )
-
-
-def _memory(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    most: dict[str, float] = {}
-    for row in rows:
-        for metric, value in row.items():
-            area, _, name = metric.partition("/")
-            if area == "memory" and name != "object_store_spilled_bytes":
-                process = name.removesuffix("_bytes")
-                most[process] = max(most.get(process, 0.0), value)
-    return most
