@@ -1,13 +1,14 @@
-"""What `grpo-ray submit` sends to a cluster, and how it follows and stops it; the job API is a fake here."""
+"""The jobs that `grpo-ray submit` sends, follows and stops; Ray's job API is a fake here."""
 
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import aiohttp
 import pytest
@@ -101,24 +102,87 @@ def test_the_page_names_every_variable_that_is_sent() -> None:
     assert [name for name in SENT_ALONG if f"`{name}`" not in page] == []
 
 
-def test_what_ray_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own packaging, on a folder like a checkout after some work."""
-    from zipfile import ZipFile
+def write_files(folder: Path, names: Iterable[str], text: str = "") -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
+
+def packed(folder: Path, excludes: Sequence[str]) -> set[str]:
+    """Return the files that Ray's own packaging takes from the folder."""
     from ray._private.runtime_env.packaging import create_package
 
+    package = folder.parent / f"{folder.name}.zip"
+    create_package(str(folder), package, include_gitignore=True, excludes=list(excludes))
+    names = {name for name in ZipFile(package).namelist() if not name.endswith("/")}
+    return {name.removeprefix(f"{folder.name}/") for name in names}
+
+
+def listed(folder: Path, excludes: Sequence[str]) -> set[str]:
+    return {str(path.relative_to(folder)) for path in uploaded_files(folder, excludes)}
+
+
+def test_ray_uploads_neither_secrets_nor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own packaging, on a folder like a checkout after some work."""
     secret = ["key.pem", ".env", ".env.local", "config/id.key", ".netrc"]
     heavy = [".venv/lib/a", "runs/a/metrics.jsonl", "out/b/metrics.jsonl", "__pycache__/a.pyc", ".git/config"]
     wanted = ["configs/mine.yaml", "grpo_ray/runs/code.py", "data/train.jsonl"]
-    for name in (*secret, *heavy, *wanted):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(Path(QUICKSTART).read_text())
+    write_files(tmp_path, [*secret, *heavy, *wanted], Path(QUICKSTART).read_text())
     monkeypatch.chdir(tmp_path)
     job = training_job("configs/mine.yaml", ["run.output_dir=out"], make_context())
-    package = tmp_path.parent / "package.zip"
-    create_package(str(tmp_path), package, include_gitignore=True, excludes=job.runtime_env["excludes"])
-    names = {name for name in ZipFile(package).namelist() if not name.endswith("/")}
-    assert {name.removeprefix(f"{tmp_path.name}/") for name in names} == set(wanted)
+    assert packed(tmp_path, job.runtime_env["excludes"]) == set(wanted)
+    assert listed(tmp_path, job.runtime_env["excludes"]) == set(wanted)
+
+
+TREE = (
+    "a.log", "keep.log", "data/a.log", "data/train.jsonl", "data/deep/x.txt", "data/deep/er/x.txt",
+    "src/data/y.txt", "src/a.py", "build", "src/build/z.txt", "models/qwen/config.json",
+    "models/qwen/.git/config", "#odd", "b c.txt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["*.log"],
+        ["*.log", "!keep.log"],
+        ["!keep.log", "*.log"],
+        ["data"],
+        ["data/"],
+        ["/data/"],
+        ["/data", "!/data/train.jsonl"],
+        ["data/*", "!data/train.jsonl"],
+        ["data/**", "!data/train.jsonl"],
+        ["data/*/"],
+        ["build/"],
+        ["src/build"],
+        ["**/deep/x.txt"],
+        ["data/**/x.txt"],
+        ["src/**"],
+        ["?.log", "[ab]*.txt  "],
+        ["# a comment", "", "#odd", "*.py"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("file", ["excludes", ".gitignore", ".rayignore", "src/.gitignore"])
+def test_the_files_that_are_checked_are_those_that_ray_uploads(
+    tmp_path: Path, patterns: list[str], file: str
+) -> None:
+    folder = tmp_path / "work"
+    write_files(folder, TREE)
+    if file != "excludes":
+        (folder / file).write_text("\n".join(patterns))
+    excludes = patterns if file == "excludes" else []
+    found = packed(folder, excludes)
+    assert listed(folder, excludes) == found
+    if file == "excludes":
+        assert found < set(TREE)
+
+
+def test_the_limit_is_rays() -> None:
+    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
+
+    assert LIMIT_BYTES == DASHBOARD_CLIENT_MAX_SIZE
 
 
 def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +291,7 @@ MESSAGE = "exit code 2, last available logs (truncated to 20,000 chars):\nstep 1
 
 
 class FakeJobs:
-    """As Ray's JobSubmissionClient: jobs by id, which end when their output has been read."""
+    """A stand-in for Ray's JobSubmissionClient: jobs by id, which end when their output has been read."""
 
     def __init__(self, ending: str = "SUCCEEDED") -> None:
         self.ending, self.not_ready = ending, 0
@@ -302,7 +366,7 @@ def test_a_job_that_fails_is_a_command_that_fails(jobs: FakeJobs, capsys: pytest
 def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.output = ["step 1\n", KeyboardInterrupt()]
     assert main(["submit", QUICKSTART]) == INTERRUPTED
-    assert "the job goes on" in capsys.readouterr().err
+    assert "the job keeps running" in capsys.readouterr().err
     assert jobs.jobs["job-1"].status == "RUNNING"
     jobs.output = ["step 2\n"]
     assert main(["submit", "--follow", "job-1"]) == 0
@@ -314,7 +378,7 @@ def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[st
     assert "step 1" not in capsys.readouterr().out
     assert main(["submit", "--stop", "job-1"]) == 0
     printed = capsys.readouterr().out
-    assert f"job job-1: stopped\ngo on with: grpo-ray submit --resume {Path.cwd()}/runs/a\n" in printed
+    assert f"job job-1: stopped\nresume it with: grpo-ray submit --resume {Path.cwd()}/runs/a\n" in printed
     assert main(["submit", "--stop", "job-1"]) == 0  # a second time there is nothing to do
     assert capsys.readouterr().out == "job job-1: stopped\n"
     jobs.stopped_by = KeyboardInterrupt()
@@ -332,7 +396,7 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
     monkeypatch.setattr(jobs, "ending", "RUNNING")
     jobs.output = ["step 1\n", *how]
     assert main(["submit", QUICKSTART]) == 2
-    assert "the job goes on; follow it again with --follow job-1" in capsys.readouterr().err
+    assert "the job keeps running; follow it again with --follow job-1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -353,7 +417,7 @@ def test_a_mistake_is_refused_before_anything_is_submitted(
     jobs: FakeJobs, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     if "--follow" in arguments:
-        jobs.output = [aiohttp.ClientError("404, as if nobody answered")]  # as Ray's
+        jobs.output = [aiohttp.ClientError("404, as if there were no server")]  # as Ray raises it
     assert main(["submit", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert jobs.jobs == {}
@@ -379,9 +443,9 @@ def test_a_head_that_takes_no_jobs(
     jobs.not_ready = 9
     monkeypatch.setattr(job_client, "STARTING_S", 0.0)
     assert main(["submit", QUICKSTART]) == 2
-    assert f"grpo-ray: {HERE}: the head node takes no jobs" in capsys.readouterr().err
+    assert f"grpo-ray: {HERE}: the head node accepts no jobs" in capsys.readouterr().err
 
 
-def test_nobody_at_the_address() -> None:
+def test_an_address_without_a_server() -> None:
     with pytest.raises(RunError, match="no Ray dashboard answers at "):
         JobClient("http://127.0.0.1:1")
