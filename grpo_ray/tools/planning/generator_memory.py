@@ -27,6 +27,7 @@ def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_
         "KV cache", max(sequence, min(left, wanted * sequence)), note
     )  # vLLM makes do with what is left
     device = "the GPU, in the Generator's turn" if generator.colocated else "a Generator's GPU"
+    device += f" (generator.gpu_memory_utilization {share:g})"
     return Budget(device, [weights, cache], allowed, _room(left, sequence, wanted))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
-from grpo_ray.tools.planning.measured_run import Rates
+from grpo_ray.tools.planning.measured_run import MeasuredRun
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,26 @@ class Split:
     time: StepTime
 
 
-def step_time(config: Config, rates: Rates, response_tokens: float, num_generators: int) -> StepTime:
+def step_time(config: Config, run: MeasuredRun, response_tokens: float, num_generators: int) -> StepTime:
     """Return the time of a step with a mean response of `response_tokens`; replayed groups cost no sampling."""
     algorithm = config.algorithm
     sampled = config.fresh_per_step * algorithm.samples_per_prompt * response_tokens
-    trained = algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens * rates.trained_frac
+    trained = algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens * run.trained_frac
     return StepTime(
-        sample_s=sampled / (rates.sampled_tokens_per_s * num_generators),
-        train_s=trained / rates.trained_tokens_per_s,
-        sync_s=rates.sync_s,
+        sample_s=sampled / (run.sampled_tokens_per_s * num_generators),
+        train_s=trained / run.trained_tokens_per_s,
+        sync_s=run.sync_s,
         overlaps=config.weight_sync.max_lag > 0,
     )
 
 
-def splits(config: Config, rates: Rates, response_tokens: float, num_gpus: int) -> list[Split]:
+def splits(config: Config, run: MeasuredRun, response_tokens: float, num_gpus: int) -> list[Split]:
     """Return every number of Generators that leaves the Learner its GPU; none where no GPUs are divided."""
     each, own = config.generator.num_gpus, config.learner.num_gpus
     if config.generator.colocated or not (each and own):
         return []
     return [
-        Split(number, number * each + own, step_time(config, rates, response_tokens, number))
+        Split(number, number * each + own, step_time(config, run, response_tokens, number))
         for number in range(1, (num_gpus - own) // each + 1)
     ]
 

@@ -1,10 +1,8 @@
-"""Rates that a run measured: tokens per second of a Generator that samples and of a Learner that trains."""
+"""A run's measured rates: tokens per second of a Generator that samples and of a Learner that trains."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -19,27 +17,22 @@ NEEDED = (  # a step counts where all of them are above 0
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Tokens per second of one Generator and of the Learner, each while it works."""
-
-    sampled_tokens_per_s: float
-    trained_tokens_per_s: float
-    sync_s: float
-    """Seconds of a weight sync, in which Generators are paused."""
-    trained_frac: float
-    """Share of the response tokens that get a gradient; groups without signal get none."""
-
-
-@dataclass(frozen=True)
 class MeasuredRun:
     """Medians over the steps of a run."""
 
     config: Config
-    rates: Rates
+    num_steps: int
+    step_s: float
     response_tokens: float
     """Mean length of a response."""
-    step_s: float
-    num_steps: int
+    sampled_tokens_per_s: float
+    """Of one Generator while it samples."""
+    trained_tokens_per_s: float
+    """Of the Learner while it trains."""
+    trained_frac: float
+    """Share of the response tokens that get a gradient; groups without signal get none."""
+    sync_s: float
+    """Seconds of a weight sync, in which Generators are paused."""
 
 
 def measure(path: str | Path) -> MeasuredRun:
@@ -59,27 +52,17 @@ def measure(path: str | Path) -> MeasuredRun:
     if not steady:
         raise ValueError(f"--from {path}: no step in which the Generators sampled and the Learner trained")
     response_tokens = median(row["rollout/response_tokens/mean"] for row in steady)
+    all_tokens = config.algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens
+    # `throughput` is per second of a step, and `utilization` the share of the step that was work.
+    sampled = [row["throughput/sampled_tokens_per_s"] / row["utilization/generators"] for row in steady]
+    trained = [row["throughput/trained_tokens_per_s"] / row["utilization/learner"] for row in steady]
     return MeasuredRun(
         config=config,
-        rates=_rates(config, steady, response_tokens),
-        response_tokens=response_tokens,
-        step_s=median(row["timing/step_s"] for row in steady),
         num_steps=len(steady),
-    )
-
-
-def _rates(config: Config, rows: Sequence[Mapping[str, Any]], response_tokens: float) -> Rates:
-    """Divide tokens by seconds of work: `throughput` is per second of a step, `utilization` the share of it."""
-    num_generators = config.generator.num_generators
-    all_tokens = config.algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens
-    return Rates(
-        sampled_tokens_per_s=median(
-            row["throughput/sampled_tokens_per_s"] / (row["utilization/generators"] * num_generators)
-            for row in rows
-        ),
-        trained_tokens_per_s=median(
-            row["throughput/trained_tokens_per_s"] / row["utilization/learner"] for row in rows
-        ),
-        sync_s=median(sum(row[name] for name in SYNC) for row in rows),
-        trained_frac=min(1.0, median(row["throughput/trained_tokens"] for row in rows) / all_tokens),
+        step_s=median(row["timing/step_s"] for row in steady),
+        response_tokens=response_tokens,
+        sampled_tokens_per_s=median(sampled) / config.generator.num_generators,
+        trained_tokens_per_s=median(trained),
+        trained_frac=min(1.0, median(row["throughput/trained_tokens"] for row in steady) / all_tokens),
+        sync_s=median(sum(row[name] for name in SYNC) for row in steady),
     )

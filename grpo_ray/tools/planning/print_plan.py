@@ -48,19 +48,19 @@ def _device(budget: Budget) -> Iterator[str]:
 
 
 def _time(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
-    config, rates = plan.config, run.rates
-    time = step_time(config, rates, plan.response_tokens, config.generator.num_generators)
+    config = plan.config
+    time = step_time(config, run, plan.response_tokens, config.generator.num_generators)
     rule = "the slower side" if time.overlaps else "one after the other"
     yield (
         f"time of a step with responses of {plan.response_tokens:,.4g} tokens, at the rates of {run.num_steps} "
         "measured steps"
     )
-    yield f"  sampling     {_s(time.sample_s):>8}  {rates.sampled_tokens_per_s:,.0f} tokens/s per Generator"
-    trained = f"{rates.trained_tokens_per_s:,.0f} tokens/s, {rates.trained_frac:.0%} of the response tokens"
+    yield f"  sampling     {_s(time.sample_s):>8}  {run.sampled_tokens_per_s:,.0f} tokens/s per Generator"
+    trained = f"{run.trained_tokens_per_s:,.0f} tokens/s, {run.trained_frac:.0%} of the response tokens"
     yield f"  training     {_s(time.train_s):>8}  {trained}"
     yield f"  weight sync  {_s(time.sync_s):>8}"
     yield f"  step         {_s(time.step_s):>8}  {rule} (weight_sync.max_lag {config.weight_sync.max_lag})"
-    own = step_time(run.config, rates, run.response_tokens, run.config.generator.num_generators)
+    own = step_time(run.config, run, run.response_tokens, run.config.generator.num_generators)
     yield f"  the same estimate of the measured run is {_s(own.step_s)} per step; it took {_s(run.step_s)}"
     parameters = find_shape(run.config.model).num_parameters
     if parameters != plan.shape.num_parameters:
@@ -72,7 +72,7 @@ def _time(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
 
 
 def _splits(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
-    found = splits(plan.config, run.rates, plan.response_tokens, plan.num_gpus)
+    found = splits(plan.config, run, plan.response_tokens, plan.num_gpus)
     if not found:
         return
     chosen = best(found)
@@ -108,7 +108,12 @@ def _conclusion(plan: MemoryPlan) -> Iterator[str]:
             "Learner; lower generator.num_generators or generator.num_gpus, or share one GPU with "
             "generator.colocated=true weight_sync.max_lag=0"
         )
-    yield f"does not fit: {', '.join(failed)}" if failed else "fits"
+    if failed:
+        yield f"does not fit: {', '.join(failed)}"
+    elif gpus_of(plan.config):
+        yield "fits; not counted are CUDA contexts, vLLM's workspace and fragmentation: leave some GiB for them"
+    else:
+        yield "fits; the run uses no GPU"
 
 
 def _s(seconds: float) -> str:

@@ -85,11 +85,12 @@ class JobClient:
         with _explained(self.address):
             while True:
                 try:
-                    return self._client.submit_job(
+                    job_id: str = self._client.submit_job(
                         entrypoint=job.entrypoint,
                         runtime_env=dict(job.runtime_env),
                         metadata=dict(job.metadata),
                     )
+                    return job_id
                 except RuntimeError as error:
                     if "No available agent" not in str(error):
                         raise
