@@ -13,7 +13,7 @@
 # The job runs with GRPO_RAY_PYTHON, a Python on the cluster that has grpo_ray installed: by default the one
 # here when the cluster is this machine, and `python` elsewhere. Of this shell's environment it gets a few
 # settings and what `--env NAME` names; a gated model takes a token that is on the cluster (`hf auth login`).
-# Ctrl-C stops following; the job goes on. The first lines say how to follow again and how to stop it.
+# Ctrl-C stops following; the job keeps running. The first lines say how to follow again and how to stop it.
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then

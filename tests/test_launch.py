@@ -165,7 +165,7 @@ def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     without_token = {**two_nodes, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     refused = submit(without_token, QUICKSTART, *overrides)
     assert refused.returncode == 2
-    assert "does not take this token" in refused.stderr
+    assert "refuses this token" in refused.stderr
 
 
 FAKE_RAY = r"""#!/bin/bash

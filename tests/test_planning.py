@@ -351,7 +351,7 @@ def test_a_cache_with_less_than_a_sequence_does_not_fit_and_one_with_more_takes_
     assert "the engine would refuse to start" in scarce.remark
     assert items_of(tight)["KV cache"] == pytest.approx(1.5 * sequence)
     assert tight.fits
-    assert "room for 1 sequences at full length, of up to 256" in tight.remark
+    assert "room for 1 of up to 256 concurrent sequences" in tight.remark
 
 
 def test_a_micro_batch_holds_one_sequence_at_least_and_no_more_than_there_are() -> None:

@@ -18,17 +18,17 @@ def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_
         return Budget("the Generator's KV cache, on a CPU", [one], size, _room(size, sequence, wanted))
     if not generator.num_gpus:
         return Budget("the Generator, on a CPU", [weights, Item("KV cache", wanted * sequence)], None)
-    share = generator.gpu_memory_utilization if generator.engine == "vllm" else 1.0
+    share, device = 1.0, "the GPU, in the Generator's turn" if generator.colocated else "a Generator's GPU"
+    if generator.engine == "vllm":
+        share = generator.gpu_memory_utilization
+        device += f" (generator.gpu_memory_utilization {share:g})"
     snapshot = sum(item.num_bytes for item in snapshot_in_place(shape, config))
     allowed = min(share * gpu_bytes, gpu_bytes - snapshot)
     left = allowed - weights_bytes
     note = f"{sequence / length / 1024:.0f} KiB per token, sequences of {length:,}"
-    cache = Item(
-        "KV cache", max(sequence, min(left, wanted * sequence)), note
-    )  # vLLM makes do with what is left
-    device = "the GPU, in the Generator's turn" if generator.colocated else "a Generator's GPU"
-    device += f" (generator.gpu_memory_utilization {share:g})"
-    return Budget(device, [weights, cache], allowed, _room(left, sequence, wanted))
+    cache_bytes = max(sequence, min(left, wanted * sequence))  # vLLM makes do with what is left
+    items = [weights, Item("KV cache", cache_bytes, note)]
+    return Budget(device, items, allowed, _room(left, sequence, wanted))
 
 
 def kv_bytes_per_token(shape: ModelShape, config: Config) -> float:
@@ -52,5 +52,9 @@ def _room(left: float, sequence: float, wanted: int) -> str:
     num_fit = int(max(0.0, left) // sequence)
     if not num_fit:
         return "the KV cache has no room for one sequence: the engine would refuse to start"
-    rest = "; vLLM preempts and recomputes the others" if num_fit < wanted else ""
-    return f"KV cache: room for {num_fit:,} sequences at full length, of up to {wanted:,} at a time{rest}"
+    if num_fit < wanted:
+        return (
+            f"KV cache: room for {num_fit:,} of up to {wanted:,} concurrent sequences at full length; vLLM "
+            "preempts and recomputes the others"
+        )
+    return f"KV cache: room for all {wanted:,} concurrent sequences at full length"

@@ -61,7 +61,7 @@ def _time(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
     yield f"  weight sync  {_s(time.sync_s):>8}"
     yield f"  step         {_s(time.step_s):>8}  {rule} (weight_sync.max_lag {config.weight_sync.max_lag})"
     own = step_time(run.config, run, run.response_tokens, run.config.generator.num_generators)
-    yield f"  the same estimate of the measured run is {_s(own.step_s)} per step; it took {_s(run.step_s)}"
+    yield f"  by this estimate a step of the measured run takes {_s(own.step_s)}; it took {_s(run.step_s)}"
     parameters = find_shape(run.config.model).num_parameters
     if parameters != plan.shape.num_parameters:
         yield f"  ! the rates are of another model ({parameters:,} parameters), and say little about this one"

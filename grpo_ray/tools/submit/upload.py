@@ -27,8 +27,8 @@ def check_upload(job: Submission) -> None:
         left = [file for file in read if file.is_file() and file not in sent]
         if left:
             raise RunError(
-                f"{field}: {os.path.relpath(left[0], folder)} is not uploaded with the working directory, "
-                "because it is outside of it, or excluded by .gitignore, .rayignore or submit itself "
+                f"{field}: {os.path.relpath(left[0], folder)} is not uploaded with the working directory: "
+                "it is outside of it, or excluded by .gitignore, .rayignore or submit itself "
                 "(docs/cluster.md); move it, or give an absolute path that the cluster sees"
             )
     total = sum(sent.values())
