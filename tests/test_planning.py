@@ -170,7 +170,7 @@ def test_an_unusable_config_json_is_named(tmp_path: Path, text: str, message: st
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nobody/no-such-model", "`hf download nobody/no-such-model config.json`, or give a folder"),
+        ("someone/no-such-model", "`hf download someone/no-such-model config.json`, or give a folder"),
         ("/no/such/folder", "no config.json in '/no/such/folder'; give a model's folder"),
     ],
 )

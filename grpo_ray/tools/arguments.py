@@ -10,7 +10,7 @@
 
 The field's name is the option's (`--log-ratio` for `log_ratio`), its type converts the text, and without a
 default the option is required. A `tuple[T, ...]` takes any number of values; annotated with a tuple of
-options, it takes the values of all of them. A field whose type is a dataclass adds that dataclass's options.
+options, it takes the values of all of them. A field that holds a dataclass adds that dataclass's options.
 """
 
 import argparse

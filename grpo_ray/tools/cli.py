@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command[Any], Any]:
 
 
 def set_library_defaults() -> None:
-    """Silence libraries whose output would bury ours, and keep waiting threads from spinning."""
+    """Keep the notices of libraries from burying ours, and waiting threads from spinning."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # the actors' own output goes to the run's logs

@@ -7,7 +7,7 @@ from grpo_ray.tools.planning.model_shape import ModelShape
 
 
 def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
-    """Return the budget of one GPU of a Generator; on a CPU, of the KV cache, whose size is configured."""
+    """Return the budget of one GPU of a Generator; on a CPU, of its configured KV cache."""
     generator = config.generator
     length = generator.max_model_len or prompt_tokens + config.sampling.max_tokens
     sequence, wanted = length * kv_bytes_per_token(shape, config), concurrent_sequences(config)

@@ -56,7 +56,7 @@ def snapshot_in_place(shape: ModelShape, config: Config) -> list[Item]:
 
 
 def micro_batch_tokens(config: Config, prompt_tokens: int) -> tuple[int, int]:
-    """Return the largest micro-batch: all its tokens, and those of its responses, whose logits are computed."""
+    """Return the largest micro-batch: all its tokens, and those of its responses."""
     longest = prompt_tokens + config.sampling.max_tokens
     num_sequences = config.algorithm.train_batch_size or config.rollouts_per_step
     most = min(max(config.learner.micro_batch_tokens, longest), num_sequences * longest)

@@ -1,4 +1,4 @@
-"""The plan of a configuration: the budgets of its GPUs, and a run whose rates it may take."""
+"""The plan of a configuration: the budgets of its GPUs, and a run with measured rates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

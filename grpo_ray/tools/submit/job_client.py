@@ -53,7 +53,7 @@ def check_token(context: SubmissionContext) -> None:
     if not (context.is_here or has_token or os.environ.get("RAY_AUTH_MODE") == "disabled"):
         raise RunError(
             f"no token for {context.address}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's, or "
-            "RAY_AUTH_MODE=disabled if it has none and everyone who can reach it may run anything on it"
+            "RAY_AUTH_MODE=disabled if it has none and anyone with access may run anything on it"
         )
 
 

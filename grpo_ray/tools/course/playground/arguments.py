@@ -93,7 +93,7 @@ EXAMPLES = (
     ),
     Command(
         "frozen", FrozenOptions, _frozen,
-        "a ratio whose denominator is not frozen, and a ratio of log-probabilities",
+        "a ratio without a frozen denominator, and a ratio of log-probabilities",
     ),
 )  # fmt: skip
 PLAYGROUND = Command(
