@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Make this machine a node of a Ray cluster whose head launch/start_head.sh started.
+# Join this machine to a Ray cluster that launch/start_head.sh started.
 #
 #   launch/join.sh HEAD:PORT [option of `ray start` ...]
 #
 # HEAD:PORT is the head's address and its --port, 6379 by default. The token is the head's: RAY_AUTH_TOKEN, or
 # in the file RAY_AUTH_TOKEN_PATH, by default ~/.ray/auth_token. The same grpo_ray must be installed here, and
-# the folders of runs and of built models (GRPO_RAY_CACHE) be shared. Ray gets this shell's environment without
-# credentials. A second node on one machine takes a --temp-dir of its own: nodes that share one replace each
-# other's copy of the submitted folder.
+# the folders of runs and of built models (GRPO_RAY_CACHE) must be shared. Ray gets this shell's environment
+# without credentials. A second node on the same machine needs a --temp-dir of its own: nodes that share one
+# overwrite each other's copy of the submitted folder.
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then

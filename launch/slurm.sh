@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A training run on Slurm: starts Ray on the allocation's nodes, trains, and ends both.
+# A training run on Slurm: start Ray on the allocation's nodes, train, and end both.
 #
 #   sbatch [option of sbatch ...] launch/slurm.sh CONFIG [section.key=value ...]
 #
 # Submit from a folder that all nodes share, with .venv and the configuration in it. The run is runs/slurm-JOBID.
-# Two minutes before the time limit it is ended with a checkpoint, and the job goes back to the queue and goes on
-# from there; so it does after a node failure or a preemption. `scancel --signal=TERM --batch JOBID` ends it with
-# a checkpoint.
+# Two minutes before the time limit the run ends with a checkpoint, and the job is requeued and resumes from there,
+# as it does after a node failure or a preemption. `scancel --signal=TERM --batch JOBID` ends it with a checkpoint.
+#
 #SBATCH --job-name=grpo_ray
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -30,11 +30,11 @@ grpo-ray check "$@"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}  # this script runs on it
 address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
-# Other jobs may have a Ray on these nodes: ports, folder and token are this job's own.
+# Other jobs may run a Ray on these nodes, so ports, folder and token are this job's own.
 port=$((20000 + SLURM_JOB_ID % 10000 * 4))
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not take it over from sbatch
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not inherit it from sbatch
 resources=("--num-cpus=${SLURM_CPUS_PER_TASK:-1}" "--num-gpus=${SLURM_GPUS_ON_NODE:-0}")
 folder=--temp-dir=/tmp/ray-$SLURM_JOB_ID
 
@@ -53,7 +53,7 @@ if [[ ${#nodes[@]} -gt 1 ]]; then
   steps+=($!)
 fi
 
-# The name makes a job that was requeued go on; placement.wait_s is for the nodes to join.
+# The name makes a requeued job resume its run; placement.wait_s gives the nodes time to join.
 RAY_ADDRESS=$address:$port grpo-ray train "$1" "run.name=slurm-$SLURM_JOB_ID" run.if_exists=resume \
   placement.wait_s=300 run.on_preemption_s=90 "${@:2}" &
 run=$!

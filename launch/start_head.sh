@@ -3,10 +3,10 @@
 #
 #   launch/start_head.sh [--port PORT] [--dashboard-host HOST] [--dashboard-port PORT] [option of `ray start` ...]
 #
-# The dashboard listens on 127.0.0.1 unless --dashboard-host says otherwise: who reaches it and has the token
-# can run anything here. The token is RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH, by default
-# ~/.ray/auth_token, which is made when there is none; every node and everybody who submits needs the same.
-# Ray and its jobs get this shell's environment without what looks like a credential.
+# The dashboard listens on 127.0.0.1 unless --dashboard-host is given: with access and the token, anyone can run
+# anything here. The token is RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH, by default
+# ~/.ray/auth_token, which is created if it does not exist; all nodes and all users need the same token.
+# Ray and its jobs get this shell's environment without variables that look like credentials.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -41,11 +41,11 @@ if [[ -z ${RAY_AUTH_TOKEN:-} ]]; then
   file=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
   # The token goes to the file, not to the screen.
   if [[ ! -s $file && -n ${RAY_AUTH_TOKEN_PATH:-} ]]; then
-    echo "start_head.sh: RAY_AUTH_TOKEN_PATH is $file, where no token is" >&2
+    echo "start_head.sh: RAY_AUTH_TOKEN_PATH is $file, which holds no token" >&2
     exit 2
   fi
   if [[ ! -s $file ]]; then (umask 077; "${bin}ray" get-auth-token --generate >/dev/null); fi
-  chmod go= "$file"  # Ray writes it with the umask's permissions, as a rule for everybody to read
+  chmod go= "$file"  # Ray's own file is readable by everyone under a usual umask
 fi
 export RAY_AUTH_MODE=token
 
@@ -61,7 +61,7 @@ Stop       ray stop    (ends every Ray of yours on this machine)
 EOF
 }
 
-# A free port for the agent that starts jobs: a Ray that a local run has started may hold the usual one.
+# A free port for the agent that starts jobs, because the Ray of a local run may hold the usual one.
 command=("${bin}python" -m grpo_ray.config.secrets "${bin}ray" start --head
   "--port=$gcs" "--dashboard-host=$host" "--dashboard-port=$port" --disable-usage-stats
   --dashboard-agent-listen-port=0 ${options[@]+"${options[@]}"})

@@ -1,5 +1,7 @@
-"""Configuration fields of a wrong type, every one of them, and wrong command lines."""
+"""Configuration fields of a wrong type, each of them, and wrong command lines."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +12,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.schema import sections_of
 from grpo_ray.config.section import Section
-from grpo_ray.tools.cli import main
+from grpo_ray.tools.cli import main, parse
+from grpo_ray.tools.evaluation.arguments import EvaluationOptions, TaskChoice
+from grpo_ray.tools.submit.arguments import SubmitOptions
 
 # ---- the configuration ----
 
@@ -24,7 +28,7 @@ TASKS = {
 
 
 def leaves(section: type[Section], path: str) -> Iterator[tuple[str, Any]]:
-    """Every field that holds a value rather than fields, with its annotation."""
+    """Yield every field that holds a value rather than fields, with its annotation."""
     for name, field in section.model_fields.items():
         inner = sections_of(field.annotation)
         for candidate in inner:
@@ -37,7 +41,7 @@ LEAVES = sorted(set(leaves(Config, "")), key=lambda leaf: leaf[0])
 
 
 def task_with(path: str) -> str:
-    """A task of a kind that has the field."""
+    """Return a task of a kind that has the field."""
     name = path.split(".")[1]
     sections = sections_of(Config.model_fields["task"].annotation)
     kind = next(s.model_fields["kind"].default for s in sections if name in s.model_fields)
@@ -87,3 +91,63 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
         main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["submit", "--follow", "a", "--stop", "b"], "argument --stop: not allowed with argument --follow"),
+        (["data", "keywords"], "the following arguments are required: --output"),
+        (["data", "keywords", "--output", "x", "--num-keywords", "4-2"], "'4-2' is not a number such as 3, or"),
+        (["data", "keywords", "--output", "x", "--engine", "mine"], "invalid choice: 'mine'"),
+        (["top", "runs/a", "--every", "0"], "argument --every: '0' is not a number above 0"),
+        (["evaluate", "runs/a", "--top-p", "2"], "argument --top-p: '2' is not a number above 0 and at most 1"),
+        (["report"], "the following arguments are required: RUN"),
+        (["report", "runs/a", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["playground", "sorting", "--compare", "clip"], "invalid choice: 'clip'"),
+        (["audit", "runs/a", "runs/b"], "unrecognized arguments: runs/b"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("data", "name the dataset to make: keywords"), ("playground", "name an example of the playground: ")],
+)
+def test_a_subcommand_that_is_missing(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_arrive_as_their_dataclasses() -> None:
+    _, submitted = parse(["submit", "a.yaml", "k=1", "--env", "A", "--env", "B", "--no-wait", "k=2"])
+    assert submitted == SubmitOptions("a.yaml", ("k=1", "k=2"), no_wait=True, env=("A", "B"))
+    _, evaluated = parse(["evaluate", "m", "--limit", "3", "--n", "2", "--temperature", "0"])
+    assert evaluated == EvaluationOptions(
+        "m", TaskChoice(limit=3), num_samples=2, temperature=0.0,
+        command="grpo-ray evaluate m --limit 3 --n 2 --temperature 0",
+    )  # fmt: skip
+    _, sorting = parse(["playground", "sorting", "--kl", "1", "--steps", "9", "--kl", "2"])
+    assert dict(sorting.given) == {"kl": "2", "steps": "9"}
+    _, keywords = parse(["data", "keywords", "--output", "x", "--num-keywords", "3"])
+    assert (keywords.output, keywords.num_keywords, keywords.temperature) == (Path("x"), (3, 3), 1.0)
+
+
+def test_help_lists_every_command_and_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from grpo_ray.tools.cli import COMMANDS, main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*(command.name for command in COMMANDS))\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'vllm', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *page, names, imported = done.stdout.splitlines()
+    assert imported == "[]"
+    shown = {line.split()[0] for line in page if line.startswith("    ")}
+    assert set(names.split()) <= shown

@@ -23,7 +23,7 @@ from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.tasks import load_examples
 from grpo_ray.telemetry.metrics_catalog import METRICS
-from grpo_ray.tools.cli import _parse
+from grpo_ray.tools.cli import parse
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -164,7 +164,7 @@ def test_every_command_in_the_pages_is_one() -> None:
     assert len(found) > 15
     for name, arguments in found:
         try:
-            options = _parse(arguments)
+            _, options = parse(arguments)
         except SystemExit as error:
             raise AssertionError(f"{name}: grpo-ray {shlex.join(arguments)}") from error
         if arguments[0] in ("train", "check") and (ROOT / options.config).exists():

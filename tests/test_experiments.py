@@ -365,7 +365,7 @@ def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["experiment", "async", "a.b=1", "--seeds", "2", "c.d=2", "--jobs", "3"]) == 0
     assert main(["sweep", QUICKSTART, "a.b=1,2", "--name", "mine", "c.d=3,4"]) == 0
     first, second = calls
-    assert (first[0].name, first[2:6]) == ("async", (["a.b=1", "c.d=2"], 2, "experiments", 3))
+    assert (first[0].name, first[2:6]) == ("async", (("a.b=1", "c.d=2"), 2, "experiments", 3))
     assert first[6] == "grpo-ray experiment async a.b=1 --seeds 2 c.d=2 --jobs 3"
     assert (second[0].name, list(second[0].variants), second[3]) == (
         "mine", ["b=1,d=3", "b=1,d=4", "b=2,d=3", "b=2,d=4"], 1,

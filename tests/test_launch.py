@@ -21,9 +21,9 @@ from small_run import QUICKSTART, SMALL
 
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.cli import _parse
+from grpo_ray.tools.cli import parse
 
-SECRET = {"EXAMPLE_API_KEY": "for the shell that starts the nodes alone"}
+SECRET = {"EXAMPLE_API_KEY": "only for the shell that starts the nodes"}
 PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")
 
 
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A head node and another one, and the environment that reaches them."""
+    """A head node and a second node; yields the environment that reaches them."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -45,8 +45,8 @@ def two_nodes(tmp_path: Path) -> Iterator[dict[str, str]]:
     }
     gcs, dashboard = free_port(), free_port()
     environment["RAY_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
-    # Every port its own, so that another cluster on this machine is in nobody's way. Short paths: Ray's
-    # sockets live under them, and their names may have 107 characters.
+    # Each port is free, so that another cluster on this machine does not conflict. The paths are short, because
+    # Ray's sockets live under them, and a socket's name has at most 107 characters.
     folders = [f"/tmp/gr{os.getpid()}-{index}" for index in range(2)]
     head = ["launch/start_head.sh", f"--dashboard-port={dashboard}", f"--temp-dir={folders[0]}"]
     head += [f"--port={gcs}", f"--ray-client-server-port={free_port()}"]
@@ -58,7 +58,7 @@ def two_nodes(tmp_path: Path) -> Iterator[dict[str, str]]:
         nodes.append(start_node([*join, "--num-cpus=1"], environment))
         wait_for_nodes(environment, 2)
         for node in nodes:
-            assert_nobody_has_the_secret(psutil.Process(node.pid))
+            assert_no_process_has_the_secret(psutil.Process(node.pid))
         yield environment
     finally:
         for node in reversed(nodes):
@@ -85,7 +85,7 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
         member.kill()
 
 
-def assert_nobody_has_the_secret(head: psutil.Process) -> None:
+def assert_no_process_has_the_secret(head: psutil.Process) -> None:
     family = [head, *head.children(recursive=True)]
     assert len(family) > 3  # the head's GCS, dashboard, raylet
     for process in family:
@@ -112,9 +112,9 @@ def wait_for_nodes(environment: dict[str, str], count: int) -> None:
         time.sleep(0.5)
 
 
-def state_of(environment: dict[str, str], what: str) -> list[dict[str, Any]]:
-    """Ray's own records of its nodes, actors or placement groups, those that are gone included."""
-    return ask(environment, f"/api/v0/{what}?detail=1&limit=1000")["data"]["result"]["result"]  # type: ignore[no-any-return]
+def state_of(environment: dict[str, str], kind: str) -> list[dict[str, Any]]:
+    """Return Ray's records of its nodes, actors or placement groups, including those that are gone."""
+    return ask(environment, f"/api/v0/{kind}?detail=1&limit=1000")["data"]["result"]["result"]  # type: ignore[no-any-return]
 
 
 def ask(environment: dict[str, str], path: str) -> Any:
@@ -131,7 +131,7 @@ def submit(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 @pytest.mark.ray
 def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
-    """A Generator on each, weights crossing to the one without the Learner, and nothing held afterwards."""
+    """One Generator per node gets the weights across nodes, and the run holds nothing afterwards."""
     overrides = [
         *SMALL, "generator.num_generators=2", "generator.num_cpus=1", "placement.strategy=spread",
         f"run.output_dir={tmp_path}", "run.name=job",
@@ -165,7 +165,7 @@ def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     without_token = {**two_nodes, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     refused = submit(without_token, QUICKSTART, *overrides)
     assert refused.returncode == 2
-    assert "does not take this token" in refused.stderr
+    assert "refuses this token" in refused.stderr
 
 
 FAKE_RAY = r"""#!/bin/bash
@@ -180,7 +180,7 @@ esac
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """The scripts in a folder without an environment, and programs that print how they are called."""
+    """The scripts in a folder without an environment, with programs that print their arguments."""
     shutil.copytree("launch", tmp_path / "launch")
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -211,7 +211,7 @@ def test_ray_job_is_grpo_ray_submit_from_the_folder_above(elsewhere, tmp_path):
     ]:
         result = elsewhere("ray_job.sh", *arguments)
         assert result.stdout.splitlines() == [str(tmp_path), "submit", *submitted]
-        _parse(["submit", *submitted])  # the program's own options
+        parse(["submit", *submitted])  # the program's own options
 
     usage = elsewhere("ray_job.sh")
     assert usage.returncode == 2
@@ -223,7 +223,7 @@ def test_local_is_grpo_ray_train_without_a_cluster(elsewhere, tmp_path):
     (tmp_path / "bin" / "grpo-ray").write_text('#!/bin/bash\nprintf "%s\\n" "${RAY_ADDRESS-none}" "$@"\n')
     result = elsewhere("local.sh", QUICKSTART, "run.name=a b", RAY_ADDRESS="http://head:8265")
     assert result.stdout.splitlines() == ["none", "train", QUICKSTART, "run.name=a b"]
-    _parse(["train", QUICKSTART, "run.name=a b"])
+    parse(["train", QUICKSTART, "run.name=a b"])
     assert elsewhere("local.sh").returncode == 2
 
 
@@ -250,4 +250,4 @@ def test_a_head_has_a_token_that_only_its_owner_can_read(elsewhere, tmp_path):
 
     not_there = elsewhere("start_head.sh", RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"))
     assert not_there.returncode == 2
-    assert "where no token is" in not_there.stderr
+    assert "which holds no token" in not_there.stderr

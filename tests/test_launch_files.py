@@ -1,4 +1,4 @@
-"""The files that start clusters elsewhere, compared with the program's and Ray's own options."""
+"""The files that start clusters elsewhere, checked against the options of the program and of Ray."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ import yaml
 from grpo_ray.cluster.placement import Node, shortfalls
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.tools.cli import _parse
+from grpo_ray.tools.cli import parse
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -24,15 +24,15 @@ EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
 
 
 def version_of(package: str) -> str:
-    """The one that the GPU install pins."""
+    """Return the version that the GPU install pins."""
     pins = (ROOT / "requirements" / "gpu.txt").read_text()
     (version,) = re.findall(rf"^{package}(?:\[.+\])?==(.+)$", pins, re.M)
     return str(version)
 
 
 def config_of(command: Iterable[str]) -> Config:
-    """What `train` would run with, after the program's own parser; the file must exist."""
-    options = _parse(list(command))
+    """Return the configuration that `train` would run with; the file must exist."""
+    _, options = parse(list(command))
     return load_config(ROOT / options.config, options.overrides)
 
 
@@ -47,7 +47,7 @@ def options_in(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_whole_and_say_how_they_are_called(script: Path) -> None:
+def test_scripts_parse_and_show_their_usage(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert script.stat().st_mode & 0o111
     assert f"launch/{script.name}" in script.read_text().split("set -euo pipefail")[0]
@@ -60,7 +60,7 @@ def test_the_pages_submit_what_can_be_submitted() -> None:
     calls += re.findall(r"^    grpo-ray submit (configs.+)$", text, re.M)
     assert len(calls) >= 5
     for call in calls:
-        options = _parse(["submit", *shlex.split(call, comments=True)])
+        _, options = parse(["submit", *shlex.split(call, comments=True)])
         load_config(ROOT / options.config, options.overrides)
 
 
@@ -72,7 +72,7 @@ def manifest() -> dict[str, Any]:
 
 
 def trained() -> Config:
-    """What the manifest trains; its files are where the image has the repository's."""
+    """Return the configuration that the manifest trains, with the files of the repository."""
     words = shlex.split(manifest()["spec"]["entrypoint"].replace(f"{workdir()}/", ""))
     assert words[:3] == ["python", "-m", "grpo_ray"]
     return config_of(words[3:])
@@ -84,7 +84,7 @@ def workdir() -> str:
 
 
 def pods() -> list[tuple[int, dict[str, Any]]]:
-    """(how many, the group) of the manifest's cluster, the head first."""
+    """Return (count, group) of the manifest's cluster, the head first."""
     cluster = manifest()["spec"]["rayClusterSpec"]
     return [(1, cluster["headGroupSpec"]), *((g["replicas"], g) for g in cluster["workerGroupSpecs"])]
 
@@ -151,7 +151,7 @@ def test_the_autoscalers_file_fits_rays_schema_and_the_job() -> None:
         validate_config(prepare_config({**cluster, "max_wurkers": 1}))
 
 
-def test_whoever_brings_nodes_up_for_a_job_waits_for_them() -> None:
+def test_a_job_that_brings_nodes_up_waits_for_them() -> None:
     assert trained().placement.wait_s > 0
     header = (LAUNCH / "cluster.yaml").read_text().split("cluster_name:")[0]
     page = (ROOT / "docs" / "cluster.md").read_text().split("## AWS")[1].split("## Kubernetes")[0]
@@ -165,7 +165,7 @@ def test_the_autoscalers_commands() -> None:
     cluster = yaml.safe_load((LAUNCH / "cluster.yaml").read_text())
     (home,) = (remote for remote, local in cluster["file_mounts"].items() if local == ".")
     assert home == "/home/ray/grpo_ray"  # ~/grpo_ray in the image
-    starts = [cluster[f"{who}_start_ray_commands"][1] for who in ("head", "worker")]
+    starts = [cluster[f"{kind}_start_ray_commands"][1] for kind in ("head", "worker")]
     for command, script in zip(starts, ("start_head.sh", "join.sh"), strict=True):
         assert shlex.split(command)[:2] == ["bash", f"~/grpo_ray/launch/{script}"]
         assert options_in(command) <= start_options()
@@ -179,7 +179,7 @@ def test_the_autoscalers_commands() -> None:
 # ---- Slurm ----
 
 FAKES = {
-    # Says what it is asked to run, and where; the step lives until it is ended, as a node's does.
+    # Logs the program that it is asked to run, and where; the step lives until it is ended, as on a node.
     "srun": """#!/bin/bash
 options=()
 while [[ $1 == --* ]]; do options+=("$1"); shift; done
@@ -196,7 +196,7 @@ if [[ $1 == show ]]; then printf "%s\\n" node-a node-b node-c; fi
     "grpo-ray": """#!/bin/bash
 echo "grpo-ray|$RAY_ADDRESS|$*" >>calls
 if [[ $1 == train ]]; then
-  until [[ $(grep -c ^step calls) == 2 ]]; do sleep 0.02; done  # the nodes start beside it
+  until [[ $(grep -c ^step calls) == 2 ]]; do sleep 0.02; done  # the nodes start in parallel
 fi
 if [[ $1 == train && -n $FAKE_SIGNAL ]]; then
   trap 'echo checkpoint >>calls; exit 130' TERM
@@ -209,7 +209,7 @@ fi
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Callable[..., tuple[int, list[list[str]]]]:
-    """`slurm(*arguments, signal="")`: the script's exit status, and what it called."""
+    """`slurm(*arguments, signal="")`: run the script; return its exit status and its calls."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in FAKES.items():
@@ -246,7 +246,7 @@ def test_slurm_starts_a_head_and_the_other_nodes_and_trains(
     for step in (head, others):
         assert {"--num-cpus=32", "--num-gpus=4", "--temp-dir=/tmp/ray-123456"} <= set(step[2].split())
         assert options_in(step[2]) <= start_options()
-        assert step[3] == "token 64"  # everybody has the job's own token
+        assert step[3] == "token 64"  # all have the job's own token
 
     (check, train) = [call for call in calls if call[0] == "grpo-ray"]
     assert check[2] == f"check {EIGHT_GPUS} algorithm.num_steps=3"

@@ -1,4 +1,4 @@
-"""What `train` and `check` refuse before a run has started, and leave untouched."""
+"""Mistakes that `train` and `check` refuse before a run has started, without touching anything."""
 
 import os
 import resource
@@ -33,7 +33,7 @@ def test_a_mistake_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_last_thing_that_is_looked_at_is_refused_within_seconds_too(tmp_path: Path) -> None:
+def test_the_last_check_refuses_within_seconds_too(tmp_path: Path) -> None:
     no_gpu = "generator.num_gpus=1"  # where no device is visible
     command = [*PROGRAM, "train", QUICKSTART, f"run.output_dir={tmp_path}", no_gpu]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -44,7 +44,7 @@ def test_the_last_thing_that_is_looked_at_is_refused_within_seconds_too(tmp_path
     assert result.returncode == 2
     assert "this machine lacks resources: GPU: 1 needed" in result.stderr
     assert "Traceback" not in result.stderr
-    # Seconds of computing: others may keep the machine busy.
+    # CPU seconds, as other work may keep the machine busy.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 20
     assert list(tmp_path.iterdir()) == []
 

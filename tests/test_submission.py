@@ -1,13 +1,14 @@
-"""What `grpo-ray submit` sends to a cluster, and how it follows and stops it; the job API is a fake here."""
+"""The jobs that `grpo-ray submit` sends, follows and stops; Ray's job API is a fake here."""
 
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import aiohttp
 import pytest
@@ -18,7 +19,8 @@ from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.submit import job_client
 from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
-from grpo_ray.tools.submit.submission import SENT_ALONG, Circumstances, check_sent, resumption_job, training_job
+from grpo_ray.tools.submit.submission import SENT_ALONG, SubmissionContext, resumption_job, training_job
+from grpo_ray.tools.submit.upload import LIMIT_BYTES, check_upload, uploaded_files
 
 HERE = "http://127.0.0.1:8265"
 ELSEWHERE = "http://head.example:8265"
@@ -32,8 +34,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def circumstances(address: str = HERE, **others: Any) -> Circumstances:
-    return Circumstances(address, Path.cwd(), **others)
+def make_context(address: str = HERE, **others: Any) -> SubmissionContext:
+    return SubmissionContext(address, Path.cwd(), **others)
 
 
 # ---- what is sent ----
@@ -41,7 +43,7 @@ def circumstances(address: str = HERE, **others: Any) -> Circumstances:
 
 def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     overrides = ["run.name=a b", 'sampling.stop=["</answer>", "$(id)"]', "run.output_dir=out"]
-    job = training_job(QUICKSTART, overrides, circumstances())
+    job = training_job(QUICKSTART, overrides, make_context())
     run = Path.cwd() / "out" / "a b"
     assert job.command == (
         sys.executable, "-m", "grpo_ray", "train", QUICKSTART, *overrides,
@@ -57,21 +59,23 @@ def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
 
 
 def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
-    job = training_job(QUICKSTART, [], circumstances())
+    job = training_job(QUICKSTART, [], make_context())
     config = load_config(QUICKSTART, job.command[5:])
     assert str(config.run.name).startswith("quickstart-2")
     assert job.metadata["run"] == f"{config.run.output_dir}/{config.run.name}"
 
 
 def test_names_that_yaml_would_read_as_something_else(tmp_path: Path) -> None:
-    job = training_job(QUICKSTART, ['run.name="007"', 'run.output_dir="out #1"'], Circumstances(HERE, tmp_path))
+    job = training_job(
+        QUICKSTART, ['run.name="007"', 'run.output_dir="out #1"'], SubmissionContext(HERE, tmp_path)
+    )
     config = load_config(QUICKSTART, job.command[5:])
     assert (config.run.name, config.run.output_dir) == ("007", f"{tmp_path}/out #1")
 
 
 def test_the_python_of_the_cluster() -> None:
-    assert training_job(QUICKSTART, [], circumstances(ELSEWHERE)).command[0] == "python"
-    given = circumstances(ELSEWHERE, python="/opt/grpo/bin/python")
+    assert training_job(QUICKSTART, [], make_context(ELSEWHERE)).command[0] == "python"
+    given = make_context(ELSEWHERE, python="/opt/grpo/bin/python")
     assert training_job(QUICKSTART, [], given).command[0] == "/opt/grpo/bin/python"
 
 
@@ -80,17 +84,17 @@ def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.Mo
     monkeypatch.setenv("GRPO_RAY_CACHE", "https://user:password@cache")  # looks like a credential: not sent
     monkeypatch.setenv("EXAMPLE_TOKEN", "mine")
     monkeypatch.setenv("EXAMPLE_SETTING", "yours")
-    variables = training_job(QUICKSTART, [], circumstances()).runtime_env["env_vars"]
+    variables = training_job(QUICKSTART, [], make_context()).runtime_env["env_vars"]
     assert variables == {"HF_HUB_OFFLINE": "1", "RAY_JOB_STOP_WAIT_TIME_S": "60"}
 
-    job = training_job(QUICKSTART, ["run.on_preemption_s=99.5"], circumstances(env=["EXAMPLE_SETTING"]))
+    job = training_job(QUICKSTART, ["run.on_preemption_s=99.5"], make_context(env=["EXAMPLE_SETTING"]))
     assert job.runtime_env["env_vars"]["EXAMPLE_SETTING"] == "yours"
     assert job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "130"  # 99.5 up, and 30 to end
     assert job.warnings == ()
-    (warning,) = training_job(QUICKSTART, [], circumstances(env=["EXAMPLE_TOKEN"])).warnings
+    (warning,) = training_job(QUICKSTART, [], make_context(env=["EXAMPLE_TOKEN"])).warnings
     assert "EXAMPLE_TOKEN looks like a credential" in warning
     with pytest.raises(RunError, match="--env NOT_THERE: no such variable in this shell"):
-        training_job(QUICKSTART, [], circumstances(env=["NOT_THERE"]))
+        training_job(QUICKSTART, [], make_context(env=["NOT_THERE"]))
 
 
 def test_the_page_names_every_variable_that_is_sent() -> None:
@@ -98,24 +102,87 @@ def test_the_page_names_every_variable_that_is_sent() -> None:
     assert [name for name in SENT_ALONG if f"`{name}`" not in page] == []
 
 
-def test_what_ray_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own packaging, on a folder like a checkout after some work."""
-    from zipfile import ZipFile
+def write_files(folder: Path, names: Iterable[str], text: str = "") -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
+
+def packed(folder: Path, excludes: Sequence[str]) -> set[str]:
+    """Return the files that Ray's own packaging takes from the folder."""
     from ray._private.runtime_env.packaging import create_package
 
+    package = folder.parent / f"{folder.name}.zip"
+    create_package(str(folder), package, include_gitignore=True, excludes=list(excludes))
+    names = {name for name in ZipFile(package).namelist() if not name.endswith("/")}
+    return {name.removeprefix(f"{folder.name}/") for name in names}
+
+
+def listed(folder: Path, excludes: Sequence[str]) -> set[str]:
+    return {str(path.relative_to(folder)) for path in uploaded_files(folder, excludes)}
+
+
+def test_ray_uploads_neither_secrets_nor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own packaging, on a folder like a checkout after some work."""
     secret = ["key.pem", ".env", ".env.local", "config/id.key", ".netrc"]
     heavy = [".venv/lib/a", "runs/a/metrics.jsonl", "out/b/metrics.jsonl", "__pycache__/a.pyc", ".git/config"]
     wanted = ["configs/mine.yaml", "grpo_ray/runs/code.py", "data/train.jsonl"]
-    for name in (*secret, *heavy, *wanted):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(Path(QUICKSTART).read_text())
+    write_files(tmp_path, [*secret, *heavy, *wanted], Path(QUICKSTART).read_text())
     monkeypatch.chdir(tmp_path)
-    job = training_job("configs/mine.yaml", ["run.output_dir=out"], circumstances())
-    package = tmp_path.parent / "package.zip"
-    create_package(str(tmp_path), package, include_gitignore=True, excludes=job.runtime_env["excludes"])
-    names = {name for name in ZipFile(package).namelist() if not name.endswith("/")}
-    assert {name.removeprefix(f"{tmp_path.name}/") for name in names} == set(wanted)
+    job = training_job("configs/mine.yaml", ["run.output_dir=out"], make_context())
+    assert packed(tmp_path, job.runtime_env["excludes"]) == set(wanted)
+    assert listed(tmp_path, job.runtime_env["excludes"]) == set(wanted)
+
+
+TREE = (
+    "a.log", "keep.log", "data/a.log", "data/train.jsonl", "data/deep/x.txt", "data/deep/er/x.txt",
+    "src/data/y.txt", "src/a.py", "build", "src/build/z.txt", "models/qwen/config.json",
+    "models/qwen/.git/config", "#odd", "b c.txt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["*.log"],
+        ["*.log", "!keep.log"],
+        ["!keep.log", "*.log"],
+        ["data"],
+        ["data/"],
+        ["/data/"],
+        ["/data", "!/data/train.jsonl"],
+        ["data/*", "!data/train.jsonl"],
+        ["data/**", "!data/train.jsonl"],
+        ["data/*/"],
+        ["build/"],
+        ["src/build"],
+        ["**/deep/x.txt"],
+        ["data/**/x.txt"],
+        ["src/**"],
+        ["?.log", "[ab]*.txt  "],
+        ["# a comment", "", "#odd", "*.py"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("file", ["excludes", ".gitignore", ".rayignore", "src/.gitignore"])
+def test_the_files_that_are_checked_are_those_that_ray_uploads(
+    tmp_path: Path, patterns: list[str], file: str
+) -> None:
+    folder = tmp_path / "work"
+    write_files(folder, TREE)
+    if file != "excludes":
+        (folder / file).write_text("\n".join(patterns))
+    excludes = patterns if file == "excludes" else []
+    found = packed(folder, excludes)
+    assert listed(folder, excludes) == found
+    if file == "excludes":
+        assert found < set(TREE)
+
+
+def test_the_limit_is_rays() -> None:
+    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
+
+    assert LIMIT_BYTES == DASHBOARD_CLIENT_MAX_SIZE
 
 
 def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +192,7 @@ def test_what_the_run_reads_is_uploaded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
 
     def check(*overrides: str, config: str = "mine.yaml") -> None:
-        check_sent(training_job(config, overrides, circumstances()))
+        check_upload(training_job(config, overrides, make_context()))
 
     for name in ("data/train.jsonl", "kept/train.jsonl", "model/config.json", "model/model.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -152,23 +219,23 @@ def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypat
         with (tmp_path / "data" / name).open("wb") as file:
             file.truncate(60 * 2**20)
     monkeypatch.chdir(tmp_path)
-    job = training_job("mine.yaml", [], circumstances())
+    job = training_job("mine.yaml", [], make_context())
     with pytest.raises(RunError, match=r"120 MiB would be .* takes 100 MiB; the largest: data \(120 MiB"):
-        check_sent(job)
+        check_upload(job)
     (tmp_path / ".rayignore").write_text("/data/b\n")
-    check_sent(job)
+    check_upload(job)
 
 
 def test_a_file_outside_of_the_working_directory(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(Path(QUICKSTART).read_text())
-    assert str(file) in training_job(str(file), [], circumstances()).command
+    assert str(file) in training_job(str(file), [], make_context()).command
     with pytest.raises(RunError, match=r"mine\.yaml: only the working directory .* is sent to http://head"):
-        training_job(str(file), [], circumstances(ELSEWHERE))
+        training_job(str(file), [], make_context(ELSEWHERE))
 
 
 def test_a_resumption_names_the_runs_folder(tmp_path: Path) -> None:
-    where = Circumstances(HERE, tmp_path)
+    where = SubmissionContext(HERE, tmp_path)
     with pytest.raises(RunError, match="no run in runs/a: it has no config"):
         resumption_job("runs/a", [], where)
     run = tmp_path / "runs" / "a"
@@ -197,22 +264,22 @@ def test_the_address_is_a_dashboards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_token_nothing_goes_to_another_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    check_token(circumstances())
+    check_token(make_context())
     assert "RAY_AUTH_MODE" not in os.environ
     for mode in (None, "token"):
         with monkeypatch.context() as patch:
             if mode:
                 patch.setenv("RAY_AUTH_MODE", mode)
             with pytest.raises(RunError, match=r"no token for http://head\.example:8265"):
-                check_token(circumstances(ELSEWHERE))
+                check_token(make_context(ELSEWHERE))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    check_token(circumstances(ELSEWHERE))
+    check_token(make_context(ELSEWHERE))
 
     for name, value in [("RAY_AUTH_TOKEN", "x"), ("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))]:
         monkeypatch.delenv("RAY_AUTH_MODE")
         (tmp_path / "token").write_text("x")
         monkeypatch.setenv(name, value)
-        check_token(circumstances(ELSEWHERE))
+        check_token(make_context(ELSEWHERE))
         assert os.environ["RAY_AUTH_MODE"] == "token"
         monkeypatch.delenv(name)
 
@@ -224,7 +291,7 @@ MESSAGE = "exit code 2, last available logs (truncated to 20,000 chars):\nstep 1
 
 
 class FakeJobs:
-    """As Ray's JobSubmissionClient: jobs by id, which end when their output has been read."""
+    """A stand-in for Ray's JobSubmissionClient: jobs by id, which end when their output has been read."""
 
     def __init__(self, ending: str = "SUCCEEDED") -> None:
         self.ending, self.not_ready = ending, 0
@@ -272,7 +339,7 @@ class Status(str):
 def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
     fake = FakeJobs()
     monkeypatch.setattr(job_client, "_connect", lambda address: fake)
-    monkeypatch.setattr(job_client, "LOOK_S", 0.0)
+    monkeypatch.setattr(job_client, "POLL_S", 0.0)
     return fake
 
 
@@ -299,7 +366,7 @@ def test_a_job_that_fails_is_a_command_that_fails(jobs: FakeJobs, capsys: pytest
 def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.output = ["step 1\n", KeyboardInterrupt()]
     assert main(["submit", QUICKSTART]) == INTERRUPTED
-    assert "the job goes on" in capsys.readouterr().err
+    assert "the job keeps running" in capsys.readouterr().err
     assert jobs.jobs["job-1"].status == "RUNNING"
     jobs.output = ["step 2\n"]
     assert main(["submit", "--follow", "job-1"]) == 0
@@ -311,7 +378,7 @@ def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[st
     assert "step 1" not in capsys.readouterr().out
     assert main(["submit", "--stop", "job-1"]) == 0
     printed = capsys.readouterr().out
-    assert f"job job-1: stopped\ngo on with: grpo-ray submit --resume {Path.cwd()}/runs/a\n" in printed
+    assert f"job job-1: stopped\nresume it with: grpo-ray submit --resume {Path.cwd()}/runs/a\n" in printed
     assert main(["submit", "--stop", "job-1"]) == 0  # a second time there is nothing to do
     assert capsys.readouterr().out == "job job-1: stopped\n"
     jobs.stopped_by = KeyboardInterrupt()
@@ -329,7 +396,7 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
     monkeypatch.setattr(jobs, "ending", "RUNNING")
     jobs.output = ["step 1\n", *how]
     assert main(["submit", QUICKSTART]) == 2
-    assert "the job goes on; follow it again with --follow job-1" in capsys.readouterr().err
+    assert "the job keeps running; follow it again with --follow job-1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -350,7 +417,7 @@ def test_a_mistake_is_refused_before_anything_is_submitted(
     jobs: FakeJobs, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     if "--follow" in arguments:
-        jobs.output = [aiohttp.ClientError("404, as if nobody answered")]  # as Ray's
+        jobs.output = [aiohttp.ClientError("404, as if there were no server")]  # as Ray raises it
     assert main(["submit", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert jobs.jobs == {}
@@ -376,9 +443,9 @@ def test_a_head_that_takes_no_jobs(
     jobs.not_ready = 9
     monkeypatch.setattr(job_client, "STARTING_S", 0.0)
     assert main(["submit", QUICKSTART]) == 2
-    assert f"grpo-ray: {HERE}: the head node takes no jobs" in capsys.readouterr().err
+    assert f"grpo-ray: {HERE}: the head node accepts no jobs" in capsys.readouterr().err
 
 
-def test_nobody_at_the_address() -> None:
+def test_an_address_without_a_server() -> None:
     with pytest.raises(RunError, match="no Ray dashboard answers at "):
         JobClient("http://127.0.0.1:1")

@@ -1,62 +1,72 @@
-"""The arguments of `grpo-ray evaluate`."""
+"""The command `grpo-ray evaluate`."""
 
-import argparse
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
-from grpo_ray.tools.arguments import add_overrides, fraction, non_negative, positive
+from grpo_ray.tools.arguments import Argument, Command, Option, TypedCommand, fraction, non_negative, positive
 
-
-def add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        metavar="CONFIG|RUN|MODEL",
-        help="a YAML file, a run's directory, a model's folder, or a model on the hub (owner/name)",
-    )
-    task = parser.add_argument_group("task")
-    task.add_argument("--task", help="a kind such as gsm8k, a .jsonl or .parquet file, or a hub dataset")
-    task.add_argument(
-        "--question-field", metavar="NAME", help="field of the file; default: as in GSM8K or MATH"
-    )
-    task.add_argument("--answer-field", metavar="NAME", help="field of the file; default: as in GSM8K or MATH")
-    task.add_argument("--prompt", metavar="NAME|FILE", help="r1_zero, question_only, chat, or a template")
-    task.add_argument(
-        "--reward",
-        metavar="NAME",
-        help="default: the task's; for mathematics with a named --prompt, the one that reads its format",
-    )
-    task.add_argument("--limit", type=positive, metavar="N", help="the first N prompts only")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--checkpoint", metavar="NAME", help="of a run: last, best, all, initial or a name such as step-000040"
-    )
-    sampling.add_argument("--n", type=positive, metavar="N", help="responses per prompt, for pass@k")
-    sampling.add_argument("--temperature", type=non_negative, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-p", type=fraction, metavar="P", help="nucleus sampling (default: 1)")
-    sampling.add_argument("--max-tokens", type=positive, metavar="N", help="longest response")
-    parser.add_argument("--output", metavar="FOLDER", help="default: evaluations/<name>-<time>")
-    add_overrides(parser, "generator.engine=torch")
-    parser.set_defaults(command=_evaluate)
+Asked = partial(Option, group="questions")
+Sampled = partial(Option, group="sampling")
 
 
-def _evaluate(options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class TaskChoice:
+    """The options that choose the questions; None keeps what the configuration has."""
+
+    task: Annotated[
+        str | None, Asked("TASK", "a kind such as gsm8k, a .jsonl or .parquet file, or a hub dataset")
+    ] = None
+    question_field: Annotated[
+        str | None, Asked("NAME", "the file's field with the question (default: as in GSM8K or MATH)")
+    ] = None
+    answer_field: Annotated[
+        str | None, Asked("NAME", "the file's field with the answer (default: as in GSM8K or MATH)")
+    ] = None
+    prompt: Annotated[str | None, Asked("NAME|FILE", "r1_zero, question_only, chat, or a template")] = None
+    reward: Annotated[
+        str | None, Asked("NAME", "default: the task's; in mathematics, the one that reads a named --prompt")
+    ] = None
+    limit: Annotated[
+        int | None, Asked("N", "only the first N prompts (of each part of a mixture)", type=positive)
+    ] = None
+
+
+NO_CHOICE = TaskChoice()
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """The options of `grpo-ray evaluate`; None keeps what the configuration has."""
+
+    target: Annotated[
+        str,
+        Argument(
+            "CONFIG|RUN|MODEL",
+            "a YAML file, a run's directory, a model's folder, or a model on the hub (owner/name)",
+        ),
+    ]
+    choice: TaskChoice = NO_CHOICE
+    checkpoint: Annotated[str | None, Sampled("NAME", "of a run: last, best, all, initial or its name")] = None
+    num_samples: Annotated[
+        int | None, Sampled("N", "responses per prompt, for pass@k", name="--n", type=positive)
+    ] = None
+    temperature: Annotated[float | None, Sampled("T", "0 is greedy", type=non_negative)] = None
+    top_p: Annotated[float | None, Sampled("P", "nucleus sampling (default: 1)", type=fraction)] = None
+    max_tokens: Annotated[int | None, Sampled("N", "longest response", type=positive)] = None
+    output: Annotated[str | None, Option("FOLDER", "default: evaluations/<name>-<time>")] = None
+    overrides: Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as generator.engine=torch")] = ()
+    command: Annotated[str, TypedCommand] = ""
+
+
+def _evaluate(options: EvaluationOptions) -> int:
     from grpo_ray.tools.evaluation.evaluate import evaluate
-    from grpo_ray.tools.evaluation.evaluation_plan import EvaluationOptions
-    from grpo_ray.tools.evaluation.task_choice import TaskChoice
 
-    evaluate(
-        EvaluationOptions(
-            target=options.target,
-            choice=TaskChoice(
-                options.task, options.question_field, options.answer_field, options.prompt, options.reward,
-                options.limit,
-            ),
-            checkpoint=options.checkpoint,
-            num_samples=options.n,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            max_tokens=options.max_tokens,
-            output=options.output,
-            overrides=tuple(options.overrides),
-            command=options.typed,
-        )
-    )  # fmt: skip
+    evaluate(options)
     return 0
+
+
+EVALUATE = Command(
+    "evaluate", EvaluationOptions, _evaluate, "sample and grade a model's answers",
+    "Sample and grade answers of a model, of a run's checkpoint, or of all its checkpoints.",
+)  # fmt: skip

@@ -14,28 +14,11 @@ from grpo_ray.config.loading import make_config
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.telemetry.resumable_folder import ResumableFolder
 from grpo_ray.telemetry.run_files import step_name
+from grpo_ray.tools.evaluation.arguments import EvaluationOptions
 from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
 from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
-from grpo_ray.tools.evaluation.task_choice import TaskChoice, choose_task
+from grpo_ray.tools.evaluation.task_choice import choose_task
 from grpo_ray.types import PromptItem
-
-NO_CHOICE = TaskChoice()
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """The command-line options; None leaves the configuration's value."""
-
-    target: str
-    choice: TaskChoice = NO_CHOICE
-    checkpoint: str | None = None
-    num_samples: int | None = None
-    temperature: float | None = None  # 0: greedy
-    top_p: float | None = None
-    max_tokens: int | None = None
-    output: str | None = None
-    overrides: tuple[str, ...] = ()
-    command: str = ""  # as typed, to resume
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The task of an evaluation: the configuration's, or another one chosen on the command line."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.errors import RunError
 from grpo_ray.tasks.files import rows_of
 from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
+from grpo_ray.tools.evaluation.arguments import TaskChoice
 
 ALL_ROWS = 2**31
 FILE_SUFFIXES = (".jsonl", ".parquet")
@@ -27,18 +27,6 @@ OTHER_SUFFIXES = (
 )  # no hub dataset has such a name
 # The mathematics reward that reads the format each prompt asks for.
 REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "chat": "question_only"}
-
-
-@dataclass(frozen=True)
-class TaskChoice:
-    """The options that choose the task; None leaves the configuration's value."""
-
-    task: str | None = None  # a kind, a file, or a dataset on the hub
-    question_field: str | None = None
-    answer_field: str | None = None
-    prompt: str | None = None
-    reward: str | None = None
-    limit: int | None = None  # number of prompts (of each mixture part)
 
 
 def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""`grpo-ray plan`: whether a configuration fits its devices, and how long a step would take; starts nothing."""
+"""`grpo-ray plan`: the GPU memory that a configuration needs, and the time of a step; starts nothing."""

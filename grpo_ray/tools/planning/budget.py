@@ -1,34 +1,29 @@
-"""What a device holds at its fullest, against what it has."""
+"""The memory that a device needs at its peak, against the memory it has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 GIB = 2**30
-Owner = Literal["Generator", "Learner", "host"]
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes that are there at the device's fullest moment; `note` says how they are counted."""
+    """Bytes in use at the device's peak; `note` says how they are counted."""
 
     name: str
     num_bytes: float
     note: str = ""
-    process: str = ""
-    """Whose they are, on a host that has several."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One device, or several that hold the same; or a moment of one."""
+    """One device."""
 
-    owner: Owner
     device: str
     items: Sequence[Item]
     capacity_bytes: float | None
-    """None: not known, so nothing is judged."""
-    remarks: Sequence[str] = ()
+    """None: unknown, so there is no verdict."""
+    remark: str = ""
 
     @property
     def needed_bytes(self) -> float:
@@ -36,14 +31,18 @@ class Budget:
 
     @property
     def missing_bytes(self) -> float:
-        """0 where there is room for everything."""
+        """Bytes beyond the capacity; 0 where everything fits."""
         return 0.0 if self.capacity_bytes is None else max(0.0, self.needed_bytes - self.capacity_bytes)
 
     @property
     def fits(self) -> bool:
-        return self.missing_bytes < 1  # less is how floats are rounded, where vLLM's cache takes what is left
+        return self.missing_bytes < 1  # below one byte is rounding, where vLLM's cache takes all that is left
+
+    @property
+    def largest(self) -> Item:
+        return max(self.items, key=lambda item: item.num_bytes)
 
 
 def gib(num_bytes: float) -> str:
-    """`12.3 GiB`, or MiB below one."""
+    """Return `12.3 GiB`, or MiB below one."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,55 +1,80 @@
-"""What the Learner holds: the training's state, and what one micro-batch takes beside it.
+"""The Learner's memory: the training state, and the peak of one micro-batch.
 
 The counts are of the tensors that actors/learner.py and policy/forward_backward.py make; the tests compare them
-with what torch allocates. P is the number of parameters, T the micro-batch's tokens, R its response positions
-(padding included), V the vocabulary, h the hidden size.
+with what torch allocates.
 """
 
-from dataclasses import dataclass
-
 from grpo_ray.config import Config
-from grpo_ray.tools.planning.budget import Item
+from grpo_ray.tools.planning.budget import Budget, Item
 from grpo_ray.tools.planning.model_shape import ModelShape
 
 FLOAT32 = 4
 # compute_entropy holds the logits, their log-probabilities, those clamped, their exponentials and the product;
-# the backward pass no more. With an entropy bonus one more is kept for it.
+# the backward pass needs no more. An entropy bonus keeps one more.
 LOGITS_COPIES, LOGITS_COPIES_OF_ENTROPY_BONUS = 5, 6
 
 
-@dataclass(frozen=True)
-class MicroBatchTokens:
-    """The most of one micro-batch: T, and those of its positions that go through the output layer, R."""
-
-    all: int
-    response: int
+def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
+    """Return the budget of the Learner's GPU at the peak of a micro-batch or of AdamW's step."""
+    working = working_items(shape, config, prompt_tokens)
+    # On a GPU, torch.optim.AdamW updates all tensors at once (`foreach`), which by its documentation takes
+    # about the size of the parameters more; on a CPU it updates one by one.
+    stepping = FLOAT32 * shape.num_parameters if config.learner.num_gpus else 0
+    if stepping > sum(item.num_bytes for item in working):
+        working = [Item("AdamW's temporaries", stepping, "more than a micro-batch, and not at the same time")]
+    items = [*state_items(shape, config), *working, *snapshot_in_place(shape, config)]
+    if not config.learner.num_gpus:
+        return Budget("the Learner, on a CPU", items, None)
+    device = "the GPU, in the Learner's turn" if config.generator.colocated else "the Learner's GPU"
+    return Budget(device, items, gpu_bytes)
 
 
 def served_width(config: Config) -> int:
-    """Bytes of a value in `model.dtype`."""
+    """Return the bytes per value in `model.dtype`."""
     return FLOAT32 if config.model.dtype == "float32" else 2
 
 
-def micro_batch_tokens(config: Config, prompt_tokens: int) -> MicroBatchTokens:
-    """Of responses of any length up to `sampling.max_tokens`, all after prompts of `prompt_tokens`."""
+def state_items(shape: ModelShape, config: Config) -> list[Item]:
+    """Return the memory that lasts from step to step."""
+    parameters, reference = shape.num_parameters, config.algorithm.kl.reference
+    items = [
+        Item("weights", FLOAT32 * parameters, "float32 master weights, 4 bytes per parameter"),
+        Item("gradients", FLOAT32 * parameters, "float32"),
+        Item("AdamW's moments", 2 * FLOAT32 * parameters, "two, float32"),
+    ]
+    if reference != "none":
+        width = FLOAT32 if reference == "ema" else served_width(config)  # as policy/reference.py keeps them
+        items.append(Item("reference", width * parameters, f"algorithm.kl.reference: {reference}"))
+    return items
+
+
+def snapshot_in_place(shape: ModelShape, config: Config) -> list[Item]:
+    """Return the copy of the weights that a colocated Generator reads on the GPU, with the transport `ipc`."""
+    if config.weight_sync.transport != "ipc":
+        return []
+    return [Item("snapshot", served_width(config) * shape.num_parameters, "weight_sync.transport: ipc")]
+
+
+def micro_batch_tokens(config: Config, prompt_tokens: int) -> tuple[int, int]:
+    """Return the largest micro-batch: all its tokens, and those of its responses."""
     longest = prompt_tokens + config.sampling.max_tokens
     num_sequences = config.algorithm.train_batch_size or config.rollouts_per_step
     most = min(max(config.learner.micro_batch_tokens, longest), num_sequences * longest)
-    return MicroBatchTokens(most, -(-most * config.sampling.max_tokens // longest))
+    return most, -(-most * config.sampling.max_tokens // longest)
 
 
 def kept_per_token(shape: ModelShape, config: Config) -> int:
-    """Bytes that one layer keeps of a token for its backward pass.
+    """Return the bytes per token that one layer keeps for its backward pass.
 
-    As Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1) count them, for RMSNorm, SwiGLU
-    and attention that keeps no scores, with a float32 residual stream: norms keep their input and what they
-    scale; matrices and attention their inputs. Under autocast those are copied, once for each matrix.
+    The count follows Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1), for RMSNorm,
+    SwiGLU and attention that keeps no scores, with a float32 residual stream: norms keep their input and what
+    they scale; matrices and attention keep their inputs, under autocast as one copy per matrix.
     """
     h, q, kv, i = shape.hidden_size, shape.query_width, shape.kv_width, shape.intermediate_size
     width = served_width(config)
     norms, normed = 2 * 2 * FLOAT32 * h, (2 if width == FLOAT32 else 5) * width * h
     attention = 2 * width * (q + kv)
-    if config.model.implementation == "grpo_ray":  # repeats keys and values for each head, keeps the mix twice
+    if config.model.implementation == "grpo_ray":  # repeats keys and values per head, keeps the mix twice
         attention = 5 * width * q
     if shape.has_qk_norm:
         attention += (2 * FLOAT32 if width == FLOAT32 else FLOAT32 + width) * (q + kv)
@@ -57,61 +82,33 @@ def kept_per_token(shape: ModelShape, config: Config) -> int:
     return norms + normed + attention + 4 * width * i + statistics
 
 
-def state_items(shape: ModelShape, config: Config) -> list[Item]:
-    """What stays from step to step. The reference of `ema` is float32, as policy/reference.py has it."""
-    parameters, kl = shape.num_parameters, config.algorithm.kl
-    items = [
-        Item("weights", FLOAT32 * parameters, "float32 master weights, 4 bytes a parameter"),
-        Item("gradients", FLOAT32 * parameters, "float32"),
-        Item("AdamW's moments", 2 * FLOAT32 * parameters, "two, float32"),
-    ]
-    if kl.reference != "none":
-        width = FLOAT32 if kl.reference == "ema" else served_width(config)
-        items.append(Item("reference", width * parameters, f"algorithm.kl.reference: {kl.reference}"))
-    return items
-
-
-def working_items(shape: ModelShape, config: Config, tokens: MicroBatchTokens) -> list[Item]:
-    """What a micro-batch's forward and backward pass hold at their fullest."""
+def working_items(shape: ModelShape, config: Config, prompt_tokens: int) -> list[Item]:
+    """Return the peak of the largest micro-batch's forward and backward pass."""
+    num_tokens, num_response = micro_batch_tokens(config, prompt_tokens)
+    width, layers = served_width(config), shape.num_layers
     copies = LOGITS_COPIES_OF_ENTROPY_BONUS if config.algorithm.entropy_bonus else LOGITS_COPIES
-    one_copy = FLOAT32 * tokens.response * shape.vocab_size
-    logits = Item(
-        "logits", copies * one_copy, f"{copies} float32 copies of {tokens.response:,} x {shape.vocab_size:,}"
-    )
-    cast = 0 if served_width(config) == FLOAT32 else served_width(config)  # autocast's bytes a matrix value
-    if config.learner.gradient_checkpointing:
-        return _recomputing_items(shape, config, tokens, logits, cast)
-    last = 3 * FLOAT32 * shape.hidden_size  # the last norm, and the output layer's input
-    kept = tokens.all * (shape.num_layers * kept_per_token(shape, config) + last)
-    items = [Item("activations", kept, f"of {tokens.all:,} tokens in {shape.num_layers} layers"), logits]
-    if cast:
-        items.append(Item("weights as autocast casts them", cast * shape.multiplied, config.model.dtype))
-    return items
-
-
-def _recomputing_items(
-    shape: ModelShape, config: Config, tokens: MicroBatchTokens, logits: Item, cast: int
-) -> list[Item]:
-    """Layers keep their inputs alone (Chen et al. 2016); the fullest of three moments comes on top."""
-    inputs = FLOAT32 * tokens.all * shape.hidden_size * shape.num_layers
-    gradients = 2 * served_width(config) * shape.intermediate_size  # of gate's and up's results
-    layer = tokens.all * (kept_per_token(shape, config) + gradients) + cast * shape.layer_matrices
-    first_logits = (FLOAT32 + cast) * tokens.response * shape.vocab_size
-    moments = [
-        Item(logits.name, logits.num_bytes + cast * shape.embedding, logits.note),
-        Item("a layer computed again", layer, "and its gradients"),
+    one_copy = num_response * shape.vocab_size
+    logits = f"{copies} float32 copies of {num_response:,} x {shape.vocab_size:,}"
+    cast = 0 if width == FLOAT32 else width  # bytes per matrix value that autocast copies in the forward pass
+    if not config.learner.gradient_checkpointing:
+        last = 3 * FLOAT32 * shape.hidden_size  # the last norm, and the output layer's input
+        kept = num_tokens * (layers * kept_per_token(shape, config) + last)
+        items = [
+            Item("activations", kept, f"of {num_tokens:,} tokens in {layers} layers"),
+            Item("logits", copies * FLOAT32 * one_copy, logits),
+            Item("weights cast by autocast", cast * shape.matrices, config.model.dtype),
+        ]
+        return [item for item in items if item.num_bytes]
+    # Only the layers' inputs are kept (Chen et al. 2016); one of three peaks comes on top.
+    layer = kept_per_token(shape, config) + 2 * width * shape.intermediate_size  # the gradients of gate and up
+    cast_note = "at the end of the forward pass, with the first logits"
+    peaks = [
+        Item("logits", copies * FLOAT32 * one_copy + cast * shape.embedding, logits),
+        Item("one layer recomputed", num_tokens * layer + cast * shape.layer_matrices, "with its gradients"),
+        Item("weights cast by autocast", cast * shape.matrices + (FLOAT32 + cast) * one_copy, cast_note),
     ]
-    if cast:  # autocast keeps every copy until the forward pass is over
-        note = f"in {config.model.dtype}, as the forward pass ends, and the first logits"
-        moments.append(Item("weights as autocast casts them", cast * shape.multiplied + first_logits, note))
-    kept = Item("activations", inputs, f"each of {shape.num_layers} layers' input, of {tokens.all:,} tokens")
-    return [kept, max(moments, key=lambda item: item.num_bytes)]
-
-
-def optimizer_temporaries(shape: ModelShape) -> float:
-    """Bytes beside state and gradients while AdamW steps on a GPU.
-
-    torch.optim.AdamW goes through all tensors at once there (`foreach`), which takes about the size of the
-    parameters more (its documentation says so); on a CPU it goes one by one.
-    """
-    return FLOAT32 * shape.num_parameters
+    if not cast:
+        peaks.pop()
+    kept = FLOAT32 * num_tokens * shape.hidden_size * layers
+    inputs = Item("activations", kept, f"the inputs of {layers} layers, of {num_tokens:,} tokens")
+    return [inputs, max(peaks, key=lambda item: item.num_bytes)]

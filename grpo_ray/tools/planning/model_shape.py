@@ -1,20 +1,23 @@
-"""A model's shape: what of it memory follows from, read from config.json alone."""
+"""A model's shape: the sizes in its config.json from which parameters, activations and KV cache follow."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.model import Implementation, TinyModelConfig
+from grpo_ray.config.model import ModelConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # whose every weight is counted here
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # every weight of these is counted
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with grouped-query attention, SwiGLU and RMSNorm: Llama, and its kin."""
+    """A decoder with grouped-query attention, SwiGLU and RMSNorm: Llama and its relatives."""
 
-    name: str
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -23,7 +26,7 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     is_tied: bool
-    """The output layer is the embeddings."""
+    """The output layer shares the embeddings' weights."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
@@ -39,87 +42,96 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Values in one layer's matrices: q, k, v and o; gate, up and down."""
+        """Number of values in one layer's matrices: q, k, v and o; gate, up and down."""
         attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
-    def layer_parameters(self) -> int:
-        """With biases, and the two norms."""
-        biases = self.has_qkv_bias * (self.query_width + 2 * self.kv_width)
-        biases += self.has_output_bias * self.hidden_size
-        biases += self.has_mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        norms = 2 * self.hidden_size + self.has_qk_norm * 2 * self.head_dim
-        return self.layer_matrices + biases + norms
-
-    @property
     def embedding(self) -> int:
-        """Values in the embeddings, and as many in an output layer of its own."""
+        """Number of values in the embeddings, and in an output layer of its own."""
         return self.vocab_size * self.hidden_size
 
     @property
-    def num_parameters(self) -> int:
-        embeddings = self.embedding if self.is_tied else 2 * self.embedding
-        return embeddings + self.num_layers * self.layer_parameters + self.hidden_size
-
-    @property
-    def multiplied(self) -> int:
-        """Values in every matrix that tokens are multiplied with, the output layer's included."""
+    def matrices(self) -> int:
+        """Number of values in all matrices that tokens are multiplied with, the output layer included."""
         return self.num_layers * self.layer_matrices + self.embedding
 
     @property
-    def cached_per_token(self) -> int:
-        """Values that the KV cache holds of a token: a key and a value a layer and key-value head."""
-        return 2 * self.num_layers * self.kv_width
+    def num_parameters(self) -> int:
+        layer = 2 * self.hidden_size + self.has_qk_norm * 2 * self.head_dim  # norms
+        layer += self.has_qkv_bias * (self.query_width + 2 * self.kv_width)
+        layer += self.has_output_bias * self.hidden_size
+        layer += self.has_mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        embeddings = 0 if self.is_tied else self.embedding
+        return self.matrices + embeddings + self.num_layers * layer + self.hidden_size
 
 
-def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that a model's config.json describes; `name` begins the messages.
+def find_shape(model: ModelConfig) -> ModelShape:
+    """Return the shape of the model, from a config.json on this machine; no hub is asked.
 
     Raises:
-        ValueError: it is of another family, or lacks a size.
+        ValueError: there is no config.json, or it is not usable.
+    """
+    if model.tiny is not None:
+        tiny = model.tiny
+        return ModelShape(
+            tiny.hidden_size, tiny.num_layers, tiny.num_heads, tiny.num_kv_heads,
+            tiny.hidden_size // tiny.num_heads, tiny.intermediate_size, tiny.vocab_size, tiny.tie_embeddings,
+            has_qkv_bias=model.implementation == "transformers",
+        )  # fmt: skip
+    assert model.path is not None
+    path = Path(model.path) / "config.json"
+    if not path.is_file():
+        path = _cached_config(model.path)
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: {path} cannot be read: {error}; copy the model again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"model.path: {path} holds no mapping; copy the model again")
+    return shape_of(config, f"model.path: {path}")
+
+
+def _cached_config(name: str) -> Path:
+    """Return the config.json of a hub's model in the local cache."""
+    if not HUB_NAME.fullmatch(name):
+        raise ValueError(f"model.path: no config.json in {name!r}; give a model's folder")
+    from huggingface_hub import try_to_load_from_cache  # here, because most plans do without
+
+    cached = try_to_load_from_cache(name, "config.json")
+    if not isinstance(cached, str):
+        raise ValueError(
+            f"model.path: the config.json of {name!r} is not on this machine, and a plan asks no hub; fetch it "
+            f"with `hf download {name} config.json`, or give a folder that holds it"
+        )
+    return Path(cached)
+
+
+def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
+    """Return the shape that the contents of a config.json describe; `source` begins the messages.
+
+    Raises:
+        ValueError: the family is not known, or a size is missing.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(
-            f"{name}: model_type is {family!r}; a plan knows {', '.join(FAMILIES)}: "
-            "give the nearest of them with --model-shape"
-        )
-    sizes = {}
+        raise ValueError(f"{source}: model_type is {family!r}; a plan covers {', '.join(FAMILIES)}")
     for key in SIZES:
         if not isinstance(size := config.get(key), int) or size < 1:
-            raise ValueError(f"{name}: {key} is {size!r}; it must be a whole number above 0")
-        sizes[key] = size
-    heads = sizes["num_attention_heads"]
+            raise ValueError(f"{source}: {key} is {size!r}; it must be a whole number above 0")
+    hidden_size, num_layers, num_heads, intermediate_size, vocab_size = (config[key] for key in SIZES)
     attention_bias = bool(config.get("attention_bias", False))
     return ModelShape(
-        name=name,
-        hidden_size=sizes["hidden_size"],
-        num_layers=sizes["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or sizes["hidden_size"] // heads,
-        intermediate_size=sizes["intermediate_size"],
-        vocab_size=sizes["vocab_size"],
+        hidden_size,
+        num_layers,
+        num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
         is_tied=bool(config.get("tie_word_embeddings", family == "smollm3")),
         has_qkv_bias=family == "qwen2" or attention_bias,
         has_output_bias=family != "qwen2" and attention_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_qk_norm=family == "qwen3",
-    )
-
-
-def shape_of_tiny(tiny: TinyModelConfig, implementation: Implementation) -> ModelShape:
-    """Of the model that `model.tiny` builds."""
-    return ModelShape(
-        name="the tiny model",
-        hidden_size=tiny.hidden_size,
-        num_layers=tiny.num_layers,
-        num_heads=tiny.num_heads,
-        num_kv_heads=tiny.num_kv_heads,
-        head_dim=tiny.hidden_size // tiny.num_heads,
-        intermediate_size=tiny.intermediate_size,
-        vocab_size=tiny.vocab_size,
-        is_tied=tiny.tie_embeddings,
-        has_qkv_bias=implementation == "transformers",
     )

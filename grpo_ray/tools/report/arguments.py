@@ -1,43 +1,47 @@
-"""The arguments of `grpo-ray report`."""
+"""The command `grpo-ray report`."""
 
-import argparse
+from dataclasses import dataclass
+from typing import Annotated
 
-from grpo_ray.tools.arguments import positive
-
-
-def add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder; several are overlaid")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="default: report.html in the run's folder; of several, in the folder that the first one lies in",
-    )
-    parser.add_argument(
-        "--rollouts",
-        type=positive,
-        default=400,
-        metavar="N",
-        help="rollouts on the page, over all runs; a run with more is sampled (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the sample of rollouts (default: %(default)s)")
-    parser.add_argument(
-        "--log-ratio",
-        metavar="CHECKPOINT",
-        help="colour tokens by their log-ratio to this policy: last, best, a checkpoint's name, or none "
-        "(default: last, if its weights are below 500 MB)",
-    )
-    parser.set_defaults(command=_report)
+from grpo_ray.errors import shown_plainly
+from grpo_ray.tools.arguments import Argument, Command, Option, positive
 
 
-def _report(options: argparse.Namespace) -> int:
-    from grpo_ray.errors import shown_plainly
-    from grpo_ray.tools.report.write_report import ReportOptions, report
+@dataclass(frozen=True)
+class ReportOptions:
+    runs: Annotated[tuple[str, ...], Argument("RUN", "a run's directory; several are overlaid")]
+    output: Annotated[
+        str | None,
+        Option("FILE", "default: report.html in the run's directory, or next to the first of several runs"),
+    ] = None
+    num_rollouts: Annotated[
+        int,
+        Option(
+            "N", "rollouts on the page, over all runs; larger runs are sampled (default: %(default)s)",
+            name="--rollouts", type=positive,
+        ),
+    ] = 400  # fmt: skip
+    seed: Annotated[int, Option("N", "seed of the sample of rollouts (default: %(default)s)")] = 0
+    log_ratio: Annotated[
+        str | None,
+        Option(
+            "CHECKPOINT",
+            "colour tokens by their log-ratio to this policy: last, best, a checkpoint's name, or none "
+            "(default: last, if its weights are below 500 MB)",
+        ),
+    ] = None
+
+
+def _report(options: ReportOptions) -> int:
+    from grpo_ray.tools.report.write_report import report
 
     with shown_plainly():
-        page = report(
-            ReportOptions(
-                tuple(options.runs), options.output, options.rollouts, options.seed, options.log_ratio
-            )
-        )
+        page = report(options)
     print(f"{page}  ({page.stat().st_size / 1e6:.1f} MB; open it in a browser)")
     return 0
+
+
+REPORT = Command(
+    "report", ReportOptions, _report, "write a web page of a run, or of several",
+    "Write a web page of a run, or of several overlaid: one file that needs no network.",
+)  # fmt: skip

@@ -2,28 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_ray.errors import RunError, all_of
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.report.arguments import ReportOptions
 from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
 
 POINTS = 3000  # of a curve, over all runs
 FEWEST_POINTS = 200
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """What was typed."""
-
-    runs: tuple[str, ...]
-    output: str | None = None  # default: report.html in the run's folder; of several, beside the first
-    num_rollouts: int = 400  # on the page, over all runs
-    seed: int = 0  # of the rollouts' sample
-    log_ratio: str | None = None  # as in show_rollouts
 
 
 def report(options: ReportOptions) -> Path:

@@ -1,4 +1,4 @@
-"""A Ray cluster's job API: submit, follow and stop a job; every error says what to do."""
+"""A client of a Ray cluster's job API: submit, follow and stop jobs, with errors that say what to do."""
 
 import asyncio
 import contextlib
@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.secrets import RAY_TOKEN
 from grpo_ray.errors import RunError
-from grpo_ray.tools.submit.submission import RUN_KEY, Circumstances, Submission
+from grpo_ray.tools.submit.submission import RUN_KEY, Submission, SubmissionContext
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-STARTING_S = 60.0  # a head node answers some seconds before it can take jobs
-LOOK_S = 0.5
+STARTING_S = 60.0  # a head node answers some seconds before it accepts jobs
+POLL_S = 0.5
 NO_AGENT = (
-    "the head node takes no jobs, as its agent does not run; if another Ray on that machine holds the agent's "
-    "port, start the head with --dashboard-agent-listen-port=0"
+    "the head node accepts no jobs, because its agent is not running; if another Ray on that machine holds the "
+    "agent's port, start the head with --dashboard-agent-listen-port=0"
 )
 
 
 def job_address(given: str | None) -> str:
-    """The dashboard that jobs go to: as given, RAY_ADDRESS, or a head's on this machine.
+    """Return the dashboard that jobs go to: the given one, RAY_ADDRESS, or that of a head on this machine.
 
     Raises:
-        RunError: it is no dashboard's.
+        RunError: the address is not a dashboard's.
     """
     address = given or os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
     if not address.startswith(("http://", "https://")):
@@ -41,19 +41,19 @@ def job_address(given: str | None) -> str:
     return address.rstrip("/")
 
 
-def check_token(where: Circumstances) -> None:
+def check_token(context: SubmissionContext) -> None:
     """Use the cluster's token if there is one here; call before Ray is imported, which reads the mode once.
 
     Raises:
-        RunError: the cluster is another machine, and nobody said that it has no token.
+        RunError: the cluster is another machine, there is no token, and RAY_AUTH_MODE is not `disabled`.
     """
     has_token = bool(os.environ.get(RAY_TOKEN[0])) or _has_content(_token_file())
     if has_token:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if not (where.is_here or has_token or os.environ.get("RAY_AUTH_MODE") == "disabled"):
+    if not (context.is_here or has_token or os.environ.get("RAY_AUTH_MODE") == "disabled"):
         raise RunError(
-            f"no token for {where.address}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's, or "
-            "RAY_AUTH_MODE=disabled if it has none and everybody who can reach it may run anything on it"
+            f"no token for {context.address}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's, or "
+            "RAY_AUTH_MODE=disabled if it has none and anyone with access may run anything on it"
         )
 
 
@@ -69,65 +69,70 @@ class JobClient:
     """The jobs of one cluster."""
 
     def __init__(self, address: str) -> None:
-        """Raises RunError: nothing answers at the address, or it does not take the token."""
-        os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray takes this before what it is given
+        """Connect to the cluster.
+
+        Raises:
+            RunError: nothing answers at the address, or the cluster refuses the token.
+        """
+        os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers this to its argument
         self.address = address
         with _explained(address):
             self._client = _connect(address)
 
     def submit(self, job: Submission) -> str:
-        """Upload the working directory and start the job; returns its id."""
+        """Upload the working directory and start the job; return its id."""
         deadline = time.monotonic() + STARTING_S
         with _explained(self.address):
             while True:
                 try:
-                    return self._client.submit_job(
+                    job_id: str = self._client.submit_job(
                         entrypoint=job.entrypoint,
                         runtime_env=dict(job.runtime_env),
                         metadata=dict(job.metadata),
                     )
+                    return job_id
                 except RuntimeError as error:
                     if "No available agent" not in str(error):
                         raise
                     if time.monotonic() > deadline:
                         raise RuntimeError(NO_AGENT) from error
-                    time.sleep(LOOK_S)
+                    time.sleep(POLL_S)
 
     def follow(self, job_id: str) -> bool:
-        """Print the job's output until it ends; returns whether it succeeded."""
+        """Print the job's output until it ends; return True if it succeeded."""
         with _explained(self.address):
-            self._client.get_job_info(job_id)  # says so if there is no such job; the output does not
+            self._client.get_job_info(job_id)  # raises if there is no such job, which the output does not
             with contextlib.suppress(RuntimeError):  # the connection broke
                 asyncio.run(self._print_output(job_id))
             if not self._client.get_job_status(job_id).is_terminal():
                 raise RuntimeError(
-                    f"the connection has ended, and the job goes on; follow it again with --follow {job_id}"
+                    f"the connection ended, and the job keeps running; follow it again with --follow {job_id}"
                 )
             return self._report_end(job_id)
 
     def status(self, job_id: str) -> str:
-        """As Ray has it: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+        """Return PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
         with _explained(self.address):
             return str(self._client.get_job_status(job_id).value)
 
     def metadata(self, job_id: str) -> dict[str, str]:
-        """What the job was submitted with: `run` and `config`, of `grpo-ray submit`."""
+        """Return the metadata of the job, with `grpo-ray submit` its `run` and `config`."""
         with _explained(self.address):
             return dict(self._client.get_job_info(job_id).metadata or {})
 
     def stop(self, job_id: str) -> None:
-        """Ask the job to end and wait until it has; its run finishes its step and writes a checkpoint."""
+        """Ask the job to end and wait until it has; its run finishes the step and writes a checkpoint."""
         with _explained(self.address):
             run = (self._client.get_job_info(job_id).metadata or {}).get(RUN_KEY)
             if not self._client.stop_job(job_id):
                 self._report_end(job_id)
                 return
-            print(f"job {job_id} is stopping, with a checkpoint after its present step", flush=True)
+            print(f"job {job_id} is stopping, with a checkpoint after its current step", flush=True)
             while not self._client.get_job_status(job_id).is_terminal():
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             self._report_end(job_id)
             if run is not None:
-                print(f"go on with: grpo-ray submit --resume {run}")
+                print(f"resume it with: grpo-ray submit --resume {run}")
 
     async def _print_output(self, job_id: str) -> None:
         async for lines in self._client.tail_job_logs(job_id):
@@ -136,7 +141,7 @@ class JobClient:
     def _report_end(self, job_id: str) -> bool:
         info: Any = self._client.get_job_info(job_id)
         why = ""
-        if info.status == "FAILED":  # Ray adds the end of the output, which has been followed
+        if info.status == "FAILED":  # Ray appends the end of the output, which was already printed
             why = f": {(info.message or '').partition(', last available logs')[0]}"
         print(f"job {job_id}: {info.status.lower()}{why}")
         return bool(info.status == "SUCCEEDED")
@@ -145,14 +150,14 @@ class JobClient:
 def _connect(address: str) -> "JobSubmissionClient":
     from ray.job_submission import JobSubmissionClient
 
-    for handler in logging.getLogger("ray").handlers:  # it lists every file that it does not upload
+    for handler in logging.getLogger("ray").handlers:  # otherwise Ray lists every file that it does not upload
         handler.setLevel(logging.ERROR)
     return JobSubmissionClient(address)
 
 
 @contextlib.contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """What Ray's client raises, as a RunError."""
+    """Turn the errors of Ray's client into a RunError."""
     import aiohttp
     import requests
     from ray.exceptions import AuthenticationError
@@ -166,7 +171,7 @@ def _explained(address: str) -> Iterator[None]:
         ) from error
     except AuthenticationError as error:
         raise RunError(
-            f"{address} does not take this token; RAY_AUTH_TOKEN, or the file RAY_AUTH_TOKEN_PATH "
+            f"{address} refuses this token; RAY_AUTH_TOKEN, or the file RAY_AUTH_TOKEN_PATH "
             "(~/.ray/auth_token), must hold the cluster's"
         ) from error
     except (RuntimeError, ValueError) as error:  # its HTTP errors; a folder that is too large to upload

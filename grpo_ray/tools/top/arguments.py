@@ -1,32 +1,34 @@
-"""The arguments of `grpo-ray top`."""
+"""The command `grpo-ray top`."""
 
-import argparse
 import contextlib
+from dataclasses import dataclass
+from typing import Annotated
 
-from grpo_ray.tools.arguments import above_zero
-
-
-def add_top(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="RUN|JOB", help="a run's folder, or the name of a submitted job")
-    parser.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
-    parser.add_argument(
-        "--every",
-        type=above_zero,
-        default=1.0,
-        metavar="SECONDS",
-        help="between frames (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--address",
-        metavar="URL",
-        help="the dashboard of a job's cluster (default: $RAY_ADDRESS, or the one on this machine)",
-    )
-    parser.set_defaults(command=_top)
+from grpo_ray.tools.arguments import Argument, Command, Flag, Option, above_zero
 
 
-def _top(options: argparse.Namespace) -> int:
-    from grpo_ray.tools.top.watch_run import TopOptions, top
+@dataclass(frozen=True)
+class TopOptions:
+    target: Annotated[str, Argument("RUN|JOB", "a run's directory, or the name of a submitted job")]
+    address: Annotated[
+        str | None,
+        Option("URL", "dashboard of the job's cluster (default: RAY_ADDRESS, or the one on this machine)"),
+    ] = None
+    once: Annotated[bool, Flag("print one frame and exit, as without a terminal")] = False
+    every_s: Annotated[
+        float, Option("SECONDS", "between frames (default: %(default)g)", name="--every", type=above_zero)
+    ] = 1.0
 
-    with contextlib.suppress(KeyboardInterrupt):  # there are no actors here to be ended, and to be told of
-        top(TopOptions(options.target, options.address, options.once, options.every))
+
+def _top(options: TopOptions) -> int:
+    from grpo_ray.tools.top.watch_run import top
+
+    with contextlib.suppress(KeyboardInterrupt):  # nothing was started here that would have to be ended
+        top(options)
     return 0
+
+
+TOP = Command(
+    "top", TopOptions, _top, "watch a run in the terminal",
+    "Watch a run in the terminal: its actors, steps and bottleneck. q or Ctrl-C ends only the watching.",
+)  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from grpo_ray.errors import RunError
-from grpo_ray.tools.submit.submission import RUN_KEY, Circumstances
+from grpo_ray.tools.submit.submission import RUN_KEY, SubmissionContext
 
 
 class Jobs(Protocol):
@@ -40,7 +40,7 @@ def find_job(name: str, address: str | None) -> Job:
     from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 
     try:
-        where = Circumstances(job_address(address), Path.cwd())
+        where = SubmissionContext(job_address(address), Path.cwd())
         check_token(where)
         return job_of(JobClient(where.address), name)
     except RunError as error:

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.top.arguments import TopOptions
 from grpo_ray.tools.top.frame import frame
 from grpo_ray.tools.top.job import Job, find_job
 from grpo_ray.tools.top.keys import keys
@@ -20,16 +20,6 @@ from grpo_ray.tools.top.run_view import RunView, look
 JOB_EVERY_S = 5.0
 JOB_GOING_ON = ("PENDING", "RUNNING")
 JOB_ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
-
-
-@dataclass(frozen=True)
-class TopOptions:
-    """`address` is a Ray cluster's, for a job; None asks the environment."""
-
-    target: str
-    address: str | None
-    once: bool
-    every_s: float
 
 
 def top(options: TopOptions, console: Console | None = None) -> None:

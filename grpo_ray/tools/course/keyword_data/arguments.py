@@ -1,72 +1,74 @@
-"""The arguments of `grpo-ray data`."""
+"""The command `grpo-ray data`."""
 
 import argparse
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
-from grpo_ray.tools.arguments import above_zero, positive
+from grpo_ray.errors import RunError
+from grpo_ray.tools.arguments import Command, Option, above_zero, natural, positive
 
-
-def add_data(parser: argparse.ArgumentParser) -> None:
-    datasets = parser.add_subparsers(required=True, metavar="DATASET")
-    _add_keywords(datasets.add_parser(
-        "keywords",
-        help="sentences with given words",
-        description="Make prompt/answer pairs for keyword inclusion. Every answer is checked for its keywords; "
-        "80% of the pairs are for training, 20% for validation, and no two want the same words. "
-        "What was interrupted goes on when it is started again.",
-    ))  # fmt: skip
+ByModel = partial(Option, group="answers by a model (default: by the templates of a small grammar)")
 
 
-def _add_keywords(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FOLDER", required=True, help="the folder to make")
-    parser.add_argument("--num-pairs", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--keywords", metavar="FILE", help="a word a line (default: nouns that come along)")
-    parser.add_argument(
-        "--num-keywords", type=_range, default=(2, 4), metavar="MIN-MAX", help="of a prompt (default: 2-4)"
-    )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="draws them (default: %(default)s)")
-    model = parser.add_argument_group("answers by a model (default: by a small grammar's templates)")
-    model.add_argument("--model", help="a model's folder, or a model on the hub (owner/name)")
-    model.add_argument("--engine", choices=("vllm", "torch"), default="vllm", help="(default: %(default)s)")
-    model.add_argument(
-        "--prompt",
-        metavar="NAME|FILE",
-        help="question_only, chat, or a template (default: chat where the model has a chat template)",
-    )
-    model.add_argument(
-        "--temperature", type=above_zero, default=1.0, metavar="T", help="(default: %(default)s)"
-    )
-    model.add_argument(
-        "--max-tokens", type=positive, default=64, metavar="N", help="longest answer (default: %(default)s)"
-    )
-    model.add_argument(
-        "--max-attempts",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="answers to ask for before a prompt is dropped (default: %(default)s)",
-    )
-    parser.set_defaults(command=_keywords)
-
-
-def _keywords(options: argparse.Namespace) -> int:
-    from grpo_ray.tools.course.keyword_data.generate import KeywordOptions, make_keyword_dataset
-
-    names = KeywordOptions.__dataclass_fields__
-    make_keyword_dataset(KeywordOptions(**{name: getattr(options, name) for name in names}))
-    return 0
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return int(text)
-
-
-def _range(text: str) -> tuple[int, int]:
-    """`3` or `2-4`."""
+def keyword_range(text: str) -> tuple[int, int]:
+    """Convert `3` or `2-4`."""
     fewest, _, most = text.partition("-")
     numbers = [int(part) if part.isdecimal() else 0 for part in (fewest, most or fewest)]
     if not 0 < numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 3, or two such as 2-4")
     return numbers[0], numbers[1]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """No options: each dataset is a subcommand."""
+
+
+@dataclass(frozen=True)
+class KeywordOptions:
+    output: Annotated[Path, Option("FOLDER", "the folder to create")]
+    num_pairs: Annotated[int, Option("N", "pairs to make (default: %(default)s)", type=positive)] = 1000
+    keywords: Annotated[str | None, Option("FILE", "one word per line (default: 256 bundled nouns)")] = None
+    num_keywords: Annotated[
+        tuple[int, int], Option("MIN-MAX", "keywords per prompt (default: 2-4)", type=keyword_range)
+    ] = (2, 4)
+    seed: Annotated[int, Option("N", "seed of the draw of keywords (default: %(default)s)", type=natural)] = 0
+    model: Annotated[str | None, ByModel("MODEL", "a model's folder, or a model on the hub (owner/name)")] = (
+        None
+    )
+    engine: Annotated[Literal["vllm", "torch"], ByModel(None, "the engine (default: %(default)s)")] = "vllm"
+    prompt: Annotated[
+        str | None,
+        ByModel(
+            "NAME|FILE",
+            "question_only, chat, or a template (default: chat where the model has a chat template)",
+        ),
+    ] = None
+    temperature: Annotated[float, ByModel("T", "(default: %(default)s)", type=above_zero)] = 1.0
+    max_tokens: Annotated[int, ByModel("N", "longest answer (default: %(default)s)", type=positive)] = 64
+    max_attempts: Annotated[
+        int,
+        ByModel("N", "answers to ask for before a prompt is dropped (default: %(default)s)", type=positive),
+    ] = 4
+
+
+def _data(options: DataOptions) -> int:
+    raise RunError("name the dataset to make: keywords")
+
+
+def _keywords(options: KeywordOptions) -> int:
+    from grpo_ray.tools.course.keyword_data.generate import make_keyword_dataset
+
+    make_keyword_dataset(options)
+    return 0
+
+
+KEYWORDS = Command(
+    "keywords", KeywordOptions, _keywords, "sentences that contain given words",
+    "Make prompt/answer pairs for keyword inclusion. Every answer is checked for its keywords; 80% of the "
+    "pairs are for training, 20% for validation, and no two prompts have the same keywords. After an "
+    "interruption the same command resumes.",
+)  # fmt: skip
+DATA = Command("data", DataOptions, _data, "make a dataset", subcommands=(KEYWORDS,), metavar="DATASET")

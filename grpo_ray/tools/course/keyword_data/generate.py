@@ -5,7 +5,6 @@ import hashlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from grpo_ray.tasks.examples import counted
 from grpo_ray.tasks.keywords.examples import make_example, task_keywords
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords, read_words
+from grpo_ray.tools.course.keyword_data.arguments import KeywordOptions
 from grpo_ray.tools.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, has_keywords
 from grpo_ray.tools.course.keyword_data.writers import (
     AnswerWriter,
@@ -29,23 +29,6 @@ from grpo_ray.tools.course.keyword_data.writers import (
 )
 
 AT_ONCE = 256  # prompts in the engine at a time
-
-
-@dataclass(frozen=True)
-class KeywordOptions:
-    """As on the command line."""
-
-    output: Path
-    num_pairs: int = 1000
-    keywords: str | None = None
-    num_keywords: tuple[int, int] = (2, 4)
-    seed: int = 0
-    model: str | None = None
-    engine: str = "vllm"
-    prompt: str | None = None
-    temperature: float = 1.0
-    max_tokens: int = 64
-    max_attempts: int = 4
 
 
 def make_keyword_dataset(options: KeywordOptions) -> None:

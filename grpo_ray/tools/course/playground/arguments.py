@@ -1,75 +1,103 @@
-"""The arguments of `grpo-ray playground`."""
+"""The command `grpo-ray playground`."""
 
-import argparse
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
 
 from grpo_ray.errors import RunError
-from grpo_ray.tools.arguments import positive
-from grpo_ray.tools.course.playground.settings import COMPARISONS, Settings, allowed, option
+from grpo_ray.tools.arguments import Command, Flag, Option, TypedCommand, positive
+from grpo_ray.tools.course.playground.settings import Settings, allowed, option
 
-EXAMPLES = {
-    "sorting": "train the lecture's small model to sort numbers",
-    "baseline": "two states, and the noise that a baseline takes from the gradient",
-    "frozen": "a ratio whose denominator is not frozen, and one of log-probabilities",
-}
+Output = Annotated[str, Option("FOLDER", "folder for the results (default: %(default)s)")]
+SettingOption = partial(Option, "X", group="settings (the defaults are the lecture's)")
 
 
-def add_playground(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="print the examples and end")
-    parser.set_defaults(command=_list)
-    examples = parser.add_subparsers(metavar="EXAMPLE")
-    parsers = {name: examples.add_parser(name, help=text, description=text) for name, text in EXAMPLES.items()}
-    for example in parsers.values():
-        example.add_argument(
-            "--output", metavar="FOLDER", default="playground", help="for results (default: %(default)s)"
-        )
-    _add_sorting(parsers["sorting"])
-    parsers["baseline"].add_argument(
-        "--samples",
-        type=positive,
-        metavar="N",
-        default=10,
-        help="in each estimate of the gradient (default: %(default)s)",
+def _pair(name: str, text: str) -> tuple[str, str]:
+    return name, text
+
+
+SETTINGS = tuple(
+    SettingOption(
+        f"{field.description}: {allowed(name)} (default: {field.default})",
+        name=option(name), type=partial(_pair, name),
     )
-    parsers["baseline"].set_defaults(command=_baseline)
-    parsers["frozen"].set_defaults(command=_frozen)
+    for name, field in Settings.model_fields.items()
+)  # fmt: skip
 
 
-def _add_sorting(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compare", choices=COMPARISONS, help="try every value of this setting")
-    parser.add_argument(
-        "--seeds", type=positive, metavar="N", default=5, help="runs of each setting (default: %(default)s)"
-    )
-    settings = parser.add_argument_group("settings (the defaults are the lecture's)")
-    for name, field in Settings.model_fields.items():
-        text = f"{field.description}: {allowed(name)} (default: {field.default})"
-        settings.add_argument(option(name), metavar="X", help=text)
-    parser.set_defaults(command=_sorting)
+@dataclass(frozen=True)
+class PlaygroundOptions:
+    list: Annotated[bool, Flag("print the examples and exit")] = False
 
 
-def _list(options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class SortingOptions:
+    output: Output = "playground"
+    compare: Annotated[
+        Literal["deltas", "loss", "kl"] | None, Option(None, "try every value of this setting")
+    ] = None
+    seeds: Annotated[int, Option("N", "runs of each setting (default: %(default)s)", type=positive)] = 5
+    given: Annotated[tuple[tuple[str, str], ...], SETTINGS] = ()
+    """Settings and their texts, as typed."""
+    typed: Annotated[str, TypedCommand] = ""
+
+
+@dataclass(frozen=True)
+class BaselineOptions:
+    output: Output = "playground"
+    samples: Annotated[
+        int, Option("N", "in each estimate of the gradient (default: %(default)s)", type=positive)
+    ] = 10
+    typed: Annotated[str, TypedCommand] = ""
+
+
+@dataclass(frozen=True)
+class FrozenOptions:
+    output: Output = "playground"
+    typed: Annotated[str, TypedCommand] = ""
+
+
+def _playground(options: PlaygroundOptions) -> int:
     if not options.list:
-        raise RunError(f"name an example of the playground: {', '.join(EXAMPLES)}")
-    for name, text in EXAMPLES.items():
-        print(f"{name:<8}  {text}")
+        raise RunError(f"name an example of the playground: {', '.join(command.name for command in EXAMPLES)}")
+    for command in EXAMPLES:
+        print(f"{command.name:<8}  {command.help}")
     return 0
 
 
-def _sorting(options: argparse.Namespace) -> int:
+def _sorting(options: SortingOptions) -> int:
     from grpo_ray.tools.course.playground.play import run_sorting
 
-    given = {name: value for name in Settings.model_fields if (value := getattr(options, name)) is not None}
-    return run_sorting(given, options.compare, options.seeds, options.output, options.typed)
+    return run_sorting(dict(options.given), options.compare, options.seeds, options.output, options.typed)
 
 
-def _baseline(options: argparse.Namespace) -> int:
+def _baseline(options: BaselineOptions) -> int:
     from grpo_ray.tools.course.playground.play import run_baseline
 
     run_baseline(options.samples, options.output, options.typed)
     return 0
 
 
-def _frozen(options: argparse.Namespace) -> int:
+def _frozen(options: FrozenOptions) -> int:
     from grpo_ray.tools.course.playground.play import run_frozen
 
     run_frozen(options.output, options.typed)
     return 0
+
+
+EXAMPLES = (
+    Command("sorting", SortingOptions, _sorting, "train the lecture's small model to sort numbers"),
+    Command(
+        "baseline", BaselineOptions, _baseline,
+        "two states, and the gradient noise that a baseline removes",
+    ),
+    Command(
+        "frozen", FrozenOptions, _frozen,
+        "a ratio without a frozen denominator, and a ratio of log-probabilities",
+    ),
+)  # fmt: skip
+PLAYGROUND = Command(
+    "playground", PlaygroundOptions, _playground, "run a lecture's small examples of policy gradients",
+    "The examples of Stanford CS336's lecture on policy gradients; see docs/playground.md.",
+    subcommands=EXAMPLES, metavar="EXAMPLE",
+)  # fmt: skip

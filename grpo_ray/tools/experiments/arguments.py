@@ -1,0 +1,82 @@
+"""The commands `grpo-ray experiment` and `grpo-ray sweep`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from grpo_ray.tools.arguments import (
+    Argument,
+    Command,
+    ConfigFile,
+    Flag,
+    Option,
+    Overrides,
+    TypedCommand,
+    positive,
+)
+
+Seeds = Annotated[int, Option("N", "runs per variant (default: %(default)s)")]
+Output = Annotated[str, Option("FOLDER", "folder for the results (default: %(default)s)")]
+Jobs = Annotated[
+    int | None, Option("N", "runs at a time (default: as many as the machine has room for)", type=positive)
+]
+
+
+@dataclass(frozen=True)
+class ExperimentOptions:
+    name: Annotated[str | None, Argument("NAME", "one of those that --list prints")] = None
+    list: Annotated[bool, Flag("print the experiments and exit")] = False
+    config: Annotated[str, Option("CONFIG", "the job (default: %(default)s)")] = "configs/quickstart.yaml"
+    seeds: Seeds = 3
+    output: Output = "experiments"
+    jobs: Jobs = None
+    overrides: Overrides = ()
+    typed: Annotated[str, TypedCommand] = ""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    config: ConfigFile
+    overrides: Overrides = ()
+    name: Annotated[str | None, Option("NAME", "the folder's name (default: from the keys)")] = None
+    seeds: Seeds = 1
+    output: Output = "experiments"
+    jobs: Jobs = None
+    typed: Annotated[str, TypedCommand] = ""
+
+
+def _experiment(options: ExperimentOptions) -> int:
+    from grpo_ray.tools.experiments.definitions import EXPERIMENTS
+    from grpo_ray.tools.experiments.experiment import find
+    from grpo_ray.tools.experiments.run_experiment import run_experiment
+
+    if options.list:
+        width = max(map(len, EXPERIMENTS))
+        for experiment in EXPERIMENTS.values():
+            print(f"{experiment.name:<{width}}  {experiment.title} ({', '.join(experiment.variants)})")
+        return 0
+    is_good = run_experiment(
+        find(options.name or "", EXPERIMENTS), options.config, options.overrides, options.seeds, options.output,
+        options.jobs, options.typed,
+    )  # fmt: skip
+    return 0 if is_good else 1
+
+
+def _sweep(options: SweepOptions) -> int:
+    from grpo_ray.tools.experiments.run_experiment import run_experiment
+    from grpo_ray.tools.experiments.sweep import make_sweep
+
+    sweep = make_sweep(options.config, options.overrides, options.name)
+    is_good = run_experiment(
+        sweep, options.config, [], options.seeds, options.output, options.jobs, options.typed
+    )
+    return 0 if is_good else 1
+
+
+EXPERIMENT = Command(
+    "experiment", ExperimentOptions, _experiment, "compare variants of a job over seeds",
+    "Run one of the bundled comparisons; started again, it resumes.",
+)  # fmt: skip
+SWEEP = Command(
+    "sweep", SweepOptions, _sweep, "compare every combination of some values",
+    "Run every combination of the values, such as learner.learning_rate=1e-4,2e-4.",
+)  # fmt: skip
