@@ -24,9 +24,8 @@ from grpo_ray.config.task import MixtureTaskConfig, SortingTaskConfig
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import warm_up
-from grpo_ray.rewards.answer_formats import answer_place
+from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
 from grpo_ray.tasks.prompts import TextTemplate, template_of
-from grpo_ray.tasks.sorting import ENDINGS
 from grpo_ray.tasks.warmup import Pairs, tokenizer_pairs, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
