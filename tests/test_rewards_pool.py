@@ -204,7 +204,7 @@ def test_what_is_not_graded_is_an_error_of_that_answer_alone(
 
     def deep_reward(response: str, ground_truth: str) -> dict[str, float]:
         if "((" in response:
-            raise NotGraded("brackets in brackets \ud800" * 1000)
+            raise NotGraded("brackets nested more than 7 deep \ud800" * 1000)
         return r1_zero_reward_fn(response, ground_truth)
 
     monkeypatch.setitem(REWARDS_BY_NAME, "exact_match", deep_reward)

@@ -25,8 +25,9 @@ from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import warm_up
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
+from grpo_ray.tasks.examples import Pairs
 from grpo_ray.tasks.prompts import TextTemplate, template_of
-from grpo_ray.tasks.warmup import Pairs, tokenizer_pairs, warmup_pairs
+from grpo_ray.tasks.warmup import tokenizer_pairs, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
 _RECIPE = 1  # raise it when the code below would build another model from the same configuration

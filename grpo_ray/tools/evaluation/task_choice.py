@@ -10,7 +10,7 @@ from grpo_ray.config.schema import sections_of
 from grpo_ray.config.section import Section
 from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.errors import RunError
-from grpo_ray.tasks.files import rows_of
+from grpo_ray.tasks.files import read_rows
 from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
 
 ALL_ROWS = 2**31
@@ -154,7 +154,7 @@ def _one_set(path: str, split: str = "test") -> dict[str, Any]:
 
 def _recognised(path: Path) -> dict[str, Any]:
     """The task of a file whose first row looks like GSM8K's, MATH's, their relatives' or the keywords'."""
-    _, row = next(rows_of(path, ("every column",)), ("", {}))
+    _, row = next(read_rows(path, ("every column",)), ("", {}))
     question, answer, solution = row.get("question"), str(row.get("answer")), str(row.get("solution"))
     if question is not None and "####" in answer:
         return {"kind": "gsm8k", "subset": None, **_one_set(str(path))}
