@@ -12,8 +12,16 @@ from grpo_ray.tools.course.playground.baseline import Estimates
 from grpo_ray.tools.course.playground.comparison import Run
 from grpo_ray.tools.course.playground.frozen import LECTURE_W, RATIOS, ascend, gradients
 from grpo_ray.tools.course.playground.settings import Settings
-from grpo_ray.tools.drawing.figures import COLORS, draw_spread, legend_beside, new_figure, save, tidy
-from grpo_ray.tools.drawing.plots import GRID, INK
+from grpo_ray.tools.drawing.figures import (
+    COLORS,
+    GRID,
+    INK,
+    draw_spread,
+    legend_beside,
+    new_figure,
+    save,
+    tidy,
+)
 
 WIDTH, HEIGHT = 12, 8
 BIN_EDGES = [0.5 * index for index in range(-10, 13)]  # finer: only which means 10 samples can have
