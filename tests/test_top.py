@@ -524,11 +524,11 @@ def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "job raysubmit_1: RUNNING" in show(FakeJobs({"run": str(run.path)}))
     assert "job raysubmit_1: unknown: Ray does not answer" in show(FakeJobs({"run": str(run.path)}, "gone"))
-    assert "holds no run: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
+    assert "there is no run in its folder" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
     with pytest.raises(RunError, match="there is no run in its folder"):
         show(FakeJobs({"run": str(tmp_path / "later")}, "FAILED"))
     (tmp_path / "later").mkdir()  # a run makes its folder before its configuration
-    assert "holds no run: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}))
+    assert "there is no run in its folder" in show(FakeJobs({"run": str(tmp_path / "later")}))
     with pytest.raises(RunError, match="does not name its run's folder"):
         show(FakeJobs({}))
 
@@ -553,7 +553,7 @@ def test_a_job_that_goes_on_with_a_run_is_watched_though_it_ended_before(
     assert all(f"raysubmit_1: {status}" in shown for status in ("PENDING", "RUNNING", "SUCCEEDED"))
 
 
-@pytest.mark.parametrize("part", ["_look", "_find", "frame"])
+@pytest.mark.parametrize("part", ["_read", "_find", "draw_frame"])
 def test_ctrl_c_ends_the_watching_only(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
