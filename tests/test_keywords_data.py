@@ -225,7 +225,7 @@ def test_answers_of_a_model_are_kept_tried_again_or_dropped(
     )
     out = capsys.readouterr().out
     assert "8 pairs in train.jsonl, 2 in validation.jsonl" in out
-    assert "5 prompts dropped: no answer with all of the keywords in 3 attempts" in out
+    assert "5 prompts dropped: no answer had all of the keywords in 3 attempts" in out
 
 
 def good(keywords: list[str], attempt: int) -> str:
@@ -251,7 +251,7 @@ def test_an_interruption_loses_nothing(
     assert engine.is_shut_down
     kept = read(tmp_path / "set.unfinished" / "pairs.jsonl")
     assert 7 <= len(kept) < 300
-    message = f"{len(kept)} of 300 pairs are verified, and kept in {tmp_path / 'set.unfinished'}"
+    message = f"{len(kept)} of 300 pairs are verified and kept in {tmp_path / 'set.unfinished'}"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "set").exists()
 
@@ -259,7 +259,7 @@ def test_an_interruption_loses_nothing(
     assert refused(tmp_path, (*options, "--temperature", "0.3"), capsys)
     engine = scripted(good)
     assert make(tmp_path / "set", *options) == 0
-    assert f"going on with {len(kept)} pairs of" in capsys.readouterr().out
+    assert f"resuming with {len(kept)} pairs of" in capsys.readouterr().out
     assert sum(engine.prompts.values()) == 300 - len(kept)
     rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
     assert len({wanted_of(row) for row in rows}) == 300
@@ -288,7 +288,7 @@ def test_an_engine_that_dies_loses_nothing(
     assert engine.is_shut_down
     num_kept = len(read(tmp_path / "set.unfinished" / "pairs.jsonl"))
     assert 3 <= num_kept <= 8
-    message = f"vLLM's engine died: killed; {num_kept} of 9 pairs are verified, and kept in"
+    message = f"vLLM's engine died: killed; {num_kept} of 9 pairs are verified and kept in"
     assert message in capsys.readouterr().err
 
 

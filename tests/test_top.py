@@ -524,11 +524,11 @@ def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "job raysubmit_1: RUNNING" in show(FakeJobs({"run": str(run.path)}))
     assert "job raysubmit_1: unknown: Ray does not answer" in show(FakeJobs({"run": str(run.path)}, "gone"))
-    assert "there is no run in its folder" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
+    assert "yet, or not on this machine" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
     with pytest.raises(RunError, match="there is no run in its folder"):
         show(FakeJobs({"run": str(tmp_path / "later")}, "FAILED"))
     (tmp_path / "later").mkdir()  # a run makes its folder before its configuration
-    assert "there is no run in its folder" in show(FakeJobs({"run": str(tmp_path / "later")}))
+    assert "yet, or not on this machine" in show(FakeJobs({"run": str(tmp_path / "later")}))
     with pytest.raises(RunError, match="does not name its run's folder"):
         show(FakeJobs({}))
 

@@ -8,19 +8,19 @@ from grpo_ray.tools.course.playground.settings import COMPARISONS, Settings, all
 
 EXAMPLES = {
     "sorting": "train the lecture's small model to sort numbers",
-    "baseline": "two states, and the noise that a baseline takes from the gradient",
-    "frozen": "a ratio whose denominator is not frozen, and one of log-probabilities",
+    "baseline": "show on two states how much noise a baseline removes from the gradient",
+    "frozen": "compare the frozen ratio with one that is not, and with one of log-probabilities",
 }
 
 
 def add_playground(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="print the examples and end")
+    parser.add_argument("--list", action="store_true", help="print the examples and exit")
     parser.set_defaults(command=_list)
     examples = parser.add_subparsers(metavar="EXAMPLE")
     parsers = {name: examples.add_parser(name, help=text, description=text) for name, text in EXAMPLES.items()}
     for example in parsers.values():
         example.add_argument(
-            "--output", metavar="FOLDER", default="playground", help="for results (default: %(default)s)"
+            "--output", metavar="FOLDER", default="playground", help="folder for results (default: %(default)s)"
         )
     _add_sorting(parsers["sorting"])
     parsers["baseline"].add_argument(
@@ -28,16 +28,16 @@ def add_playground(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         default=10,
-        help="in each estimate of the gradient (default: %(default)s)",
+        help="samples per estimate of the gradient (default: %(default)s)",
     )
     parsers["baseline"].set_defaults(command=_baseline)
     parsers["frozen"].set_defaults(command=_frozen)
 
 
 def _add_sorting(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compare", choices=COMPARISONS, help="try every value of this setting")
+    parser.add_argument("--compare", choices=COMPARISONS, help="compare all values of this setting")
     parser.add_argument(
-        "--seeds", type=positive, metavar="N", default=5, help="runs of each setting (default: %(default)s)"
+        "--seeds", type=positive, metavar="N", default=5, help="runs per setting (default: %(default)s)"
     )
     settings = parser.add_argument_group("settings (the defaults are the lecture's)")
     for name, field in Settings.model_fields.items():
