@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol."""
+"""A headless Chromium, controlled through its DevTools protocol."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ PHONE, DESKTOP = (390, 844), (1440, 900)
 
 
 class Browser:
-    """One tab; `events` are what the page told: requests, console lines, errors."""
+    """One tab; `events` are the page's requests, console lines and errors."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket, self._last_id = socket, 0
@@ -38,7 +38,7 @@ class Browser:
             self.events.append(message)
 
     def look(self, size: tuple[int, int], scheme: str = "light") -> None:
-        """A window of this size, for a reader who wants `light` or `dark`."""
+        """Set the window's size, and the colour scheme `light` or `dark`."""
         width, height = size
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -48,7 +48,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, page: Path) -> None:
-        """Load the page, and wait until it says that it is ready."""
+        """Load the page, and wait until it is ready."""
         self.events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
         deadline = time.monotonic() + 20
@@ -57,11 +57,11 @@ class Browser:
         self.settle()
 
     def settle(self) -> None:
-        """Two frames: what observers of sizes draw is drawn."""
+        """Wait for two frames, after which size observers have drawn."""
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluate an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -72,7 +72,7 @@ class Browser:
         self.settle()
 
     def errors(self) -> list[Any]:
-        """What went wrong in the page: exceptions, and lines that are no mere remarks."""
+        """Return the page's exceptions, and its console lines of warnings and errors."""
         wrong: list[Any] = []
         for event in self.events:
             facts = event["params"]
@@ -85,7 +85,7 @@ class Browser:
         return wrong
 
     def requests(self) -> list[str]:
-        """Every address that was asked for anything."""
+        """Return all addresses that the page requested."""
         sent = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [facts["request"]["url"] for facts in sent]
 
@@ -96,7 +96,7 @@ class Browser:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """A browser with a profile of its own, which ends with the block."""
+    """Run a browser with a profile of its own until the block ends."""
     assert CHROMIUM is not None, "no Chromium here"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(

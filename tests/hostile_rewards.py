@@ -1,4 +1,4 @@
-"""Reward functions of a user's that do whatever they are asked to; they run in the pool's workers alone."""
+"""A user's reward functions that do whatever a response asks for; they run only in the pool's workers."""
 
 import ctypes
 import math
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def obey(response: str, ground_truth: str) -> dict[str, float]:
-    """1 for the ground truth, once the response's first word is done."""
+    """Do what the response's first word asks for; return 1 if the rest is the ground truth."""
     word, _, answer = response.partition(" ")
-    DEEDS.get(word, lambda: None)()
+    ACTIONS.get(word, lambda: None)()
     value = float((answer or word) == ground_truth)
     return {"reward": value, "format_reward": 1.0, "answer_reward": value}
 
@@ -87,4 +87,4 @@ HARMLESS = {
     "doze": lambda: time.sleep(0.3),
     "handle": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
-DEEDS: dict[str, Any] = {**ENDLESS, **DEADLY, **RAISING, **HARMLESS}
+ACTIONS: dict[str, Any] = {**ENDLESS, **DEADLY, **RAISING, **HARMLESS}

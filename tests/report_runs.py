@@ -25,7 +25,7 @@ HOSTILE = [
 def make_run(
     folder: Path, config: Config, num_steps: int = 6, steps: Sequence[Sequence[ScoredGroup]] | None = None
 ) -> RunDirectory:
-    """Rewards that rise by 0.1 a step; `steps` are the groups of each (default: one group of two)."""
+    """Write a run whose rewards rise by 0.1 per step; `steps` are each step's groups (default: one of two)."""
     run = RunDirectory(folder)
     run.create(config)
     write_lines(run.metrics_path, [metrics_of(step) for step in range(1, num_steps + 1)])
@@ -43,15 +43,21 @@ def metrics_of(step: int) -> dict[str, Any]:
     return {
         "step": step, "reward/mean": step / 10, "reward/format": 1.0, "reward/answer": step / 10,
         "lag/mean": 0.5, "lag/max": 1.0, "policy/entropy": 2.0 - step / 10, "mismatch/kl": None,
-        "rollout/response_tokens/mean": 12.0, "throughput/trained_tokens_per_s": 100.0,
-        "timing/step_s": 2.0, "timing/train_s": 1.0, "timing/wait_for_batch_s": 0.25, "timing/generate_s": 1.5,
+        "rollout/response_tokens/mean": 12.0, "throughput/trained_tokens": 200.0,
+        "throughput/trained_tokens_per_s": 100.0, "timing/step_s": 2.0, "timing/train_s": 1.0,
+        "timing/wait_for_batch_s": 0.25, "timing/generate_s": 1.5, "time/learner/train_s": 1.0,
+        "time/learner/wait_for_batch_s": 0.25, "time/learner/snapshot_s": 0.75,
     }  # fmt: skip
 
 
 def group(
     step: int, texts: Sequence[str] = ("right", "wrong"), size: int = 3, group_id: int | None = None
 ) -> ScoredGroup:
-    """Of `step` (from 0): the first response has reward 1, the others 0; sampled by two versions."""
+    """Make a group that two versions sampled; the first response has reward 1, the others 0.
+
+    Args:
+        step: from 0.
+    """
     versions = [max(0, step - 1)] * (size - 1) + [step]
     completions = [
         make_completion(

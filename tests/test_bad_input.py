@@ -1,4 +1,4 @@
-"""Data files and prompts that are wrong: each has an outcome, and the user is told it."""
+"""Invalid data files and prompts: each has a defined outcome, which the user is told."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ VALIDATION = line("validate?")
 
 
 def write_task(folder: Path, train: bytes, validation: bytes = VALIDATION, **fields: Any) -> FileTaskConfig:
-    """The files, and a task of them: by default the shortest template, so that lengths are easy to tell."""
+    """Write the files and make a task of them, with the shortest template by default."""
     (folder / "train.jsonl").write_bytes(train)
     (folder / "validation.jsonl").write_bytes(validation)
     paths = {"train_path": str(folder / "train.jsonl"), "validation_path": str(folder / "validation.jsonl")}
@@ -82,7 +82,7 @@ def test_a_question_with_two_answers_is_refused_with_both_places(tmp_path: Path)
 
 def test_a_training_file_that_is_all_validation_is_refused(tmp_path: Path) -> None:
     task = write_task(tmp_path, VALIDATION)
-    message = f"{task.train_path}: every question stands in {task.validation_path} too, so none is left"
+    message = f"{task.train_path}: every question is also in {task.validation_path}, so none is left"
     assert message in refusal(task)
     assert "set task.duplicates to keep" in refusal(task)
 
@@ -132,14 +132,14 @@ def test_a_line_of_gigabytes_is_refused_without_reading_it(tmp_path: Path) -> No
     task = write_task(tmp_path, line("fine?"))
     with open(task.train_path, "r+b") as file:
         file.seek(0, 2)
-        file.truncate(2**30)  # a hole: a GiB without a line end, none of it on the disk
+        file.truncate(2**30)  # a sparse file: 1 GiB without a line end, none of it on disk
     tracemalloc.start()
     try:
         message = refusal(task)
         assert tracemalloc.get_traced_memory()[1] < 4 * files.MAX_LINE_BYTES
     finally:
         tracemalloc.stop()
-    assert f"{task.train_path}, line 2: longer than 16 MiB; write one example a line" in message
+    assert f"{task.train_path}, line 2: longer than 16 MiB; write one example per line" in message
 
 
 def test_the_longest_line_allowed(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     missing = task.model_copy(update={"train_path": str(tmp_path / "none.parquet")})
     assert f"{missing.train_path}: there is no such file" in refusal(missing)
     device = task.model_copy(update={"train_path": "/dev/null"})
-    assert "/dev/null: is no regular file" in refusal(device)
+    assert "/dev/null: is not a regular file" in refusal(device)
 
-    def denied(*_: object, **__: object) -> None:  # root may read everything, so no mode bits would do
+    def denied(*_: object, **__: object) -> None:  # root may read everything, so mode bits would not help
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
@@ -210,7 +210,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def local(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Config]:
-    """`local(task, sampling={...})`: a configuration of the task with a model of 512 positions."""
+    """Return a function that makes a configuration of a task, with a model of 512 positions."""
 
     def config(task: FileTaskConfig, **sections: dict[str, Any]) -> Config:
         data = tiny_config.model_dump() | {"model": {"path": str(tiny_model()), "dtype": "float32"}}
@@ -227,7 +227,7 @@ def failure(config: Config) -> str:
     return str(caught.value)
 
 
-LONG = "9" * 600  # more digits than tokens there is room for, whatever merges the tokenizer has
+LONG = "9" * 600  # longer than the limit in tokens, whichever merges the tokenizer has
 CHOICES = "or set task.long_prompts to skip (left out) or truncate (cut on the left)"
 
 
@@ -249,7 +249,7 @@ def test_a_long_prompt_is_refused_with_its_line(tmp_path: Path, local: Callable[
         ({}, {}, 512 - 16),
         ({}, {"generator": {"max_model_len": 100}}, 100 - 16),
         ({"max_prompt_tokens": 60}, {"generator": {"max_model_len": 100}}, 60),
-        ({"max_prompt_tokens": 600}, {"sampling": {"max_tokens": 112}}, 400),  # more than there is room for
+        ({"max_prompt_tokens": 600}, {"sampling": {"max_tokens": 112}}, 400),  # no room for these
     ],
 )
 def test_long_prompts_are_skipped_or_cut(
@@ -304,7 +304,7 @@ def test_limits_that_leave_nothing_are_refused(tmp_path: Path, local: Callable[.
     assert "a prompt cut to 0 tokens" in failure(local(task, sampling={"max_tokens": 600}))
 
 
-# ---- the command that shows it ----
+# ---- the command line ----
 
 
 def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:

@@ -1,4 +1,4 @@
-"""The curriculum: prompts of known pass rates, asked as often as they should be, and the same when resumed."""
+"""The curriculum: how often it asks prompts with known pass rates, also after a resume."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prom
 
 
 def outcome(pass_rate: float) -> GroupOutcome:
-    """Of a group whose rewards are 0 and 1."""
+    """Make the outcome of a group whose rewards are 0 and 1."""
     return GroupOutcome(pass_rate, has_signal=0 < pass_rate < 1)
 
 
@@ -44,7 +44,7 @@ def make_ledger(min_weight: float = 0.1, seed: int = 0) -> PromptLedger:
 
 
 def step(ledger: PromptLedger, size: int = 5) -> list[str]:
-    """One synchronous step: prompts are taken, all come, and all are trained."""
+    """Run one synchronous step: take prompts, and train all of their groups."""
     items = [*ledger.take_waiting(), *ledger.take_new(size)][:size]
     for item in items:
         ledger.mark_buffered(item.group_id)
@@ -56,14 +56,14 @@ def step(ledger: PromptLedger, size: int = 5) -> list[str]:
 def test_prompts_that_teach_something_are_asked_more_and_every_prompt_comes() -> None:
     ledger = make_ledger()
     first = [prompt for _ in range(6) for prompt in step(ledger)]
-    assert sorted(first) == sorted(RATES)  # nothing is known before a prompt was seen
+    assert sorted(first) == sorted(RATES)  # nothing is known of a prompt before it was sampled
     later = Counter(prompt for _ in range(800) for prompt in step(ledger))
     assert set(later) == set(RATES)
     by_rate = {rate: sum(n for prompt, n in later.items() if RATES[prompt] == rate) for rate in (0.0, 0.5, 1.0)}
     # Of 10 prompts each, with weights 0.1, 1 and 0.1: shares 1/12, 10/12 and 1/12 of 4000, sd below 20.
     assert [by_rate[rate] for rate in (0.0, 0.5, 1.0)] == pytest.approx([333, 3333, 333], abs=60)
     middle = [later[prompt] for prompt in RATES if RATES[prompt] == 0.5]
-    assert max(middle) - min(middle) <= 1  # each comes in every epoch
+    assert max(middle) - min(middle) <= 1  # each occurs in every epoch
 
 
 def test_a_prompt_that_begins_to_teach_something_comes_in_every_epoch_again(
@@ -76,7 +76,7 @@ def test_a_prompt_that_begins_to_teach_something_comes_in_every_epoch_again(
         monkeypatch.setitem(RATES, prompt, 0.5)
     for _ in range(200):
         step(ledger)
-    counts = Counter(prompt for _ in range(60) for prompt in step(ledger))  # ten epochs, the ends cut
+    counts = Counter(prompt for _ in range(60) for prompt in step(ledger))  # ten epochs, two of them partial
     assert len(counts) == NUM_EXAMPLES
     assert set(counts.values()) <= {9, 10, 11}
 
@@ -107,7 +107,7 @@ def test_metrics() -> None:
 
 
 def test_a_prompt_is_settled_by_equal_rewards_whatever_its_pass_rate() -> None:
-    """As with `sort_distance`, where no response is right yet, and `brevity`, where none ever is."""
+    """Signal does not require right answers: `sort_distance` may have none yet, and `brevity` never has."""
 
     def score(group_id: int, rewards: list[float]) -> ScoredGroup:
         lengths, are_graded = np.full(2, 3), np.full(2, True)
@@ -126,7 +126,7 @@ def test_a_prompt_is_settled_by_equal_rewards_whatever_its_pass_rate() -> None:
 @settings(deadline=None, max_examples=30)
 @given(num_steps=st.integers(0, 30), num_lost=st.integers(0, 5))
 def test_a_run_resumed_at_any_step_asks_the_same(num_steps: int, num_lost: int) -> None:
-    """Groups that were in flight or buffered when the checkpoint was made are the same prompts again."""
+    """Groups that were in flight or buffered at the checkpoint get the same prompts after a resume."""
     ledger = make_ledger()
     for _ in range(num_steps):
         step(ledger)

@@ -1,4 +1,4 @@
-"""The keywords task: its list, its prompts, its warm-up, its grammar, and training on files of pairs."""
+"""The keywords task: word list, prompts, grammar, warm-up, and training on files of pairs."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_a_list_of_the_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"tree\nice cream\n", r"words.txt, line 2: 'ice cream' is not a word; write one word a line"),
+        (b"tree\nice cream\n", r"words.txt, line 2: 'ice cream' is not a word; write one word per line"),
         (b"tree, boat\n", r"line 1: 'tree, boat' is not a word"),
         (b"tree\n-\n", r"line 2: '-' is not a word"),
         (b"tr\xffee\n", r"words.txt: byte 2 is not UTF-8; save the list as UTF-8 text"),
@@ -96,7 +96,7 @@ def test_examples_are_seeded_and_disjoint_whatever_the_order(tmp_path: Path) -> 
     sets = load_examples(config, seed=0)
     assert (len(sets.train), len(sets.validation), sets.notices) == (25, 10, ())
     asked = [frozenset(example.ground_truth.split(", ")) for example in [*sets.train, *sets.validation]]
-    assert len(set(asked)) == 35  # all that six words make
+    assert len(set(asked)) == 35  # all sets that six words make
     assert all(e.question == f"Write a sentence with the words: {e.ground_truth}" for e in sets.train)
     assert load_examples(config, seed=0) == sets
     assert load_examples(config, seed=1) != sets
@@ -233,7 +233,7 @@ def test_keywords_of_validation_are_kept_out_of_training(tmp_path: Path) -> None
     ("row", "message"),
     [
         ({"prompt": "x", "keywords": ["a"]}, "line 2: no field 'answer'; a row has prompt, answer, keywords"),
-        ({**BIRD, "keywords": "bird"}, "line 2: 'keywords' is 'bird'; it must be a list of words"),
+        ({**BIRD, "keywords": "bird"}, "line 2: 'keywords' is 'bird'; it must be a list of at least one word"),
         ({**BIRD, "keywords": []}, r"line 2: 'keywords' is \[\]"),
         ({**BIRD, "keywords": ["a, b"]}, "line 2: 'keywords' is"),
         ({**BIRD, "keywords": [1]}, r"line 2: 'keywords' is \[1\]"),

@@ -1,4 +1,4 @@
-"""`grpo-ray data keywords`: verified pairs, four fifths for training, from templates and from an engine."""
+"""`grpo-ray data keywords`: verified pairs from templates and from an engine, and their split."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def test_a_list_of_the_users_is_used(tmp_path: Path) -> None:
     options = ("--keywords", str(tmp_path / "list.txt"), "--num-keywords", "2")
     make(tmp_path / "set", "--num-pairs", "6", *options)
     rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
-    assert len({wanted_of(row) for row in rows}) == 6  # all that four words make
+    assert len({wanted_of(row) for row in rows}) == 6  # all sets that four words make
     assert {word for row in rows for word in row["keywords"]} == {"red", "green", "blue", "black"}
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 class ScriptedEngine:
-    """Answers from a script, and remembers what was asked."""
+    """An engine that answers from a script and records the prompts."""
 
     def __init__(self, tokenizer: Any, script: Callable[[list[str], int], str | Completion]) -> None:
         self._tokenizer, self._script = tokenizer, script
@@ -156,13 +156,13 @@ class ScriptedEngine:
     async def generate(
         self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings
     ) -> tuple[Completion, ...]:
-        assert self.is_started  # vLLM has no version to stamp tokens with before
+        assert self.is_started  # vLLM has no version to stamp tokens with earlier
         prompt = self._tokenizer.decode(prompt_token_ids)
         self.prompts[prompt] += 1
         self.settings.add(settings)
         keywords = prompt.rpartition("words: ")[2].split(", ")
         answer = self._script(keywords, self.prompts[prompt])
-        await asyncio.sleep(0)  # a real one never answers at once
+        await asyncio.sleep(0)  # a real engine never answers immediately
         return (answer if isinstance(answer, Completion) else make_completion([1, 2], text=answer),)
 
     async def shutdown(self) -> None:
@@ -176,7 +176,7 @@ Script = Callable[[list[str], int], str | Completion]
 def scripted(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Script], ScriptedEngine]:
-    """`scripted(script)`: what `--model` starts from here on; everything around the engine is real."""
+    """Return a function that replaces the engine of `--model` by a scripted one; everything else is real."""
 
     def install(script: Script) -> ScriptedEngine:
         engine = ScriptedEngine(load_tokenizer(str(tiny_model())), script)
@@ -225,7 +225,7 @@ def test_answers_of_a_model_are_kept_tried_again_or_dropped(
     )
     out = capsys.readouterr().out
     assert "8 pairs in train.jsonl, 2 in validation.jsonl" in out
-    assert "5 prompts dropped: no answer with all of the keywords in 3 attempts" in out
+    assert "5 prompts dropped: no answer had all of the keywords in 3 attempts" in out
 
 
 def good(keywords: list[str], attempt: int) -> str:
@@ -251,7 +251,7 @@ def test_an_interruption_loses_nothing(
     assert engine.is_shut_down
     kept = read(tmp_path / "set.unfinished" / "pairs.jsonl")
     assert 7 <= len(kept) < 300
-    message = f"{len(kept)} of 300 pairs are verified, and kept in {tmp_path / 'set.unfinished'}"
+    message = f"{len(kept)} of 300 pairs are verified and kept in {tmp_path / 'set.unfinished'}"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "set").exists()
 
@@ -259,13 +259,13 @@ def test_an_interruption_loses_nothing(
     assert refused(tmp_path, (*options, "--temperature", "0.3"), capsys)
     engine = scripted(good)
     assert make(tmp_path / "set", *options) == 0
-    assert f"going on with {len(kept)} pairs of" in capsys.readouterr().out
+    assert f"resuming with {len(kept)} pairs of" in capsys.readouterr().out
     assert sum(engine.prompts.values()) == 300 - len(kept)
     rows = read(tmp_path / "set" / "train.jsonl") + read(tmp_path / "set" / "validation.jsonl")
     assert len({wanted_of(row) for row in rows}) == 300
     assert not (tmp_path / "set.unfinished").exists()
 
-    make(tmp_path / "whole", *options)  # as if it had not been interrupted
+    make(tmp_path / "whole", *options)  # the same dataset without an interruption
     for name in ("train.jsonl", "validation.jsonl"):
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -288,14 +288,14 @@ def test_an_engine_that_dies_loses_nothing(
     assert engine.is_shut_down
     num_kept = len(read(tmp_path / "set.unfinished" / "pairs.jsonl"))
     assert 3 <= num_kept <= 8
-    message = f"vLLM's engine died: killed; {num_kept} of 9 pairs are verified, and kept in"
+    message = f"vLLM's engine died: killed; {num_kept} of 9 pairs are verified and kept in"
     assert message in capsys.readouterr().err
 
 
 def test_a_model_that_knows_no_answers(
     tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real engine with a random model; what failed is tried again by the next start."""
+    """Use a real engine with a random model; the next start retries the prompts that failed."""
     options = ("--model", str(tiny_model()), "--engine", "torch", "--max-tokens", "4", "--max-attempts", "2")
     assert make(tmp_path / "set", "--num-pairs", "6", *options) == 2
     assert (

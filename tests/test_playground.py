@@ -1,4 +1,4 @@
-"""The lecture's examples: figures by hand, formulas by slow loops, and the finding that they are about."""
+"""The lecture's examples: numbers worked out by hand, formulas as slow loops, and the lecture's findings."""
 
 import json
 import math
@@ -30,11 +30,11 @@ from grpo_ray.tools.course.playground.frozen import (
     slope,
 )
 from grpo_ray.tools.course.playground.model import SortingModel, response_log_probs, sample_responses
-from grpo_ray.tools.course.playground.policy_gradient import Point, compute_loss, train
+from grpo_ray.tools.course.playground.policy_gradient import Point, compute_loss, train_model
 from grpo_ray.tools.course.playground.settings import DELTAS, Settings
 from grpo_ray.tools.course.playground.task import REWARD_FUNCTIONS, make_task
 
-# A tenth of the lecture's gradient steps, from a policy that is less certain at the start: a run takes 0.1 s.
+# A tenth of the lecture's gradient steps, from a less certain initial policy: a run takes 0.1 s.
 QUICK = {"updates": 1, "learning_rate": 0.01, "embedding_std": 0.3}
 
 
@@ -173,7 +173,7 @@ def test_before_the_first_update_all_losses_have_one_gradient() -> None:
 
 def quick(seed: int = 0, **settings: object) -> list[Point]:
     chosen = Settings.model_validate({**QUICK, "steps": 12, **settings})
-    return train(chosen, make_task(chosen.reward, chosen.numbers), seed)
+    return train_model(chosen, make_task(chosen.reward, chosen.numbers), seed)
 
 
 def test_a_seed_decides_everything() -> None:
@@ -194,7 +194,7 @@ def test_training_is_the_loop_written_out() -> None:
     model = SortingModel(5, settings.dim, 3, settings.embedding_std, draws)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     reference = Categorical(logits=model(task.prompts).detach())
-    for point in train(settings, task, seed=3)[1:]:
+    for point in train_model(settings, task, seed=3)[1:]:
         responses = sample_responses(model(task.prompts).detach(), 10, draws)
         rewards = task.rewards_of(responses)
         deltas = rewards - rewards.mean(dim=1, keepdim=True)
@@ -224,7 +224,7 @@ def test_kl_is_to_the_policy_of_the_last_refresh() -> None:
     assert all(later.kl > earlier.kl for earlier, later in pairwise(far))
     assert near[6].kl < near[5].kl / 5
     assert near[11].kl < near[10].kl / 5
-    assert [point.reward for point in near] == [point.reward for point in far]  # measured, without a weight
+    assert [point.reward for point in near] == [point.reward for point in far]  # only measured
 
 
 def test_kl_penalty_holds_the_policy_back() -> None:
@@ -264,7 +264,7 @@ def run(label: str, seed: int, reward: float, right: float = 0.0) -> Run:
 
 def test_summary_compares_seed_by_seed() -> None:
     runs = [run("a", 0, 1.0), run("b", 0, 2.0, 0.5), run("a", 1, 3.0), run("b", 1, 2.5, 1.0), run("a", 2, 2.0)]
-    runs += [run("b", 2, 2.001), run("a", 3, 4.0)]  # a tie, and a seed that b was interrupted before
+    runs += [run("b", 2, 2.001), run("a", 3, 4.0)]  # a tie, and a seed that b did not reach
     a, b = summarize(runs)
     assert (a.label, a.num_seeds, a.reward, a.to_first) == ("a", 4, 2.5, None)
     assert a.reward_sd == pytest.approx(math.sqrt(5 / 3))
@@ -321,7 +321,7 @@ def test_frozen_denominator_example() -> None:
     p = 1 / (1 + math.exp(-2))
     assert slope(frozen, 2.0) == pytest.approx(1 - p) == pytest.approx(0.1192, abs=1e-4)
     assert slope(not_frozen, 2.0) == 0
-    assert slope(of_log_probs, 2.0) == pytest.approx((1 - p) / math.log(p))  # negative: the wrong way
+    assert slope(of_log_probs, 2.0) == pytest.approx((1 - p) / math.log(p))  # the wrong direction
     for ratio in RATIOS.values():
         log_p = torch.tensor([-0.3, -2.0])
         assert ratio(log_p, log_p).tolist() == [1, 1]
@@ -390,7 +390,7 @@ def test_examples_leave_picture_and_figures(tmp_path: Path, capsys: pytest.Captu
     assert centered["wrong_sign_frac"] == 0
     out = capsys.readouterr().out
     assert "standard deviation of the deltas: 5.32" in out
-    assert "p_old not frozen: gradient +0.0000; ascent on it takes p from 0.12 to 0.12" in out
+    assert "p_old not frozen: gradient +0.0000; ascent takes p from 0.12 to 0.12" in out
 
 
 @pytest.mark.parametrize("num_done", [0, 3])
@@ -402,9 +402,9 @@ def test_ctrl_c_keeps_what_is_done(
     def train_until_interrupted(*arguments: object) -> list[Point]:
         if next(calls) == num_done:
             raise KeyboardInterrupt
-        return train(*arguments)  # type: ignore[arg-type]
+        return train_model(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(comparison, "train", train_until_interrupted)
+    monkeypatch.setattr(comparison, "train_model", train_until_interrupted)
     assert playground("sorting", *SHORT, "--compare", "loss", output=tmp_path) == 130
     out = capsys.readouterr().out
     assert f"interrupted after {num_done} of 6 runs" in out
@@ -445,7 +445,7 @@ def test_other_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert playground() == 2
     assert "name an example of the playground: sorting, baseline, frozen" in capsys.readouterr().err
     assert playground("sorting", "--compare", "kl", "--kl", "0.5", output=tmp_path) == 2
-    assert "--compare kl tries every --kl; leave one of the two out" in capsys.readouterr().err
+    assert "--compare kl tries all values of --kl; leave one of the two out" in capsys.readouterr().err
     assert playground("baseline", "--samples", "1001", output=tmp_path) == 2
     assert "--samples 1001: give at most 1000" in capsys.readouterr().err
     file = tmp_path / "file"

@@ -1,4 +1,4 @@
-"""The prompt ledger: every prompt of an epoch is trained once, whatever is given back in between."""
+"""The prompt ledger: every prompt of an epoch is trained once, no matter which groups are given back."""
 
 import json
 from collections.abc import Sequence
@@ -58,13 +58,13 @@ def test_item_holds_prompt_tokens_and_truth() -> None:
 
 
 def states(ledger: PromptLedger) -> tuple[set[int], set[int], set[int], set[int], int]:
-    """In flight, buffered, waiting, set aside; and how many are trained."""
+    """Return the groups in flight, buffered, waiting and set aside, and the number trained."""
     sets = (ledger.in_flight, ledger.buffered, ledger.waiting, ledger.set_aside)
     return *map(set, sets), ledger.num_trained  # type: ignore[return-value]
 
 
 def busy_ledger() -> PromptLedger:
-    """0 trained, 1 buffered, 2 and 3 waiting, 4 set aside, 5 and 6 in flight."""
+    """Make a ledger with 0 trained, 1 buffered, 2 and 3 waiting, 4 set aside, 5 and 6 in flight."""
     ledger = make_ledger()
     ledger.take_new(7)
     for group_id in (0, 1, 3):
@@ -101,7 +101,7 @@ def test_given_back_prompts_are_the_same_again_lowest_first_and_new_ones_go_on()
     assert ledger.take_waiting() == [first[1], first[3]]
     assert ledger.take_waiting() == []
     ledger.give_back([2])
-    assert ids(ledger.take_new(2)) == [4, 5]  # whatever waits
+    assert ids(ledger.take_new(2)) == [4, 5]  # waiting groups do not matter
     assert ledger.next_group_id == 6
     assert ledger.take_waiting() == [first[2]]
 
@@ -126,22 +126,36 @@ def test_groups_that_left_are_counted() -> None:
     assert (resumed.num_trained, resumed.num_left, resumed.unfinished) == (1, 3, {2, 3, 6})
 
 
-def test_group_that_was_cut_off_is_the_same_prompt_and_it_is_known_of_it() -> None:
+def test_group_that_was_cut_off_is_the_same_prompt_and_counts_its_cuts() -> None:
     ledger = make_ledger()
     first = ledger.take_new(3)
     ledger.mark_buffered(1)
-    ledger.cut([0, 1])  # one that ran, and one that came too late
+    ledger.cut([0, 1])  # one still in flight, and one that was buffered too late
     assert states(ledger) == ({2}, set(), {0, 1}, set(), 0)
     assert ledger.take_waiting() == [replace(first[0], num_cuts=1), replace(first[1], num_cuts=1)]
     ledger.cut([1])
-    ledger.give_back([2])  # refused as too old: that is no cut
+    ledger.give_back([2])  # refused as too old, which is not a cut
     assert ledger.take_waiting() == [replace(first[1], num_cuts=2), first[2]]
     ledger.mark_buffered(1)
     ledger.mark_trained([1])
     assert ledger.state_dict().keys() == make_ledger().state_dict().keys()
 
 
-STRANGERS = {
+@pytest.mark.parametrize("finish", ["mark_trained", "mark_dropped", "mark_set_aside"])
+def test_a_finished_group_leaves_no_cuts_behind(finish: str) -> None:
+    ledger = make_ledger()
+    ledger.take_new(2)
+    ledger.cut([0, 1])
+    ledger.take_waiting()
+    if finish == "mark_set_aside":
+        ledger.mark_set_aside(0)
+    else:
+        ledger.mark_buffered(0)
+        getattr(ledger, finish)([0])
+    assert ledger._num_cuts == {1: 1}
+
+
+WRONG_STATES = {
     "mark_buffered": {0: "trained", 1: "buffered", 2: "waiting", 4: "set aside", 7: "new"},
     "mark_set_aside": {0: "trained", 1: "buffered", 2: "waiting", 4: "set aside", 7: "new"},
     "mark_trained": {0: "trained", 2: "waiting", 4: "set aside", 5: "in flight", 7: "new"},
@@ -149,14 +163,14 @@ STRANGERS = {
     "give_back": {0: "trained", 2: "waiting", 4: "set aside", 7: "new"},
     "cut": {0: "trained", 2: "waiting", 4: "set aside", 7: "new"},
 }
-MANY = ("mark_trained", "mark_dropped", "give_back", "cut")  # those that take several groups
+MANY = ("mark_trained", "mark_dropped", "give_back", "cut")  # methods that take several groups
 
 
 @pytest.mark.parametrize(
-    ("leave", "group_id"), [(leave, group_id) for leave, groups in STRANGERS.items() for group_id in groups]
+    ("leave", "group_id"), [(leave, group_id) for leave, groups in WRONG_STATES.items() for group_id in groups]
 )
 def test_no_group_leaves_a_state_that_it_is_not_in(leave: str, group_id: int) -> None:
-    """A group that is (see STRANGERS) is refused, with those named beside it, and nothing is changed."""
+    """A group in the wrong state is refused together with the groups listed with it, and nothing changes."""
     ledger = busy_ledger()
     before = ledger.state_dict()
     with pytest.raises(ValueError, match=rf"groups \[{group_id}\] are not (in flight|buffered)"):
@@ -165,10 +179,10 @@ def test_no_group_leaves_a_state_that_it_is_not_in(leave: str, group_id: int) ->
 
 
 @pytest.mark.parametrize("leave", MANY)
-def test_group_named_twice_is_refused(leave: str) -> None:
+def test_group_listed_twice_is_refused(leave: str) -> None:
     ledger = busy_ledger()
     before = ledger.state_dict()
-    with pytest.raises(ValueError, match=r"groups \[1\] .*named twice"):
+    with pytest.raises(ValueError, match=r"groups \[1\] .*listed twice"):
         getattr(ledger, leave)([1, 1])
     assert ledger.state_dict() == before
 
@@ -179,7 +193,7 @@ def test_group_named_twice_is_refused(leave: str) -> None:
         ([1], {1}),
         ([], set()),  # the buffer was lost
         ([1, 6, 3], {1, 3, 6}),  # captured a moment later than the ledger
-        ([0, 1, 4, 7], {1}),  # trained, set aside, and one that this ledger never gave out
+        ([0, 1, 4, 7], {1}),  # trained, set aside, and one that this ledger never handed out
     ],
 )
 def test_resume_takes_again_what_the_buffer_does_not_hold(held: list[int], buffered: set[int]) -> None:
@@ -224,7 +238,7 @@ ACTIONS = [
 
 
 class Run:
-    """A run beside its ledger, knowing the prompt of every group, wherever the group is."""
+    """A model of a run that tracks the prompt of every group in any state, to compare with the ledger."""
 
     def __init__(self, num_examples: int) -> None:
         self.num_examples = num_examples

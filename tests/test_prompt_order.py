@@ -1,4 +1,4 @@
-"""The order of a mixture: parts by their weights, each part's examples epoch after epoch."""
+"""The order of a mixture: parts in proportion to their weights, each in epochs of its own."""
 
 import json
 import random
@@ -50,7 +50,7 @@ def test_the_order_is_of_the_seed_alone() -> None:
     expected = [forwards.index(group) for group in range(200)]
     assert [backwards.index(group) for group in reversed(range(200))] == expected[::-1]
     assert [make_mixture(seed=1).index(group) for group in range(200)] != expected
-    rng = random.Random("0/mixture")  # seeded by a text: the same in every process
+    rng = random.Random("0/mixture")  # a text seed gives the same numbers in every process
     drawn = [rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0] for _ in range(200)]
     assert [forwards.names[forwards.locate(group)[0]] for group in range(200)] == drawn
 

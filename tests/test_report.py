@@ -1,4 +1,4 @@
-"""The run's pictures."""
+"""The run's reward curve as PNG and as text, and the ending that shows it."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, step_name
-from grpo_ray.tools.drawing.plots import plot_reward_curve
+from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import print_ending
 
@@ -36,7 +36,7 @@ EVALUATIONS = [{"step": step, "reward": 0.2 + step / 20, "reward_standard_error"
         (
             [*METRICS, {"step": 3, "reward/mean": 9.0, **TIMES, "timing/step_s": 90.0}],
             EVALUATIONS,
-        ),  # step 3 again
+        ),  # step 3 twice
     ],
 )
 def test_plot_is_written(
@@ -50,7 +50,7 @@ def test_plot_is_written(
     )
     image = imread(out)
     assert image.shape[:2] == (800, 1200)
-    assert image.std() > 0.01  # something is drawn
+    assert image.std() > 0.01  # it is not blank
 
 
 def test_plot_of_a_run_without_files(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_terminal_curve_of_odd_points(points: list[tuple[int, float]], part: str
 
 
 def finished_run(folder: Path, events: list[dict[str, Any]] | None) -> RunDirectory:
-    """Five steps with two evaluations; without an events file if `events` is None."""
+    """Write a run of five steps with two evaluations, and without an events file if `events` is None."""
     run = RunDirectory(folder)
     run.evaluations.mkdir()
     write_lines(run.metrics_path, METRICS)
@@ -134,7 +134,7 @@ def test_ending_lists_the_groups_that_were_set_aside_each_once(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("events", [None, [], [{"kind": "restored", "step": 0, "text": "?"}]])
-def test_ending_of_a_run_that_set_nothing_aside_does_not_speak_of_it(
+def test_ending_of_a_run_that_set_nothing_aside_does_not_mention_it(
     tmp_path: Path, events: list[dict[str, Any]] | None
 ) -> None:
     assert not any("Set aside" in line for line in ending(finished_run(tmp_path, events)))

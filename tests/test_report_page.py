@@ -1,4 +1,4 @@
-"""The run's web page and its command: one run's data, safe JSON, what is refused."""
+"""The run's web page and its command: one run's data, safe JSON, refusals."""
 
 import base64
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import HOSTILE, add_checkpoint, group, make_run, write_lines
+from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, write_lines
 
 from grpo_ray.config import Config
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -46,6 +46,15 @@ def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
     assert data["config"]["algorithm.cliprange"] == "null"
 
 
+def test_trained_tokens_are_counted_over_all_of_the_time(tmp_path: Path, tiny_config: Config) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=2)
+    seconds = {1: 1.0, 2: 9.0}  # 200 tokens in each: the mean of the steps' rates is 111
+    rows = [metrics_of(step) | {"timing/step_s": seconds[step]} for step in (1, 2)]
+    write_lines(run.metrics_path, rows)
+    facts = run_data(run, "run", ALL, "none")["facts"]
+    assert (facts["trained"], facts["time in steps"]) == ("40 tokens/s", "10 s")
+
+
 def test_data_of_a_run_that_has_only_begun(tmp_path: Path, tiny_config: Config) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(tiny_config)
@@ -60,7 +69,7 @@ def test_data_of_a_run_that_has_only_begun(tmp_path: Path, tiny_config: Config) 
 
 
 def script_data(page: str) -> Any:
-    """The JSON of the page as a browser finds it: up to the first `</script`."""
+    """Return the page's JSON as a browser finds it: up to the first `</script`."""
     inside = page.partition('<script type="application/json" id="data">')[2]
     return json.loads(re.split("</script", inside, maxsplit=1, flags=re.I)[0])
 
@@ -126,7 +135,7 @@ def test_the_command_writes_a_page_beside_the_run(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{run}", "{folder}"], "{folder}: no run to report on (it has no config.yaml)"),
+        (["{run}", "{folder}"], "{folder}: not a run to report on (it has no config.yaml)"),
         (["{run}", "{run}/."], "{run}: given 2 times; give each run once"),
         (["{run}", "--output", "{folder}"], "--output: {folder} is a folder; give a file such as report.html"),
         (["{run}", "--output", "{folder}/no/x.html"], "there is no folder {folder}/no; give a file"),

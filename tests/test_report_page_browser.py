@@ -1,4 +1,4 @@
-"""The run's web page in a browser: it loads, its filters work, and it can be read on every screen."""
+"""The run's web page in a browser: it loads, its filters work, and it is readable on every screen."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -15,6 +15,7 @@ from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, wr
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.telemetry.metrics_catalog import METRICS
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
@@ -38,7 +39,7 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory, config: Config, tiny_model: Callable[..., Path]) -> Path:
-    """Two runs: 6 steps of a group of two and of hostile texts; and 4 steps, another rate, no hostile texts."""
+    """Make a page of two runs: 6 steps with hostile texts, and 4 steps with another rate and no such texts."""
     folder = tmp_path_factory.mktemp("runs")
     steps = [[group(step), group(step, [*HOSTILE, "long"], group_id=100 + step)] for step in range(6)]
     first = make_run(folder / "first", config, 6, steps)
@@ -55,14 +56,14 @@ def opened(browser: Browser, page: Path) -> Browser:
 
 
 def rows(browser: Browser, column: int) -> list[str]:
-    """The texts of a column of the table of rollouts."""
+    """Return the texts of a column of the table of rollouts."""
     cell = f".rollouts tbody tr:not(.detail) td:nth-child({column})"
     texts: list[str] = browser.run(f"[...document.querySelectorAll({cell!r})].map(cell => cell.innerText)")
     return texts
 
 
 def field(label: str) -> str:
-    """The control that is labelled so, within the rollouts."""
+    """Return an expression for the control with this label in the section of rollouts."""
     return (
         f"[...document.querySelectorAll('#rollouts label.field')]"
         f".find(label => label.querySelector('span').textContent === {label!r}).querySelector('select, input')"
@@ -85,7 +86,7 @@ def shown(browser: Browser) -> str:
 # ---- it loads ----
 
 
-def test_it_loads_without_errors_and_asks_nobody_for_anything(opened: Browser, page: Path) -> None:
+def test_it_loads_without_errors_and_requests_nothing_else(opened: Browser, page: Path) -> None:
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
 
@@ -233,10 +234,10 @@ def test_tokens_can_be_read_by_keyboard(opened: Browser) -> None:
     opened.run("document.querySelector('.tokens').focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight"):
         opened.press(key)
-    told = opened.run("document.querySelector('.detail .readout').textContent")
-    assert told.startswith("token 3 ")
-    assert "logprob -0.5, log-ratio " in told
-    assert told.endswith("version 5")
+    readout = opened.run("document.querySelector('.detail .readout').textContent")
+    assert readout.startswith("token 3 ")
+    assert "logprob -0.5, log-ratio " in readout
+    assert readout.endswith("version 5")
 
 
 # ---- the charts ----
@@ -248,7 +249,7 @@ def figure(title: str) -> str:
 
 
 def test_curves_have_the_runs_values(opened: Browser) -> None:
-    reward = figure("Reward while training")
+    reward = figure("Training reward")
     lines = opened.run(f"[...{reward}.querySelectorAll('polyline')].map(line => line.getAttribute('points'))")
     assert [len(line.split()) for line in lines] == [6, 4]
     points = np.array([[float(value) for value in point.split(",")] for point in lines[0].split()])
@@ -256,7 +257,7 @@ def test_curves_have_the_runs_values(opened: Browser) -> None:
     rise = np.diff(points[:, 1]) / (210 - 10 - 24)  # of an axis from 0 to 1
     np.testing.assert_allclose(rise, -0.1, atol=0.001)
     bands = opened.run(f"{reward}.querySelectorAll('.band polygon').length")
-    assert bands == 1  # the second run has one group a step, and so no standard errors
+    assert bands == 1  # the second run has one group per step, and so no standard errors
 
 
 def test_a_chart_can_be_read_by_keyboard_and_by_pointer(opened: Browser) -> None:
@@ -264,15 +265,15 @@ def test_a_chart_can_be_read_by_keyboard_and_by_pointer(opened: Browser) -> None
     opened.run(f"{chart}.querySelector('.plot').focus()")
     opened.press("End")
     opened.press("ArrowLeft")
-    told = f"{chart}.querySelector('.readout').textContent"
-    assert opened.run(told) == "step 4: first 0.4 ± 0.098; second 0.4 ± 0.098"
+    readout = f"{chart}.querySelector('.readout').textContent"
+    assert opened.run(readout) == "step 4: first 0.4 ± 0.098; second 0.4 ± 0.098"
     place = opened.run(
         f"(() => {{ const plot = {chart}.querySelector('.plot'); plot.scrollIntoView({{block: 'center'}}); "
         "const box = plot.getBoundingClientRect(); return [box.left + 60, box.top + 100] })()"
     )
     opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
     opened.settle()
-    assert opened.run(told) == "step 0: first 0 ± 0.098; second 0 ± 0.098"
+    assert opened.run(readout) == "step 0: first 0 ± 0.098; second 0 ± 0.098"
     label = opened.run(f"{chart}.querySelector('.plot').getAttribute('aria-label')")
     assert "first: from 0 to 0.6 over 4 points." in label
 
@@ -280,7 +281,7 @@ def test_a_chart_can_be_read_by_keyboard_and_by_pointer(opened: Browser) -> None
 def test_a_run_can_be_hidden(opened: Browser) -> None:
     opened.run("document.querySelectorAll('.cards input')[0].click()")
     opened.settle()
-    assert opened.run(f"{figure('Reward while training')}.querySelectorAll('polyline').length") == 1
+    assert opened.run(f"{figure('Training reward')}.querySelectorAll('polyline').length") == 1
     assert opened.run(f"{figure('Entropy')}.querySelector('.legend').textContent") == "entropy"
 
 
@@ -292,11 +293,11 @@ def test_stacked_bars_add_up_to_the_step(opened: Browser) -> None:
     assert len(heights) == 6 * 3
     tops = opened.run(f"[...{chart}.querySelectorAll('rect')].map(bar => Number(bar.getAttribute('y')))")
     bottoms = [top + height for top, height in zip(tops, heights, strict=True)]
-    assert bottoms[:3] == pytest.approx([210 - 24, tops[0], tops[1]])  # one on the other
+    assert bottoms[:3] == pytest.approx([210 - 24, tops[0], tops[1]])  # stacked
     assert sum(heights[:3]) == pytest.approx(2.0 / 2.0 * (210 - 10 - 24), rel=0.01)  # 2 s, an axis to 2 s
-    assert heights[:3] == pytest.approx([sum(heights[:3]) * share for share in (0.5, 0.125, 0.375)])
+    assert heights[:3] == pytest.approx([sum(heights[:3]) * share for share in (0.375, 0.5, 0.125)])
     assert opened.run("document.querySelector('.actor .shares').getAttribute('aria-label')") == (
-        "Learner: train 50%, synchronisation and other 38%, wait for a batch 13%"
+        "learner: train 50%, snapshot 38%, wait for batch 13%"
     )
 
 
@@ -316,7 +317,7 @@ def test_stages_of_an_actor_have_colours_of_their_own(browser: Browser, tmp_path
     waiting = colors[1]
     assert waiting == ["var(--wait)"]
     assert colors[0].count(waiting[0]) == 1
-    assert len(set(colors[2])) == 2  # two things to wait for: one is paler
+    assert len(set(colors[2])) == 2  # two kinds of waiting, one of them paler
     assert "var(--wait)" in colors[2][1]
     assert browser.run("document.querySelector('#time select').value") == "learner"
 
@@ -325,7 +326,9 @@ def test_any_metric_can_be_drawn(opened: Browser) -> None:
     opened.run("(() => { const box = document.querySelector('#any-metric select'); "
                "box.value = 'policy/entropy'; box.dispatchEvent(new Event('change')) })()")  # fmt: skip
     opened.settle()
-    assert opened.run("document.querySelector('#any-metric h3').textContent") == "policy/entropy nats a token"
+    assert opened.run("document.querySelector('#any-metric h3').textContent") == (
+        f"policy/entropy {METRICS['policy/entropy'][0]}"
+    )
     assert opened.run("document.querySelectorAll('#any-metric polyline').length") == 2
     assert "mean entropy" in opened.run("document.querySelector('#any-metric .meaning').textContent")
 
@@ -339,7 +342,7 @@ def test_the_configurations_differences(opened: Browser) -> None:
     assert len(opened.run(keys)) > 100
 
 
-# ---- it can be read ----
+# ---- it is readable ----
 
 
 CONTRASTS = """(() => {
@@ -373,7 +376,7 @@ CONTRASTS = """(() => {
 def test_every_text_stands_out_from_its_ground(
     browser: Browser, page: Path, size: tuple[int, int], scheme: str
 ) -> None:
-    """WCAG 2.2, success criterion 1.4.3: a contrast of 4.5 to 1."""
+    """All text meets WCAG 2.2, success criterion 1.4.3: a contrast of 4.5 to 1."""
     browser.look(size, scheme)
     browser.open(page)
     open_first(browser, "prompt 105")
@@ -398,7 +401,7 @@ def test_nothing_is_wider_than_the_window(
     picture = imread(tmp_path / "page.png")[..., :3]
     assert picture.shape[:2] == (size[1], size[0])
     assert picture.mean() < 0.3 if scheme == "dark" else picture.mean() > 0.8
-    assert picture.std() > 0.03  # something is drawn
+    assert picture.std() > 0.03  # it is not blank
 
 
 def test_every_control_and_figure_has_a_name(opened: Browser) -> None:
@@ -419,7 +422,7 @@ def test_a_long_runs_page_is_quick(browser: Browser, tmp_path: Path, config: Con
     browser.open(page)
     assert browser.errors() == []
     assert browser.run("performance.now()") < 10_000
-    assert "a point is the mean of 7 steps" in browser.run("document.querySelector('.notice').textContent")
+    assert "each point is the mean of 7 steps" in browser.run("document.querySelector('.notice').textContent")
     assert "a random sample, 400 of 500 rollouts" in browser.run(
         "document.querySelector('#rollouts').textContent"
     )

@@ -1,4 +1,4 @@
-"""Rewards beside the graders: values worked out by hand, the lecture's own examples, and arguments."""
+"""Rewards other than the graders: values worked out by hand, the lecture's own examples, and arguments."""
 
 from itertools import permutations
 
@@ -7,9 +7,12 @@ import pytest
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn, needs_isolation
 from grpo_ray.rewards.answer_formats import answer_place
-from grpo_ray.rewards.graded import graded_reward_fn
-from grpo_ray.rewards.keywords import keyword_inclusion_reward_fn
-from grpo_ray.rewards.shaping import brevity_reward_fn, format_reward_fn
+from grpo_ray.rewards.builtin import (
+    brevity_reward_fn,
+    format_reward_fn,
+    graded_reward_fn,
+    keyword_inclusion_reward_fn,
+)
 from grpo_ray.rewards.sorting import (
     sort_distance_reward,
     sort_distance_reward_fn,
@@ -118,7 +121,7 @@ def test_sorted_is_the_only_best() -> None:
 @pytest.mark.parametrize("reward", [sort_distance_reward, sort_inclusion_ordering_reward])
 def test_sequences_of_two_lengths_are_refused(reward: object) -> None:
     assert callable(reward)
-    with pytest.raises(ValueError, match="a prompt of 2 numbers needs a response of as many, not 3"):
+    with pytest.raises(ValueError, match="prompt and response differ in length: 2 and 3 numbers"):
         reward([1, 2], [1, 2, 3])
 
 
@@ -154,7 +157,7 @@ def test_sorting_rewards_read_answers(
 
 def test_sorting_rewards_need_the_format_and_numbers() -> None:
     assert sort_distance_reward_fn("0123", "0123") == scores(0, 0, 0)
-    with pytest.raises(ValueError, match="the ground truth 'abc' is no list of integers"):
+    with pytest.raises(ValueError, match="the ground truth 'abc' is not a list of integers"):
         sort_distance_reward_fn(tagged("0"), "abc")
 
 

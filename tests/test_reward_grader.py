@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from sympy import Matrix, latex, sqrt
 
 from grpo_ray.rewards.base import NotGraded
+from grpo_ray.rewards.builtin import question_only_reward_fn, r1_zero_reward_fn
 from grpo_ray.rewards.math.algebra import is_equal_latex
 from grpo_ray.rewards.math.equality import is_equal
 from grpo_ray.rewards.math.numbers import read_number
 from grpo_ray.rewards.math.structure import read_brackets, read_equation, read_list
 from grpo_ray.rewards.math.text import normalize
 from grpo_ray.rewards.math.units import read_quantities, read_quantity
-from grpo_ray.rewards.question_only import question_only_reward_fn
-from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
 
 
 @pytest.mark.parametrize("group", TABLE)
@@ -33,7 +32,7 @@ def test_verdicts_in_tags(group: str) -> None:
 
 
 def test_verdicts_in_boxes() -> None:
-    """Those whose braces are balanced, as LaTeX wants them; an empty box is no answer."""
+    """Return the pairs with balanced braces, as LaTeX requires; an empty box is no answer."""
     balanced = [pair for pair in PAIRS if _is_balanced(pair[1])]
     assert len(balanced) > 950
     disagreements = [
@@ -66,7 +65,7 @@ def test_every_truth_is_right_for_itself() -> None:
 INTEGERS = st.integers(-(10**12), 10**12)
 
 
-@settings(deadline=None)  # the first import of sympy takes its time
+@settings(deadline=None)  # the first import of sympy is slow
 @given(INTEGERS)
 def test_an_integer_in_every_dress(number: int) -> None:
     for answer in (
@@ -120,7 +119,7 @@ def test_what_sympy_writes_is_read(expression: object, text: str) -> None:
 
 @pytest.mark.parametrize("depth", range(1, 16))
 def test_brackets_in_brackets(depth: int) -> None:
-    """Braces that add nothing are no depth; others have a limit below which parsing is quick."""
+    """Redundant braces add no depth; others have a limit below which parsing is quick."""
     for number, is_right in (("5", True), ("6", False)):
         assert is_equal("{" * depth + number + "}" * depth, "5") == is_right
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Reward functions of the user's own: found, checked before a run, their results looked at; the examples."""
+"""Reward functions of the user's own: import, checks before a run, checks of results, and the examples."""
 
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ judge = Judge()
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a module of the user's in it."""
+    """Make a current folder with a module of the user's own in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     (tmp_path / "my_rewards_4711.py").write_text(MODULE)
@@ -104,10 +104,10 @@ def test_a_module_in_the_current_folder_is_found() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("no_module_4711:f", {}, "there is no module 'no_module_4711'; "),
-        ("no_package_4711.sub:f", {}, "there is no module 'no_package_4711.sub'; "),
+        ("no_module_4711:f", {}, "there is no module 'no_module_4711' in "),
+        ("no_package_4711.sub:f", {}, "there is no module 'no_package_4711.sub' in "),
         ("my_rewards_4711:f", {}, "'my_rewards_4711' has no function 'f'; its file is "),
-        ("my_rewards_4711:BLEU", {}, "'my_rewards_4711' is a int, not a function: 'BLEU'"),
+        ("my_rewards_4711:BLEU", {}, "'BLEU' of 'my_rewards_4711' is a int, not a function"),
         ("broken_4711:reward", {}, "importing 'broken_4711' failed: SyntaxError"),
         ("failing_4711:reward", {}, "importing 'failing_4711' failed: ZeroDivisionError: division by zero"),
         ("leaving_4711:reward", {}, "importing 'leaving_4711' failed: SystemExit: 3"),

@@ -7,10 +7,9 @@ import pytest
 
 from grpo_ray.config.reward import REWARD_NAMES
 from grpo_ray.rewards import REWARDS, get_reward_fn
+from grpo_ray.rewards.answer_formats import read_boxed
 from grpo_ray.rewards.base import NotGraded
-from grpo_ray.rewards.exact_match import exact_match_reward_fn
-from grpo_ray.rewards.question_only import question_only_reward_fn, read_boxed
-from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
+from grpo_ray.rewards.builtin import exact_match_reward_fn, question_only_reward_fn, r1_zero_reward_fn
 
 NO_FORMAT = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
 WRONG = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}

@@ -1,4 +1,4 @@
-"""Grading in processes that can die, and can do nothing but grade."""
+"""Grading in processes that may die, and can do nothing but grade."""
 
 import os
 import random
@@ -19,11 +19,11 @@ from grpo_ray.config import ScorerConfig
 from grpo_ray.errors import RunError
 from grpo_ray.rewards import REWARDS as REWARDS_BY_NAME
 from grpo_ray.rewards.base import NotGraded, verdict
+from grpo_ray.rewards.builtin import r1_zero_reward_fn
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation import worker_process
+from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.pool import RewardPool, ScoringError
 from grpo_ray.rewards.isolation.worker import try_to_grade
-from grpo_ray.rewards.r1_zero import r1_zero_reward_fn
 
 OWN = "hostile_rewards:obey"
 REWARDS = {"maths": "r1_zero", "own": OWN}
@@ -36,26 +36,26 @@ def respond(answer: str) -> str:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    """Two workers, whose nursery is started once for all tests."""
+    """Share a pool of two workers, and its fork server, between all tests."""
     pool = RewardPool(REWARDS, num_workers=2, timeout_s=TIMEOUT_S, memory_gib=0.25)
     yield pool
     pool.close()
 
 
 def obeyed(pool: RewardPool, *responses: str) -> list[Any]:
-    """1 or 0 for each that is graded, else why it is not."""
+    """Return 1 or 0 for each graded response, and for others the reason why they have no grade."""
     results = pool.grade("own", [(response, "72") for response in responses])
     return [str(result) if isinstance(result, ScoringError) else result["reward"] for result in results]
 
 
-def nursery_of(pool: RewardPool) -> psutil.Process:
-    return psutil.Process(pool._nursery._process.pid)
+def fork_server_of(pool: RewardPool) -> psutil.Process:
+    return psutil.Process(pool._fork_server._process.pid)
 
 
 def workers_of(pool: RewardPool) -> list[psutil.Process]:
-    """All of them: none can take two answers while the others have none."""
+    """Return both workers: neither can take two answers while the other has none."""
     assert obeyed(pool, *["nap 72"] * 2) == [1] * 2
-    return nursery_of(pool).children()
+    return fork_server_of(pool).children()
 
 
 # Verdicts
@@ -69,9 +69,9 @@ def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
     ]
     responses = [(respond(answer), truth) for answer, truth in pairs] + pairs
     expected = [try_to_grade(r1_zero_reward_fn, *pair) for pair in responses]
-    assert {kind for kind, _ in expected} == {"scores", "error"}
+    assert {type(result) for result in expected} == {dict, str}
     results = pool.grade("maths", responses)
-    assert [str(r) if isinstance(r, ScoringError) else r for r in results] == [value for _, value in expected]
+    assert [str(r) if isinstance(r, ScoringError) else r for r in results] == expected
 
 
 def test_no_answers_are_no_results(pool: RewardPool) -> None:
@@ -113,7 +113,9 @@ def test_an_answer_that_ends_its_worker_or_raises_is_an_error_with_its_cause(
 
 
 def test_a_reward_that_raises_keeps_its_worker(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_ray.rewards.isolation.pool.PATIENCE_S", 60.0)  # a busy machine alone ends none
+    monkeypatch.setattr(
+        "grpo_ray.rewards.isolation.pool.PATIENCE_S", 60.0
+    )  # so that a busy machine alone ends no worker
     before = {worker.pid for worker in workers_of(pool)}
     obeyed(pool, *(f"{word} 72" for word in RAISING for _ in range(10)))
     assert {worker.pid for worker in workers_of(pool)} == before
@@ -140,7 +142,7 @@ WRONG = [
     "7\x002",
     r"\begin{pmatrix}" + r" \\ ".join([" & ".join(["x"] * 12)] * 12) + r"\end{pmatrix}^{9999}",
 ]
-# True: cannot be graded. Those that sympy parses first; the integral takes until its worker is ended.
+# True: cannot be graded. sympy parses these first; the integral takes until its worker is killed.
 SLOW_MATHS = {
     "9^{9^{9^9}}": True,
     r"((10^{999})^{999})^{999}": True,
@@ -156,7 +158,7 @@ MATHS = {**dict.fromkeys(NOT_GRADED, True), **dict.fromkeys(WRONG, False)}
 def test_the_pool_survives_a_thousand_hostile_inputs_with_the_right_counts(pool: RewardPool) -> None:
     words = {
         **dict.fromkeys({**DEADLY, **RAISING, **HARMLESS}, 20),
-        **dict.fromkeys([*ENDLESS, "grow", "nap", "doze"], 1),  # those take long
+        **dict.fromkeys([*ENDLESS, "grow", "nap", "doze"], 1),  # these take long
     }
     own = [f"{word} 72" for word, n in words.items() for _ in range(n)]
     maths = [*SLOW_MATHS, *(answer for _ in range(50) for answer in MATHS)][: 1000 - len(own)]
@@ -202,7 +204,7 @@ def test_what_is_not_graded_is_an_error_of_that_answer_alone(
 
     def deep_reward(response: str, ground_truth: str) -> dict[str, float]:
         if "((" in response:
-            raise NotGraded("brackets in brackets \ud800" * 1000)
+            raise NotGraded("brackets nested more than 7 deep \ud800" * 1000)
         return r1_zero_reward_fn(response, ground_truth)
 
     monkeypatch.setitem(REWARDS_BY_NAME, "exact_match", deep_reward)
@@ -211,7 +213,7 @@ def test_what_is_not_graded_is_an_error_of_that_answer_alone(
     for right, unknown, wrong in (isolated, in_process):
         assert (right, wrong) == (verdict(True, True), verdict(True, False))
         assert isinstance(unknown, ScoringError)
-        assert str(unknown).startswith("brackets in brackets")
+        assert str(unknown).startswith("brackets nested more than 7 deep")
         assert len(str(unknown).encode()) <= 500
 
 
@@ -234,13 +236,13 @@ def test_a_worker_that_died_between_answers_costs_none(pool: RewardPool) -> None
     assert not {worker.pid for worker in workers_of(pool)} & {worker.pid for worker in before}
 
 
-def test_a_nursery_that_died_costs_no_answer() -> None:
+def test_a_fork_server_that_died_costs_no_answer() -> None:
     pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
-    workers, nursery = workers_of(pool), nursery_of(pool)
-    nursery.kill()
-    psutil.wait_procs([nursery, *workers], timeout=10)
+    workers, fork_server = workers_of(pool), fork_server_of(pool)
+    fork_server.kill()
+    psutil.wait_procs([fork_server, *workers], timeout=10)
     assert obeyed(pool, *["72"] * 20) == [1] * 20
-    assert nursery_of(pool).pid != nursery.pid
+    assert fork_server_of(pool).pid != fork_server.pid
     pool.close()
 
 
@@ -252,7 +254,7 @@ def test_a_slow_answer_holds_up_none_that_were_sent_with_it(
     settle = pool._settle
 
     def record(answer: Any, result: Any) -> None:
-        settled.append(answer.place)
+        settled.append(answer.index)
         settle(answer, result)
 
     monkeypatch.setattr(pool, "_settle", record)
@@ -278,7 +280,7 @@ def test_a_worker_that_takes_too_long_is_ended(pool: RewardPool) -> None:
 
 def test_close_leaves_no_process() -> None:
     pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
-    processes = [*workers_of(pool), nursery_of(pool)]
+    processes = [*workers_of(pool), fork_server_of(pool)]
     errors: list[RunError] = []
 
     def grade() -> None:
@@ -303,7 +305,7 @@ sys.path.insert(0, {folder!r})
 from grpo_ray.rewards.isolation.pool import RewardPool
 pool = RewardPool({{"own": "hostile_rewards:obey"}}, 1, timeout_s=120, memory_gib=0.25)
 pool.grade("own", [("72", "72")])
-print(pool._nursery._process.pid, flush=True)
+print(pool._fork_server._process.pid, flush=True)
 pool.grade("own", [("loop 72", "72")])
 """
 
@@ -312,14 +314,14 @@ def test_a_killed_owner_leaves_no_process_even_amid_a_computation() -> None:
     script = OWNER.format(folder=str(Path(__file__).parent))
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    nursery = psutil.Process(int(owner.stdout.readline()))
-    (worker,) = nursery.children()
+    fork_server = psutil.Process(int(owner.stdout.readline()))
+    (worker,) = fork_server.children()
     before = worker.cpu_times().user
-    while worker.cpu_times().user < before + 0.2:  # it computes, and so would not see its input end
+    while worker.cpu_times().user < before + 0.2:  # while it computes, it would not notice the end of its input
         time.sleep(0.02)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    assert psutil.wait_procs([worker, nursery], timeout=10)[1] == []
+    assert psutil.wait_procs([worker, fork_server], timeout=10)[1] == []
 
 
 def test_a_process_does_not_outlive_a_parent_that_is_gone_already() -> None:
@@ -343,20 +345,22 @@ def test_workers_that_cannot_start_are_an_error_that_names_the_cause(tmp_path, m
 def test_a_module_that_hangs_at_its_import_is_an_error_that_says_so(tmp_path, monkeypatch) -> None:
     (tmp_path / "slow_rewards.py").write_text("import time\ntime.sleep(1000)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(worker_process, "START_TIMEOUT_S", 1)
+    monkeypatch.setattr(processes, "START_TIMEOUT_S", 1)
     pools = [RewardPool({"": "slow_rewards:reward_fn"}, 1, timeout_s=5, memory_gib=0.25) for _ in range(2)]
     said = r"task\.reward.*: importing took longer than 1 s"
-    with pytest.raises(RunError, match=said):  # by the pool, which waited from the start
+    with pytest.raises(RunError, match=said):  # from the pool, which has waited since the start
         pools[0].start()
-    assert pools[1]._nursery._process.wait() == -signal.SIGALRM
-    with pytest.raises(RunError, match=said):  # by the nursery's own limit
+    assert pools[1]._fork_server._process.wait() == -signal.SIGALRM
+    with pytest.raises(RunError, match=said):  # from the fork server's own limit
         pools[1].start()
     for pool in pools:
         pool.close()
 
 
 def test_a_worker_that_is_refused_its_limits_is_an_error_that_names_the_cause() -> None:
-    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=5, memory_gib=2**40)  # more than can be counted
+    pool = RewardPool(
+        {"own": OWN}, num_workers=1, timeout_s=5, memory_gib=2**40
+    )  # more than setrlimit can take
     with pytest.raises(RunError, match="no worker can be started"):
         obeyed(pool, "72")
     pool.close()
@@ -379,7 +383,7 @@ def test_a_worker_inherits_no_secret(monkeypatch) -> None:
     monkeypatch.setenv("SOMETHING", "else")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=5, memory_gib=0.25)
-    environments = [process.environ() for process in (*workers_of(pool), nursery_of(pool))]
+    environments = [process.environ() for process in (*workers_of(pool), fork_server_of(pool))]
     pool.close()
     assert len(environments) == 2
     for environment in environments:
@@ -388,7 +392,7 @@ def test_a_worker_inherits_no_secret(monkeypatch) -> None:
         assert not {"EXAMPLE_TOKEN", "SOMETHING"} & environment.keys()
 
 
-# What an answer that got to run code in the worker would try; prints what succeeded.
+# Attempts of an answer that managed to run code in the worker; prints those that succeeded.
 ATTEMPTS = """
 import os, pathlib, socket, subprocess, sys
 from grpo_ray.rewards.isolation.confinement import drop_capabilities, enter_sandbox, limit_resources
@@ -437,6 +441,6 @@ def test_a_worker_confines_itself(pool: RewardPool) -> None:
         for limit in (psutil.RLIMIT_FSIZE, psutil.RLIMIT_CORE, psutil.RLIMIT_NPROC):
             assert worker.rlimit(limit) == (0, 0)
         memory, _ = worker.rlimit(psutil.RLIMIT_AS)
-        assert 0.25 * 2**30 < memory < nursery_of(pool).memory_info().vms + 0.26 * 2**30
+        assert 0.25 * 2**30 < memory < fork_server_of(pool).memory_info().vms + 0.26 * 2**30
         files = os.listdir(f"/proc/{worker.pid}/fd")
         assert len([fd for fd in files if "socket" in os.readlink(f"/proc/{worker.pid}/fd/{fd}")]) == 1

@@ -1,4 +1,4 @@
-"""Datasets on the hub, as its local cache holds them: which files a split is, and what is missing."""
+"""Datasets on the hub, in its local cache: the files of a split, and errors about missing parts."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ COMMIT = "e53f048856ff4f594e959d75785d2c2d37b678ee"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache, and no hub behind it."""
+    """Make an empty cache of the hub, without a connection to it."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
 
 
 def cached(hub: Path, name: str, files: dict[str, Any], revision: str = "main") -> Path:
-    """Put a dataset into the cache: a text, or rows for Parquet, by file name."""
+    """Put a dataset into the cache; `files` are a text, or rows for Parquet, by file name."""
     folder = hub / f"datasets--{name.replace('/', '--')}"
     (folder / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
     (folder / "refs" / revision).write_text(COMMIT)
@@ -129,9 +129,9 @@ def test_a_split_that_is_not_there(hub: Path) -> None:
 
 
 def test_a_dataset_that_is_not_there(hub: Path) -> None:
-    with pytest.raises(ValueError, match=r"task.train_path: 'openai/gsm8k' is no file here") as caught:
+    with pytest.raises(ValueError, match=r"task.train_path: 'openai/gsm8k' is not a local file") as caught:
         load_examples(Gsm8kTaskConfig(), seed=0)
-    assert str(caught.value).endswith("bring it first: hf download --repo-type dataset openai/gsm8k")
+    assert str(caught.value).endswith("download it beforehand: hf download --repo-type dataset openai/gsm8k")
 
 
 def test_what_is_a_dataset_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

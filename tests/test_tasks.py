@@ -1,9 +1,9 @@
-"""Tasks: templates, the sorting task, and examples from files."""
+"""Tasks: templates, examples from files, the sorting and arithmetic tasks, and mixtures."""
 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,12 +15,14 @@ from grpo_ray.config.task import (
     Gsm8kTaskConfig,
     MathTaskConfig,
     MixtureTaskConfig,
+    PlainTask,
     SortingTaskConfig,
 )
 from grpo_ray.tasks import arithmetic, load_examples
 from grpo_ray.tasks.arithmetic import arithmetic_examples
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.files import Fields, read_examples
+from grpo_ray.tasks.kinds import KINDS
 from grpo_ray.tasks.prompts import TextTemplate, load_template
 from grpo_ray.tasks.sorting import sorting_examples, warmup_pairs
 from grpo_ray.tasks.sources import Source
@@ -57,6 +59,14 @@ def test_template_from_a_file(tmp_path: Path) -> None:
         load_template("r1zero")
 
 
+# ---- kinds ----
+
+
+def test_every_kind_of_the_configuration_is_registered() -> None:
+    kinds = {config.model_fields["kind"].default for config in get_args(PlainTask)}
+    assert kinds == KINDS.keys()
+
+
 # ---- sorting ----
 
 
@@ -68,13 +78,14 @@ def digits_of(question: str) -> str:
 
 def test_sorting_examples_are_distinct_and_seeded() -> None:
     config = SortingTaskConfig(num_digits=3, num_train_prompts=900, num_validation_prompts=100)
-    train, validation = sorting_examples(config, seed=0)
+    sets = sorting_examples(config, seed=0)
+    train, validation = [*sets.train], [*sets.validation]
     assert (len(train), len(validation)) == (900, 100)
     assert len({example.question for example in train + validation}) == 1000
     assert all(example.ground_truth == "".join(sorted(digits_of(example.question))) for example in train)
     assert any(digits_of(example.question).startswith("0") for example in train)
-    assert sorting_examples(config, seed=0) == (train, validation)
-    assert sorting_examples(config, seed=1) != (train, validation)
+    assert sorting_examples(config, seed=0) == sets
+    assert sorting_examples(config, seed=1) != sets
 
 
 def test_sorting_refuses_too_many_prompts() -> None:
@@ -85,9 +96,10 @@ def test_sorting_refuses_too_many_prompts() -> None:
 
 def test_warmup_pairs_are_three_habits_on_other_numbers() -> None:
     config = SortingTaskConfig(num_digits=4, num_train_prompts=2000, num_validation_prompts=64)
-    pairs = warmup_pairs(config, seed=3, num_pairs=7936)  # every number that is left
+    pairs = warmup_pairs(config, seed=3, num_pairs=7936)  # all remaining numbers
     assert pairs == warmup_pairs(config, seed=3, num_pairs=7936)
-    train, validation = sorting_examples(config, seed=3)
+    sets = sorting_examples(config, seed=3)
+    train, validation = [*sets.train], [*sets.validation]
     questions = {question for question, _ in pairs}
     assert len(questions) == 7936
     assert not questions & {example.question for example in train + validation}
@@ -127,7 +139,7 @@ def test_read_jsonl(tmp_path: Path) -> None:
         b"broken",
     )
     expected = [Example("1+1?", "2"), Example("é", "1,000")]
-    assert read(path, "q", "a", "####", limit=2) == expected  # the broken line is never reached
+    assert read(path, "q", "a", "####", limit=2) == expected  # the broken line is not reached
     assert read(path, "q", "a", limit=1) == [Example("1+1?", "so #### no #### 2")]
 
 
@@ -309,7 +321,8 @@ def test_arithmetic_is_right_distinct_and_seeded(num_terms: int, num_digits: int
     config = ArithmeticTaskConfig(
         num_terms=num_terms, num_digits=num_digits, num_train_prompts=200, num_validation_prompts=100
     )
-    train, validation = arithmetic_examples(config, seed=0)
+    sets = arithmetic_examples(config, seed=0)
+    train, validation = [*sets.train], [*sets.validation]
     assert (len(train), len(validation)) == (200, 100)
     assert len({example.question for example in train + validation}) == 300
     assert all(calculated(example.question) == int(example.ground_truth) for example in train + validation)
@@ -317,15 +330,16 @@ def test_arithmetic_is_right_distinct_and_seeded(num_terms: int, num_digits: int
     assert {len(found) for found in terms} == {num_terms}
     assert max(len(term) for found in terms for term in found) == num_digits
     assert set("".join(e.question for e in train)) >= set("+-*")
-    assert arithmetic_examples(config, seed=0) == (train, validation)
-    assert arithmetic_examples(config, seed=1) != (train, validation)
+    assert arithmetic_examples(config, seed=0) == sets
+    assert arithmetic_examples(config, seed=1) != sets
 
 
 def test_arithmetic_with_every_question_there_is() -> None:
     config = ArithmeticTaskConfig(
         operations=("-", "-"), num_digits=1, num_train_prompts=99, num_validation_prompts=1
     )
-    train, validation = arithmetic_examples(config, seed=0)
+    sets = arithmetic_examples(config, seed=0)
+    train, validation = [*sets.train], [*sets.validation]
     everything = {f"What is {a} - {b}?" for a in range(10) for b in range(10)}
     assert {example.question for example in train + validation} == everything
     with pytest.raises(ValueError, match=r"is 101, but task.num_terms = 2 numbers .* give only 100 distinct"):
@@ -338,11 +352,11 @@ def test_products_go_first() -> None:
     assert arithmetic.value(["9", "-", "2", "-", "3"]) == 4
 
 
-def test_arithmetic_warmup_spares_validation_and_is_right_a_third_of_the_time() -> None:
+def test_arithmetic_warmup_excludes_validation_and_is_right_a_third_of_the_time() -> None:
     config = ArithmeticTaskConfig(num_train_prompts=500, num_validation_prompts=2000)
     pairs = arithmetic.warmup_pairs(config, seed=0, num_pairs=4000)
     assert pairs == arithmetic.warmup_pairs(config, seed=0, num_pairs=4000)
-    validation = {example.question for example in arithmetic_examples(config, seed=0)[1]}
+    validation = {example.question for example in arithmetic_examples(config, seed=0).validation}
     assert len(pairs) == 4000
     assert not validation & {question for question, _ in pairs}
     right = [f"<answer> {calculated(question)} </answer>" in response for question, response in pairs]

@@ -1,4 +1,4 @@
-"""Whole runs in this process of a mixture, a curriculum and a chat prompt, and what the audit says of them."""
+"""Whole runs in this process with a mixture, a curriculum and a chat prompt, and their audits."""
 
 import shutil
 from collections import Counter
@@ -30,12 +30,12 @@ MIXTURE = f"task={{kind: mixture, parts: {{sums: {{weight: 3, task: {SUMS}}}, so
 
 @pytest.fixture
 def config(tiny_model: Callable[..., Path]) -> Callable[..., Config]:
-    """`config("field=value", ...)`, with a model that is there already."""
+    """Return a function that makes a configuration from `field=value` arguments, with an existing model."""
     return lambda *overrides: make_config(f"model={{path: {tiny_model()}, dtype: float32}}", *overrides)
 
 
 def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """A row a group, in the order of the groups."""
+    """Return one row per group, in the order of the groups."""
     rows = [row for path in sorted(run.rollouts.glob("*.parquet")) for row in read_rollouts(path)]
     return sorted((row for row in rows if row["sample"] == 0), key=lambda row: row["group_id"])
 
@@ -127,7 +127,7 @@ def test_a_curriculum_behind_by_a_version_is_clean(tmp_path: Path) -> None:
 
 
 def tampered(run: RunDirectory, change: Callable[[list[dict[str, Any]]], None]) -> list[str]:
-    """The problems after a change of the rollouts of step 1."""
+    """Return the audit's problems after a change to the rollouts of step 1."""
     path = run.rollouts_path(1)
     table = pq.ParquetFile(path).read()
     rows = table.to_pylist()
@@ -163,7 +163,7 @@ def test_the_audit_finds_what_is_wrong_with_an_order(config: Callable[..., Confi
     assert any("place 2: asks '?', which is no training prompt" in problem for problem in found), found
     second = rows_of(curriculum)[1]
     twice = set_in_group(2, prompt=second["prompt"], ground_truth=second["ground_truth"])
-    found = tampered(curriculum, twice)  # a curriculum leaves nothing out before it was seen
+    found = tampered(curriculum, twice)  # a curriculum skips no prompt before it was sampled
     assert any("epoch 0: asks" in problem for problem in found), found
     assert audit(mixture).problems == audit(curriculum).problems == []
 
@@ -195,13 +195,13 @@ def test_the_models_own_chat_template(chat_model: Path, tmp_path: Path) -> None:
     for row in [*rows_of(run), *evaluated]:
         assert row["prompt"].startswith("<|im_start|>system\nBe brief.<|endoftext|>\n<|im_start|>user\nSort ")
         assert row["prompt"].endswith("<|endoftext|>\n<|im_start|>assistant\n")
-        assert row["prompt_token_ids"].count(tokenizer.eos_token_id) == 2  # special tokens are themselves
+        assert row["prompt_token_ids"].count(tokenizer.eos_token_id) == 2  # special tokens stay special tokens
         assert tokenizer.decode(row["prompt_token_ids"]) == row["prompt"]
 
 
 def test_a_model_without_a_chat_template_is_refused(config: Callable[..., Config]) -> None:
     with pytest.raises(
-        ValueError, match=r"task.prompt: `chat` wants the model's chat template, and its tokenizer"
+        ValueError, match=r"task.prompt: `chat` requires the model's chat template, and its tokenizer"
     ):
         check_files(config("task.prompt=chat"))
 
@@ -210,6 +210,6 @@ def test_a_chat_template_that_takes_no_system_prompt(chat_model: Path) -> None:
     (chat_model / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
     overrides = [f"model={{path: {chat_model}, dtype: float32}}", "task.prompt=chat", "task.system_prompt=x"]
     with pytest.raises(
-        ValueError, match=r"does not take the question \(System role not supported\); some allow"
+        ValueError, match=r"refuses the question \(System role not supported\); some templates allow"
     ):
         check_files(make_config(*overrides))

@@ -1,4 +1,4 @@
-"""`grpo-ray top`: what a run writes of itself, what is drawn from it, and what is said to hold it up."""
+"""`grpo-ray top`: the state that a run writes, the frames drawn from it, and the bottleneck."""
 
 import asyncio
 import contextlib
@@ -29,18 +29,18 @@ from grpo_ray.telemetry.json_lines import read_last_lines
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.telemetry.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.top.bottleneck import bottleneck, hints, measure
-from grpo_ray.tools.top.frame import frame, stage_shares
+from grpo_ray.tools.top.bottleneck import bottleneck, hints, time_shares
+from grpo_ray.tools.top.frame import draw_frame, stage_shares
 from grpo_ray.tools.top.job import job_of
 from grpo_ray.tools.top.keys import keys
-from grpo_ray.tools.top.run_view import RunView, is_alive, look, silence_of
+from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
 from grpo_ray.tools.top.watch_run import TopOptions, top
 
 NOW = 1_700_000_000.0
 
 
 def make_state(**changes: Any) -> RunState:
-    """A driver that is this process, in the middle of step 5."""
+    """Make the state of a driver that is this process, in the middle of step 5."""
     actors = (
         ActorState(name="generator-0", doing="samples group 9", for_s=1.5, num_calls=4),
         ActorState(name="learner", doing="trains version 5", for_s=0.2, num_calls=1),
@@ -65,19 +65,26 @@ def make_run(folder: Path, state: RunState | None, steps: list[dict[str, Any]]) 
     return run
 
 
-def step(number: int, **changes: float) -> dict[str, Any]:
-    """Two seconds, in which the Learner waits for 1.24 and the Generators sample throughout."""
+def step(
+    number: int, waits: float = 1.24, trains: float = 0.7, samples: float = 1.9, scores: float = 0.1,
+    **changes: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Make the metrics of a step of two seconds, given the seconds that actors spend on their main stages."""
     row = {
-        "step": number, "timing/step_s": 2.0, "timing/wait_for_batch_s": 1.24, "timing/train_s": 0.7,
-        "timing/generate_s": 1.9, "utilization/generators": 0.95, "utilization/learner": 0.35,
-        "lag/max": 1.0, "reward/mean": 0.25, "throughput/sampled_tokens_per_s": 1234.0,
+        "step": number, "timing/step_s": 2.0, "timing/wait_for_batch_s": waits, "timing/train_s": trains,
+        "timing/generate_s": samples, "lag/max": 1.0, "reward/mean": 0.25,
+        "throughput/sampled_tokens_per_s": 1234.0,
+        "time/learner/wait_for_batch_s": waits, "time/learner/train_s": trains,
+        "time/learner/snapshot_s": 2 - waits - trains,
+        "time/generator-0/generate_s": samples, "time/generator-0/wait_for_prompts_s": 2 - samples,
+        "time/scorer/score_s": scores, "time/scorer/wait_for_groups_s": 2 - scores,
     }  # fmt: skip
     return row | {name.replace("__", "/"): value for name, value in changes.items()}
 
 
 def drawn(view: RunView, width: int = 80, job: str | None = None) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(frame(view, console, job))
+    console.print(draw_frame(view, console, job))
     return console.export_text()
 
 
@@ -97,7 +104,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(run: RunDirectory, condition: Any) -> RunState:
-    """The state, once the condition holds of it."""
+    """Wait until the condition holds, and return the state."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         state = read_state(run)
@@ -166,7 +173,7 @@ def test_a_disk_that_takes_nothing_is_shown_once_and_ends_nothing(tmp_path: Path
         deadline = time.monotonic() + 10
         while not shown.warnings and time.monotonic() < deadline:
             time.sleep(0.005)
-        run.path.mkdir()  # it takes something again
+        run.path.mkdir()  # writable again
         written(run, lambda s: True)
     assert len(shown.warnings) == 1
     assert "state.json" in shown.warnings[0]
@@ -228,7 +235,7 @@ def test_the_tail_of_a_long_file(tmp_path: Path) -> None:
     assert read_last_lines(path, 3) == [{"n": 997}, {"n": 998}, {"n": 999}]
     rows = read_last_lines(path, 1000, max_bytes=50)
     assert rows == [{"n": n} for n in range(1000 - len(rows), 1000)]
-    assert len(rows) == 3  # 50 bytes: half a line of 9, three of 11, and 8 of one that is cut
+    assert len(rows) == 3  # 50 bytes: the unfinished line's 9, three lines of 11, and 8 of a line that is cut
     assert len(read_last_lines(path, 5000)) == 1000
     path.write_text("")
     assert read_last_lines(path, 3) == []
@@ -237,12 +244,12 @@ def test_the_tail_of_a_long_file(tmp_path: Path) -> None:
         read_last_lines(path, 3)
 
 
-def test_a_driver_that_says_nothing() -> None:
+def test_a_driver_that_writes_nothing() -> None:
     state = make_state()
     assert silence_of(state, NOW + 9) is None
     assert "has written nothing for 60 s but is alive" in (silence_of(state, NOW + 60) or "")
     assert "and is gone" in (silence_of(make_state(process_started=1.0), NOW + 60) or "")
-    assert "look there" in (silence_of(make_state(host="elsewhere"), NOW + 60) or "")
+    assert "check on that host" in (silence_of(make_state(host="elsewhere"), NOW + 60) or "")
     assert silence_of(make_state(ending=Ending(kind="finished")), NOW + 9999) is None
 
 
@@ -259,7 +266,7 @@ def test_whether_a_process_is_the_driver() -> None:
     assert not is_alive(make_state(pid=child, process_started=started))
 
 
-def test_a_process_that_may_not_be_looked_at_is_not_said_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_may_not_be_inspected_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(pid: int) -> None:
         raise psutil.AccessDenied(pid)
 
@@ -269,52 +276,51 @@ def test_a_process_that_may_not_be_looked_at_is_not_said_to_be_gone(monkeypatch:
 
 
 def test_a_folder_that_is_no_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no run to look at"):
-        look(RunDirectory(tmp_path))
+    with pytest.raises(RunError, match="not a run to watch"):
+        read_view(RunDirectory(tmp_path))
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     run.state_path.write_text("{")
     with pytest.raises(RunError, match=r"state\.json is not a valid run state"):
-        look(run)
+        read_view(run)
 
 
-# ---- what holds it up ----
+# ---- the bottleneck ----
 
 
 def test_the_learner_waits_for_busy_generators() -> None:
     assert bottleneck([step(n) for n in (2, 3)]) == (
         "Learner waits 62% of the time: add Generators (generator.num_generators), "
-        "or let each run more at a time."
+        "or let each sample more in parallel."
     )
 
 
 def test_the_learner_waits_for_the_last_groups() -> None:
-    sentence = bottleneck([step(2, utilization__generators=0.4)])
+    sentence = bottleneck([step(2, samples=0.8)])
     assert sentence.startswith("Learner waits 62% of the time, and Generators sample only 40% of it")
     assert "buffer.lookahead" in sentence
 
 
 def test_the_learner_waits_for_the_scorer() -> None:
-    assert bottleneck([step(2, timing__score_s=1.9)]) == (
+    assert bottleneck([step(2, scores=1.9)]) == (
         "Learner waits 62% of the time and the Scorer grades 95% of it: add scorer.num_workers."
     )
 
 
 def test_both_sides_take_turns() -> None:
-    sentence = bottleneck([step(2, lag__max=0.0, utilization__generators=0.6)])
+    sentence = bottleneck([step(2, samples=1.2, lag__max=0.0)])
     assert sentence == (
-        "Learner waits 62% of the time and trains 35% of it: the two sides take turns; "
+        "Learner waits 62% of the time and trains 35% of it: sampling and training take turns; "
         "let them overlap with weight_sync.max_lag: 1 (and generator.colocated: false)."
     )
 
 
-def test_the_learner_is_the_limit() -> None:
-    busy = {"timing__wait_for_batch_s": 0.1, "timing__train_s": 1.8, "utilization__generators": 0.5}
-    sentence = bottleneck([step(2, **busy)])
+def test_the_learner_is_the_bottleneck() -> None:
+    sentence = bottleneck([step(2, waits=0.1, trains=1.8, samples=1.0)])
     assert sentence.startswith(
-        "Learner trains 90% of the time and Generators sample 50%: the Learner is the limit"
+        "Learner trains 90% of the time and Generators sample 50%: the Learner is the bottleneck"
     )
-    both = bottleneck([step(2, **{**busy, "utilization__generators": 0.95})])
-    assert both == "Both sides are busy: Learner 90% of the time, Generators 95%."
+    both = bottleneck([step(2, waits=0.1, trains=1.8, samples=1.9)])
+    assert both == "Both are busy: the Learner 90% of the time, the Generators 95%."
 
 
 def test_validation_syncs_and_checkpoints() -> None:
@@ -322,47 +328,45 @@ def test_validation_syncs_and_checkpoints() -> None:
     assert bottleneck([step(2), step(3, timing__evaluate_s=1.8)]).startswith("Validation takes 45% of the time")
     sync = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("pause", "transfer")}
     assert "Weight syncs take 50% of the time: try a faster" in bottleneck([step(2, **sync)])
-    join = {"timing__weight_sync__join_s": 1.9}  # those that it waits for are being sampled
+    join = {"timing__weight_sync__join_s": 1.9}  # time of waiting for groups that are being sampled
     assert "add Generators" in bottleneck([step(2, **join)])
-    assert "Weight syncs take 50% of the time: let training go on" in bottleneck(
+    assert "Weight syncs take 50% of the time: overlap them with training" in bottleneck(
         [step(2, **sync, lag__max=0.0)]
     )
     capture = bottleneck([step(2, timing__checkpoint__capture_s=0.8)])
     assert capture.startswith("Copying the state for checkpoints takes 40% of the time")
 
 
-def test_what_goes_on_beside_a_learner_that_trains_all_the_time_is_no_bottleneck() -> None:
-    busy = {"timing__wait_for_batch_s": 0.0, "timing__train_s": 1.9, "utilization__generators": 0.5}
-    assert "the Learner is the limit" in bottleneck([step(2, **busy, timing__weight_sync__transfer_s=0.6)])
+def test_work_in_parallel_with_a_learner_that_trains_all_the_time_is_not_the_bottleneck() -> None:
+    row = step(2, waits=0.0, trains=1.9, samples=1.0, timing__weight_sync__transfer_s=0.6)
+    assert "the Learner is the bottleneck" in bottleneck([row])
 
 
-def test_steps_count_by_their_length_and_clocks_before_all_else() -> None:
-    rows = [step(2, timing__step_s=3.0, timing__wait_for_batch_s=2.0), step(3, timing__step_s=1.0)]
-    shares = measure(rows)
-    assert shares is not None
-    assert shares.learner_waits == pytest.approx((2.0 + 1.24) / 4)
-    assert shares.generators_sample == pytest.approx(0.95)
-    clock = {
-        "time__learner__wait_for_batch_s": 0.2,
+def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> None:
+    long = {
+        "timing__step_s": 3.0,
+        "timing__evaluate_s": 1.0,
+        "time__learner__wait_for_batch_s": 0.5,
         "time__learner__train_s": 1.0,
-        "time__learner__optimizer_s": 0.6,
-        "time__learner__snapshot_s": 0.2,
-        "time__generator-0__generate_s": 2.0,
-        "time__generator-0__pause_s": 0.0,
-        "time__generator-1__generate_s": 1.0,
-        "time__generator-1__wait_for_prompts_s": 1.0,
+        "time__learner__optimizer_s": 1.5,
+        "time__learner__snapshot_s": 0.0,
+        "time__generator-0__generate_s": 3.0,
+        "time__generator-0__wait_for_prompts_s": 0.0,
+        "time__generator-1__generate_s": 0.0,
+        "time__generator-1__wait_for_prompts_s": 3.0,
     }
-    by_clock = measure([step(2, **clock)])
-    assert by_clock is not None
-    assert by_clock.learner_waits == pytest.approx(0.1)
-    assert by_clock.learner_trains == pytest.approx(0.8)
-    assert by_clock.generators_sample == pytest.approx(0.75)
+    shares = time_shares([step(2, **long), step(3, waits=1.5, trains=0.5, samples=1.0)])
+    assert shares is not None
+    assert shares.learner_waits == pytest.approx((0.5 + 1.5) / 5)
+    assert shares.learner_trains == pytest.approx((2.5 + 0.5) / 5)
+    assert shares.generators_sample == pytest.approx((3.0 + 0.0 + 1.0) / 8)
+    assert shares.evaluates == pytest.approx(1 / 5)
 
 
-def test_nothing_is_said_of_nothing() -> None:
+def test_without_times_there_is_no_bottleneck() -> None:
     assert bottleneck([]) == "No step has been timed yet."
     assert bottleneck([{"step": 1, "timing/step_s": None}]) == "No step has been timed yet."
-    assert bottleneck([step(2, timing__wait_for_batch_s=0.2)]).startswith("Nothing stands out")
+    assert bottleneck([step(2, waits=0.2)]).startswith("No clear bottleneck")
 
 
 def test_hints() -> None:
@@ -371,7 +375,7 @@ def test_hints() -> None:
         [step(2, rollout__truncated_frac=0.5, lag__rejected=2.0), step(3, rollout__truncated_frac=0.3)]
     )
     assert found[0].startswith("40% of the responses are cut off at sampling.max_tokens")
-    assert found[1].startswith("2 groups were refused as older than weight_sync.max_lag")
+    assert found[1].startswith("2 groups exceeded weight_sync.max_lag")
     assert len(found) == 2
 
 
@@ -388,7 +392,7 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
 
 
 def view_of(run: RunDirectory, at: float = NOW + 1) -> RunView:
-    seen = look(run)
+    seen = read_view(run)
     silence = None if seen.state is None else silence_of(seen.state, at)
     return RunView(seen.path, seen.state, seen.steps, seen.events, at, silence)
 
@@ -399,7 +403,7 @@ def test_a_frame_shows_the_run(tmp_path: Path) -> None:
     assert "training  step 4/8" in text
     assert f"process {os.getpid()} on {socket.gethostname()}, for 0:01:06" in text
     assert "samples group 9 (and 3 more)" in text
-    assert "7 groups are sampled or graded, 2 wait in the buffer; sampled by version 3" in text
+    assert "7 groups in sampling or grading, 2 in the buffer; Generators run version 3" in text
     assert "Learner waits 62% of the time: add Generators" in text
     assert "job raysubmit_1: RUNNING" in text
     (last,) = [line.split() for line in text.splitlines() if line.strip().startswith("4 ")]
@@ -411,14 +415,14 @@ def test_a_frame_is_as_wide_and_as_high_as_its_terminal(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_state(), [step(n, **clock) for n in range(1, 41)])
     for width, height in ((80, 24), (140, 40)):
         console = Console(width=width, height=height, force_terminal=True, file=io.StringIO())
-        lines = console.render_lines(frame(view_of(run), console), pad=False)
+        lines = console.render_lines(draw_frame(view_of(run), console), pad=False)
         assert len(lines) <= height - 1
         assert max(sum(segment.cell_length for segment in line) for line in lines) <= width
     assert "0.875" in drawn(view_of(run), 140)
     assert "0.875" not in drawn(view_of(run), 80)
 
 
-def test_an_actors_time_of_late() -> None:
+def test_an_actors_recent_time() -> None:
     rows = [
         {"time/learner/train_s": 1.0, "time/learner/wait_for_batch_s": 2.0},
         {"time/learner/train_s": 2.0, "time/learner/snapshot_s": 0.5, "time/learner/wait_for_batch_s": None},
@@ -440,7 +444,7 @@ def test_a_frame_of_a_run_that_has_ended_or_died(tmp_path: Path) -> None:
 
 def test_a_frame_of_a_run_without_state_or_steps(tmp_path: Path) -> None:
     text = drawn(view_of(make_run(tmp_path / "run", None, [])))
-    assert "it has no state.json" in text
+    assert "no state.json yet" in text
     assert "No step has been timed yet" in text
 
 
@@ -466,7 +470,7 @@ def test_once_prints_one_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A terminal on standard input; what is written to this end was typed."""
+    """Make a terminal standard input; bytes written to the yielded end count as typed."""
     ours, theirs = pty.openpty()
     monkeypatch.setattr("sys.stdin", os.fdopen(theirs, "r"))
     yield ours
@@ -484,7 +488,7 @@ def test_following_ends_with_the_run_or_with_q(tmp_path: Path, terminal: int) ->
     run = make_run(tmp_path / "run", make_state(), [step(1)])
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
     os.write(terminal, b"q")
-    top(TopOptions(str(run.path), None, False, 0.01), console)  # would not return otherwise
+    top(TopOptions(str(run.path), None, False, 0.01), console)  # returns because of the key
     ending = threading.Timer(
         0.1, lambda: run.state_path.write_text(make_state(ending=Ending(kind="finished")).model_dump_json())
     )
@@ -519,13 +523,13 @@ def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
     assert "job raysubmit_1: RUNNING" in show(FakeJobs({"run": str(run.path)}))
-    assert "job raysubmit_1: unknown, Ray does not answer" in show(FakeJobs({"run": str(run.path)}, "gone"))
-    assert "holds no run: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
-    with pytest.raises(RunError, match="holds no run that can be read here"):
+    assert "job raysubmit_1: unknown: Ray does not answer" in show(FakeJobs({"run": str(run.path)}, "gone"))
+    assert "yet, or not on this machine" in show(FakeJobs({"run": str(tmp_path / "later")}, "PENDING"))
+    with pytest.raises(RunError, match="there is no run in its folder"):
         show(FakeJobs({"run": str(tmp_path / "later")}, "FAILED"))
     (tmp_path / "later").mkdir()  # a run makes its folder before its configuration
-    assert "holds no run: not yet made" in show(FakeJobs({"run": str(tmp_path / "later")}))
-    with pytest.raises(RunError, match="does not say where its run is"):
+    assert "yet, or not on this machine" in show(FakeJobs({"run": str(tmp_path / "later")}))
+    with pytest.raises(RunError, match="does not name its run's folder"):
         show(FakeJobs({}))
 
 
@@ -549,7 +553,7 @@ def test_a_job_that_goes_on_with_a_run_is_watched_though_it_ended_before(
     assert all(f"raysubmit_1: {status}" in shown for status in ("PENDING", "RUNNING", "SUCCEEDED"))
 
 
-@pytest.mark.parametrize("part", ["_look", "_find", "frame"])
+@pytest.mark.parametrize("part", ["_read", "_find", "draw_frame"])
 def test_ctrl_c_ends_the_watching_only(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -575,11 +579,11 @@ def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatc
 
 
 def test_a_last_line_of_a_run_stands_in_the_frame(tmp_path: Path) -> None:
-    """Of the names that real runs write: each column but validation's has a figure."""
+    """The columns use metrics that real runs write: each has a value, except validation's."""
     run = RunDirectory(tmp_path / "run")
     local_runs.train(local_runs.make_config("algorithm.num_steps=2"), run.path)
     rows = read_metrics(run.metrics_path)
-    text = drawn(look(run), 160)
+    text = drawn(read_view(run), 160)
     (last,) = [line.split() for line in text.splitlines() if line.strip().startswith("2 ")]
     assert len(last) == 15
     assert last[1] == f"{rows[-1]['reward/mean']:.3f}"

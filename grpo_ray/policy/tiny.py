@@ -24,10 +24,10 @@ from grpo_ray.config.task import MixtureTaskConfig, SortingTaskConfig
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.policy.warmup import warm_up
-from grpo_ray.rewards.answer_formats import answer_place
+from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
+from grpo_ray.tasks.examples import Pairs
 from grpo_ray.tasks.prompts import TextTemplate, template_of
-from grpo_ray.tasks.sorting import ENDINGS
-from grpo_ray.tasks.warmup import Pairs, tokenizer_pairs, warmup_pairs
+from grpo_ray.tasks.warmup import tokenizer_pairs, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
 _RECIPE = 2  # increase when the code below would build a different model from the same configuration

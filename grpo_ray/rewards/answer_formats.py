@@ -1,24 +1,72 @@
-"""The two places in which a response may give its answer."""
+r"""Where a response gives its answer: in `<answer>` tags after a thought, or in the last `\boxed{}`."""
 
 from typing import Literal
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards.answer_tags import read_answer
-from grpo_ray.rewards.question_only import read_boxed
+from grpo_ray.rewards.math.text import closing_brace
 
 AnswerIn = Literal["tags", "boxed"]
 
+THINK = "<think>"
+OPENING_TAG, CLOSING_TAG = "</think> <answer>", "</answer>"
+OPENING_BOX = r"\boxed{"
 
-def read_answer_in(answer_in: AnswerIn, response: str) -> str | None:
-    r"""The text in the answer tags, or in the last `\boxed{}`; None when the response is not in that format."""
-    return read_boxed(response) if answer_in == "boxed" else read_answer(response)
+ENDINGS: dict[AnswerIn, str] = {  # of a response written for a warm-up; with tags, the prompt ends in `<think>`
+    "tags": f" {OPENING_TAG} {{answer}} {CLOSING_TAG}",
+    "boxed": r" \boxed{{{answer}}}",
+}
 
 
 def answer_place(reward: Reward) -> AnswerIn:
-    """Where a reward, or any term of a sum, reads the answer; in the tags if they do not say."""
+    """Return where a reward, or any term of a sum, reads the answer; `tags` if none says otherwise."""
     if isinstance(reward, str):
         return "boxed" if reward == "question_only" else "tags"
     is_boxed = any(
         term.reward == "question_only" or term.arguments.get("answer_in") == "boxed" for term in reward
     )
     return "boxed" if is_boxed else "tags"
+
+
+def read_answer_in(answer_in: AnswerIn, response: str) -> str | None:
+    """Return the answer's text, stripped; None when the response is not in that format."""
+    return read_boxed(response) if answer_in == "boxed" else read_answer(response)
+
+
+def read_answer(response: str) -> str | None:
+    """Return the stripped text between the answer tags; None when the response is not in the format.
+
+    The prompt already ends in `<think>`, or else the response begins with it. Each tag must occur exactly
+    once: with a second answer the policy could hedge, and a second `</think>` would leave open which part
+    was the thought.
+    """
+    response = response.strip().removeprefix(THINK)
+    if THINK in response:
+        return None
+    if any(response.count(tag) != 1 for tag in ("</think>", "<answer>", CLOSING_TAG)):
+        return None
+    _, opening, rest = response.partition(OPENING_TAG)
+    answer, closing, _ = rest.partition(CLOSING_TAG)
+    return answer.strip() if opening and closing else None
+
+
+def read_boxed(response: str) -> str | None:
+    r"""Return the stripped text in the last `\boxed{...}`; None if it is missing, empty or not closed."""
+    boxes = read_boxes(response)
+    return boxes[-1] or None if boxes else None
+
+
+def read_boxes(response: str) -> list[str]:
+    r"""Return what the outermost boxes hold; the last is "" if not closed. `\boxed{\boxed{72}}` is one box."""
+    contents: list[str] = []
+    start = response.find(OPENING_BOX)
+    while start >= 0:
+        start += len(OPENING_BOX)
+        end = closing_brace(response, start)
+        if end is None:
+            return [*contents, ""]
+        content = response[start:end].strip()
+        while content.startswith(OPENING_BOX) and closing_brace(content, len(OPENING_BOX)) == len(content) - 1:
+            content = content[len(OPENING_BOX) : -1].strip()
+        contents.append(content)
+        start = response.find(OPENING_BOX, end)
+    return contents

@@ -1,21 +1,23 @@
-"""What a reward is."""
+"""The types of rewards."""
 
 from collections.abc import Callable
 
-# (response, ground truth) -> {"reward", "format_reward", "answer_reward"}: the last two are 0.0 or 1.0,
-# `reward`, which is trained on, any finite number.
-RewardFn = Callable[[str, str], dict[str, float]]
+Scores = dict[str, float]
+"""`format_reward` and `answer_reward` are 0.0 or 1.0; `reward`, which is trained on, is any finite number."""
+
+RewardFn = Callable[[str, str], Scores]
+"""(response, ground truth) to scores."""
 
 
 class NotGraded(Exception):
-    """There is no verdict: the answer or the truth is too long, too deep, or unreadable. An error, and no 0."""
+    """The answer or the ground truth is too long, too deep or unreadable: an error, not a reward of 0."""
 
 
-def verdict(has_format: bool, is_right: bool) -> dict[str, float]:
-    """A right answer counts only in the right format."""
+def verdict(has_format: bool, is_right: bool) -> Scores:
+    """Return scores in which a right answer counts only in the right format."""
     return scores(has_format and is_right, has_format, has_format and is_right)
 
 
-def scores(reward: float, has_format: bool, is_right: bool) -> dict[str, float]:
-    """A reward of its own size beside the two facts."""
+def scores(reward: float, has_format: bool, is_right: bool) -> Scores:
+    """Return scores whose reward is not simply 0 or 1."""
     return {"reward": float(reward), "format_reward": float(has_format), "answer_reward": float(is_right)}

@@ -1,4 +1,4 @@
-"""A configured reward, checked before anything expensive starts: that it is there and its arguments fit."""
+"""The check of a configured reward before anything expensive starts: it exists, and its arguments fit."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,15 +7,15 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards import REWARDS
+from grpo_ray.rewards.builtin import REWARDS
 from grpo_ray.rewards.user_function import import_function
 
 
 def check_reward(reward: Reward, field: str = "task.reward") -> None:
-    """Import what is the user's, and compare arguments with signatures.
+    """Import the user's own functions, and compare the arguments with the signatures.
 
     Raises:
-        ValueError: names the field, what is wrong with it, and the fix.
+        ValueError: names the field, what is wrong with it, and how to fix it.
     """
     if isinstance(reward, str):
         _check(reward, {}, field)
@@ -29,15 +29,16 @@ def _check(name: str, arguments: Mapping[str, Any], field: str) -> None:
     signature = _signature(function)
     if signature is None:
         return
-    further = _further_parameters(signature, name, field)
+    parameters = _argument_parameters(signature, name, field)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for key, value in arguments.items():
-        if key in further:
-            _check_value(further[key].annotation, value, f"{field}: {name} has {key}={value!r}")
+        if key in parameters:
+            _check_value(parameters[key].annotation, value, f"{field}: {name} has {key}={value!r}")
         elif not takes_any:
-            names = f"it takes {', '.join(further)}" if further else "it takes none"
+            names = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
             raise ValueError(f"{field}: {name} has no argument {key!r}; {names}")
-    missing = [key for key, value in further.items() if value.default is value.empty and key not in arguments]
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    missing = [key for key in required if key not in arguments]
     if missing:
         raise ValueError(
             f"{field}: {name} needs {', '.join(missing)}; "
@@ -46,20 +47,20 @@ def _check(name: str, arguments: Mapping[str, Any], field: str) -> None:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for what C code does not tell."""
+    """Return the function's signature; None for C code without one."""
     try:
         return inspect.signature(function)
     except ValueError:
         return None
 
 
-def _further_parameters(signature: inspect.Signature, name: str, field: str) -> dict[str, inspect.Parameter]:
-    """Those by name beyond the response and the ground truth, which are passed in place."""
+def _argument_parameters(signature: inspect.Signature, name: str, field: str) -> dict[str, inspect.Parameter]:
+    """Return the keyword parameters after the response and the ground truth, which are passed by position."""
     try:
         taken = signature.bind_partial("", "").arguments
     except TypeError as error:
         raise ValueError(f"{field}: {name} must take (response, ground_truth): {error}") from None
-    positional = (
+    not_by_name = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.VAR_POSITIONAL,
         inspect.Parameter.VAR_KEYWORD,
@@ -67,7 +68,7 @@ def _further_parameters(signature: inspect.Signature, name: str, field: str) -> 
     return {
         key: parameter
         for key, parameter in signature.parameters.items()
-        if key not in taken and parameter.kind not in positional
+        if key not in taken and parameter.kind not in not_by_name
     }
 
 

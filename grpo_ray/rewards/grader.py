@@ -1,21 +1,22 @@
-"""What grades the answers of a run: for the Scorer, the audit and the evaluation alike."""
+"""The Grader of a run's answers, which the Scorer, the audit and the evaluation share."""
 
 from collections.abc import Mapping, Sequence
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards import get_reward_fn, needs_isolation
-from grpo_ray.rewards.isolation.pool import RewardPool, Scores, ScoringError
+from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.configured import get_reward_fn, needs_isolation
+from grpo_ray.rewards.isolation.pool import RewardPool, ScoringError
 from grpo_ray.rewards.isolation.worker import try_to_grade
 
 
 class Grader:
-    """Grades answers by their task's reward: in a RewardPool, or here where the reward cannot run away."""
+    """A grader of answers by their task's reward: in a RewardPool, or in this process if it cannot run away."""
 
     def __init__(self, rewards: Mapping[str, Reward], config: ScorerConfig) -> None:
         """
         Args:
-            rewards: of each task, by its name (`config.task.rewards`).
+            rewards: each task's reward, by the task's name (`config.task.rewards`).
         """
         isolated = {task: reward for task, reward in rewards.items() if needs_isolation(reward)}
         self._reward_fns = {
@@ -29,13 +30,13 @@ class Grader:
         """Wait until answers can be graded.
 
         Raises:
-            RunError: workers cannot be started, and why.
+            RunError: workers cannot be started; the message says why.
         """
         if self._pool is not None:
             self._pool.start()
 
     def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Scores | ScoringError]:
-        """The scores of each (response, ground truth), in their order, or why it could not be graded.
+        """Return, in order, the scores of each (response, ground truth), or the reason why it has none.
 
         Raises:
             RunError: workers cannot be started.
@@ -44,8 +45,8 @@ class Grader:
         if reward_fn is None:
             assert self._pool is not None, f"no reward for task {task!r}"
             return self._pool.grade(task, pairs)
-        verdicts = [try_to_grade(reward_fn, *pair) for pair in pairs]
-        return [value if kind == "scores" else ScoringError(value) for kind, value in verdicts]
+        results = [try_to_grade(reward_fn, *pair) for pair in pairs]
+        return [ScoringError(result) if isinstance(result, str) else result for result in results]
 
     def close(self) -> None:
         """End the worker processes."""

@@ -1,14 +1,16 @@
-"""The two rewards for sorting numbers of Stanford CS336's lecture 17 (spring 2025), also as reward functions.
+"""The two rewards for sorting numbers from Stanford CS336's lecture 17 (spring 2025), also as reward functions.
 
-Their difference is a lesson in reward design: one number out of place shifts all others, so matching positions
-may give a nearly sorted response nothing; inclusion with ordering gives it most, and much to others too.
+Comparing them is a lesson in reward design. One number out of place shifts all the others, so a reward for
+matching positions may give a nearly sorted response nothing. A reward for inclusion and ordering gives that
+response most of the points, but it gives many points to bad responses too.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from grpo_ray.rewards.answer_tags import read_answer
+from grpo_ray.rewards.answer_formats import read_answer
+from grpo_ray.rewards.base import Scores
 
 INTEGERS = re.compile(r"\[?\s*([+-]?\d{1,18}(?:\s*,\s*|\s+|\s*;\s*))*[+-]?\d{1,18}\s*\]?")
 INTEGER = re.compile(r"[+-]?\d+")
@@ -18,7 +20,7 @@ DIGITS = re.compile(
 
 
 def sort_distance_reward(prompt: Sequence[int], response: Sequence[int]) -> float:
-    """At how many positions the response is the sorted prompt; 0 to n.
+    """Count the positions at which the response equals the sorted prompt; 0 to n.
 
     Raises:
         ValueError: prompt and response differ in length.
@@ -28,7 +30,7 @@ def sort_distance_reward(prompt: Sequence[int], response: Sequence[int]) -> floa
 
 
 def sort_inclusion_ordering_reward(prompt: Sequence[int], response: Sequence[int]) -> float:
-    """1 for each number of the prompt that the response has, 1 for each adjacent pair in order; 0 to 2n - 1.
+    """Count the prompt's numbers that the response has, plus its adjacent pairs in order; 0 to 2n - 1.
 
     Raises:
         ValueError: prompt and response differ in length.
@@ -39,29 +41,27 @@ def sort_inclusion_ordering_reward(prompt: Sequence[int], response: Sequence[int
     return float(num_included + num_ordered)
 
 
-def sort_distance_reward_fn(response: str, ground_truth: str) -> dict[str, float]:
-    """`sort_distance_reward` over n, of the numbers in the answer tags."""
+def sort_distance_reward_fn(response: str, ground_truth: str) -> Scores:
+    """Return `sort_distance_reward` of the numbers in the answer tags, divided by n."""
     return _score(response, ground_truth, sort_distance_reward)
 
 
-def sort_inclusion_ordering_reward_fn(response: str, ground_truth: str) -> dict[str, float]:
-    """`sort_inclusion_ordering_reward` over 2n - 1, of the numbers in the answer tags."""
+def sort_inclusion_ordering_reward_fn(response: str, ground_truth: str) -> Scores:
+    """Return `sort_inclusion_ordering_reward` of the numbers in the answer tags, divided by 2n - 1."""
     return _score(response, ground_truth, sort_inclusion_ordering_reward)
 
 
-def _score(
-    response: str, ground_truth: str, reward: Callable[[Sequence[int], Sequence[int]], float]
-) -> dict[str, float]:
-    """The share of what the sorted truth would earn; 0 for an answer that is not as many numbers.
+def _score(response: str, ground_truth: str, reward: Callable[[Sequence[int], Sequence[int]], float]) -> Scores:
+    """Return the share of what the sorted truth would earn; 0 for an answer with more or fewer numbers.
 
-    The truth holds the prompt's numbers: as one run of digits, each of which is a number, or separated.
+    The truth holds the prompt's numbers, either as one run of digits, each of which is a number, or separated.
     """
     answer = read_answer(response)
     are_digits = ground_truth.strip().isdecimal()
     numbers, wanted = _numbers(answer or "", are_digits), sorted(_numbers(ground_truth, are_digits))
     if not wanted:
         raise ValueError(
-            f"the ground truth {ground_truth!r} is no list of integers, as the sorting rewards need"
+            f"the ground truth {ground_truth!r} is not a list of integers, which the sorting rewards require"
         )
     is_comparable = len(numbers) == len(wanted)
     return {
@@ -72,7 +72,7 @@ def _score(
 
 
 def _numbers(text: str, are_digits: bool) -> list[int]:
-    """The integers that the whole text is a list of; none when it is something else."""
+    """Return the integers if the whole text is a list of them; none otherwise."""
     if not (DIGITS if are_digits else INTEGERS).fullmatch(text.strip()):
         return []
     return [int(number) for number in (re.findall(r"\d", text) if are_digits else INTEGER.findall(text))]
@@ -80,4 +80,4 @@ def _numbers(text: str, are_digits: bool) -> list[int]:
 
 def _check_lengths(prompt: Sequence[int], response: Sequence[int]) -> None:
     if len(prompt) != len(response):
-        raise ValueError(f"a prompt of {len(prompt)} numbers needs a response of as many, not {len(response)}")
+        raise ValueError(f"prompt and response differ in length: {len(prompt)} and {len(response)} numbers")

@@ -9,13 +9,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.rewards.base import RewardFn, scores
+from grpo_ray.rewards.base import RewardFn, Scores, scores
 
 FACTS = ("format_reward", "answer_reward")
 
 
 def import_function(name: str, field: str = "task.reward") -> Callable[..., Any]:
-    """The function itself; modules are looked for in the current folder too.
+    """Import the function named `module:function`; modules of the current folder are found too.
 
     Raises:
         ValueError: there is no such module or function, or the module fails.
@@ -32,35 +32,41 @@ def import_function(name: str, field: str = "task.reward") -> Callable[..., Any]
                 f"{field}: {module_name!r} imports {error.name!r}, which is not installed; install it"
             ) from error
         raise ValueError(
-            f"{field}: there is no module {module_name!r}; {folder} and what is installed were searched. "
+            f"{field}: there is no module {module_name!r} in {folder} or among the installed packages. "
             "Start in the folder that holds it, or install it"
         ) from None
-    except (Exception, SystemExit) as error:  # the module is the user's: whatever it raises is to be shown
+    except (Exception, SystemExit) as error:  # the module is the user's: show whatever it raises
         raise ValueError(
             f"{field}: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from error
-    function = getattr(module, function_name, None)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None:
+        raise ValueError(
+            f"{field}: {module_name!r} has no function {function_name!r}; its file is {module.__file__}"
+        )
     if not callable(function):
-        what = "has no function" if function is None else f"is a {type(function).__name__}, not a function:"
-        raise ValueError(f"{field}: {module_name!r} {what} {function_name!r}; its file is {module.__file__}")
+        raise ValueError(
+            f"{field}: {function_name!r} of {module_name!r} is a {type(function).__name__}, not a function; "
+            f"the file is {module.__file__}"
+        )
     return function
 
 
 def as_reward_fn(function: Callable[..., Any], name: str) -> RewardFn:
-    """The function with its result checked: a number, or the dict of rewards."""
+    """Return the function with a check of its result, which must be a number or a dict of rewards."""
 
     @wraps(function)
-    def reward_fn(response: str, ground_truth: str, **arguments: float | str | bool) -> dict[str, float]:
+    def reward_fn(response: str, ground_truth: str, **arguments: float | str | bool) -> Scores:
         return _read_result(function(response, ground_truth, **arguments), name)
 
     return reward_fn
 
 
-def _read_result(result: Any, name: str) -> dict[str, float]:
-    """A number counts as in the format, and as right from 1 on.
+def _read_result(result: Any, name: str) -> Scores:
+    """Return the result as scores; a number counts as in the format, and as right if it is at least 1.
 
     Raises:
-        ValueError: the result is neither a finite number nor a dict of such.
+        ValueError: the result is neither a finite number nor a dict of finite numbers.
     """
     given = result if isinstance(result, dict) else {"reward": result}
     if "reward" not in given or not given.keys() <= {"reward", *FACTS}:

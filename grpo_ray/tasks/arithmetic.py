@@ -1,13 +1,12 @@
-"""The arithmetic task: `What is 12 + 7 * 3?` is answered by `33`."""
+"""The arithmetic task: the answer to `What is 12 + 7 * 3?` is `33`."""
 
 import operator
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from grpo_ray.config.task import ArithmeticTaskConfig
-from grpo_ray.rewards.answer_formats import answer_place
-from grpo_ray.tasks.examples import Example
-from grpo_ray.tasks.sorting import ENDINGS
+from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
+from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 
 SHARE_RIGHT = 0.35
 OFFSETS = (-10, -2, -1, 1, 2, 10)
@@ -16,46 +15,46 @@ SUMS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.s
 Problem = tuple[str, ...]  # 12, +, 7, *, 3
 
 
-def arithmetic_examples(config: ArithmeticTaskConfig, seed: int) -> tuple[list[Example], list[Example]]:
-    """Train and validation examples: all questions distinct, so the two are disjoint.
+def arithmetic_examples(config: ArithmeticTaskConfig, seed: int) -> ExampleSets:
+    """Draw train and validation examples; all questions are distinct, so the two are disjoint.
 
     Raises:
-        ValueError: there are not so many questions.
+        ValueError: there are fewer questions than prompts.
     """
     problems = _task_problems(config, seed)
     examples = [Example(_question(problem), str(value(problem))) for problem in problems]
-    return examples[: config.num_train_prompts], examples[config.num_train_prompts :]
+    return ExampleSets(examples[: config.num_train_prompts], examples[config.num_train_prompts :])
 
 
-def warmup_pairs(config: ArithmeticTaskConfig, seed: int, num_pairs: int) -> list[tuple[str, str]]:
-    """(question, response) pairs that teach the format, and two habits: to calculate, and to be a little off.
+def warmup_pairs(config: ArithmeticTaskConfig, seed: int, num_pairs: int) -> Pairs:
+    """Draw (question, response) pairs that teach the format and two habits: calculating, and guessing nearby.
 
-    Only validation's questions are spared: small numbers do not make enough to spare those for training too.
-    There are fewer pairs where there are not so many questions.
+    Only the validation questions are excluded: small numbers do not give enough questions to exclude those for
+    training too. The result is shorter than `num_pairs` if there are fewer questions.
     """
-    spared = set(_task_problems(config, seed)[config.num_train_prompts :])
+    excluded = set(_task_problems(config, seed)[config.num_train_prompts :])
     rng = random.Random(f"arithmetic-warmup/{seed}")
-    count = min(num_pairs, num_problems(config) - len(spared))
-    problems = _distinct_problems(rng, config, count, spared)
+    count = min(num_pairs, num_problems(config) - len(excluded))
+    problems = _distinct_problems(rng, config, count, excluded)
     ending = ENDINGS[answer_place(config.reward)]
     return [(_question(problem), _response(rng, value(problem), ending)) for problem in problems]
 
 
 def _response(rng: random.Random, result: int, ending: str) -> str:
-    """The habit's name as its thought, then its answer in the form that the task's reward reads."""
+    """Write the habit's name as the thought, then its answer in the format that the task's reward reads."""
     if rng.random() < SHARE_RIGHT:
         return f" calculate{ending.format(answer=result)}"
     return f" guess{ending.format(answer=result + rng.choice(OFFSETS))}"
 
 
 def num_problems(config: ArithmeticTaskConfig) -> int:
-    """How many questions there are; below 2**63, as the fields' bounds have it."""
+    """Count the possible questions; the bounds of the fields keep the number below 2**63."""
     terms = 10 ** (config.num_digits * config.num_terms)
     return int(terms * len(set(config.operations)) ** (config.num_terms - 1))
 
 
 def value(problem: Sequence[str]) -> int:
-    """What it comes to, products first."""
+    """Calculate the result, products first."""
     totals = [int(problem[0])]
     signs = []
     for sign, term in zip(problem[1::2], problem[2::2], strict=True):
@@ -82,17 +81,16 @@ def _task_problems(config: ArithmeticTaskConfig, seed: int) -> list[Problem]:
 
 
 def _distinct_problems(
-    rng: random.Random, config: ArithmeticTaskConfig, count: int, spared: Iterable[Problem] = ()
+    rng: random.Random, config: ArithmeticTaskConfig, count: int, excluded: Collection[Problem] = ()
 ) -> list[Problem]:
-    """`count` of them, none of which is spared."""
-    spared = set(spared)
-    drawn = rng.sample(range(num_problems(config)), count + len(spared))
+    """Draw `count` distinct problems, none of them excluded."""
+    drawn = rng.sample(range(num_problems(config)), count + len(excluded))
     problems = (_problem(config, number) for number in drawn)
-    return [problem for problem in problems if problem not in spared][:count]
+    return [problem for problem in problems if problem not in excluded][:count]
 
 
 def _problem(config: ArithmeticTaskConfig, number: int) -> Problem:
-    """The questions numbered through: the number's digits, in mixed radix, are the terms and the operations."""
+    """Return a problem by its number, whose mixed-radix digits are the terms and the operations."""
     operations = sorted(set(config.operations))
     number, term = divmod(number, 10**config.num_digits)
     problem = [str(term)]

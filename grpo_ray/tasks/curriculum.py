@@ -1,4 +1,4 @@
-"""A curriculum by what was observed: prompts whose group had no signal are asked less."""
+"""A curriculum from observed outcomes: prompts whose group had no signal are asked less often."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -10,25 +10,25 @@ from grpo_ray.types import GroupOutcome
 
 
 class CurriculumOrder(EpochOrder):
-    """The plain order, from which prompts that teach nothing now are left out most of the time.
+    """The epoch order, from which prompts that currently teach nothing are left out most of the time.
 
-    A group without advantages, as when its responses all earn the same (with rewards of 0 and 1: are all right
-    or all wrong), settles its prompt: it stays in an epoch with a chance of `min_weight`, drawn from the seed.
-    Any other prompt comes in every epoch, and so does one that was never seen. None is forgotten: what is left
-    out comes once in `1 / min_weight` epochs on average, and then as often as its new group says.
+    A group without advantages, such as one whose responses all earn the same reward (with rewards of 0 and 1:
+    all right or all wrong), settles its prompt: an epoch then includes it with probability `min_weight`, drawn
+    from the seed. Every epoch includes all other prompts, and those never seen. A settled prompt still occurs
+    once in `1 / min_weight` epochs on average, and its new group decides how often it occurs after that.
 
-    A group's example depends on the outcomes that were known when it was first asked for. It is remembered
-    until the group is done.
+    A group's example depends on the outcomes known when the group was first asked for, and is remembered until
+    the group is done.
     """
 
     def __init__(self, num_examples: int, seed: int, config: CurriculumConfig) -> None:
         super().__init__(num_examples, seed)
         self._min_weight = config.min_weight
-        self._next_place = 0  # in the plain order
+        self._next_place = 0  # in the epoch order
         self._num_drawn = 0
-        self._drawn: dict[int, int] = {}  # the example of each group that is not done
+        self._drawn: dict[int, int] = {}  # example of each group that is not done
         self._pass_rates: dict[int, float] = {}  # of each example, when last seen
-        self._settled: set[int] = set()  # those that had no signal then
+        self._settled: set[int] = set()  # examples that had no signal then
 
     def index(self, group_id: int) -> int:
         if group_id not in self._drawn:
@@ -45,11 +45,11 @@ class CurriculumOrder(EpochOrder):
                 return example
 
     def weight(self, example: int) -> float:
-        """The chance that an epoch asks it, as things stand."""
+        """Return the current probability that an epoch includes the example."""
         return self._min_weight if example in self._settled else 1.0
 
     def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
-        for group_id, outcome in sorted(outcomes.items()):  # the later of two groups of a prompt counts
+        for group_id, outcome in sorted(outcomes.items()):  # of two groups of one prompt, the later one counts
             example = self._drawn[group_id]
             self._pass_rates[example] = outcome.pass_rate
             (self._settled.discard if outcome.has_signal else self._settled.add)(example)
@@ -76,7 +76,7 @@ class CurriculumOrder(EpochOrder):
         self._settled = set(state["settled"])
 
     def metrics(self) -> dict[str, float]:
-        """How hard the prompts were when last seen, and how many were left out since the run began."""
+        """Return how hard the prompts were when last seen, and how many were skipped since the run began."""
         settled_frac = len(self._settled) / self.num_examples
         metrics = {
             "curriculum/seen_frac": len(self._pass_rates) / self.num_examples,

@@ -8,21 +8,21 @@ from grpo_ray.tasks.examples import Example, ExampleSets, counted
 def drop_duplicates(
     train: Sequence[Example], validation: Sequence[Example], train_path: str, validation_path: str
 ) -> ExampleSets:
-    """Every question once, the first of its file; validation's are kept out of training.
+    """Keep the first example of every question, and keep the validation questions out of training.
 
-    Two questions are the same if their texts are, apart from white space around them.
+    Two questions are the same if their texts are equal apart from white space around them.
 
     Raises:
-        ValueError: a question has two different answers, or validation takes the whole training set.
+        ValueError: a question has two different answers, or nothing is left to train on.
     """
     _check_answers([*train, *validation])
     distinct_train, distinct_validation = _first_of_each(train), _first_of_each(validation)
-    # Trained on, they would be remembered, and the validation reward would measure that.
+    # If they were trained on, the validation reward would measure memory.
     evaluated = {_key(example) for example in distinct_validation}
     kept = [example for example in distinct_train if _key(example) not in evaluated]
     if not kept:
         raise ValueError(
-            f"{train_path}: every question stands in {validation_path} too, so none is left to train on; "
+            f"{train_path}: every question is also in {validation_path}, so none is left to train on; "
             "give other training or validation questions, or set task.duplicates to keep"
         )
     counts = [
@@ -37,7 +37,7 @@ def drop_duplicates(
 
 
 def distinct(examples: Sequence[Example], path: str) -> tuple[list[Example], list[str]]:
-    """Every question of one file once, and a line on those that were dropped.
+    """Keep the first example of every question in one file; the second value is a notice about the others.
 
     Raises:
         ValueError: a question has two different answers.
@@ -78,7 +78,7 @@ def _key(example: Example) -> str:
 
 
 def keep_validation_out(parts: Mapping[str, ExampleSets]) -> dict[str, ExampleSets]:
-    """The parts of a mixture, none of which trains on a question that another one is evaluated on.
+    """Drop training questions of a mixture's parts that another part is evaluated on.
 
     Raises:
         ValueError: nothing is left of a part.

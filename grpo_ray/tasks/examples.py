@@ -1,22 +1,25 @@
-"""What a task is made of."""
+"""The types that tasks are made of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+Pairs = list[tuple[str, str]]
+"""(question, response) pairs that a tiny model is warmed up with."""
+
 
 @dataclass(frozen=True)
 class Example:
-    """A question, before any template, and the answer that rewards compare with."""
+    """A question, before any template, and the answer that rewards compare responses with."""
 
     question: str
     ground_truth: str
     place: str = field(default="", compare=False)  # its file and line, for messages; empty if generated
-    task: str = ""  # the part of a mixture that it comes from
+    task: str = ""  # the part of a mixture that it belongs to
 
 
 @dataclass(frozen=True)
 class ExampleSets:
-    """A task's examples, and a line on whatever was left out of them."""
+    """A task's examples, and notices about those that were left out."""
 
     train: Sequence[Example]
     validation: Sequence[Example]
@@ -24,5 +27,5 @@ class ExampleSets:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 question`, `1,200 questions`."""
+    """Return the number with its noun: `1 question`, `1,200 questions`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

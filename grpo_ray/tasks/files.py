@@ -1,4 +1,4 @@
-"""Examples from JSONL and Parquet files; an error names the file and the line (or row)."""
+"""Reading examples from JSONL and Parquet files; every error names the file and the line (or row)."""
 
 import json
 import math
@@ -17,20 +17,20 @@ from grpo_ray.tasks.examples import Example, counted
 from grpo_ray.tasks.sources import Source
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and one of gigabytes is no example
+MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and a line of gigabytes is no example
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a row has its question and its ground truth."""
+    """The fields of a row with its question and its ground truth."""
 
     question: str
     answer: str
-    marker: str | None = None  # the ground truth is what follows its last occurrence in the answer
+    marker: str | None = None  # the ground truth follows the marker's last occurrence in the answer
     is_boxed: bool = False  # the ground truth is in the last `\boxed{}` of the answer
 
     def ground_truth(self, answer: str) -> str | None:
-        """None where the answer has none."""
+        """Read the ground truth from a row's answer; None if it has none."""
         if self.is_boxed:
             return _boxed(answer)
         if self.marker is None:
@@ -39,8 +39,8 @@ class Fields:
         return tail.strip() or None if found else None
 
     @property
-    def what_lacks(self) -> str:
-        """What a row without a ground truth has not."""
+    def missing_part(self) -> str:
+        """The part that a row without a ground truth lacks, for messages."""
         if self.is_boxed:
             return rf"\boxed{{...}} in {self.answer!r}"
         if self.marker is None:
@@ -49,16 +49,16 @@ class Fields:
 
 
 def read_examples(source: Source, fields: Fields, limit: int | None = None) -> tuple[list[Example], list[str]]:
-    """The examples of all files in order, and a line on the rows without a ground truth, which are left out.
+    """Read the examples of all files in order; rows without a ground truth are left out, with a notice.
 
-    At most `limit` examples; rows after those are not read.
+    At most `limit` examples are returned; the rows after them are not read.
 
     Raises:
-        ValueError: a file cannot be read, a row is not right, or none is left.
+        ValueError: a file cannot be read, a row is not valid, or none is left.
     """
     examples: list[Example] = []
     without: list[str] = []  # places
-    rows = chain.from_iterable(rows_of(path, (fields.question, fields.answer)) for path in source.files)
+    rows = chain.from_iterable(read_rows(path, (fields.question, fields.answer)) for path in source.files)
     for place, row in rows:
         question = text_of(place, row, fields.question)
         truth = fields.ground_truth(answer_of(place, row, fields.answer))
@@ -71,8 +71,8 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
     if not examples and without:
         raise ValueError(
             f"{source.name}: none of its {counted(len(without), 'row')} has a ground truth: no "
-            f"{fields.what_lacks}; set task.answer_field, task.answer_marker and task.answer_is_boxed as the "
-            "answers are written"
+            f"{fields.missing_part}; set task.answer_field, task.answer_marker and task.answer_is_boxed to "
+            "match how the answers are written"
         )
     if not examples:
         raise ValueError(f"{source.name}: holds no examples; give a file with at least one")
@@ -80,7 +80,7 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
 
 
 def _boxed(solution: str) -> str | None:
-    r"""What the last box holds, in each way the MATH dataset has: `\boxed{2}`, `\fbox{2}`, and `$\boxed 2$`."""
+    r"""Return what the last box holds, in any of MATH's notations: `\boxed{2}`, `\fbox{2}`, `$\boxed 2$`."""
     *_, box = [None, *BOX.finditer(solution)]
     if box is None:
         return None
@@ -95,15 +95,15 @@ def _boxed(solution: str) -> str | None:
 def _left_out(source: Source, fields: Fields, without: Sequence[str]) -> str:
     return (
         f"{source.name}: {counted(len(without), 'row')} without a ground truth left out: no "
-        f"{fields.what_lacks}, first in {without[0]}"
+        f"{fields.missing_part}, first in {without[0]}"
     )
 
 
-def rows_of(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, row) pairs, each row with these fields at least if the file has them; the place begins a message.
+def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (place, row) pairs; the place is for messages, and other columns than `fields` may be missing.
 
     Raises:
-        ValueError: the file cannot be read, or a line is not right.
+        ValueError: the file cannot be read, or a line is not valid.
     """
     try:
         yield from _rows(path, fields)
@@ -117,7 +117,7 @@ def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str,
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; give the path of a .jsonl or .parquet file")
     if not path.is_file():
-        kind = "a folder" if path.is_dir() else "no regular file"
+        kind = "a folder" if path.is_dir() else "not a regular file"
         raise ValueError(f"{path}: is {kind}; give the path of a .jsonl or .parquet file")
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
@@ -134,7 +134,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(
                     f"{place}: longer than {MAX_LINE_BYTES // 2**20} MiB; "
-                    "write one example a line, each a JSON object, and remove this one if it is one"
+                    "write one example per line, each a JSON object; if this line is one example, remove it"
                 )
             if not line:
                 return
@@ -144,7 +144,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _json_row(place: str, line: bytes, encoding: str) -> Mapping[str, Any] | None:
-    """The line's object; None for a blank line."""
+    """Parse the line's object; None for a blank line."""
     try:
         text = line.decode(encoding).strip()
         row = json.loads(text) if text else {}
@@ -152,7 +152,7 @@ def _json_row(place: str, line: bytes, encoding: str) -> Mapping[str, Any] | Non
         raise ValueError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); fix the line") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested lists
         raise ValueError(f"{place}: not usable as JSON ({error}); fix the line") from None
     if not isinstance(row, dict):
         raise ValueError(f"{place}: holds a {type(row).__name__}; each line must be a JSON object")
@@ -162,7 +162,7 @@ def _json_row(place: str, line: bytes, encoding: str) -> Mapping[str, Any] | Non
 def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         with pq.ParquetFile(path) as file:
-            # A missing column is left to `text_of`, which lists the columns that are there.
+            # `text_of` reports a missing column, and lists those that exist.
             columns = list(fields) if set(fields) <= set(file.schema_arrow.names) else None
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=columns):
@@ -170,14 +170,15 @@ def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapp
                     number += 1
                     yield f"{path}, row {number}", row
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's, not Arrow's own
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the system, not Arrow's own
             raise
         raise ValueError(f"{path}: not readable as Parquet ({error}); write the file again") from None
 
 
 def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict[str, Any]]:
     try:
-        return batch.to_pylist()
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
     except UnicodeDecodeError:  # somewhere in the batch: find it
         for index in range(batch.num_rows):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -192,17 +193,22 @@ def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict
 
 
 def answer_of(place: str, row: Mapping[str, Any], field: str) -> str:
-    """As `text_of`, but it may be empty or null: then there is no answer."""
+    """Return the row's answer as `text_of` does, but "" if it is empty or null."""
     if field in row and (row[field] is None or (isinstance(row[field], str) and not row[field].strip())):
         return ""
     return text_of(place, row, field)
 
 
 def text_of(place: str, row: Mapping[str, Any], field: str) -> str:
+    """Return the field as text.
+
+    Raises:
+        ValueError: it is missing, empty, neither text nor a number, or text that no tokenizer can take.
+    """
     if field not in row:
         raise ValueError(
             f"{place}: no field {field!r}; the fields are {', '.join(map(str, row))}. "
-            "Set task.question_field and task.answer_field to two of them"
+            "Set task.question_field and task.answer_field to two of these"
         )
     value = row[field]
     is_integer = isinstance(value, int) and not isinstance(value, bool)
@@ -213,11 +219,13 @@ def text_of(place: str, row: Mapping[str, Any], field: str) -> str:
     if not text.strip():
         raise ValueError(f"{place}: {field!r} is empty; fill it in or remove the example")
     if "\0" in text:
-        raise ValueError(f"{place}: {field!r} holds a NUL character; remove it, or see what damaged the file")
+        raise ValueError(
+            f"{place}: {field!r} holds a NUL character; remove it, or find out what damaged the file"
+        )
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can write it as an escape, UTF-8 cannot, and no tokenizer takes it
+    except UnicodeEncodeError:  # JSON can escape it, but UTF-8 cannot encode it, and no tokenizer takes it
         raise ValueError(
-            f"{place}: {field!r} holds half of a surrogate pair, which is no text; write the character whole"
+            f"{place}: {field!r} holds half of a surrogate pair, which is not text; write the whole character"
         ) from None
     return text

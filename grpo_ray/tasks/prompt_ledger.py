@@ -1,4 +1,4 @@
-"""The order of a run's prompts, and the account of which are in flight, waiting or trained."""
+"""The account of a run's groups: which are in flight, buffered, waiting to be sampled again, or trained."""
 
 import hashlib
 from collections import Counter
@@ -13,17 +13,17 @@ from grpo_ray.types import GroupOutcome, PromptItem
 
 
 class PromptLedger:
-    """An endless order of prompts (prompt_order.py), the same one in a resumed run. Each group goes
+    """An endless order of prompts (prompt_order.py), and the state of each group; a resumed run continues both.
 
         new -> in flight -> buffered -> trained, or dropped (it had no signal, and was replaced)
                 |  ^   |       |
                 v  |   |       v
                waiting |    waiting      (refused as too old, cut off, or the buffer died)
                        v
-                   set aside             (it never finished, however often it was tried)
+                   set aside             (every attempt to finish it failed)
 
-    Waiting groups are taken again, so no prompt of an epoch is skipped, and a group that is not in flight
-    cannot be buffered, nor one that is not buffered trained, so none is trained twice.
+    Waiting groups are taken again, so no prompt of an epoch is skipped. A group must be in flight to become
+    buffered, and buffered to become trained, so none is trained twice.
     """
 
     def __init__(self, examples: Sequence[Example], prompters: Prompters, order: EpochOrder) -> None:
@@ -38,7 +38,7 @@ class PromptLedger:
         self._set_aside: set[int] = set()
         self._num_trained = 0
         self._num_dropped = 0
-        self._num_cuts: Counter[int] = Counter()  # for the metrics: not in the state
+        self._num_cuts: Counter[int] = Counter()  # of unfinished groups; for metrics, so not in the state
 
     @property
     def next_group_id(self) -> int:
@@ -47,16 +47,17 @@ class PromptLedger:
 
     @property
     def num_trained(self) -> int:
+        """Number of groups trained since the run began."""
         return self._num_trained
 
     @property
     def num_left(self) -> int:
-        """Groups that will not be trained: their places in the batches went to others."""
+        """Number of groups that will not be trained: other groups got their slots in the batches."""
         return self._num_dropped + len(self._set_aside)
 
     @property
     def unfinished(self) -> frozenset[int]:
-        """Groups that were taken, and are still to be trained."""
+        """Groups that were taken and are not yet trained, dropped or set aside."""
         return frozenset(self._in_flight | self._buffered | self._waiting)
 
     @property
@@ -81,7 +82,7 @@ class PromptLedger:
         return frozenset(self._set_aside)
 
     def take_new(self, num_prompts: int) -> list[PromptItem]:
-        """The next prompts that were never taken, now in flight."""
+        """Take the next prompts of the order; they are now in flight."""
         assert num_prompts >= 0
         group_ids = range(self._next_group_id, self._next_group_id + num_prompts)
         items = [self._item(group_id) for group_id in group_ids]
@@ -90,18 +91,18 @@ class PromptLedger:
         return items
 
     def take_waiting(self) -> list[PromptItem]:
-        """All prompts that were given back, lowest group first, now in flight again."""
+        """Take all waiting prompts, lowest group first; they are now in flight again."""
         group_ids = sorted(self._waiting)
         self._waiting.clear()
         self._in_flight.update(group_ids)
         return [self._item(group_id) for group_id in group_ids]
 
     def give_back(self, group_ids: Iterable[int]) -> None:
-        """These groups were lost or refused; they will be taken again."""
+        """Let groups that were lost or refused wait to be taken again."""
         self._waiting |= self._leave(self._in_flight | self._buffered, group_ids, "in flight or buffered")
 
     def cut(self, group_ids: Collection[int]) -> None:
-        """These groups were too slow for the batch; they will be taken again, and it will be known of them."""
+        """Give back groups that were too slow for the batch, and count the cut in their next `PromptItem`."""
         self.give_back(group_ids)
         self._num_cuts.update(group_ids)
 
@@ -111,35 +112,36 @@ class PromptLedger:
         self._scored.add(group_id)
 
     def mark_buffered(self, group_id: int) -> None:
+        """Move a group from in flight to buffered."""
         self._buffered |= self._leave(self._in_flight, [group_id], "in flight")
 
     def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
-        """Of groups that came, and are not marked as trained or dropped yet: how they came out."""
+        """Take note of the outcomes of buffered groups, before they are marked as trained or dropped."""
         self._order.observe(outcomes)
 
     def mark_trained(self, group_ids: Iterable[int]) -> None:
+        """Move groups from buffered to trained."""
         trained = self._leave(self._buffered, group_ids, "buffered")
-        self._order.forget(trained)
+        self._forget(trained)
         self._num_trained += len(trained)
-        self._num_cuts = Counter({group: n for group, n in self._num_cuts.items() if group not in trained})
 
     def mark_dropped(self, group_ids: Iterable[int]) -> None:
-        """They came, and were left out of the batches: nothing can be learned from them."""
+        """Drop buffered groups that no batch will contain, because nothing can be learned from them."""
         dropped = self._leave(self._buffered, group_ids, "buffered")
-        self._order.forget(dropped)
+        self._forget(dropped)
         self._num_dropped += len(dropped)
 
     def mark_set_aside(self, group_id: int) -> None:
-        """The group could not be finished: another takes its place."""
+        """Give up a group that could not be finished; another one gets its slot."""
         self._set_aside |= self._leave(self._in_flight, [group_id], "in flight")
-        self._order.forget([group_id])
+        self._forget([group_id])
 
     def metrics(self) -> dict[str, float]:
-        """What the order has to say of itself."""
+        """Return the step metrics of the prompt order."""
         return self._order.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values, from which the same ledger resumes."""
+        """Return the state as plain JSON values, which `load_state_dict` restores."""
         return {
             "seed": self._order.seed,
             "num_examples": len(self._examples),
@@ -155,7 +157,7 @@ class PromptLedger:
         }
 
     def load_state_dict(self, state: dict[str, Any], buffered: Iterable[int]) -> None:
-        """Resume; whatever was in flight, or buffered but is not in `buffered`, waits to be taken again.
+        """Restore the state; groups that were in flight, or are not in `buffered` now, wait to be taken again.
 
         Raises:
             ValueError: the state belongs to another task or seed.
@@ -167,7 +169,7 @@ class PromptLedger:
                     f"the checkpoint's prompt order has {key} {state[key]}, this run has {own[key]}; "
                     "resume with the task's files and the seed that the checkpoint was written with"
                 )
-        self._order.load_state_dict(state.get("order", {}))  # checkpoints of older versions have none
+        self._order.load_state_dict(state["order"])
         unfinished = {*state["waiting"], *state["in_flight"], *state["buffered"]}
         self._next_group_id = state["next_group_id"]
         self._buffered = unfinished & set(buffered)
@@ -175,21 +177,28 @@ class PromptLedger:
         self._in_flight, self._scored = set(), set()
         self._set_aside = set(state["set_aside"])
         self._num_trained = state["num_trained"]
-        self._num_dropped = state.get("num_dropped", 0)  # checkpoints of older versions have none
+        self._num_dropped = state["num_dropped"]
         self._num_cuts.clear()
 
     def _leave(self, states: set[int], group_ids: Iterable[int], name: str) -> set[int]:
+        """Take the groups out of their states; refuse any that is not in `states`, or is listed twice."""
         leaving = list(group_ids)
-        strangers = sorted({g for g in leaving if g not in states or leaving.count(g) > 1})
-        if strangers:
+        wrong = sorted({g for g in leaving if g not in states or leaving.count(g) > 1})
+        if wrong:
             raise ValueError(
-                f"groups {strangers} are not {name} (or named twice): "
-                "each taken group is trained, given back or set aside exactly once"
+                f"groups {wrong} are not {name} (or listed twice): "
+                "each taken group is trained, dropped, given back or set aside exactly once"
             )
         self._in_flight.difference_update(leaving)
         self._scored.difference_update(leaving)
         self._buffered.difference_update(leaving)
         return set(leaving)
+
+    def _forget(self, group_ids: Iterable[int]) -> None:
+        """Drop all that is remembered of unfinished groups."""
+        for group_id in group_ids:
+            self._order.forget([group_id])
+            self._num_cuts.pop(group_id, None)
 
     def _item(self, group_id: int) -> PromptItem:
         example = self._examples[self._order.index(group_id)]
@@ -198,7 +207,7 @@ class PromptLedger:
 
 
 def _digest(examples: Sequence[Example]) -> str:
-    """Of the examples in their order: a file that was changed would change which prompts are left."""
+    """Hash the examples in order, because a changed file would change which prompts are left."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr((example.question, example.ground_truth)).encode())

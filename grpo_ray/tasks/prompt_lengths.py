@@ -1,4 +1,4 @@
-"""How long prompts are in tokens, and what becomes of those that are too long."""
+"""The lengths of prompts in tokens, and the treatment of those that are too long."""
 
 from collections.abc import Sequence
 
@@ -9,27 +9,30 @@ Lengths = tuple[list[int], list[int]]  # tokens of each prompt: train's, validat
 
 
 def count_tokens(examples: Sequence[Example], prompter: Prompter) -> list[int]:
-    """Tokens of every prompt, template included.
+    """Count the tokens of every prompt, template included.
 
     Raises:
-        ValueError: the tokenizer makes nothing of a prompt.
+        ValueError: the tokenizer turns a prompt into no tokens.
     """
     counts = [len(prompter.item(0, example).prompt_token_ids) for example in examples]
     if 0 in counts:
-        # transformers makes an empty tokenizer of a folder that lacks tokenizer.json, and says nothing.
+        # For a folder without tokenizer.json, transformers silently makes an empty tokenizer.
         where = examples[counts.index(0)].place or f"the question {examples[counts.index(0)].question!r}"
         raise ValueError(
-            f"model.path: its tokenizer makes no token of the prompt of {where}; "
-            "see that the model's tokenizer.json is there and is its own"
+            f"model.path: its tokenizer turns the prompt of {where} into no tokens; "
+            "check that tokenizer.json exists and belongs to the model"
         )
     return counts
 
 
 def skip_long(examples: ExampleSets, lengths: Lengths, limit: int, paths: tuple[str, str]) -> ExampleSets:
-    """Without the examples whose prompts are longer than `limit` tokens; `paths` are train's, validation's.
+    """Leave out the examples whose prompts are longer than `limit` tokens.
+
+    Args:
+        paths: names of the train and the validation examples, for messages.
 
     Raises:
-        ValueError: none is left of a file.
+        ValueError: nothing is left of either.
     """
     kept_sets, notices = [], list(examples.notices)
     for path, some, counts in zip(paths, (examples.train, examples.validation), lengths, strict=True):
@@ -49,7 +52,7 @@ def skip_long(examples: ExampleSets, lengths: Lengths, limit: int, paths: tuple[
 
 
 def cut_notices(lengths: Lengths, limit: int, paths: tuple[str, str]) -> tuple[str, ...]:
-    """A line for each file of which prompts will be cut to `limit` tokens."""
+    """Return a notice for each of train and validation with prompts that will be cut to `limit` tokens."""
     numbers = [sum(count > limit for count in counts) for counts in lengths]
     return tuple(
         f"{path}: {counted(number, 'prompt')} longer than {limit} tokens cut on the left"
@@ -59,10 +62,10 @@ def cut_notices(lengths: Lengths, limit: int, paths: tuple[str, str]) -> tuple[s
 
 
 def check_cut(prompter: Prompter, limit: int) -> None:
-    """Refuse to cut prompts to so few tokens that only the template's end is left.
+    """Refuse a limit at which only the template's end is left of a prompt.
 
     Raises:
-        ValueError: `limit` tokens hold nothing of the question.
+        ValueError: `limit` tokens keep nothing of the question.
     """
     tail = prompter.template.render(PLACEHOLDER, prompter.tokenizer).rpartition(PLACEHOLDER)[2]
     num_tail = len(prompter.tokenizer(tail, add_special_tokens=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""Which training example each group asks: an endless order, drawn from the seed."""
+"""The endless order in which training examples are asked, drawn from the seed."""
 
 import random
 from collections import defaultdict
@@ -10,9 +10,9 @@ from grpo_ray.types import GroupOutcome
 
 
 class EpochOrder:
-    """Epoch after epoch, each a permutation: group g is example `permutation(epoch g // n)[g % n]`.
+    """Epochs that are each a permutation: group g asks example `permutation(epoch g // n)[g % n]`.
 
-    What happens to the groups does not change this order, so it has nothing to remember; others do.
+    Outcomes of groups do not change this order, so it has no state; subclasses may have some.
     """
 
     def __init__(self, num_examples: int, seed: int) -> None:
@@ -22,24 +22,29 @@ class EpochOrder:
         self._permutations: dict[int, list[int]] = {}
 
     def index(self, group_id: int) -> int:
-        """The example of the group; the same one whenever it is asked for, until the group is done."""
+        """Return the group's example; it stays the same until the group is done."""
         epoch, place = divmod(group_id, self.num_examples)
         return self._permutation(epoch)[place]
 
     def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
-        """How groups that came have come out."""
+        """Take note of the outcomes of sampled groups."""
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """These groups are done: their examples are not asked for again."""
+        """Drop the state kept for groups that are done."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order depends on beside the seed, in plain JSON values."""
+        """Return everything that the order depends on except the seed, as plain JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+        """Restore the order.
+
+        Raises:
+            ValueError: the state belongs to another kind of order.
+        """
 
     def metrics(self) -> dict[str, float]:
+        """Return the step metrics of the order, if it has any."""
         return {}
 
     def _permutation(self, epoch: int) -> list[int]:
@@ -53,13 +58,16 @@ class EpochOrder:
 
 
 class MixtureOrder(EpochOrder):
-    """Each group is drawn from one of the parts, in proportion to their weights; each part keeps its own order.
+    """A mixture that draws each group from one part, in proportion to the weights; each part has its own order.
 
-    Examples are numbered through, part after part. Which part a group is of depends on the seed alone.
+    Examples are numbered consecutively, part after part. A group's part depends on the seed alone.
     """
 
     def __init__(self, parts: Mapping[str, tuple[EpochOrder, float]], seed: int) -> None:
-        """`parts` are the orders and weights by name."""
+        """
+        Args:
+            parts: order and weight, by name.
+        """
         self.names = tuple(parts)
         self._orders = [order for order, _ in parts.values()]
         sizes = [order.num_examples for order in self._orders]
@@ -67,11 +75,11 @@ class MixtureOrder(EpochOrder):
         self._offsets = [0, *accumulate(sizes)]
         self._weights = list(accumulate(weight for _, weight in parts.values()))
         self._rng = random.Random(f"{seed}/mixture")
-        self._drawn: list[tuple[int, int]] = []  # of each group so far, its part and its place in the part
+        self._drawn: list[tuple[int, int]] = []  # each group's part, and its place in the part's order
         self._counts = [0] * len(self._orders)
 
     def locate(self, group_id: int) -> tuple[int, int]:
-        """The group's part, and its place in the part's own order."""
+        """Return the group's part, and its place in the part's own order."""
         while len(self._drawn) <= group_id:
             part = self._rng.choices(range(len(self._weights)), cum_weights=self._weights)[0]
             self._drawn.append((part, self._counts[part]))
@@ -87,15 +95,15 @@ class MixtureOrder(EpochOrder):
         for group_id, outcome in outcomes.items():
             part, place = self.locate(group_id)
             by_part[part][place] = outcome
-        for part, of_part in by_part.items():
-            self._orders[part].observe(of_part)
+        for part, part_outcomes in by_part.items():
+            self._orders[part].observe(part_outcomes)
 
     def forget(self, group_ids: Iterable[int]) -> None:
         for part, place in map(self.locate, group_ids):
             self._orders[part].forget([place])
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the parts that have any; with the weights, as another mixture is another order."""
+        """Return the parts' states, and the weights, because other weights make another order."""
         states = [order.state_dict() for order in self._orders]
         return {"names": list(self.names), "weights": self._weights, "parts": states}
 
@@ -104,14 +112,14 @@ class MixtureOrder(EpochOrder):
         for key in ("names", "weights"):
             if state.get(key) != own[key]:
                 raise ValueError(
-                    f"the checkpoint's mixture has the {key} {state.get(key)} (weights summed up), this run "
-                    f"{own[key]}; resume with the task.parts that the checkpoint was written with"
+                    f"the checkpoint's mixture has the {key} {state.get(key)} (weights are cumulative), this "
+                    f"run has {own[key]}; resume with the task.parts that the checkpoint was written with"
                 )
         for order, part in zip(self._orders, state["parts"], strict=True):
             order.load_state_dict(part)
 
     def metrics(self) -> dict[str, float]:
-        """Each part's, under its name."""
+        """Return each part's metrics under its name."""
         return {
             f"{metric}/{name}": value
             for name, order in zip(self.names, self._orders, strict=True)

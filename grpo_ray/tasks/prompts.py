@@ -1,4 +1,4 @@
-"""From a question to a prompt: by a text with `{question}`, or by the model's chat template."""
+"""Prompts made of questions: with a text that contains `{question}`, or with the model's chat template."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ CHAT = "chat"
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts need."""
 
-    chat_template: Any
+    chat_template: Any  # text, or a dict of several
 
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...  # a BatchEncoding
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -32,29 +32,31 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TextTemplate:
+    """A text in which `{question}` stands for the question."""
+
     text: str
 
     def render(self, question: str, tokenizer: Tokenizer | None = None) -> str:
-        # Not str.format: templates and questions are full of braces that mean LaTeX, code or JSON.
+        # Not str.format: templates and questions are full of braces of LaTeX, code or JSON.
         return self.text.replace(PLACEHOLDER, question)
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The conversation that the model was made for, up to where its answer begins."""
+    """The model's own chat template, up to the beginning of its answer."""
 
     system_prompt: str | None = None
 
     def render(self, question: str, tokenizer: Tokenizer) -> str:
-        """Special tokens stand in the text as text: tokenize it with `add_special_tokens=False`.
+        """Write the conversation as text, special tokens included: tokenize it with `add_special_tokens=False`.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or it refuses a system message.
+            ValueError: the tokenizer has no chat template, or the template refuses a system message.
         """
         if not tokenizer.chat_template:
             raise ValueError(
-                "task.prompt: `chat` wants the model's chat template, and its tokenizer has none; take a model "
-                f"that was trained on conversations, or give one of {', '.join(template_names())}"
+                "task.prompt: `chat` requires the model's chat template, and its tokenizer has none; use a "
+                f"model that was trained on conversations, or give one of {', '.join(template_names())}"
             )
         messages = [{"role": "user", "content": question}]
         if self.system_prompt is not None:
@@ -63,8 +65,8 @@ class ChatTemplate:
             text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise ValueError(
-                f"task.prompt: the model's chat template does not take the question ({error}); "
-                "some allow no task.system_prompt"
+                f"task.prompt: the model's chat template refuses the question ({error}); "
+                "some templates allow no task.system_prompt"
             ) from None
         return text
 
@@ -73,11 +75,12 @@ PromptTemplate = TextTemplate | ChatTemplate
 
 
 def template_names() -> list[str]:
+    """Return the names of the bundled templates."""
     return sorted(path.stem for path in TEMPLATES.glob("*.prompt"))
 
 
 def load_template(name_or_path: str, system_prompt: str | None = None) -> PromptTemplate:
-    """The template of that name, or else in the file at that path.
+    """Return the bundled template of that name, or else the one in the file at that path.
 
     Raises:
         ValueError: there is none, or it has no place for the question.
@@ -86,7 +89,7 @@ def load_template(name_or_path: str, system_prompt: str | None = None) -> Prompt
         return ChatTemplate(system_prompt)
     path = TEMPLATES / f"{name_or_path}.prompt" if name_or_path in template_names() else Path(name_or_path)
     try:
-        text = path.read_bytes().decode("utf-8")  # bytes: no newline is translated
+        text = path.read_bytes().decode("utf-8")  # bytes, so that no newline is translated
     except OSError as error:
         raise ValueError(
             f"task.prompt: cannot read {name_or_path!r} ({error.strerror}); "
@@ -95,27 +98,29 @@ def load_template(name_or_path: str, system_prompt: str | None = None) -> Prompt
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the template as UTF-8 text") from None
     if PLACEHOLDER not in text:
-        raise ValueError(f"{path}: the template has no {PLACEHOLDER}; write it where the question goes")
+        raise ValueError(f"{path}: the template has no {PLACEHOLDER}; write it where the question belongs")
     return TextTemplate(text)
 
 
 def template_of(task: PlainTask) -> PromptTemplate:
+    """Load the task's configured template."""
     return load_template(task.prompt, task.system_prompt)
 
 
 @dataclass(frozen=True)
 class Prompter:
-    """Makes prompts of a task's examples."""
+    """A maker of prompts from a task's examples."""
 
     template: PromptTemplate
     tokenizer: Tokenizer
-    max_tokens: int | None = None  # longer prompts are cut on the left; None: none is longer
+    max_tokens: int | None = None  # longer prompts are cut on the left; None: there are none
 
     def item(self, group_id: int, example: Example) -> PromptItem:
+        """Make a group's prompt of its example."""
         prompt = self.template.render(example.question, self.tokenizer)
         token_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if self.max_tokens is not None and len(token_ids) > self.max_tokens:
-            token_ids = token_ids[-self.max_tokens :]  # the template's end is what the model answers to
+            token_ids = token_ids[-self.max_tokens :]  # the end of the template must stay: the model answers it
             prompt = self.tokenizer.decode(token_ids)
         return PromptItem(group_id, prompt, tuple(token_ids), example.ground_truth, task=example.task)
 
@@ -124,5 +129,5 @@ Prompters = Mapping[str, Prompter]  # by `Example.task`
 
 
 def make_items(examples: Sequence[Example], prompters: Prompters) -> list[PromptItem]:
-    """A validation set's prompts, in its own order: `group_id` is the example's index."""
+    """Make the prompts of a validation set in its own order; `group_id` is the example's index."""
     return [prompters[example.task].item(index, example) for index, example in enumerate(examples)]

@@ -1,29 +1,29 @@
-"""The sorting task: `Sort 51280` is answered by `01258`."""
+"""The sorting task: the answer to `Sort 51280` is `01258`."""
 
 import random
 from collections.abc import Callable
 
 from grpo_ray.config.task import SortingTaskConfig
-from grpo_ray.rewards.answer_formats import AnswerIn, answer_place
-from grpo_ray.tasks.examples import Example
+from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
+from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 
 
-def sorting_examples(config: SortingTaskConfig, seed: int) -> tuple[list[Example], list[Example]]:
-    """Train and validation examples: all numbers distinct, so the two are disjoint."""
+def sorting_examples(config: SortingTaskConfig, seed: int) -> ExampleSets:
+    """Draw train and validation examples; all numbers are distinct, so the two are disjoint."""
     numbers = _task_numbers(config, seed)
     examples = [Example(_question(digits), _ascending(digits)) for digits in numbers]
-    return examples[: config.num_train_prompts], examples[config.num_train_prompts :]
+    return ExampleSets(examples[: config.num_train_prompts], examples[config.num_train_prompts :])
 
 
-def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[tuple[str, str]]:
-    """(question, response) pairs that teach the format and three habits, of which one is right.
+def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> Pairs:
+    """Draw (question, response) pairs that teach the format and three habits, one of which is right.
 
-    A policy that sorts a quarter of the time has something to reinforce: from a random base no
-    reward ever comes, and from a perfect one nothing is left to learn. The numbers are outside the
-    task's train and validation numbers, so what GRPO gains there is not memorised here.
+    A policy that sorts a quarter of the time has something to reinforce: a random one would never earn a
+    reward, and a perfect one would have nothing to learn. None of the numbers is a train or validation number,
+    so the warm-up cannot memorise what GRPO is to learn.
     """
     taken = set(_task_numbers(config, seed))
-    pool = 10**config.num_digits
+    pool = _num_numbers(config)
     if num_pairs + len(taken) > pool:
         raise ValueError(
             f"model.tiny.warmup: {num_pairs} examples (num_steps * batch_size) and the task's {len(taken)} "
@@ -31,7 +31,7 @@ def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[t
             "use more digits, fewer prompts or a shorter warm-up"
         )
     rng = random.Random(f"sorting-warmup/{seed}")
-    # Drawing as many more as are taken leaves enough after the taken ones are dropped.
+    # Drawing as many more as are taken leaves enough once the taken ones are dropped.
     drawn = _distinct_numbers(rng, config.num_digits, num_pairs + len(taken))
     fresh = [digits for digits in drawn if digits not in taken][:num_pairs]
     ending = ENDINGS[answer_place(config.reward)]
@@ -39,13 +39,13 @@ def warmup_pairs(config: SortingTaskConfig, seed: int, num_pairs: int) -> list[t
 
 
 def num_fresh(config: SortingTaskConfig) -> int:
-    """Numbers that are neither train's nor validation's.
+    """Count the numbers outside the train and validation sets.
 
     Raises:
         ValueError: there is none.
     """
     taken = config.num_train_prompts + config.num_validation_prompts
-    fresh = 10**config.num_digits - taken
+    fresh = _num_numbers(config) - taken
     if fresh < 1:
         raise ValueError(
             f"task.num_train_prompts, task.num_validation_prompts: {taken} prompts leave no number of "
@@ -54,8 +54,12 @@ def num_fresh(config: SortingTaskConfig) -> int:
     return fresh
 
 
+def _num_numbers(config: SortingTaskConfig) -> int:
+    return int(10**config.num_digits)
+
+
 def _task_numbers(config: SortingTaskConfig, seed: int) -> list[str]:
-    count, pool = config.num_train_prompts + config.num_validation_prompts, 10**config.num_digits
+    count, pool = config.num_train_prompts + config.num_validation_prompts, _num_numbers(config)
     if count > pool:
         raise ValueError(
             f"task: num_train_prompts + num_validation_prompts is {count}, but task.num_digits = "
@@ -87,14 +91,8 @@ HABITS: dict[str, tuple[float, Callable[[str], str]]] = {
 }
 
 
-ENDINGS: dict[AnswerIn, str] = {  # how an answer is given; in tags, the prompt ends in `<think>`
-    "tags": " </think> <answer> {answer} </answer>",
-    "boxed": r" \boxed{{{answer}}}",
-}
-
-
 def _response(rng: random.Random, digits: str, ending: str) -> str:
-    """The habit's name as its thought, then its answer in the form that the task's reward reads."""
+    """Write the habit's name as the thought, then its answer in the format that the task's reward reads."""
     names = list(HABITS)
     habit = rng.choices(names, weights=[HABITS[name][0] for name in names])[0]
     return f" {habit}{ending.format(answer=HABITS[habit][1](digits))}"

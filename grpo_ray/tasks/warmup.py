@@ -1,52 +1,45 @@
-"""What a model built here is taught before GRPO: the warm-up pairs of each kind of task."""
+"""The pairs that a model built here is taught before GRPO, for the kinds of tasks that have any."""
 
-from collections.abc import Callable
-from typing import Any
+from grpo_ray.config.task import Task
+from grpo_ray.tasks.examples import Pairs
+from grpo_ray.tasks.kinds import KINDS
 
-from grpo_ray.config.task import SortingTaskConfig, Task
-from grpo_ray.tasks import arithmetic, sorting
-from grpo_ray.tasks.keywords import examples as keywords
-
-Pairs = list[tuple[str, str]]
 TOKENIZER_PAIRS = 1000
-
-_BY_KIND: dict[str, Callable[[Any, int, int], Pairs]] = {
-    "sorting": sorting.warmup_pairs,
-    "arithmetic": arithmetic.warmup_pairs,
-    "keywords": keywords.warmup_pairs,
-}
 
 
 def check_warmup(task: Task) -> None:
-    """Refuse a task that a model built here could not be made for: its tokenizer and habits come from pairs.
+    """Refuse a task without warm-up pairs: a tiny model's tokenizer and habits come from them.
 
     Raises:
         ValueError: the task's kind has no pairs.
     """
-    if task.kind not in _BY_KIND:
+    with_pairs = [name for name, kind in KINDS.items() if kind.warmup_pairs is not None]
+    if task.kind not in with_pairs:
         raise ValueError(
-            f"model.tiny: it is built for a task of kind {' or '.join(_BY_KIND)}, not {task.kind}; "
+            f"model.tiny: it is built for a task of kind {' or '.join(with_pairs)}, not {task.kind}; "
             "set model.path instead"
         )
 
 
 def warmup_pairs(task: Task, seed: int, num_pairs: int) -> Pairs:
-    """(question, response) pairs, before any template; fewer where the task has no more.
+    """Return (question, response) pairs, before any template; fewer if the task has no more.
 
     Raises:
         ValueError: the task has none, or its fields leave too few.
     """
     check_warmup(task)
-    return _BY_KIND[task.kind](task, seed, num_pairs)
+    make_pairs = KINDS[task.kind].warmup_pairs
+    assert make_pairs is not None
+    return make_pairs(task, seed, num_pairs)
 
 
 def tokenizer_pairs(task: Task, seed: int) -> Pairs:
-    """Those that the tokenizer is learned from.
+    """Return the pairs that the tokenizer is learned from.
 
     Raises:
         ValueError: there is none.
     """
-    num_pairs = TOKENIZER_PAIRS
-    if isinstance(task, SortingTaskConfig):
-        num_pairs = min(num_pairs, sorting.num_fresh(task))  # few digits make few numbers
+    check_warmup(task)
+    max_pairs = KINDS[task.kind].max_warmup_pairs
+    num_pairs = TOKENIZER_PAIRS if max_pairs is None else min(TOKENIZER_PAIRS, max_pairs(task))
     return warmup_pairs(task, seed, num_pairs)

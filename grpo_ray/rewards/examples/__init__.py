@@ -1,1 +1,1 @@
-"""Reward functions to start your own from: `task.reward=grpo_ray.rewards.examples.json_object:reward_fn`."""
+"""Reward functions to start from: `task.reward=grpo_ray.rewards.examples.json_object:reward_fn`."""

@@ -1,8 +1,8 @@
-"""The response is a JSON object with the ground truth's fields and values.
+"""A reward for a JSON object with the ground truth's fields and values.
 
     task.reward=grpo_ray.rewards.examples.json_object:reward_fn
 
-Format and answer are told apart, as metrics and evaluations show them: a dict is returned.
+It returns a dict, so that metrics and evaluations show format and answer separately.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def reward_fn(response: str, ground_truth: str) -> dict[str, float]:
-    """0.2 for a valid JSON object, and 0.8 x the share of the truth's fields that have the right value."""
+    """Return 0.2 for a valid JSON object, plus 0.8 x the share of the truth's fields with the right value."""
     given, wanted = _read_object(response), json.loads(ground_truth)
     if given is None:
         return {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
@@ -22,6 +22,6 @@ def reward_fn(response: str, ground_truth: str) -> dict[str, float]:
 def _read_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # the response is a policy's: most often it is no JSON at all
+    except (ValueError, RecursionError):  # most responses of an untrained policy are not JSON
         return None
     return value if isinstance(value, dict) else None

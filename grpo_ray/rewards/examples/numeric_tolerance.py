@@ -1,4 +1,4 @@
-"""The last number of the response is within a relative tolerance of the ground truth.
+"""A reward for a last number within a relative tolerance of the ground truth.
 
     task:
       reward:
@@ -15,7 +15,7 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 
 
 def reward_fn(response: str, ground_truth: str, tolerance: float = 0.01) -> float:
-    """1 within `tolerance` (relative) of the truth, else 0; a response without a number gets -1."""
+    """Return 1 within `tolerance` (relative) of the truth, else 0; -1 for a response without a number."""
     numbers = NUMBER.findall(response)
     if not numbers:
         return -1.0

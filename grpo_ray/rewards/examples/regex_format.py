@@ -1,4 +1,4 @@
-"""The response has the form of a regular expression; a term for a sum with a reward that judges the answer.
+"""A reward for responses that match a regular expression: a term for a sum with a reward of the answer.
 
 task:
   reward:
@@ -12,6 +12,6 @@ import re
 
 
 def reward_fn(response: str, ground_truth: str, pattern: str) -> dict[str, float]:
-    """1 if the pattern matches the whole response, but for white space around it."""
+    """Return 1 if the pattern matches the whole response, apart from white space around it."""
     has_format = float(re.fullmatch(pattern, response.strip()) is not None)
     return {"reward": has_format, "format_reward": has_format, "answer_reward": 0.0}

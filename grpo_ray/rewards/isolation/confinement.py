@@ -1,7 +1,8 @@
-"""What a process that reads a policy's answers gives up, for good, before it reads the first.
+"""The sandbox of grading workers, in raw system calls: no reader of GRPO needs this file.
 
-Linux only, as Ray's GPU nodes are. Landlock is the kernel's sandbox for unprivileged processes (Linux 5.13;
-https://docs.kernel.org/userspace-api/landlock.html); where the kernel has none, the limits hold alone.
+Before it reads a policy's first answer, a worker permanently gives up further memory, files, processes, network
+and privileges. Linux only, as Ray's GPU nodes are. Landlock is the kernel's sandbox for unprivileged processes
+(Linux 5.13; https://docs.kernel.org/userspace-api/landlock.html); where it is missing, only the limits apply.
 """
 
 import ctypes
@@ -33,10 +34,10 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def confine(memory_gib: float) -> None:
-    """Everything below but for `die_with_parent`.
+    """Limit resources, drop capabilities and enter the sandbox.
 
     Raises:
-        OSError: the system refuses a part of it.
+        OSError: the system refuses one of them.
     """
     limit_resources(memory_gib)
     drop_capabilities()
@@ -44,7 +45,7 @@ def confine(memory_gib: float) -> None:
 
 
 def limit_resources(memory_gib: float) -> None:
-    """No more memory than now and that, no file with anything in it, no core dump, no further process."""
+    """Allow `memory_gib` beyond the memory in use now, but no written file, core dump or new process."""
     limits = {
         resource.RLIMIT_AS: MappedMemory().num_bytes() + int(memory_gib * 2**30),
         resource.RLIMIT_FSIZE: 0,
@@ -57,9 +58,9 @@ def limit_resources(memory_gib: float) -> None:
 
 
 def drop_capabilities() -> None:
-    """Of root's powers keep the one to read any file, in case the libraries are another user's.
+    """Drop root's capabilities except reading any file, which is kept in case another user owns the libraries.
 
-    With the others it could read the memory of any process, whatever the sandbox says.
+    With the others, the process could read the memory of any process despite the sandbox.
     """
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     words = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
@@ -69,16 +70,16 @@ def drop_capabilities() -> None:
 
 
 def enter_sandbox() -> bool:
-    """Only read files from now on; whether the kernel has Landlock.
+    """Restrict this process to reading files; return False if the kernel has no Landlock.
 
-    Nothing can be written, removed, made or executed, and no TCP connection opened. Processes outside can
-    neither be signalled nor be looked into: their /proc/PID/environ, with Ray's token, is closed.
+    It can write, remove, make or execute nothing, and open no TCP connection. It can neither signal nor inspect
+    processes outside: their /proc/PID/environ, which holds Ray's token, is closed.
     """
     version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
     if version < 1:
         return False
     rights = (1 << NUM_FILE_RIGHTS.get(version, 16)) - 1
-    handled = [rights & ~(READ_FILE | READ_DIR)]  # what is handled is denied: no rule allows it
+    handled = [rights & ~(READ_FILE | READ_DIR)]  # a handled right is denied: no rule allows it
     handled += [NETWORK_RIGHTS] * (version >= 4) + [SCOPES] * (version >= 6)
     attributes = (ctypes.c_uint64 * len(handled))(*handled)
     ruleset = _libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
@@ -90,10 +91,10 @@ def enter_sandbox() -> bool:
 
 
 class MappedMemory:
-    """What this process has mapped, its libraries included: that is what RLIMIT_AS counts."""
+    """The memory that this process has mapped, libraries included, as RLIMIT_AS counts it."""
 
     def __init__(self) -> None:
-        self._fd = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: it is read after every answer
+        self._fd = os.open("/proc/self/statm", os.O_RDONLY)  # stays open: it is read after every answer
 
     def num_bytes(self) -> int:
         return int(os.pread(self._fd, 32, 0).split()[0]) * resource.getpagesize()

@@ -1,11 +1,11 @@
-"""Worker processes that grade answers and can be killed: computer algebra on a model's answer may never end.
+"""A pool of worker processes that can be killed: computer algebra on a model's answer may never end.
 
-A timeout in the Scorer's own process would not do: `signal.alarm` needs the main thread, and no Python code
-interrupts a big power that is being computed. What a worker may do besides computing: rewards/confinement.py.
+A timeout in the Scorer's own process would not suffice: `signal.alarm` requires the main thread, and no Python
+code can interrupt the computation of a big power. confinement.py lists what a worker may do besides computing.
 
-    RewardPool --(socket)--> nursery, which has imported everything    (nursery.py)
+    RewardPool --(socket)--> fork server, which has imported everything  (fork_server.py)
         |                       | forks
-        +------(a socket)----> worker xN                               (worker.py)
+        +------(a socket)----> worker xN                                 (worker.py)
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from typing import Any
 
 from grpo_ray.config.reward import Reward
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.isolation.worker_process import Nursery, WorkerProcess
+from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.isolation.processes import ForkServer, WorkerProcess
 
 MAX_CHUNK = 16  # answers sent to a worker at once
-MAX_CHUNK_BYTES = 64 * 1024  # less than a socket holds, so that nobody waits to send while the other does
-PATIENCE_S = 0.1  # so long answers wait for one that was sent before them; to restart a worker takes far less
+MAX_CHUNK_BYTES = 64 * 1024  # less than a socket holds, so that pool and worker never both wait to send
+PATIENCE_S = 0.1  # answers wait this long for one sent before them; restarting a worker takes far less
 MAX_FRUITLESS = 3  # workers in a row that ended without having begun an answer
 
-Scores = dict[str, float]
 CLOSED = "no answer can be graded: the pool is closed"
 
 
@@ -36,25 +36,27 @@ class ScoringError(RuntimeError):
 
 @dataclass
 class _Batch:
-    """The answers of one call, and what became of them so far."""
+    """The answers of one call, and their results so far."""
 
-    results: list[Any]
+    results: list[Scores | ScoringError | None]
     num_left: int
-    done: Future[list[Any]] = field(default_factory=Future)
+    done: Future[list[Scores | ScoringError]] = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
 class _Answer:
+    """One answer to be graded, as the line that a worker reads."""
+
     line: bytes
     batch: _Batch
-    place: int
+    index: int  # in the batch
 
 
 class RewardPool:
-    """Grades answers in `num_workers` processes, each answer within `timeout_s` and `memory_gib`.
+    """A pool of `num_workers` processes that grade each answer within `timeout_s` and `memory_gib`.
 
     An answer that ends its worker, or would keep it busy for longer, costs that worker and is an error; a
-    fresh worker takes the place in milliseconds. May be called from several threads at a time.
+    fresh worker replaces it in milliseconds. Several threads may call the pool at the same time.
     """
 
     def __init__(
@@ -62,10 +64,10 @@ class RewardPool:
     ) -> None:
         """
         Args:
-            rewards: of each task, by its name.
+            rewards: each task's reward, by the task's name.
         """
         self._timeout_s, self._num_workers = timeout_s, num_workers
-        self._nursery = Nursery(rewards, memory_gib)
+        self._fork_server = ForkServer(rewards, memory_gib)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[_Answer] = deque()
@@ -75,15 +77,15 @@ class RewardPool:
             thread.start()
 
     def start(self) -> None:
-        """Wait until workers can be had.
+        """Wait until workers can be started.
 
         Raises:
-            RunError: they cannot, and why.
+            RunError: they cannot; the message says why.
         """
-        self._nursery.new_worker().close()
+        self._fork_server.new_worker().close()
 
     def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Scores | ScoringError]:
-        """What the task's reward function gives each (response, ground truth), or why it gives nothing.
+        """Return the task's scores of each (response, ground truth), or the reason why it has none.
 
         Raises:
             RunError: workers cannot be started, or the pool is closed.
@@ -91,41 +93,42 @@ class RewardPool:
         if not pairs:
             return []
         batch = _Batch([None] * len(pairs), len(pairs))
-        # Escaped by JSON, so that no response holds a line break or half a character.
+        # JSON escapes line breaks and lone surrogates.
         lines = [json.dumps([task, *pair]).encode() + b"\n" for pair in pairs]
         with self._changed:
             if self._is_closed:
                 raise RunError(CLOSED)
-            self._waiting.extend(_Answer(line, batch, place) for place, line in enumerate(lines))
+            self._waiting.extend(_Answer(line, batch, index) for index, line in enumerate(lines))
             self._changed.notify_all()
         return batch.done.result()
 
     def close(self) -> None:
-        """End all processes; answers that are being graded fail."""
+        """End all processes; answers in flight fail."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._nursery.close()
+        self._fork_server.close()
         for thread in self._threads:
             thread.join()
         self._fail(self._waiting, RunError(CLOSED))
 
     def _work(self) -> None:
-        """What the thread of each worker does."""
+        """Grade chunks of answers with one worker at a time; each thread of the pool runs this."""
         worker: WorkerProcess | None = None
         while chunk := self._take():
             try:
                 worker = self._grade_chunk(worker, chunk)
-            except Exception as error:  # there is no worker to be had: who waits for these answers must know
+            except Exception as error:  # no worker can be started: fail the calls that wait for these answers
                 worker = None
                 self._fail(chunk, error)
         if worker is not None:
             worker.close()
 
     def _take(self) -> deque[_Answer]:
-        """The next answers for one worker; none when the pool is closed.
+        """Wait for answers and return a chunk for one worker; an empty one when the pool is closed.
 
-        Several save time, but wait for each other: so only while all workers have more than that to do.
+        A larger chunk saves time, but its answers wait for each other, so it is used only while enough answers
+        wait to keep all workers busy.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
@@ -140,21 +143,21 @@ class RewardPool:
             return chunk
 
     def _grade_chunk(self, worker: WorkerProcess | None, chunk: deque[_Answer]) -> WorkerProcess | None:
-        """Settle all answers of the chunk, with as many workers as it takes; the last one if it lives."""
+        """Settle all answers of the chunk with as many workers as it takes; return the last one if it lives."""
         num_fruitless = 0
         while chunk:
             num_left = len(chunk)
-            worker = worker or self._nursery.new_worker()
+            worker = worker or self._fork_server.new_worker()
             if not self._serve(worker, chunk):
                 worker.close()
                 worker = None
             num_fruitless = num_fruitless + 1 if len(chunk) == num_left else 0
             if num_fruitless > MAX_FRUITLESS:
-                raise RunError("the workers that grade are ended by something else, one after the other")
+                raise RunError("something else keeps killing the workers that grade")
         return worker
 
     def _serve(self, worker: WorkerProcess, chunk: deque[_Answer]) -> bool:
-        """Have the worker grade the chunk from its left on; False when it is not to be used again."""
+        """Have the worker grade the chunk from the left; return False when it must not be used again."""
         worker.send([answer.line for answer in chunk])
         while chunk:
             try:
@@ -164,7 +167,7 @@ class RewardPool:
                 return False
             if kind == "ended":
                 ending, num_begun = value
-                if num_begun > worker.num_settled:  # else it died between answers: no fault of the next one
+                if num_begun > worker.num_settled:  # otherwise it died between answers, and not because of one
                     self._settle(chunk.popleft(), ending)
                 return False
             worker.num_settled += 1
@@ -172,10 +175,10 @@ class RewardPool:
         return worker.num_settled == worker.num_sent
 
     def _receive(self, worker: WorkerProcess, chunk: deque[_Answer]) -> list[Any]:
-        """What the worker says of the chunk's first answer; if that takes long, the others are given back.
+        """Return the worker's message about the chunk's first answer; if it is slow, give the others back.
 
         Raises:
-            TimeoutError: it says nothing within the time limit.
+            TimeoutError: there was no message within the time limit.
         """
         patience_s = min(PATIENCE_S, self._timeout_s / 2)
         with contextlib.suppress(TimeoutError):
@@ -195,7 +198,7 @@ class RewardPool:
     def _settle(self, answer: _Answer, result: Scores | str) -> None:
         with self._lock:
             batch = answer.batch
-            batch.results[answer.place] = ScoringError(result) if isinstance(result, str) else result
+            batch.results[answer.index] = ScoringError(result) if isinstance(result, str) else result
             batch.num_left -= 1
             if not batch.num_left and not batch.done.done():
-                batch.done.set_result(batch.results)
+                batch.done.set_result([result for result in batch.results if result is not None])

@@ -1,7 +1,7 @@
-"""What a worker of a RewardPool does: it gives up what it will not need, and grades a line at a time.
+"""A worker of a RewardPool: it gives up what it does not need, then grades line by line.
 
-To the pool it says, each as a line of JSON, ["ready"] or ["failed", why], and then for each answer in its order
-["scores", {...}] or ["error", why]. Its nursery adds ["ended", how, answers begun] when it has died.
+It sends the pool lines of JSON: first ["ready"] or ["failed", why], then for each answer in order
+["scores", {...}] or ["error", why]. When it has died, its fork server adds ["ended", how, answers begun].
 """
 
 import json
@@ -10,9 +10,8 @@ import socket
 import traceback
 from collections.abc import Mapping
 from mmap import mmap
-from typing import Any
 
-from grpo_ray.rewards.base import NotGraded, RewardFn
+from grpo_ray.rewards.base import NotGraded, RewardFn, Scores
 from grpo_ray.rewards.isolation.confinement import MappedMemory, confine
 
 OUT_OF_MEMORY = 99  # exit status
@@ -22,56 +21,56 @@ LONGEST_ERROR = 500  # characters
 def serve(
     channel: socket.socket, reward_fns: Mapping[str, RewardFn], memory_gib: float, num_begun: mmap
 ) -> None:
-    """Grade what comes in by `channel` until it is closed.
+    """Grade the answers that arrive on `channel` until it is closed.
 
     Args:
         reward_fns: by task.
-        num_begun: 8 bytes that are shared with the nursery; counts the answers begun, so that it is known
-            for sure which one a worker died on, or that it was on none.
+        num_begun: 8 bytes shared with the fork server: the number of answers begun. They tell for certain
+            which answer a worker died on, or that it died between answers.
     """
     try:
         confine(memory_gib)
     except OSError as error:
-        _say(channel, ["failed", describe(error)])
+        _say(channel, "failed", describe_error(error))
         return
-    _say(channel, ["ready"])
+    _say(channel, "ready")
     memory = MappedMemory()
     enough = memory.num_bytes() + memory_gib * 2**30 / 2
     for count, line in enumerate(channel.makefile("rb"), 1):
         num_begun[:] = count.to_bytes(8, "little")
         try:
             task, response, ground_truth = json.loads(line)
-            verdict = try_to_grade(reward_fns[task], response, ground_truth)
-        except MemoryError:  # it may lie about in caches, where the next answer would run into it
+            result = try_to_grade(reward_fns[task], response, ground_truth)
+        except MemoryError:  # caches may hold on to the memory, and the next answer would run out of it
             os._exit(OUT_OF_MEMORY)
-        _say(channel, verdict)
-        if memory.num_bytes() > enough:  # what this answer has left in memory must not be another one's end
+        _say(channel, "error" if isinstance(result, str) else "scores", result)
+        if memory.num_bytes() > enough:  # memory that this answer left behind must not end another one
             return
 
 
-def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> list[Any]:
-    """["scores", what the reward gives], or ["error", why it gives nothing]."""
+def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Scores | str:
+    """Return the reward's scores, or the reason why there are none."""
     try:
-        return ["scores", reward_fn(response, ground_truth)]
-    except MemoryError:  # the process is in trouble, not only this answer
+        return reward_fn(response, ground_truth)
+    except MemoryError:  # it concerns the process, not only this answer
         raise
-    except NotGraded as error:  # it has been looked at, and there is no telling
-        return ["error", _storable(str(error))]
+    except NotGraded as error:  # the reward was computed, and reached no verdict
+        return _storable(str(error))
     except Exception as error:  # whatever a user's function raises is this answer's error alone
-        return ["error", describe(error)]
+        return describe_error(error)
 
 
-def describe(error: Exception) -> str:
-    """The last line of a traceback, with the place."""
+def describe_error(error: Exception) -> str:
+    """Return the last line of a traceback, with file and line."""
     text = _storable(f"{type(error).__name__}: {error}")
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
 
 
 def _storable(text: str) -> str:
-    """Not too long, and without half a character."""
+    """Shorten the text, and replace lone surrogates."""
     return text[:LONGEST_ERROR].encode(errors="replace").decode()
 
 
-def _say(channel: socket.socket, message: list[Any]) -> None:
-    channel.sendall(json.dumps(message).encode() + b"\n")
+def _say(channel: socket.socket, kind: str, *values: Scores | str) -> None:
+    channel.sendall(json.dumps([kind, *values]).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Whether two LaTeX expressions are equal, by computer algebra: math-verify's parser and judgement, sympy."""
+"""Equality of two LaTeX expressions by computer algebra: math-verify's parser and judgement, on sympy."""
 
 import logging
 import math
@@ -11,22 +11,22 @@ from grpo_ray.rewards.math.numbers import read_number
 from grpo_ray.rewards.math.structure import RELATION, ascending
 from grpo_ray.rewards.math.text import VARIABLES
 
-# math-verify warns once that timeouts are off, and logs whatever a model's odd LaTeX makes it raise.
+# math-verify warns once that timeouts are off, and logs every exception that a model's odd LaTeX causes.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-CACHED_VERDICTS, CACHED_EXPRESSIONS = 4096, 256  # a group's answers are alike, and its truth is the same
+CACHED_VERDICTS, CACHED_EXPRESSIONS = 4096, 256  # a group's answers are similar, and share their truth
 MAX_EXPRESSION_CHARACTERS = 300  # parsing takes more than linear time; lists and matrices come in parts
-FLOAT_DIGITS = 12  # digits after the point in which decimal numbers must agree: 1.414214 is not sqrt(2)
+FLOAT_DIGITS = 12  # decimal places in which numbers must agree: 1.414214 is not sqrt(2)
 
-# LaTeX would read `7 2` as a sum, or drop the 2; a time as a quotient, `5:30`; forget the base of `17_8`;
-# and take what is near for what is equal.
+# The parser would read `7 2` as a sum or drop the 2, read the time `5:30` as a quotient, ignore the base of
+# `17_8`, and accept an approximation as equal.
 NO_EXPRESSION = re.compile(r"\$|\\approx|(?<![_\d])\d+\s+\d|:|\d\s*_")
-MAX_DIGITS = 10_000  # of a number on the way; sympy would be at larger ones for hours
-TOWER = re.compile(r"\^ ?\d+ ?\^")  # no LaTeX, so it cannot be measured
+MAX_DIGITS = 10_000  # of an intermediate result; larger ones would take sympy hours
+TOWER = re.compile(r"\^ ?\d+ ?\^")  # not valid LaTeX, so its size cannot be bounded
 BIG_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*\d{4,}[\s{}]+\d{4,}")  # the parser computes it at once
-# LaTeX reads `1/2 x` as 1/(2x); people do not.
+# The parser reads `1/2 x` as 1/(2x); people do not.
 SLASH = re.compile(r"(?<![\w.)}^])(\d+) ?/ ?(\d+)(?=\s*[A-Za-z\\(])")
-FACTORS = re.compile(r"[\d+*/^(). -]+")  # `3(2)` is read as a mixed number, but `\log_2(8)` is no product
+FACTORS = re.compile(r"[\d+*/^(). -]+")  # the parser takes `3(2)` for a mixed number; `\log_2(8)` is no product
 IMPLICIT_PRODUCT = re.compile(r"(?<=[\d)]) ?\(")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 WORD = re.compile(r"[A-Za-z]{3,}")
@@ -36,10 +36,10 @@ TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 
 @lru_cache(maxsize=CACHED_VERDICTS)
 def is_equal_latex(answer: str, truth: str) -> bool:
-    """Normalized expressions, equations or inequalities; False for an answer that is not one.
+    """Compare normalized expressions, equations or inequalities; False for an answer that is none of these.
 
     Raises:
-        NotGraded: one of the two is too long or too large a number; or the truth cannot be parsed.
+        NotGraded: either is too long or too large a number, or the truth cannot be parsed.
     """
     texts = (truth, answer)
     if any(NO_EXPRESSION.search(text) or _has_words(text) for text in texts):
@@ -50,12 +50,12 @@ def is_equal_latex(answer: str, truth: str) -> bool:
         raise NotGraded(f"an expression of more than {MAX_EXPRESSION_CHARACTERS} characters")
     if any(TOWER.search(text) or BIG_BINOMIAL.search(text) for text in texts):
         raise NotGraded("a power of a power, or a binomial coefficient of numbers of four digits or more")
-    from math_verify import verify  # here, because sympy takes a quarter of a second to import
+    from math_verify import verify  # imported here, because importing sympy takes a quarter of a second
 
     is_complex = any(map(IMAGINARY.search, texts))
     try:
         gold = _parse(ascending(truth), is_complex)
-    except MemoryError:  # no verdict either: ends the worker, and is counted
+    except MemoryError:  # ends the worker, and is counted
         raise
     except Exception as error:
         raise NotGraded(f"the ground truth {truth!r} cannot be parsed: {error}") from None
@@ -76,17 +76,17 @@ def is_equal_latex(answer: str, truth: str) -> bool:
         )
     except (MemoryError, NotGraded):
         raise
-    except Exception:  # sympy raises whatever it likes on odd expressions; such an answer is not right
+    except Exception:  # sympy raises all kinds of errors on odd expressions; such an answer is not right
         return False
 
 
 def _has_words(text: str) -> bool:
-    """Whether it is prose, which LaTeX would read as a product of letters: `east` is `seat`."""
+    """Return True for prose, which the parser would read as a product of letters: `east` equals `seat`."""
     return any(not VARIABLES.issuperset(word) for word in WORD.findall(COMMAND.sub(" ", text)))
 
 
 def _is_same_case(answer: str, truth: str) -> bool:
-    """math-verify takes `N` for `n`."""
+    """Return False if a letter differs in case only, because math-verify treats `N` as `n`."""
     given, wanted = (set(filter(str.isalpha, COMMAND.sub(" ", text))) for text in (answer, truth))
     return not any(letter.swapcase() in wanted for letter in given - wanted)
 
@@ -96,7 +96,7 @@ def _parse(text: str, is_complex: bool) -> Any:
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from sympy import I, Rational
 
-    number = read_number(text)  # which knows `0.\overline{3}`
+    number = read_number(text)  # it reads `0.\overline{3}` too
     if number is not None:
         return Rational(number.numerator, number.denominator)
     spelling = NormalizationConfig(
@@ -111,13 +111,13 @@ def _parse(text: str, is_complex: bool) -> Any:
         normalization_config=spelling,
     )
     if is_complex:
-        # The index of a sum is no free symbol.
+        # The index of a sum is not a free symbol.
         expression = expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})
     return expression
 
 
 def _num_digits(node: Any) -> float:
-    """At most so many digits has what is computed exactly on the way to its value."""
+    """Return an upper bound on the digits of the intermediate results of computing its value exactly."""
     from sympy import Pow, Rational, binomial, factorial, factorial2
 
     if isinstance(node, Rational):
@@ -131,7 +131,7 @@ def _num_digits(node: Any) -> float:
 
 
 def _differ_at_a_point(left: Any, right: Any) -> bool:
-    """Whether two expressions have different values somewhere, which spares `simplify` most wrong answers."""
+    """Return True if two expressions differ at one point, which spares most wrong answers a `simplify`."""
     from sympy import Expr, Rational
 
     if not (isinstance(left, Expr) and isinstance(right, Expr)):

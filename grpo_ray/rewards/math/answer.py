@@ -1,19 +1,23 @@
-"""An answer, however it was read out of its response, against the ground truth."""
+"""The grade of an answer, wherever it stood in its response, against the ground truth."""
 
-from grpo_ray.rewards.base import NotGraded, verdict
+from grpo_ray.rewards.base import NotGraded, Scores, verdict
 from grpo_ray.rewards.math.equality import is_equal, number_in_prose
 
-MAX_ANSWER_CHARACTERS = 1000  # parsing a longer one that is not the truth itself takes long
+MAX_ANSWER_CHARACTERS = 1000  # parsing a longer one would take long
 
 
-def grade(answer: str | None, ground_truth: str, fast: bool = True) -> dict[str, float]:
-    """Right if equal to the truth as `is_equal` says; None is a response not in the format.
+def grade(answer: str | None, ground_truth: str, fast: bool = True) -> Scores:
+    """Grade an answer as right if `is_equal` finds it equal to the truth.
 
-    The whole answer must be the expression: `71 or 72` is not 72. With `fast=False` a second try
-    also accepts words around a single number (`She has 72 eggs`), for evaluating models that add them.
+    The whole answer must be the expression: `71 or 72` is not 72.
+
+    Args:
+        answer: None for a response that is not in the format.
+        fast: False also accepts words around a single number (`She has 72 eggs`), for evaluating models that
+            add them.
 
     Raises:
-        NotGraded: the answer is too long, too deep or too large a number to look at; or so is the truth.
+        NotGraded: the answer or the truth is too long, too deeply nested or too large a number.
     """
     return verdict(
         has_format=answer is not None, is_right=answer is not None and is_right(answer, ground_truth, fast)
@@ -21,6 +25,7 @@ def grade(answer: str | None, ground_truth: str, fast: bool = True) -> dict[str,
 
 
 def is_right(answer: str, ground_truth: str, fast: bool = True) -> bool:
+    """Return True if the answer equals the truth; arguments and errors as for `grade`."""
     truth = ground_truth.strip()
     if max(len(answer), len(truth)) > MAX_ANSWER_CHARACTERS:
         if answer == truth:

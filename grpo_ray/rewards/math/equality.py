@@ -1,4 +1,4 @@
-"""Whether an answer and a ground truth are the same to a mathematician: docs/rewards.md states the rules."""
+"""Equality of an answer and a ground truth to a mathematician; docs/rewards.md states the rules."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from grpo_ray.rewards.math.structure import (
     MAX_PARTS,
     UNION,
     Bracketed,
-    depth,
+    bracket_depth,
     is_asked_for,
     read_assignments,
     read_brackets,
@@ -24,11 +24,11 @@ from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, normalize, pla
 from grpo_ray.rewards.math.units import PERCENT, Quantity, read_quantities
 
 SIMPLE_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
-MAX_DEPTH = 7  # of brackets: parsing takes exponential time in it
+MAX_DEPTH = 7  # of nested brackets: parsing time is exponential in it
 CHOICE = re.compile(r"\(?([A-J])\)?")
 CHOSEN = re.compile(r"(?:option|choice)? ?[(\[]?([A-J])(?:[)\].:]|[)\].:]+ (?P<content>.+))?", re.IGNORECASE)
 ANOTHER_CHOICE = re.compile(r"\b[A-J]\b")
-# `AB`, `up`, `\angle ABC`: not a product, so the order of the letters matters.
+# `AB`, `up` and `\angle ABC` are not products, so the order of the letters matters.
 LABEL = re.compile(r"(?:\\(?P<kind>angle|triangle|overline) ?)?\{?(?P<letters>[A-Z]{2,}|[A-Za-z]{2,})\}?")
 PHRASE = re.compile(r"[A-Za-z][A-Za-z' .,-]*[A-Za-z.]")
 CLOCK = re.compile(r"(?<=\d) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
@@ -40,29 +40,29 @@ NUMBER_IN_PROSE = re.compile(rf"{PROSE}(?<![\w.,])([+-]?\d[\d,]*(?:\.\d+)?%?)(?!
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """The same text, number, quantity, list, or expressions that computer algebra finds equal.
+    """Return True for the same text, number, quantity or list, or expressions with the same value.
 
     Raises:
-        NotGraded: there is no telling; see `is_equal_latex`.
+        NotGraded: they cannot be compared; see `is_equal_latex`.
     """
     if answer == truth:
         return bool(answer)
     if SIMPLE_NUMBER.fullmatch(answer) and SIMPLE_NUMBER.fullmatch(truth):
         return Fraction(answer) == Fraction(truth)
     answer, truth = normalize(answer), normalize(truth)
-    if max(depth(answer), depth(truth)) > MAX_DEPTH:
-        raise NotGraded(f"brackets in brackets, more than {MAX_DEPTH} deep")
+    if max(bracket_depth(answer), bracket_depth(truth)) > MAX_DEPTH:
+        raise NotGraded(f"brackets nested more than {MAX_DEPTH} deep")
     return bool(answer and truth) and _is_equal(answer, truth)
 
 
 def number_in_prose(answer: str) -> str | None:
-    """`72` of `She has 72 eggs.`; None when there is no number, more than one, or one that words change."""
+    """Find `72` in `She has 72 eggs.`; None for no number, more than one, or one that words change."""
     match = NUMBER_IN_PROSE.fullmatch(answer)
     return match[1] if match and not ANOTHER_NUMBER.search(answer) else None
 
 
 def _is_equal(answer: str, truth: str) -> bool:
-    """Of normalized texts, or of parts of them."""
+    """Compare normalized texts, or parts of them."""
     if _spelling(answer) == _spelling(truth):
         return True
     numbers = read_number(answer), read_number(truth)
@@ -98,7 +98,7 @@ def _spelling(text: str) -> str:
 
 
 def _is_phrase(text: str) -> bool:
-    """Words, not a product of letters: of three letters or more, or `no`."""
+    """Return True for words rather than a product of letters: three letters or more, or `no`."""
     words = plain(text)
     has_word = re.search(r"[A-Za-z]{3}|^no$", words, re.IGNORECASE)
     return bool(PHRASE.fullmatch(words)) and bool(has_word) and not VARIABLES.issuperset(words)
@@ -109,7 +109,7 @@ def _phrase(text: str) -> str:
 
 
 def _chosen(text: str) -> str | None:
-    """`B` of `(B)`, `Option B` and `B. 42`; None of `B. or A`."""
+    """Read `B` from `(B)`, `Option B` and `B. 42`; None for `B. or A`."""
     match = CHOSEN.fullmatch(text)
     content = (match and match["content"]) or ""
     if match is None or ANOTHER_CHOICE.search(content) or ANOTHER_NUMBER.search(content):
@@ -127,11 +127,11 @@ def _is_same_label(given: re.Match[str], wanted: re.Match[str]) -> bool:
     return is_same_kind and given["letters"] == wanted["letters"]
 
 
-# ---- what is made of parts: each comparison is None where it has nothing to say ----
+# ---- compound answers: each comparison returns None where it does not apply ----
 
 
 def _compare_lists(answer: str, truth: str) -> bool | None:
-    r"""`1, 2`, `1 and 2`, `x = 1 or x = 2`, `1 \pm 2` and unions, in any order; a set may give the list."""
+    r"""Compare lists and sets in any order: `1, 2`, `1 and 2`, `x = 1 or x = 2`, `1 \pm 2`, unions."""
     given, wanted = _members(answer), _members(truth)
     if len(given) == len(wanted) == 1:
         is_unchanged = (given[0], wanted[0]) == (answer, truth)
@@ -159,22 +159,22 @@ def _is_equal_in_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def _is_equal_in_any_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Each part has its own equal among the others (equality being transitive, the first will do)."""
+    """Pair each part with an equal one of the others (equality is transitive, so the first one will do)."""
     if len(given) != len(wanted):
         return False
     if len(wanted) > MAX_PARTS:
         raise NotGraded(f"a list of more than {MAX_PARTS} parts")
-    left = list(given)
+    unpaired = list(given)
     for part in wanted:
-        found = next((index for index, other in enumerate(left) if _is_equal(other, part)), None)
+        found = next((index for index, other in enumerate(unpaired) if _is_equal(other, part)), None)
         if found is None:
             return False
-        del left[found]
+        del unpaired[found]
     return True
 
 
 def _compare_equations(answer: str, truth: str) -> bool | None:
-    """`x = 5` is 5, and `2 + 3 = 5` is 5, but `4 = 5` is not: every side must be right."""
+    """Compare equations: `x = 5` is 5, and `2 + 3 = 5` is 5, but `4 = 5` is not: every side must be right."""
     (given_name, given), (wanted_name, wanted) = read_equation(answer), read_equation(truth)
     is_plain = not given_name and len(given) == 1
     if wanted_name:
@@ -191,18 +191,18 @@ def _compare_equations(answer: str, truth: str) -> bool | None:
 
 
 def _compare_brackets(answer: str, truth: str) -> bool | None:
-    """Tuples and intervals: the same brackets, equal parts in order."""
+    """Compare tuples and intervals: the brackets must be the same, and the parts equal in order."""
     given, wanted = _without_parentheses(answer), _without_parentheses(truth)
     if isinstance(given, Bracketed) and isinstance(wanted, Bracketed):
         is_same_kind = (given.opening, given.closing) == (wanted.opening, wanted.closing)
         return is_same_kind and _is_equal_in_order(given.parts, wanted.parts)
     if isinstance(given, str) and isinstance(wanted, str):
         return None if (given, wanted) == (answer, truth) else _is_equal(given, wanted)
-    # An interval may be an inequality, or all numbers; nothing else is equal to something in brackets.
+    # An interval may equal an inequality or the set of all numbers; nothing else equals something in brackets.
     return None if RANGE.search(answer) or RANGE.search(truth) else False
 
 
-def _without_parentheses(text: str) -> "Bracketed | str":
+def _without_parentheses(text: str) -> Bracketed | str:
     brackets = read_brackets(text)
     if brackets is None:
         return text
@@ -218,7 +218,7 @@ def _compare_matrices(answer: str, truth: str) -> bool | None:
 
 
 def _compare_quantities(answer: str, truth: str) -> bool | None:
-    """A unit that one of the two leaves out is taken for granted; two units must measure the same."""
+    """Compare quantities: a unit that one of them omits is implied; two units must measure the same thing."""
     given, wanted = read_quantities(answer, truth)
     if (given.value, wanted.value) == (answer, truth):
         return None
@@ -233,7 +233,7 @@ def _compare_quantities(answer: str, truth: str) -> bool | None:
     is_same_scale = given.multiplier == wanted.multiplier and (not has_both or given.factor == wanted.factor)
     if is_same_scale and _is_equal(given.value, wanted.value):
         return True
-    return False if has_both else None  # what looks like a unit may be a variable: `3 m` is `3m`
+    return False if has_both else None  # an apparent unit may be a variable: `3 m` is `3m`
 
 
 def _number(quantity: Quantity, is_converted: bool) -> Fraction | None:
@@ -244,7 +244,7 @@ def _number(quantity: Quantity, is_converted: bool) -> Fraction | None:
 
 
 def _is_equal_percent(given: Quantity, wanted: Quantity) -> bool:
-    """One of the two has a percent sign: `50%` is 50, the unit left out, and it is 0.5, its value."""
+    """Compare two values, one with a percent sign: `50%` equals 50 (the unit omitted) and 0.5 (its value)."""
     if given.unit and wanted.unit:
         return False
     percent, bare = (given, wanted) if given.unit else (wanted, given)

@@ -1,6 +1,7 @@
 r"""Rational numbers as people write them: `1,000`, `\frac12`, `1.5 \times 10^{-3}`, `0.\overline{3}`."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
@@ -19,7 +20,7 @@ REPEATING = re.compile(rf"{SIGN}(\d*)\.(\d*)(?:\\overline|\\bar|\\dot) ?\{{? ?(\
 
 
 def read_number(text: str) -> Fraction | None:
-    """The value of the whole text, exactly; None when it is not one rational number."""
+    """Return the exact value of the whole text; None when it is not one rational number."""
     for pattern, read in (
         (SCIENTIFIC, _scientific),
         (FRACTION, _fraction),
@@ -43,7 +44,7 @@ def _power(match: re.Match[str]) -> Fraction:
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
-    r"""`a/b`, `\frac{a}{b}`, `\frac12`; after a whole number the fraction must be proper: `1\frac{1}{2}`."""
+    r"""Read `a/b`, `\frac{a}{b}`, `\frac12`; after a whole number it must be a proper one: `1\frac{1}{2}`."""
     _, whole, *parts = match.groups()
     numerator, denominator = (_decimal(part) for part in parts if part is not None)
     if denominator == 0:
@@ -57,13 +58,13 @@ def _fraction(match: re.Match[str]) -> Fraction | None:
 def _repeating(match: re.Match[str]) -> Fraction:
     _, whole, fixed, period = match.groups()
     cycle = Fraction(int(period), 10 ** len(period) - 1)
-    return int(whole or 0) + (int(fixed or 0) + cycle) / 10 ** len(fixed)
+    return int(whole or 0) + (int(fixed or 0) + cycle) / Fraction(10 ** len(fixed))
 
 
 def _decimal(text: str) -> Fraction:
     return Fraction(text.replace(",", "").replace(" ", ""))
 
 
-def _power_of_ten(exponents: "tuple[str | None, ...] | list[str | None]") -> Fraction:
+def _power_of_ten(exponents: Sequence[str | None]) -> Fraction:
     exponent = next((exponent for exponent in exponents if exponent is not None), "0")
     return Fraction(10) ** int(exponent)

@@ -1,16 +1,19 @@
-r"""How an answer is put together: brackets, lists, unions, matrices and equations, read off its text."""
+r"""The structure of an answer's text: brackets, lists, unions, matrices and equations."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER
 
 MAX_PARTS = 32  # of a list whose order does not matter: every part is compared with every other
 
-OPENING, CLOSING = ("(", "[", r"\{", r"\langle", "{"), (")", "]", r"\}", r"\rangle", "}")
+OPENING, CLOSING = ("(", "[", r"\{", r"\langle"), (")", "]", r"\}", r"\rangle")
+# Plain braces group in LaTeX: they nest as brackets do, but are none.
+NESTING = {**dict.fromkeys([*OPENING, "{"], 1), **dict.fromkeys([*CLOSING, "}"], -1)}
 TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
-# Of `1,000, 2,000` only the middle comma separates.
+# In `1,000, 2,000` only the middle comma separates.
 BETWEEN_NUMBERS = r",(?!\d{3}(?!\d))|(?<!\d),|;"
 SEPARATOR = re.compile(BETWEEN_NUMBERS + r"|(?:\\text\{)? *\b(?:and|or)\b *\}?")
 COMMA, SPACED_COMMA = re.compile("[,;]"), re.compile(BETWEEN_NUMBERS)
@@ -21,7 +24,7 @@ REVERSED = {">": "<", r"\ge": r"\le"}
 ARGUMENTS = r"(?: ?\( ?[A-Za-z](?: ?, ?[A-Za-z])* ?\))?"
 VARIABLE = rf"\\?[A-Za-z]+(?:_(?:\w|\{{\w+\}}))?'*(?:\^\{{-1\}})?{ARGUMENTS}"
 NAME = re.compile(rf"\\text\{{[A-Za-z ]*\}}|{VARIABLE}|\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
-# What holds no letter that stands for something unknown.
+# Commands and letters that stand for nothing unknown.
 CONSTANT = re.compile(
     r"\\(?!alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle|overline|text)[A-Za-z]+"
     r"|\\text(?![A-Za-z])|(?<![A-Za-z])[ei](?![A-Za-z(])"
@@ -32,7 +35,7 @@ MATRIX = re.compile(r"[(\[]?\\begin\{([pb]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\
 
 @dataclass(frozen=True)
 class Bracketed:
-    r"""`(1, 2]` is ("(", "]", ["1", "2"]); `\langle` counts as `(`."""
+    r"""Parts in brackets: `(1, 2]` is ("(", "]", ("1", "2")); `\langle` counts as `(`."""
 
     opening: str
     closing: str
@@ -44,43 +47,37 @@ class Bracketed:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """The stripped parts between the separators outside all brackets."""
-    ends, depth = [], 0
-    starts = {match.start(): match.end() for match in separator.finditer(text)}
+    """Split the text at the separators outside all brackets; the parts are stripped."""
+    cuts, level = [], 0
+    ends = {match.start(): match.end() for match in separator.finditer(text)}
     for token in TOKEN.finditer(text):
-        if depth <= 0 and token.start() in starts:
-            ends.append((token.start(), starts[token.start()]))
-        depth += (token[0] in OPENING) - (token[0] in CLOSING)
-    edges = [0, *(edge for span in ends for edge in span), len(text)]
+        if level <= 0 and token.start() in ends:
+            cuts.append((token.start(), ends[token.start()]))
+        level += NESTING.get(token[0], 0)
+    edges = [0, *(edge for cut in cuts for edge in cut), len(text)]
     return [text[start:end].strip() for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def depth(text: str) -> int:
-    """How many brackets are open at once, at most."""
-    level = deepest = 0
-    for token in TOKEN.finditer(text):
-        level += (token[0] in OPENING) - (token[0] in CLOSING)
-        deepest = max(deepest, level)
-    return deepest
+def bracket_depth(text: str) -> int:
+    """Return the largest number of brackets that are open at once."""
+    return max(accumulate((NESTING.get(token[0], 0) for token in TOKEN.finditer(text)), initial=0))
 
 
 def read_brackets(text: str) -> Bracketed | None:
-    """The pair of brackets around the whole text; None when there is none."""
+    """Read the pair of brackets around the whole text; None without one."""
     tokens = [token[0] for token in TOKEN.finditer(text)]
-    if len(tokens) < 2 or tokens[0] not in OPENING[:4] or tokens[-1] not in CLOSING[:4]:
+    if len(tokens) < 2 or tokens[0] not in OPENING or tokens[-1] not in CLOSING:
         return None
-    depth = 0
-    for index, token in enumerate(tokens):
-        depth += (token in OPENING) - (token in CLOSING)
-        if depth == 0 and index < len(tokens) - 1:
-            return None
+    levels = accumulate(NESTING.get(token, 0) for token in tokens[:-1])
+    if 0 in levels:  # the first bracket closes before the end
+        return None
     opening, closing = tokens[0].replace(r"\langle", "("), tokens[-1].replace(r"\rangle", ")")
     inner = text[len(tokens[0]) : -len(tokens[-1])]
     return Bracketed(opening, closing, tuple(split(inner, SPACED_COMMA if ", " in inner else COMMA)))
 
 
 def read_list(text: str) -> list[str]:
-    r"""`1, 2 and 3` is three parts; `2 \pm x` is two."""
+    r"""Split a list: `1, 2 and 3` has three parts, `2 \pm x` two."""
     parts = split(text, SEPARATOR)
     return [sign for part in parts for sign in _signs(part)] if all(parts) else [text]
 
@@ -94,7 +91,7 @@ def _signs(part: str) -> Sequence[str]:
 
 
 def read_matrix(text: str) -> list[list[str]] | None:
-    """Rows of cells."""
+    """Return the rows of cells; None without a matrix."""
     match = MATRIX.fullmatch(text)
     if not match:
         return None
@@ -103,7 +100,7 @@ def read_matrix(text: str) -> list[list[str]] | None:
 
 
 def ascending(text: str) -> str:
-    """A chain of inequalities with the smallest side first: `3 > x` is `x < 3`."""
+    """Reverse a descending chain of inequalities: `3 > x` becomes `x < 3`."""
     signs = RELATION.findall(text)
     if not signs or not REVERSED.keys() >= set(signs):
         return text
@@ -114,14 +111,14 @@ def ascending(text: str) -> str:
 
 
 def is_asked_for(side: str) -> bool:
-    r"""Whether `side = 5` says that 5 is the answer: `f(3)`, `x + y`, `\sin\theta`; not `5x`, nor `2 + 3`."""
+    r"""Return True if `side = 5` gives 5 as the answer: `f(3)`, `x + y`, `\sin\theta`; not `5x` or `2 + 3`."""
     letters = CONSTANT.sub(" ", side)
     is_multiple = MULTIPLE.match(side) and not re.search(r".[+-]", side)
     return bool(re.search("[A-Za-z]", letters)) and not is_multiple and not ANOTHER_NUMBER.search(side)
 
 
 def read_assignments(parts: Sequence[str]) -> str | None:
-    """`(5, 3)` of `y = 3` and `x = 5`; None of what is not one value for each of several names."""
+    """Turn `y = 3` and `x = 5` into `(5, 3)`; None unless each of several names has one value."""
     equations = sorted((name or "", values) for name, values in map(read_equation, parts))
     names = {name for name, _ in equations}
     if (
@@ -135,7 +132,7 @@ def read_assignments(parts: Sequence[str]) -> str | None:
 
 
 def read_equation(text: str) -> tuple[str | None, list[str]]:
-    """The name on one side of an equation and the other sides: `x = 2 + 3 = 5` is ("x", ["2 + 3", "5"])."""
+    """Return an equation's name and its other sides: ("x", ["2 + 3", "5"]) for `x = 2 + 3 = 5`."""
     sides = split(text, EQUALS)
     sides = sides[1:] if len(sides) > 1 and not sides[0] else sides  # `= 5`
     if len(sides) < 2 or "" in sides:

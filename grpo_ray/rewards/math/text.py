@@ -1,11 +1,11 @@
-r"""The text of an answer in one spelling: `$\left( \dfrac{1}{2} \right)$`, `½` and `**0.5**.` without dress."""
+r"""The text of an answer in one spelling: `$\left( \dfrac{1}{2} \right)$` and `½` become `\frac{1}{2}`."""
 
 import re
 
 VARIABLES = frozenset("abcxyzABCXYZ")  # a word of these alone is a product
 MAX_WRAPPERS = 8  # `$\boxed{\text{72}}$.` has four
 
-# Words after, before or around a number that make it another one, or doubtful.
+# Words after, before or around a number that change it, or make it doubtful.
 ONES = (
     "zero|one|two|three|four|five|six|seven|eight|nine|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
 )
@@ -34,7 +34,7 @@ SIGNS = {
 FUNCTIONS = "sqrt|pi|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp"
 END = "(?![A-Za-z])"  # of a command's name
 
-# In this order; a replacement may use what an earlier one made.
+# Applied in this order; a replacement may rely on an earlier one.
 SPELLINGS = [
     (r"(?<!\\)\$([^$]+)(?<!\\)\$", r"\1"),
     (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits){END}", ""),
@@ -73,7 +73,7 @@ COMMANDS_AROUND = (r"\boxed{", r"\fbox{", r"\text{")
 
 
 def normalize(text: str) -> str:
-    r"""The text unwrapped and in one spelling of every sign; `\text{...}` inside it stays, for units."""
+    r"""Return the text unwrapped, with one spelling of every sign; `\text{...}` inside it stays, for units."""
     text = SIGN.sub(lambda match: SIGNS[match[0]], unwrap(text))
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
@@ -81,7 +81,7 @@ def normalize(text: str) -> str:
 
 
 def _without_double_braces(text: str) -> str:
-    """`{{x}}` as `{x}`."""
+    """Replace `{{x}}` by `{x}`."""
     if "{{" not in text:
         return text
     opened, closed = [], {}
@@ -96,7 +96,7 @@ def _without_double_braces(text: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    r"""Without dollars, `\( \)`, bold, `\boxed{}`, `\text{}` around the whole, and without a last full stop."""
+    r"""Remove dollars, `\( \)`, bold, `\boxed{}` and `\text{}` around the whole text, and a final full stop."""
     for _ in range(MAX_WRAPPERS):
         before, text = text, text.strip()
         text = text.removesuffix(".") if not text.endswith("..") else text
@@ -114,7 +114,7 @@ def unwrap(text: str) -> str:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    r"""Where the brace closes that was opened just before `start`; `\{` and `\}` are signs, not braces."""
+    r"""Find the brace that closes the one just before `start`; `\{` and `\}` are signs, not braces."""
     depth, is_escaped = 1, False
     for index in range(start, len(text)):
         character = text[index]
@@ -127,5 +127,5 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def plain(text: str) -> str:
-    r"""The text with the contents of each `\text{...}` in its place."""
+    r"""Replace each `\text{...}` by its contents."""
     return re.sub(r" +", " ", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)).strip()

@@ -1,4 +1,4 @@
-r"""Units around a value: `72 km`, `\$5`, `90°`, `50%`, `12 \text{ cm}^2`, `5 million`."""
+r"""Units of a value: `72 km`, `\$5`, `90°`, `50%`, `12 \text{ cm}^2`, `5 million`."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, plain
 
 PERCENT = "%"
 
-# What it is measured in, and how many of that: 1 km is 1000 m. The first spelling names the unit.
+# (base unit, number of base units): spellings of one unit. 1 km is 1000 m.
 SPELLINGS: dict[tuple[str, Fraction | int | str], str] = {
     ("m", "0.001"): "mm millimeter millimetre",
     ("m", "0.01"): "cm centimeter centimetre",
@@ -84,16 +84,16 @@ NO_UNIT = re.compile(r"\b(?:and|to|of|is|if|then|else|where|when|for|but|from|ba
 
 @dataclass(frozen=True)
 class Quantity:
-    """The text of a value, and what it is measured in."""
+    """The text of a value, and its unit."""
 
     value: str
     unit: str = ""  # "" is no unit, `m^2` an area, `m/s` a speed
-    factor: Fraction = Fraction(1)  # how many `unit` one of the written unit is
+    factor: Fraction = Fraction(1)  # number of `unit` in one of the written unit
     multiplier: int = 1  # of `5 million`
 
 
 def read_quantities(answer: str, truth: str) -> tuple[Quantity, Quantity]:
-    """Of normalized texts that are compared: `3m` is 3 meters beside `3 meters`, and a product beside 3."""
+    """Read two normalized texts to compare: `3m` means 3 meters next to `3 meters`, and a product next to 3."""
     given, wanted = read_quantity(answer), read_quantity(truth)
     if given.unit and not wanted.unit:
         wanted = read_quantity(ATTACHED_LETTER.sub(r"\1 \2", truth))
@@ -103,7 +103,7 @@ def read_quantities(answer: str, truth: str) -> tuple[Quantity, Quantity]:
 
 
 def read_quantity(text: str) -> Quantity:
-    """The value and the unit of normalized text."""
+    """Read the value and the unit of normalized text."""
     currency = CURRENCY.fullmatch(text)
     if currency:
         inner = read_quantity(currency["value"].strip())
@@ -123,14 +123,14 @@ def read_quantity(text: str) -> Quantity:
 
 
 def _may_be_attached(unit: str) -> bool:
-    """`72km` and `5m/s`; but `3m`, `3m^2` and `3xyz` are products."""
+    """Return True for the units of `72km` and `5m/s`; `3m`, `3m^2` and `3xyz` are products."""
     word = re.split(r"[ /^]", unit)[0]
     is_product = word.isalpha() and len(word) == 1 and "/" not in unit
     return not is_product and (word in PHRASES or _named(word) is not None)
 
 
 def _quantity(value: str, words: str, text: str) -> Quantity:
-    """`words` as a unit if they are one; otherwise the whole text is the value."""
+    """Read `words` as a unit; if they are none, the whole text is the value."""
     multiplier = 1
     first, _, rest = words.partition(" ")
     power = first.lower().removesuffix("s")
@@ -143,7 +143,7 @@ def _quantity(value: str, words: str, text: str) -> Quantity:
 
 
 def _unit(words: str) -> tuple[str, Fraction] | None:
-    """`m/s` and 5/18 of `km per hour`."""
+    """Return the base unit and its factor: `m/s` and 5/18 for `km per hour`."""
     text = re.sub(r"\bsquared\b", "^2", re.sub(r"\bcubed\b", "^3", words.strip()))
     text = re.sub(r"\b(?:square|sq\.?) (\S+)", r"\1^2", re.sub(r"\b(?:cubic|cu\.?) (\S+)", r"\1^3", text))
     text = re.sub(r" ?(?:\bper\b|/) ?", "/", text)
@@ -170,7 +170,7 @@ def _named(name: str) -> tuple[str, Fraction] | None:
 
 
 def _own(name: str) -> tuple[str, Fraction] | None:
-    """Something that is counted: `apples`."""
+    """Read a noun for things that are counted: `apples`."""
     if NO_UNIT.search(name) or ANOTHER_NUMBER.search(name) or VARIABLES.issuperset(name):
         return None
     if not COUNTED.fullmatch(name):

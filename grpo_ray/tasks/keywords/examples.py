@@ -1,20 +1,20 @@
-"""The keywords task: `Write a sentence with the words: tree, boat, bird` wants a sentence that has them."""
+"""The keywords task: `Write a sentence with the words: tree, boat, bird` requires all three of them."""
 
 import random
 from collections.abc import Sequence
 
 from grpo_ray.config.task import KeywordsTaskConfig
-from grpo_ray.tasks.examples import Example, ExampleSets
+from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 from grpo_ray.tasks.keywords.pairs import not_evaluated, pair_examples, read_pairs
 from grpo_ray.tasks.keywords.sentences import sentence
 from grpo_ray.tasks.keywords.word_list import Keywords, draw_keywords, read_words
 
 
 def keyword_examples(config: KeywordsTaskConfig, seed: int) -> ExampleSets:
-    """Train and validation examples; no two of them want the same words, in whatever order.
+    """Read or draw train and validation examples; no two ask for the same words, in any order.
 
     Raises:
-        ValueError: names the file, and the line where one is wrong, and the fix.
+        ValueError: names the file, the wrong line if there is one, and how to fix it.
     """
     if config.train_path is not None and config.validation_path is not None:
         return pair_examples(config.train_path, config.validation_path, config.num_validation_prompts)
@@ -22,14 +22,25 @@ def keyword_examples(config: KeywordsTaskConfig, seed: int) -> ExampleSets:
     return ExampleSets(examples[: config.num_train_prompts], examples[config.num_train_prompts :])
 
 
+def keyword_validation(config: KeywordsTaskConfig, seed: int, limit: int) -> ExampleSets:
+    """Read or draw only the first `limit` validation examples.
+
+    Raises:
+        ValueError: as `keyword_examples`.
+    """
+    if config.validation_path is not None:
+        return ExampleSets([], [pair.example for pair in read_pairs(config.validation_path, limit)])
+    return ExampleSets([], keyword_examples(config, seed).validation[:limit])
+
+
 def make_example(keywords: Keywords) -> Example:
-    """The prompt for these words, which are its ground truth too, comma-separated."""
+    """Make the prompt for these words, which, separated by commas, are also its ground truth."""
     listed = ", ".join(keywords)
     return Example(f"Write a sentence with the words: {listed}", listed)
 
 
 def task_keywords(config: KeywordsTaskConfig, seed: int) -> list[Keywords]:
-    """Of each generated prompt, train's and then validation's.
+    """Draw the keywords of each generated prompt, first for training and then for validation.
 
     Raises:
         ValueError: the list cannot be read, or has too few words.
@@ -43,12 +54,12 @@ def task_keywords(config: KeywordsTaskConfig, seed: int) -> list[Keywords]:
 HABITS = {"all": 0.35, "one left out": 0.35, "one replaced": 0.3}
 
 
-def warmup_pairs(config: KeywordsTaskConfig, seed: int, num_pairs: int) -> list[tuple[str, str]]:
-    """(question, response) pairs: a dataset's own answers, as many as it has, or generated sentences.
+def warmup_pairs(config: KeywordsTaskConfig, seed: int, num_pairs: int) -> Pairs:
+    """Draw (question, response) pairs from a dataset's own answers, or generate them.
 
-    Of the generated ones a third have all of the words; the others lack one, or have another in its place.
-    What the three have in common, the prompt's format and the grammar, is taught; which of them is right is
-    left for GRPO. No prompt of the task wants the same words.
+    A third of the generated responses have all of the words; the others lack one, or have another one instead.
+    So the warm-up teaches the prompt's format and the grammar, and leaves it to GRPO to learn which response is
+    right. No prompt of the task asks for the same words as a pair.
     """
     rng = random.Random(f"keywords-warmup/{seed}")
     if config.train_path is not None and config.validation_path is not None:
@@ -66,7 +77,7 @@ def warmup_pairs(config: KeywordsTaskConfig, seed: int, num_pairs: int) -> list[
 
 
 def _nouns(rng: random.Random, keywords: Keywords, words: Sequence[str]) -> list[str]:
-    """What a warm-up response is made of, by one of the habits."""
+    """Choose one of the habits, and return the nouns of its response."""
     habit = rng.choices(list(HABITS), weights=list(HABITS.values()))[0]
     nouns, place = list(keywords), rng.randrange(len(keywords))
     if habit == "one left out" and len(nouns) > 1:

@@ -1,4 +1,4 @@
-"""Prompt/answer pairs with their keywords: the files that `grpo-ray data keywords` writes."""
+"""Prompt/answer pairs with their keywords, in files as `grpo-ray data keywords` writes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.tasks.examples import Example, ExampleSets, counted
-from grpo_ray.tasks.files import rows_of, text_of
+from grpo_ray.tasks.files import read_rows, text_of
 from grpo_ray.tasks.keywords.word_list import WORD, Keywords
 
 FIELDS = ("prompt", "answer", "keywords")
@@ -15,7 +15,7 @@ FIELDS = ("prompt", "answer", "keywords")
 
 @dataclass(frozen=True)
 class KeywordPair:
-    """A line: `{"prompt": "...", "answer": "...", "keywords": ["tree", "boat"]}`."""
+    """One line of a file: `{"prompt": "...", "answer": "...", "keywords": ["tree", "boat"]}`."""
 
     prompt: str
     answer: str
@@ -31,12 +31,12 @@ class KeywordPair:
 
 
 def read_pairs(path: str | Path, limit: int | None = None) -> list[KeywordPair]:
-    """The pairs of a JSONL or Parquet file in its order, at most `limit`; other fields are left alone.
+    """Read the first `limit` pairs of a JSONL or Parquet file; other fields are ignored.
 
     Raises:
-        ValueError: the file cannot be read, holds no pairs, or one that is not right.
+        ValueError: the file cannot be read, holds no pairs, or holds one that is not valid.
     """
-    pairs = [_pair(place, row) for place, row in islice(rows_of(Path(path), FIELDS), limit)]
+    pairs = [_pair(place, row) for place, row in islice(read_rows(Path(path), FIELDS), limit)]
     if not pairs:
         raise ValueError(f"{path}: holds no pairs; make some with `grpo-ray data keywords`")
     return pairs
@@ -52,13 +52,13 @@ def _pair(place: str, row: Mapping[str, Any]) -> KeywordPair:
     is_list = isinstance(keywords, list) and all(isinstance(word, str) for word in keywords)
     if not is_list or not keywords or not all(map(WORD.fullmatch, keywords)):
         raise ValueError(
-            f"{place}: 'keywords' is {repr(keywords)[:80]}; it must be a list of words, one at least"
+            f"{place}: 'keywords' is {repr(keywords)[:80]}; it must be a list of at least one word"
         )
     return KeywordPair(prompt, answer, tuple(keywords), place)
 
 
 def pair_examples(train_path: str, validation_path: str, num_validation: int) -> ExampleSets:
-    """All of train's and validation's first `num_validation`, whose keywords are kept out of training.
+    """Read all train pairs and the first `num_validation` validation pairs; their keywords are not trained on.
 
     Raises:
         ValueError: as `read_pairs`, or nothing is left to train on.
@@ -67,8 +67,8 @@ def pair_examples(train_path: str, validation_path: str, num_validation: int) ->
     kept = not_evaluated(train, validation)
     if not kept:
         raise ValueError(
-            f"{train_path}: {validation_path} wants the keywords of every prompt too, so none is left to train "
-            "on; give other training or validation prompts"
+            f"{train_path}: {validation_path} asks for the keywords of every prompt too, so none is left to "
+            "train on; give other training or validation prompts"
         )
     notices: tuple[str, ...] = ()
     if len(kept) < len(train):
@@ -78,11 +78,11 @@ def pair_examples(train_path: str, validation_path: str, num_validation: int) ->
 
 
 def not_evaluated(train: Sequence[KeywordPair], validation: Sequence[KeywordPair]) -> list[KeywordPair]:
-    """The pairs of `train` whose keywords none of `validation` wants."""
-    evaluated = {_wanted(pair) for pair in validation}
-    return [pair for pair in train if _wanted(pair) not in evaluated]
+    """Return the train pairs whose keywords no validation pair asks for."""
+    evaluated = {_word_set(pair) for pair in validation}
+    return [pair for pair in train if _word_set(pair) not in evaluated]
 
 
-def _wanted(pair: KeywordPair) -> frozenset[str]:
-    """The same for pairs that want the same words."""
+def _word_set(pair: KeywordPair) -> frozenset[str]:
+    """Return a value that is equal for pairs that ask for the same words."""
     return frozenset(word.casefold() for word in pair.keywords)

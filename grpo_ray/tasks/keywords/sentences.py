@@ -10,9 +10,9 @@ QUALITIES = ("quiet", "new", "alone", "missing", "ready", "gone")
 
 
 def sentence(rng: random.Random, nouns: Sequence[str]) -> str:
-    """All of the nouns in their order: subject, object, then places; a noun alone is said to be something.
+    """Write a sentence with the nouns in order: subject, object, then places; or `The tree was new.`
 
-    Whatever the words are, they are treated as nouns.
+    All words are treated as nouns.
     """
     subject, *others = (f"{rng.choice(DETERMINERS)} {noun}" for noun in nouns)
     if not others:

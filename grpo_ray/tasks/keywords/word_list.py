@@ -1,4 +1,4 @@
-"""The words that keyword prompts are made of: a list, and sets drawn from it."""
+"""The list of words for keyword prompts, and sets of keywords drawn from it."""
 
 import math
 import random
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-BUILT_IN = Path(__file__).parent / "keywords.txt"  # nouns, so that sentences.py makes sense of them
+BUILT_IN = Path(__file__).parent / "keywords.txt"  # nouns, which sentences.py requires
 WORD = re.compile(r"[^\W_]+(['’-][^\W_]+)*")  # `o'clock`, `ice-cream`; a comma would separate two
 
-Keywords = tuple[str, ...]  # in the order in which they are asked for
+Keywords = tuple[str, ...]  # in the order of the prompt
 
 
 def read_words(path: str | Path | None) -> list[str]:
-    """The list's words in file order, one a line, each once whatever its case; None is the built-in list.
+    """Read a list with one word per line, without duplicates in another case; None reads the built-in list.
 
     Raises:
         ValueError: the file cannot be read, or a line is not a word.
@@ -25,13 +25,13 @@ def read_words(path: str | Path | None) -> list[str]:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the list as UTF-8 text") from None
     except OSError as error:
         raise ValueError(
-            f"{path}: cannot be read ({error.strerror}); give a text file with a keyword a line"
+            f"{path}: cannot be read ({error.strerror}); give a text file with one keyword per line"
         ) from None
     words: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         if word := line.strip():
             if WORD.fullmatch(word) is None:
-                raise ValueError(f"{path}, line {number}: {word[:80]!r} is not a word; write one word a line")
+                raise ValueError(f"{path}, line {number}: {word[:80]!r} is not a word; write one word per line")
             words.setdefault(word.casefold(), word)
     return list(words.values())
 
@@ -43,9 +43,9 @@ def draw_keywords(
     count: int,
     taken: Iterable[Keywords] = (),
 ) -> list[Keywords]:
-    """`count` keywords of a prompt each, from the list at `path`: distinct as sets, and none of `taken`.
+    """Draw the keywords of `count` prompts from the list at `path`: distinct as sets, and none of `taken`.
 
-    Every number of words from the first of `num_keywords` to the second is as likely as the others.
+    All sizes from the first of `num_keywords` to the second are equally likely.
 
     Raises:
         ValueError: the list cannot be read, or has too few words.
@@ -57,8 +57,8 @@ def draw_keywords(
     if len(words) < most or num_sets < len(seen) + count:
         raise ValueError(
             f"{path or BUILT_IN.name}: its {len(words):,} words make {num_sets:,} sets of {fewest} to {most}, "
-            f"but {len(seen) + count:,} are needed, one a prompt; give a longer list, ask for more words a "
-            "prompt, or for fewer prompts"
+            f"but {len(seen) + count:,} are needed, one per prompt; give a longer list, or ask for more words "
+            "per prompt or fewer prompts"
         )
     drawn: list[Keywords] = []
     while len(drawn) < count:

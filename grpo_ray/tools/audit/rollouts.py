@@ -10,8 +10,9 @@ import numpy as np
 
 from grpo_ray.actors.scorer import UNGRADED, advantages_of
 from grpo_ray.config import Config
+from grpo_ray.rewards.base import Scores
 from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation.pool import Scores, ScoringError
+from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
 
 Row = dict[str, Any]

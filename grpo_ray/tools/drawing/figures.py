@@ -1,4 +1,4 @@
-"""What the pictures of a comparison share: colours, lines, spreads, and a legend beside the axes."""
+"""The common style of all figures: colours, lines, bands, legends and axes."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -9,18 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from grpo_ray.tools.drawing.plots import GRID, INK
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow (unreadable on white).
+INK, GRID = "#333333", "#e3e3e3"
+# Okabe and Ito's palette, which colour-blind readers can distinguish, without its yellow (unreadable on white).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":")
 MARKERS = "osD^vP*X<>hd"
 STYLES = [(color, dash) for dash, color in product(DASHES, COLORS)]
 
-Points = Sequence[tuple[float, Sequence[float]]]  # x, and the values of all runs there
+Points = Sequence[tuple[float, Sequence[float]]]  # x, and the values of all runs at x
 
 
 def new_figure(width: float, height: float) -> Figure:
+    """Make a figure of `width` x `height` hundred pixels."""
     # Drawn without pyplot, which keeps every figure alive and picks a backend for the whole process.
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
@@ -28,7 +28,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_spread(axis: Axes, index: int, label: str, points: Points, has_markers: bool = False) -> None:
-    """The mean over runs as a line, and from their least to their greatest as a band."""
+    """Draw the mean over runs as a line, and their range as a band."""
     if not points:
         return
     color, dash = STYLES[index % len(STYLES)]
@@ -44,6 +44,7 @@ def draw_spread(axis: Axes, index: int, label: str, points: Points, has_markers:
 
 
 def legend_beside(figure: Figure, axis: Axes, title: str) -> None:
+    """Put the axis's legend to the right of the axes."""
     handles, labels = axis.get_legend_handles_labels()
     if handles:
         figure.legend(
@@ -53,6 +54,7 @@ def legend_beside(figure: Figure, axis: Axes, title: str) -> None:
 
 
 def tidy(axis: Axes, x_label: str, y_label: str) -> None:
+    """Label the axes, and reduce frame and grid to what helps reading."""
     axis.set_xlabel(x_label, fontsize=12, color=INK)
     axis.set_ylabel(y_label, fontsize=12, color=INK)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
@@ -63,4 +65,5 @@ def tidy(axis: Axes, x_label: str, y_label: str) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
+    """Write the figure as PNG."""
     figure.savefig(path)

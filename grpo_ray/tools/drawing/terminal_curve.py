@@ -1,4 +1,4 @@
-"""A curve in text, for terminals."""
+"""A curve drawn with characters, for terminals."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"  # eighths of a character's height
 def terminal_curve(
     points: Sequence[tuple[int, float]], title: str = "", width: int = 60, height: int = 10
 ) -> str:
-    """(step, value) points as a filled curve `height` lines high; a label is its line's upper edge.
+    """Draw (step, value) points as a filled curve of `height` lines; a label belongs to its line's upper edge.
 
     1.00 ┤         ▁▅██
          │      ▃▆█████
@@ -45,13 +45,13 @@ def terminal_curve(
 
 
 def _step_labels(first: int, last: int, width: int) -> str:
-    """The first and last step under the ends of the axis."""
+    """Write the first and the last step below the ends of the axis."""
     gap = " " * max(1, width - len(f"{first}{last}"))
     return f"{first}{gap}{last}" if first != last else f"{first}"
 
 
 def _columns(points: Sequence[tuple[int, float]], width: int) -> np.ndarray:
-    """One value a column: the mean of the points in it, or between points a straight line. `[width]`"""
+    """Return one value per column: the mean of its points, or the line between its neighbours. `[width]`"""
     steps, values = (np.array(axis, dtype=float) for axis in zip(*points, strict=True))
     edges = np.linspace(steps[0], steps[-1], width + 1)
     column = np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, width - 1)
@@ -62,7 +62,7 @@ def _columns(points: Sequence[tuple[int, float]], width: int) -> np.ndarray:
 
 
 def _value_range(values: Sequence[float]) -> tuple[float, float]:
-    """0 to 1 when that holds everything, as rewards do; else the values' own range."""
+    """Return 0 to 1 if all values lie within, as rewards usually do; otherwise the values' own range."""
     low, high = min(values), max(values)
     if low >= 0 and high <= 1:
         return 0.0, 1.0

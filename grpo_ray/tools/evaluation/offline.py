@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_ray.rewards.base import RewardFn, verdict
-from grpo_ray.rewards.isolation.worker import describe
+from grpo_ray.rewards.isolation.worker import describe_error
 from grpo_ray.rewards.user_function import as_reward_fn
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, summarise
 from grpo_ray.tools.evaluation.evaluation_folder import write_results
@@ -100,6 +100,6 @@ def _graded(item: PromptItem, sample: int, response: Any, reward_fn: RewardFn) -
         rewards, error = reward_fn(response.text, item.ground_truth), ""
     except Exception as failure:  # a user's function may raise anything
         rewards = verdict(has_format=False, is_right=False)
-        error = describe(failure)
+        error = describe_error(failure)
     num_tokens, reason = len(response.token_ids), response.finish_reason
     return make_row(item, sample, response.text, num_tokens, reason, rewards, error)

@@ -9,7 +9,7 @@ from grpo_ray.config.schema import sections_of
 from grpo_ray.config.section import Section
 from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.errors import RunError
-from grpo_ray.tasks.files import rows_of
+from grpo_ray.tasks.files import read_rows
 from grpo_ray.tasks.keywords.pairs import FIELDS as PAIR_FIELDS
 from grpo_ray.tools.evaluation.arguments import TaskChoice
 
@@ -142,7 +142,7 @@ def _one_set(path: str, split: str = "test") -> dict[str, Any]:
 
 def _recognised(path: Path) -> dict[str, Any]:
     """Return the task of a file, recognised by its first row: GSM8K, MATH, keyword pairs or similar."""
-    _, row = next(rows_of(path, ("every column",)), ("", {}))
+    _, row = next(read_rows(path, ("every column",)), ("", {}))
     question, answer, solution = row.get("question"), str(row.get("answer")), str(row.get("solution"))
     if question is not None and "####" in answer:
         return {"kind": "gsm8k", "subset": None, **_one_set(str(path))}

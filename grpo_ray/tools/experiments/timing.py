@@ -6,8 +6,7 @@ from statistics import fmean
 
 from matplotlib.axes import Axes
 
-from grpo_ray.tools.drawing.figures import COLORS, new_figure, save, tidy
-from grpo_ray.tools.drawing.plots import GRID
+from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, save, tidy
 from grpo_ray.tools.experiments.outcome import Outcome
 from grpo_ray.tools.experiments.table import VariantResult
 

@@ -1,4 +1,4 @@
-"""What a run says when it has ended: the curve, a few rollouts, and where to look next."""
+"""The end of a run's output: the reward curve, a few rollouts, and the next commands."""
 
 import sys
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from pathlib import Path
 from grpo_ray.telemetry.readable_rollouts import readable_rollouts
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
-from grpo_ray.tools.drawing.plots import plot_reward_curve
+from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 
 
 def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
-    """From the run's files alone, so that a resumed run shows its whole course."""
+    """Print the ending from the run's files alone, so that a resumed run shows its whole history."""
     curve = run.path / "reward_curve.png"
     try:
         plot_reward_curve(run.metrics_path, run.evaluations_summary_path, curve)
-    except OSError as error:  # a full disk: the run itself is saved
+    except OSError as error:  # such as a full disk; the run itself is saved
         print_line(f"\n{curve} could not be drawn: {error}")
     rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
@@ -45,7 +45,7 @@ def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> Non
     train = f"{command} train {run.config_path} run.name=another"
     print_line("Next:")
     print_line(f"  {command} report {run.path}    # its web page")
-    print_line(f"  {command} resume {run.path} algorithm.num_steps={2 * num_steps}    # train on")
+    print_line(f"  {command} resume {run.path} algorithm.num_steps={2 * num_steps}    # train longer")
     print_line(f"  {train} weight_sync.max_lag=0         # synchronous")
     print_line(f"  {train} generator.num_generators=2    # two Generators")
     print_line(f"  {train} run.seed=1 learner.learning_rate=1e-4")

@@ -1,4 +1,4 @@
-"""How much likelier a checkpoint's policy finds each token than the policy that sampled it."""
+"""Log-ratios of tokens: how much likelier they are under a checkpoint's policy than when they were sampled."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +16,16 @@ from grpo_ray.policy.microbatch import TrainSequence
 def log_ratios(
     config: Config, model_path: Path, rows: Sequence[dict[str, Any]], max_tokens: int
 ) -> list[np.ndarray]:
-    """`log pi_checkpoint - log pi_behaviour`, nats, of each row's first response tokens: `[response_tokens]`.
+    """Return `log pi_checkpoint - log pi_behaviour`, in nats, of each row's first tokens: `[response_tokens]`.
 
-    Both at the sampling temperature, as everything the Learner compares. Of what was sampled by the
-    checkpoint itself, it is the numerical difference of the engines.
+    Both are at the sampling temperature, like all that the Learner compares. For tokens that the checkpoint
+    itself sampled, the ratio is the numerical difference between the engines.
 
     Args:
-        config: the run's.
+        config: the run's configuration.
         model_path: the checkpoint, in Hugging Face format.
         rows: rollouts, with `prompt_token_ids`, `token_ids` and `logprobs`.
-        max_tokens: response tokens that are looked at; the others do not change what is before them.
+        max_tokens: number of response tokens to compute; later tokens do not influence them.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.

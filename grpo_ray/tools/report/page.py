@@ -1,4 +1,4 @@
-"""The web page of runs: one HTML file with everything in it, that asks no network for anything."""
+"""The web page of runs: one self-contained HTML file that loads nothing from a network."""
 
 import base64
 import hashlib
@@ -16,15 +16,15 @@ from grpo_ray.tools.report.panels import PANELS
 WEB = resources.files("grpo_ray.tools.report") / "web"
 SCRIPTS = ("elements.js", "chart.js", "stages.js", "rollouts.js", "page.js")
 MOST_NAMES = 4  # in the page's title
-# In JSON these can stand in strings only. Without them no text of a run can end the script element it is in.
+# In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it.
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The page of what `run_data` found.
+    """Make the page of the given `run_data`.
 
-    Nothing that a run's texts hold is ever parsed as HTML: they come as JSON, become text nodes, and the
-    page's policy allows no script but its own.
+    A run's texts are never parsed as HTML: they are embedded as JSON and become text nodes, and the page's
+    Content-Security-Policy allows no script but its own.
     """
     names = [run["name"] for run in runs]
     script = "\n".join(_source(name) for name in SCRIPTS)
@@ -36,12 +36,12 @@ def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
         "data": embedded_json({"runs": runs, "panels": _panels(), "metrics": METRICS}),
         "script": script,
     }
-    # In one pass: a run's text that looks like one of the names stays as it is.
+    # In one pass, so that a run's text that looks like one of the names is left alone.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _source("page.html"))
 
 
 def embedded_json(value: Any) -> str:
-    """JSON that can stand in a script element, whatever its strings hold."""
+    """Encode as JSON that is safe in a script element, with any text in its strings."""
     text = json.dumps(to_json(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029]", lambda match: ESCAPED[match[0]], text)
 
@@ -58,5 +58,5 @@ def _source(name: str) -> str:
 
 
 def _hash(source: str) -> str:
-    """As a Content-Security-Policy names an inline element's text."""
+    """Return the hash by which a Content-Security-Policy allows an inline element."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

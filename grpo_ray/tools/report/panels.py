@@ -1,35 +1,35 @@
-"""The charts of the run's web page: which metrics stand together, and in which unit."""
+"""The charts of the web page: which metrics share one, and their unit."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart over steps; `series` are (metric, label), drawn as they are in `metrics.jsonl`."""
+    """One chart over steps; `series` are (metric, label) pairs, drawn as in `metrics.jsonl`."""
 
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
-    is_share: bool = False  # drawn from 0 to 1, unless a value lies outside
-    bands: bool = False  # of the series that have standard errors
+    is_share: bool = False  # drawn from 0 to 1, unless a value is outside
+    bands: bool = False  # drawn for the series that have standard errors
 
 
 REWARD, VALIDATION = "reward/mean", "eval/reward"  # the series with standard errors
 
 PANELS: dict[str, tuple[Panel, ...]] = {
     "Reward": (
-        Panel("Reward while training", "mean of a step's responses", ((REWARD, "training"),), True, True),
+        Panel("Training reward", "mean over a step's responses", ((REWARD, "training"),), True, True),
         Panel("Validation reward", "mean", ((VALIDATION, "validation"),), True, True),
         Panel("Format and answer", "share", (("reward/format", "format"), ("reward/answer", "answer")), True),
     ),
     "Lag and staleness": (
         Panel("Age of trained tokens", "versions", (("lag/mean", "mean"), ("lag/max", "max"))),
-        Panel("Groups that wait, and that were too old", "groups",
-              (("buffer/groups", "waiting"), ("lag/rejected", "too old"))),
+        Panel("Groups waiting and refused", "groups",
+              (("buffer/groups", "waiting in the buffer"), ("lag/rejected", "refused as too old"))),
     ),
     "KL and entropy": (
-        Panel("Entropy", "nats a token", (("policy/entropy", "entropy"),)),
-        Panel("KL divergence", "nats a token",
+        Panel("Entropy", "nats per token", (("policy/entropy", "entropy"),)),
+        Panel("KL divergence", "nats per token",
               (("mismatch/kl", "sampler to Learner"), ("loss/kl_ref_k3", "policy to reference"))),
         Panel("Clipped tokens", "share", (("loss/clip_frac", "clipped"),)),
     ),
@@ -52,5 +52,5 @@ PANELS: dict[str, tuple[Panel, ...]] = {
 
 
 def charted() -> set[str]:
-    """Every metric that some chart shows."""
+    """Return all metrics that a chart shows."""
     return {metric for panels in PANELS.values() for panel in panels for metric, _ in panel.series}

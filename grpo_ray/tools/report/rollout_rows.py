@@ -1,4 +1,4 @@
-"""Sampled rollouts as the web page shows them: texts and tokens of bounded length, with logprobs and ratios."""
+"""Sampled rollouts as the web page shows them: shortened texts and tokens, with logprobs and log-ratios."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from grpo_ray.tools.report.token_texts import TokenTexts
 
 MAX_TOKENS = 400  # of a response
 
-SMALL_WEIGHTS_BYTES = 500_000_000  # log-ratios of such a model take seconds, and come unasked
+SMALL_WEIGHTS_BYTES = 500_000_000  # up to this size log-ratios take seconds, and are computed by default
 NO_RATIOS = "none"
 PLAIN = (
     "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
@@ -27,23 +27,23 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class ShownRollouts:
-    """The rows for the page, and what to tell beside them."""
+    """The rows for the page, and notices about them."""
 
     rows: list[Row]
-    checkpoint: str | None  # whose log-ratios the tokens have
+    checkpoint: str | None  # the one that the log-ratios compare with
     notices: list[str]
 
 
 def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | None) -> ShownRollouts:
-    """The sample with the tokens' texts, and log-ratios to a checkpoint's policy.
+    """Add the tokens' texts to the sample, and their log-ratios to a checkpoint's policy.
 
     Args:
-        log_ratio: `last`, `best` or a checkpoint's name; `none`; or None: the last, if its weights are small
-            and nothing is in the way.
+        log_ratio: `last`, `best`, a checkpoint's name, or `none`; None: the last one, if its weights are small
+            and it can be loaded.
 
     Raises:
         RunError: there is no such checkpoint.
-        ValueError: it, or the run's configuration, cannot be loaded.
+        ValueError: the checkpoint or the run's configuration cannot be loaded.
     """
     if not sample.rows:
         return ShownRollouts([], None, [])
@@ -65,16 +65,16 @@ def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | Non
 
 
 def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
-    """The one whose log-ratios are wanted."""
+    """Return the folder of the checkpoint to compare with."""
     folder = CheckpointStore(run).choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).model_path
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if log_ratio is None and num_bytes > SMALL_WEIGHTS_BYTES:
-        raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; ask with --log-ratio last")
+        raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; request them with --log-ratio last")
     return folder
 
 
 def _token_texts(run: RunDirectory, notices: list[str]) -> TokenTexts | None:
-    """By the newest checkpoint's tokenizer, or the model's that the run began with."""
+    """Load the newest checkpoint's tokenizer, or that of the model which the run started from."""
     model = read_config(run.config_path).get("model") or {}
     folders = [str(checkpoint.model_path) for checkpoint in reversed(CheckpointStore(run).all())]
     if model.get("path") and is_local(model["path"]):
@@ -84,7 +84,7 @@ def _token_texts(run: RunDirectory, notices: list[str]) -> TokenTexts | None:
             return TokenTexts(load_tokenizer(folder, bool(model.get("trust_remote_code"))))
         except ValueError as error:
             notices.append(f"{error}")
-    notices.append("responses are not cut into tokens: the run has no tokenizer that can be loaded")
+    notices.append("responses are not split into tokens: no tokenizer of the run can be loaded")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Rollouts for the web page: a seeded sample of a run's Parquet files, read one file after another."""
+"""Rollouts for the web page: a seeded sample of a run's Parquet files, read one file at a time."""
 
 import math
 import random
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from grpo_ray.telemetry.rollout_log import FRESH
 from grpo_ray.telemetry.run_files import RunDirectory
 
-FEW = 4  # rollouts that a step in the sample has, where the limit allows so many
+FEW = 4  # rollouts per sampled step, if the limit allows it
 ROWS_AT_A_TIME = 256
 COLUMNS = (
     "group_id", "sample", "task", "prompt", "response", "ground_truth", "reward", "format_reward",
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepFile:
-    """One step's rollouts, as its small columns tell."""
+    """The file of one step's rollouts, and facts from its small columns."""
 
     step: int
     path: Path
@@ -37,7 +37,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class RolloutSample:
-    """Rows of the files' columns, with their `step`, in the order of steps and of the files."""
+    """Sampled rows with their `step`, in the order of the steps and within them of the files."""
 
     rows: list[Row]
     num_rollouts: int  # in the run
@@ -47,30 +47,31 @@ class RolloutSample:
 
 
 def step_files(run: RunDirectory) -> list[StepFile]:
-    """Every step's file, in order.
+    """Inspect every step's file, in order.
 
     Raises:
         ValueError: a file is damaged.
     """
-    return [_look_at(path) for path in sorted(run.rollouts.glob("step-[0-9]*.parquet"))]
+    return [_step_file(path) for path in sorted(run.rollouts.glob("step-[0-9]*.parquet"))]
 
 
-def _look_at(path: Path) -> StepFile:
+def _step_file(path: Path) -> StepFile:
     file = _open(path)
-    names = [name for name in ("group_id", "reward", "use") if name in file.schema_arrow.names]
-    table = file.read(names)
-    if "use" in names:  # what is replayed was rewarded in an earlier step
-        table = table.filter(pc.less_equal(table["use"], FRESH))
+    table = file.read(["group_id", "reward", "use"])
+    table = table.filter(pc.less_equal(table["use"], FRESH))  # replayed groups counted in an earlier step
     means = table.group_by("group_id").aggregate([("reward", "mean")])["reward_mean"].to_numpy()
     step = int(path.stem.removeprefix("step-"))
     return StepFile(step, path, file.metadata.num_rows, standard_error_of(means))
 
 
 def standard_error_of(group_means: np.ndarray) -> float | None:
-    """Of the mean of the groups' mean rewards `[groups]`: `std / sqrt(groups)`, groups as clusters.
+    """Return the standard error of a step's mean reward, with groups as clusters: `std / sqrt(groups)`.
 
-    A group's responses share their prompt, so they are no independent draws (Miller, "Adding Error Bars to
+    A group's responses share their prompt, so they are not independent draws (Miller, "Adding Error Bars to
     Evals", 2024, arXiv:2411.00640, section 2.2). None for a single group.
+
+    Args:
+        group_means: each group's mean reward, `[groups]`.
     """
     if len(group_means) < 2:
         return None
@@ -78,9 +79,9 @@ def standard_error_of(group_means: np.ndarray) -> float | None:
 
 
 def sample_rollouts(files: Sequence[StepFile], limit: int, seed: int) -> RolloutSample:
-    """At most `limit` rollouts: as many of each of evenly spaced steps, drawn by the seed and the step.
+    """Draw at most `limit` rollouts, equally many from each of several evenly spaced steps.
 
-    No more than one file is open at a time, and of it only the rows that were drawn are kept.
+    Seed and step decide which. One file at a time is open, and only its drawn rows are kept in memory.
 
     Raises:
         ValueError: a file is damaged.
@@ -90,7 +91,7 @@ def sample_rollouts(files: Sequence[StepFile], limit: int, seed: int) -> Rollout
     chosen = evenly_spaced(files, max(1, limit // few))
     rows: list[Row] = []
     for place, file in enumerate(chosen):
-        share = -(-(limit - len(rows)) // (len(chosen) - place))  # steps with few leave room to others
+        share = -(-(limit - len(rows)) // (len(chosen) - place))  # small steps leave room for others
         dealer = random.Random(f"{seed}/rollouts/{file.step}")
         drawn = sorted(dealer.sample(range(file.num_rollouts), min(share, file.num_rollouts)))
         rows += [{"step": file.step, **row} for row in _read_rows(file.path, np.array(drawn, dtype=int))]
@@ -98,7 +99,7 @@ def sample_rollouts(files: Sequence[StepFile], limit: int, seed: int) -> Rollout
 
 
 def evenly_spaced(items: Sequence[StepFile], number: int) -> list[StepFile]:
-    """At most `number` of them, the last and (of several) the first included."""
+    """Choose at most `number` items, including the last and, if there are several, the first."""
     if len(items) <= number:
         return list(items)
     places = np.linspace(len(items) - 1, 0, number).round().astype(int)[::-1]
@@ -106,11 +107,9 @@ def evenly_spaced(items: Sequence[StepFile], number: int) -> list[StepFile]:
 
 
 def _read_rows(path: Path, places: np.ndarray) -> Iterator[Row]:
-    """The rows at the places, which are sorted."""
-    file = _open(path)
-    columns = [name for name in COLUMNS if name in file.schema_arrow.names]
+    """Yield the rows at the sorted places."""
     start = 0
-    for batch in file.iter_batches(ROWS_AT_A_TIME, columns=columns):
+    for batch in _open(path).iter_batches(ROWS_AT_A_TIME, columns=COLUMNS):
         wanted = places[(places >= start) & (places < start + batch.num_rows)] - start
         yield from batch.take(pa.array(wanted)).to_pylist()
         start += batch.num_rows
@@ -120,4 +119,4 @@ def _open(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file ({error}); remove it, and its step is left out") from None
+        raise ValueError(f"{path}: not a Parquet file ({error}); remove it to leave its step out") from None

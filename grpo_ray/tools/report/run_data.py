@@ -1,4 +1,4 @@
-"""What the web page knows of one run, as plain values for JSON."""
+"""The data of one run for the web page, as plain values for JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much of one run goes into the page."""
+    """Limits on how much of one run goes into the page."""
 
     max_points: int
     max_rollouts: int
@@ -27,10 +27,10 @@ class Bounds:
 
 
 def run_data(run: RunDirectory, name: str, bounds: Bounds, log_ratio: str | None) -> dict[str, Any]:
-    """The run's figures, sampled rollouts and configuration.
+    """Collect the run's metrics, sampled rollouts and configuration.
 
     Args:
-        log_ratio: as in `show_rollouts`.
+        log_ratio: as for `show_rollouts`.
 
     Raises:
         RunError, ValueError: a file of the run is damaged, or there is no such checkpoint.
@@ -41,7 +41,7 @@ def run_data(run: RunDirectory, name: str, bounds: Bounds, log_ratio: str | None
     ]
     files = step_files(run)
     training = make_series(metrics, {REWARD: _errors(files)}, bounds.max_points)
-    if evaluations:  # they have it too, with its error and from step 0 on
+    if evaluations:  # they start at step 0, and have standard errors
         training.columns.pop(VALIDATION, None)
     validation = make_series(
         [{"step": row["step"], VALIDATION: row[VALIDATION]} for row in evaluations],
@@ -75,7 +75,7 @@ def _errors(files: Sequence[StepFile]) -> dict[int, float]:
 
 
 def _facts(run: RunDirectory, metrics: Rows, evaluations: Rows, num_rollouts: int) -> dict[str, str]:
-    """The run at a glance: label and text."""
+    """Summarize the run as labels and texts."""
     facts = {"steps": f"{metrics[-1]['step']:,}" if metrics else "none yet"}
     validated = [(row["step"], row["reward"]) for row in evaluations if row.get("reward") is not None]
     if validated:
@@ -85,10 +85,9 @@ def _facts(run: RunDirectory, metrics: Rows, evaluations: Rows, num_rollouts: in
     if rewards := _known(metrics, REWARD):
         facts["training reward"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
     facts["rollouts"] = f"{num_rollouts:,}" if num_rollouts else "not saved"
-    if seconds := _known(metrics, "timing/step_s"):
-        facts["time in steps"] = _duration(sum(seconds))
-        sampled = _known(metrics, "throughput/trained_tokens_per_s")
-        facts["trained"] = f"{sum(sampled) / max(1, len(sampled)):,.0f} tokens/s"
+    if seconds := sum(_known(metrics, "timing/step_s")):
+        facts["time in steps"] = _duration(seconds)
+        facts["trained"] = f"{sum(_known(metrics, 'throughput/trained_tokens')) / seconds:,.0f} tokens/s"
     if lags := _known(metrics, "lag/max"):
         facts["largest lag"] = f"{max(lags):g}"
     if events := read_metrics(run.events_path) if run.events_path.exists() else []:
@@ -97,7 +96,7 @@ def _facts(run: RunDirectory, metrics: Rows, evaluations: Rows, num_rollouts: in
 
 
 def _text(value: Any) -> str:
-    """As it would stand in YAML."""
+    """Write a value as YAML would."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

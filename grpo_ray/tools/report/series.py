@@ -1,4 +1,4 @@
-"""A run's metrics for the web page: a bounded number of points, with the standard errors that are known."""
+"""A run's metrics for the web page: a bounded number of points, with the known standard errors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 Row = Mapping[str, Any]
-DIGITS = 5  # significant: no chart shows more
+DIGITS = 5  # significant digits; no chart shows more
 
 
 @dataclass(frozen=True)
 class Series:
-    """Columns over steps; of a run with too many, a point is a bin of `bin_size` steps."""
+    """Columns over steps; if a run has too many steps, each point is a bin of `bin_size` steps."""
 
     steps: list[float]
     columns: dict[str, list[float | None]]
@@ -24,10 +24,10 @@ class Series:
 def make_series(
     rows: Sequence[Row], standard_errors: Mapping[str, Mapping[int, float]], max_points: int
 ) -> Series:
-    """The rows' metrics, a point a step or a bin of consecutive steps.
+    """Make one point per step, or per bin of consecutive steps.
 
-    A bin's value is the mean of its steps' (of a name that ends in `max` the largest, so that no peak is
-    lost), at the middle of its steps. Its standard error is that of a mean of independent steps,
+    A bin's value is the mean over its steps, placed at their middle; for names that end in `/max` it is the
+    maximum, so that no peak is lost. Its standard error is that of a mean of independent steps,
     `sqrt(sum(se^2)) / n`.
 
     Args:
@@ -50,7 +50,7 @@ def make_series(
 
 
 def rounded(value: float) -> float:
-    """To as many digits as the page needs."""
+    """Round to the digits that the page needs."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -66,6 +66,6 @@ def _value(name: str, rows: Sequence[Row]) -> float | None:
 
 
 def _standard_error(errors: Mapping[int, float], rows: Sequence[Row]) -> float | None:
-    """None unless it is known of every step of the bin."""
+    """Return the bin's standard error; None unless all of its steps have one."""
     known = [errors[row["step"]] for row in rows if row["step"] in errors]
     return rounded(math.hypot(*known) / len(known)) if len(known) == len(rows) else None

@@ -1,4 +1,4 @@
-"""The text of each token, for the web page; by the tokenizer, with a few tokens more where one is not text."""
+"""The text of each token for the web page; characters that span several tokens are decoded together."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,27 +6,27 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens that one character may be spread over
+LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens that one character may span
 NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
-SPACE = "▁"  # how SentencePiece writes the space that a token begins with, and decode() drops
+SPACE = "▁"  # SentencePiece's mark for a token's leading space, which decode() drops
 
 
 class TokenTexts:
-    """`of` a response's token ids; one text a token."""
+    """The texts of tokens, by one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
         self._of_one = lru_cache(maxsize=100_000)(self._decode_one)
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """A character that is spread over several tokens stands with its first; the others are empty."""
+        """Return one text per token; of the tokens that one character spans, all but the first are empty."""
         texts: list[str] = []
         while len(texts) < len(token_ids):
             texts += self._next_character(token_ids[len(texts) :][:LONGEST_CHARACTER])
         return texts
 
     def _next_character(self, token_ids: Sequence[int]) -> list[str]:
-        """The texts of the first token, or of as many as make a whole character."""
+        """Return the text of the first token, or of as many tokens as make a whole character."""
         first = self._of_one(token_ids[0])
         if NOT_TEXT in first:
             for number in range(2, len(token_ids) + 1):

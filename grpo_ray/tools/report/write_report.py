@@ -1,4 +1,4 @@
-"""`grpo-ray report`: from runs' folders to the web page."""
+"""`grpo-ray report`: write the web page of one or several runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from grpo_ray.tools.report.arguments import ReportOptions
 from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
 
-POINTS = 3000  # of a curve, over all runs
+POINTS = 3000  # per metric, over all runs
 FEWEST_POINTS = 200
 
 
 def report(options: ReportOptions) -> Path:
-    """Write the page; returns where.
+    """Write the page and return its path.
 
     Raises:
-        RunError: a folder is no run, or there is no such checkpoint.
+        RunError: a folder is not a run, or there is no such checkpoint.
         ValueError: a file of a run is damaged.
     """
     paths = [Path(run).expanduser() for run in options.runs]
@@ -40,7 +40,7 @@ def report(options: ReportOptions) -> Path:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each: its folder's, with as many folders above it as tell it from the others."""
+    """Name each run by its folder, with as many parent folders as are needed to distinguish it."""
     parts = [path.resolve().parts for path in paths]
     names = [part[-1] for part in parts]
     for depth in range(2, max(map(len, parts)) + 1):
@@ -51,7 +51,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 def _check_run(path: Path) -> None:
     if not (path / "config.yaml").is_file():
-        raise RunError(f"{path}: no run to report on (it has no config.yaml)")
+        raise RunError(f"{path}: not a run to report on (it has no config.yaml)")
 
 
 def _check_distinct(paths: Sequence[Path]) -> None:
@@ -66,6 +66,6 @@ def _output(options: ReportOptions, paths: Sequence[Path]) -> Path:
         return folder / "report.html"
     output = Path(options.output).expanduser()
     if output.is_dir() or not output.parent.is_dir():
-        what = "is a folder" if output.is_dir() else f"cannot be written, there is no folder {output.parent}"
+        what = "is a folder" if output.is_dir() else f"cannot be written: there is no folder {output.parent}"
         raise RunError(f"--output: {output} {what}; give a file such as report.html")
     return output

@@ -1,1 +1,5 @@
-"""`grpo-ray top`: a run in the terminal while it goes on, from its files alone."""
+"""`grpo-ray top`: watch a run in the terminal while it trains, from its files alone.
+
+watch_run.py starts it and redraws; run_view.py reads the run's files, frame.py draws them, bottleneck.py finds
+what slows the run down, and job.py finds the run of a submitted job.
+"""

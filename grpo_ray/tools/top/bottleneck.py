@@ -1,10 +1,10 @@
-"""What holds a run up, in one sentence: docs/tuning.md's table, read by a function.
+"""The bottleneck of a run in one sentence: the table of docs/tuning.md as a function.
 
-Everything is a share of the time of the last steps. Stages come from the actors' own clocks
-(`time/<actor>/<stage>_s`); runs from before those have `timing/*` and `utilization/*` alone.
+All figures are shares of the time of the last steps. Shares of an actor's stages come from its own clock
+(`time/<actor>/<stage>_s`), the others from the Controller's (`timing/*`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_ray.telemetry.activity import TRAINING
@@ -12,7 +12,7 @@ from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
 
 Row = Mapping[str, float | None]
 
-WAITS = 0.25  # a share of the time worth a sentence
+WAITS = 0.25  # the smallest share of the time that is worth a sentence
 BUSY = 0.8
 WELL_BUSY = 0.9
 OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
@@ -20,65 +20,54 @@ OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the last steps' time, 0 to 1."""
+    """Shares of the last steps' time, 0 to 1."""
 
-    learner_waits: float  # for its batch
+    learner_waits: float  # for a batch
     learner_trains: float
-    generators_sample: float  # mean over them
+    generators_sample: float  # mean over the Generators
     scores: float
     syncs: float
     evaluates: float
-    copies_state: float  # for a checkpoint, while the Learner stands still
-    is_synchronous: bool  # no token was older than the weights it trained
+    copies_state: float  # for a checkpoint, during which the Learner is blocked
+    is_synchronous: bool  # every token was sampled by the weights that it trained
 
 
 def bottleneck(rows: Sequence[Row]) -> str:
-    """The sentence, from some of the newest steps' metrics; the first of them are best left out."""
-    shares = measure(rows)
+    """Describe the bottleneck by the metrics of recent steps, without a run's slow first one."""
+    shares = time_shares(rows)
     if shares is None:
         return "No step has been timed yet."
     return _from_outside(shares) or _from_waiting(shares) or _from_training(shares)
 
 
 def hints(rows: Sequence[Row]) -> list[str]:
-    """What else is not as it should be."""
+    """Return hints about other problems."""
     found = []
     truncated, rejected = _mean(rows, "rollout/truncated_frac"), _total(rows, "lag/rejected")
     if truncated >= WAITS:
         found.append(
-            f"{truncated:.0%} of the responses are cut off at sampling.max_tokens: raise it, or look at what "
-            "they say"
+            f"{truncated:.0%} of the responses are cut off at sampling.max_tokens: raise it, or read some"
         )
     if rejected:
-        found.append(f"{rejected:.0f} groups were refused as older than weight_sync.max_lag, and sampled again")
+        found.append(f"{rejected:.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again")
     if skipped := _total(rows, "optim/skipped_updates"):
-        found.append(f"{skipped:.0f} updates were not finite and were skipped: lower learner.learning_rate")
+        found.append(f"{skipped:.0f} updates were skipped as not finite: lower learner.learning_rate")
     if errors := _total(rows, "reward/errors"):
         found.append(f"{errors:.0f} responses could not be graded: the column error of rollouts/ says why")
     return found
 
 
-def measure(rows: Sequence[Row]) -> Shares | None:
-    """None when no step has its seconds."""
+def time_shares(rows: Sequence[Row]) -> Shares | None:
+    """Measure the shares of the steps' time; None if no step has its seconds."""
     timed = [row for row in rows if row.get("timing/step_s")]
     step_s = _total(timed, "timing/step_s")
     if not step_s:
         return None
-
-    def share(name: str, actor: str, *stages: str) -> float:
-        """By the actors' clocks; else of what `timing/*` has."""
-        by_clock = _by_clock(timed, actor, stages)
-        return _total(timed, name) / step_s if by_clock is None else by_clock
-
-    generators = _by_clock(timed, "generator", ("generate",))
-    if generators is None:
-        used = [(row.get("utilization/generators") or 0.0) * (row["timing/step_s"] or 0.0) for row in timed]
-        generators = sum(used) / step_s
     return Shares(
-        learner_waits=share("timing/wait_for_batch_s", "learner", "wait_for_batch"),
-        learner_trains=share("timing/train_s", "learner", *TRAINING),
-        generators_sample=generators,
-        scores=share("timing/score_s", "scorer", "score"),
+        learner_waits=_stage_share(timed, "learner", ["wait_for_batch"]),
+        learner_trains=_stage_share(timed, "learner", TRAINING),
+        generators_sample=_stage_share(timed, "generator", ["generate"]),
+        scores=_stage_share(timed, "scorer", ["score"]),
         syncs=sum(_total(timed, name) for name in SYNC) / step_s,
         evaluates=_total(timed, "timing/evaluate_s") / step_s,
         copies_state=_total(timed, "timing/checkpoint/capture_s") / step_s,
@@ -86,8 +75,8 @@ def measure(rows: Sequence[Row]) -> Shares | None:
     )
 
 
-def _by_clock(rows: Sequence[Row], actor: str, stages: Sequence[str]) -> float | None:
-    """The stages' share of the time of all actors whose name begins so; None without their clocks."""
+def _stage_share(rows: Sequence[Row], actor: str, stages: Collection[str]) -> float:
+    """Return the stages' share of the time of all actors whose name starts with `actor`."""
     spent = whole = 0.0
     for row in rows:
         for name, seconds in row.items():
@@ -95,11 +84,11 @@ def _by_clock(rows: Sequence[Row], actor: str, stages: Sequence[str]) -> float |
             if match and match["actor"].startswith(actor):
                 whole += seconds or 0.0
                 spent += (seconds or 0.0) if match["stage"] in stages else 0.0
-    return spent / whole if whole else None
+    return spent / whole if whole else 0.0
 
 
 def _from_outside(shares: Shares) -> str | None:
-    """What is neither sampling nor training, if it is worth a sentence, and at least half of a side's own."""
+    """Describe time that goes neither to sampling nor to training, if that is the main problem."""
     others = {
         "evaluates": f"Validation takes {shares.evaluates:.0%} of the time: "
         "raise evaluation.every_num_steps, or validate on fewer prompts.",
@@ -108,19 +97,19 @@ def _from_outside(shares: Shares) -> str | None:
         "raise checkpoint.every_num_steps.",
     }
     largest = max(others, key=lambda name: getattr(shares, name))
-    beside = 0.0 if shares.is_synchronous else shares.learner_trains  # nothing stands still for it
-    own = max(shares.learner_waits, beside)
-    return others[largest] if getattr(shares, largest) >= max(WAITS, 0.5 * own) else None
+    overlapped = 0.0 if shares.is_synchronous else shares.learner_trains  # training that it does not block
+    usual = max(shares.learner_waits, overlapped)
+    return others[largest] if getattr(shares, largest) >= max(WAITS, 0.5 * usual) else None
 
 
 def _how_to_sync_faster(shares: Shares) -> str:
     if shares.is_synchronous:
-        return f"let training go on beside them with {OVERLAP}"
+        return f"overlap them with training by {OVERLAP}"
     return "try a faster weight_sync.transport, or weight_sync.checksum: false"
 
 
 def _from_waiting(shares: Shares) -> str | None:
-    """The Learner waits: for whom?"""
+    """Describe what the Learner waits for, if it waits."""
     if shares.learner_waits < WAITS:
         return None
     waits = f"Learner waits {shares.learner_waits:.0%} of the time"
@@ -128,14 +117,14 @@ def _from_waiting(shares: Shares) -> str | None:
         return f"{waits} and the Scorer grades {shares.scores:.0%} of it: add scorer.num_workers."
     if shares.is_synchronous and shares.learner_trains >= WAITS:
         return (
-            f"{waits} and trains {shares.learner_trains:.0%} of it: the two sides take turns; "
+            f"{waits} and trains {shares.learner_trains:.0%} of it: sampling and training take turns; "
             f"let them overlap with {OVERLAP}."
         )
     if shares.generators_sample >= BUSY:
-        return f"{waits}: add Generators (generator.num_generators), or let each run more at a time."
+        return f"{waits}: add Generators (generator.num_generators), or let each sample more in parallel."
     return (
-        f"{waits}, and Generators sample only {shares.generators_sample:.0%} of it: a batch waits for its last "
-        "groups; try buffer.lookahead, algorithm.oversample_frac, or weight_sync.in_flight: true."
+        f"{waits}, and Generators sample only {shares.generators_sample:.0%} of it: batches wait for their "
+        "last groups; try buffer.lookahead, algorithm.oversample_frac, or weight_sync.in_flight: true."
     )
 
 
@@ -144,12 +133,12 @@ def _from_training(shares: Shares) -> str:
     if trains >= BUSY and samples < WELL_BUSY:
         return (
             f"Learner trains {trains:.0%} of the time and Generators sample {samples:.0%}: the Learner is the "
-            "limit; try a larger learner.micro_batch_tokens. More Generators bring nothing."
+            "bottleneck; try a larger learner.micro_batch_tokens. More Generators would not help."
         )
     if trains >= BUSY:
-        return f"Both sides are busy: Learner {trains:.0%} of the time, Generators {samples:.0%}."
+        return f"Both are busy: the Learner {trains:.0%} of the time, the Generators {samples:.0%}."
     return (
-        f"Nothing stands out: Learner trains {trains:.0%} of the time and waits {shares.learner_waits:.0%}, "
+        f"No clear bottleneck: Learner trains {trains:.0%} of the time and waits {shares.learner_waits:.0%}, "
         f"Generators sample {samples:.0%}."
     )
 

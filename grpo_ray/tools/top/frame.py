@@ -1,4 +1,4 @@
-"""One frame of `grpo-ray top`: a run's view as rich draws it."""
+"""One frame of `grpo-ray top`: a run's view, drawn with rich."""
 
 import time
 from collections import defaultdict
@@ -16,12 +16,12 @@ from grpo_ray.telemetry.run_state import ActorState, RunState
 from grpo_ray.tools.top.bottleneck import bottleneck, hints
 from grpo_ray.tools.top.run_view import RunView
 
-WIDE = 112  # columns from which everything is shown
+WIDE = 112  # console columns from which everything is shown
 MIN_STEPS, STEPS_WITHOUT_TERMINAL = 3, 10
 ENDING_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
 Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], float | None], str]  # heading, figure, its format
+Column = tuple[str, Callable[[Row], float | None], str]  # heading, value, format
 
 
 def _metric(name: str) -> Callable[[Row], float | None]:
@@ -54,11 +54,11 @@ MORE_COLUMNS: tuple[Column, ...] = (
 )
 
 
-def frame(view: RunView, console: Console, job: str | None = None) -> RenderableType:
-    """As wide as the console and, on a terminal, no higher.
+def draw_frame(view: RunView, console: Console, job: str | None = None) -> RenderableType:
+    """Draw the view as wide as the console and, on a terminal, no higher.
 
     Args:
-        job: what to say of the job that the run belongs to.
+        job: a line about the job that the run belongs to.
     """
     above = [*_header(view, job), *_actors(view, console.width), _bottleneck(view)]
     below = _events(view)
@@ -75,17 +75,17 @@ def _header(view: RunView, job: str | None) -> list[RenderableType]:
     if job is not None:
         lines.append(Text(job, style="dim"))
     if state is None:
-        lines.append(Text("it has no state.json: it is just starting, or an older grpo_ray made it"))
+        lines.append(Text("no state.json yet: the run is starting"))
         return lines
-    began = timedelta(seconds=round((state.time if view.is_over else view.looked_at) - state.began))
+    began = timedelta(seconds=round((state.time if view.is_over else view.read_at) - state.began))
     lines.append(_progress(state))
     if state.ending is not None:
         style = ENDING_STYLES[state.ending.kind]
         text = f": {state.ending.text}" if state.ending.text else ""
         lines.append(Text(f"{state.ending.kind} after {began}{text}", style=style))
     elif view.silence is not None:
-        go_on = f"resume with: grpo-ray resume {view.path}" if "and is gone" in view.silence else ""
-        lines.append(Text("\n".join(filter(None, [view.silence, go_on])), style="bold red"))
+        command = f"resume with: grpo-ray resume {view.path}" if "and is gone" in view.silence else ""
+        lines.append(Text("\n".join(filter(None, [view.silence, command])), style="bold red"))
     else:
         lines.append(Text(f"driver: process {state.pid} on {state.host}, for {began}", style="dim"))
     return lines
@@ -111,15 +111,15 @@ def _actors(view: RunView, width: int) -> list[RenderableType]:
     table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column("for", justify="right", no_wrap=True, min_width=len("999.9 s"))
     if shares:
-        table.add_column("its time of late", no_wrap=True, overflow="ellipsis", max_width=width // 2)
+        table.add_column("recent time", no_wrap=True, overflow="ellipsis", max_width=width // 2)
     for actor in now.actors:
         seconds = "" if actor.doing is None else f"{actor.for_s:.1f} s"
         row: list[RenderableType] = [actor.name, _doing(actor), Text(seconds, style="dim")]
         row.append(shares.get(actor.name, ""))
         table.add_row(*row[: len(table.columns)])
     groups = (
-        f"{now.num_sampling} groups are sampled or graded, {now.num_buffered} wait in the buffer; "
-        f"sampled by version {now.published_version}"
+        f"{now.num_sampling} groups in sampling or grading, {now.num_buffered} in the buffer; "
+        f"Generators run version {now.published_version}"
     )
     return [Text(), table, Text(groups, style="dim")]
 
@@ -132,7 +132,7 @@ def _doing(actor: ActorState) -> Text:
 
 
 def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
-    """What each actor spent most of its time on, by its own clock: `train 61%, wait for batch 35%`."""
+    """Return each actor's largest stages by its own clock: `train 61%, wait for batch 35%`."""
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         for name, value in row.items():
@@ -154,7 +154,7 @@ def _bottleneck(view: RunView) -> RenderableType:
 
 
 def _steady(steps: Sequence[Row]) -> Sequence[Row]:
-    """Without the run's first step, which warms engines up, where there are others."""
+    """Leave out the run's first step, which warms up the engines, if there are others."""
     return [row for row in steps if row["step"] > 1] or steps
 
 
@@ -166,8 +166,8 @@ def _steps(rows: Sequence[Row], width: int) -> RenderableType:
     for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        figures = [(figure(row), form) for _, figure, form in columns]
-        table.add_row(*("" if value is None else form.format(value) for value, form in figures))
+        values = [(value_of(row), form) for _, value_of, form in columns]
+        table.add_row(*("" if value is None else form.format(value) for value, form in values))
     return Group(Text(), table)
 
 
@@ -176,12 +176,12 @@ def _events(view: RunView) -> list[RenderableType]:
     for event in view.events[-3:]:
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         lines.append(_line(f"{clock} {event['text']}", "dim"))
-    told = {event["text"] for event in view.events}
+    shown = {event["text"] for event in view.events}
     warnings = view.state.warnings if view.state is not None and not view.is_over else ()
-    lines += [_line(f"! {text}", "yellow") for text in warnings[-3:] if text not in told]
+    lines += [_line(f"! {text}", "yellow") for text in warnings[-3:] if text not in shown]
     return [Text(), *lines] if lines else []
 
 
 def _line(text: str, style: str) -> Text:
-    """One line, however many the text has."""
+    """Join the text's lines into one."""
     return Text(" ".join(text.split()), style=style, overflow="ellipsis", no_wrap=True)

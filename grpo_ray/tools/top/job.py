@@ -1,4 +1,4 @@
-"""A job on a Ray cluster, and the folder of its run: the job API's part of `grpo-ray top`."""
+"""A submitted job on a Ray cluster and the folder of its run, for `grpo-ray top`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from grpo_ray.tools.submit.submission import RUN_KEY, SubmissionContext
 
 
 class Jobs(Protocol):
-    """As `job_client.JobClient`."""
+    """The part of `job_client.JobClient` that is needed here."""
 
     def status(self, job_id: str) -> str: ...
     def metadata(self, job_id: str) -> dict[str, str]: ...
@@ -17,25 +17,25 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted job. `run` is its run's folder, which need not exist yet."""
+    """A submitted job; `run` is its run's folder, which may not exist yet."""
 
     name: str
     run: Path
     jobs: Jobs
 
     def status(self) -> str:
-        """As Ray has it, such as RUNNING; that it does not answer is no reason to stop watching the run."""
+        """Return Ray's status, such as RUNNING; a cluster that does not answer must not end the watch."""
         try:
             return self.jobs.status(self.name)
         except RunError:
-            return "unknown, Ray does not answer"
+            return "unknown: Ray does not answer"
 
 
 def find_job(name: str, address: str | None) -> Job:
-    """Ask the cluster for a job; without an address, the one that RAY_ADDRESS names, or one on this machine.
+    """Find a job on the cluster at `address`; None: the one in RAY_ADDRESS, or the one on this machine.
 
     Raises:
-        RunError: no cluster answers, it has no such job, or the job does not say where its run is.
+        RunError: no cluster answers, it has no such job, or the job does not name its run's folder.
     """
     from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 
@@ -45,15 +45,19 @@ def find_job(name: str, address: str | None) -> Job:
         return job_of(JobClient(where.address), name)
     except RunError as error:
         raise RunError(
-            f"{name} is no folder here, and was looked for among a cluster's jobs: {error}"
+            f"{name} is not a folder here, and was not found among a cluster's jobs: {error}"
         ) from error
 
 
 def job_of(jobs: Jobs, name: str) -> Job:
-    """Raises RunError: there is no such job, or it does not say where its run is."""
+    """Return the job of that name.
+
+    Raises:
+        RunError: there is no such job, or it does not name its run's folder.
+    """
     metadata = jobs.metadata(name)
     if RUN_KEY not in metadata:
         raise RunError(
-            f"job {name} does not say where its run is (`grpo-ray submit` would have); give the run's folder"
+            f"job {name} does not name its run's folder (`grpo-ray submit` would have); give the folder instead"
         )
     return Job(name, Path(metadata[RUN_KEY]), jobs)

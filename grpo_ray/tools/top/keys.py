@@ -1,4 +1,4 @@
-"""Single keys from a terminal, while something else is drawn on it."""
+"""Single key presses from a terminal that is being drawn on."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """Gives `wait(seconds)`: the key that was pressed meanwhile, or nothing after so long.
+    """Provide `wait(seconds)`, which returns the key that was pressed meanwhile, or "".
 
-    The terminal is as it was afterwards. Where the input is no terminal, nothing is ever pressed.
+    The terminal's mode is restored at the end. If the input is not a terminal, no key is ever pressed.
     """
     source = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     before = termios.tcgetattr(source) if source is not None else None
@@ -24,7 +24,7 @@ def keys() -> Iterator[Callable[[float], str]]:
 
     try:
         if source is not None:
-            tty.setcbreak(source, termios.TCSADRAIN)  # what was typed before counts too
+            tty.setcbreak(source, termios.TCSADRAIN)  # keeps the keys typed before
         yield wait
     finally:
         if source is not None and before is not None:

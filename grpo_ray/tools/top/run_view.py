@@ -1,4 +1,4 @@
-"""What `grpo-ray top` reads of a run: its state, its newest metrics and its newest events."""
+"""A run as `grpo-ray top` reads it: its state, its newest metrics and its newest events."""
 
 import socket
 import time
@@ -19,36 +19,36 @@ SILENT_S = 10.0  # the state is written twice a second
 
 @dataclass(frozen=True)
 class RunView:
-    """One look at a run's folder."""
+    """The contents of a run's folder at one time."""
 
     path: Path
     state: RunState | None
     steps: list[dict[str, Any]]  # the newest lines of metrics.jsonl, oldest first
     events: list[dict[str, Any]]
-    looked_at: float  # seconds since the epoch
-    silence: str | None  # what can be said of a driver that says nothing
+    read_at: float  # seconds since the epoch
+    silence: str | None  # a sentence about a driver that has stopped writing
 
     @property
     def is_over(self) -> bool:
         return self.state is not None and self.state.ending is not None
 
 
-def look(run: RunDirectory) -> RunView:
-    """Read what there is.
+def read_view(run: RunDirectory) -> RunView:
+    """Read the run's files.
 
     Raises:
-        RunError: the folder is no run's, cannot be read, or a file in it is damaged.
+        RunError: the folder is not a run's, cannot be read, or has a damaged file.
     """
     try:
         if not run.config_path.exists():
-            raise RunError(f"{run.path}: no run to look at (it has no config.yaml)")
+            raise RunError(f"{run.path}: not a run to watch (it has no config.yaml)")
         state, now = read_state(run), time.time()
         return RunView(
             path=run.path,
             state=state,
             steps=_tail(run.metrics_path, NUM_STEPS),
             events=_tail(run.events_path, NUM_EVENTS),
-            looked_at=now,
+            read_at=now,
             silence=None if state is None else silence_of(state, now),
         )
     except (OSError, ValueError) as error:
@@ -60,25 +60,25 @@ def _tail(path: Path, num_lines: int) -> list[dict[str, Any]]:
 
 
 def silence_of(state: RunState, now: float) -> str | None:
-    """In words, if the run should have written since; it may be that only its disk is full."""
+    """Describe a driver that should have written since; None if all is well. Its disk may just be full."""
     silent_s = now - state.time
     if state.ending is not None or silent_s < SILENT_S:
         return None
     driver = f"its driver (process {state.pid} on {state.host}) has written nothing for {silent_s:.0f} s"
     if state.host != socket.gethostname():
-        return f"{driver}; look there whether it is alive"
+        return f"{driver}; check on that host whether it is alive"
     if not is_alive(state):
-        return f"{driver} and is gone: it was killed, as by kill -9 or for lack of memory"
+        return f"{driver} and is gone: it was killed, for example by kill -9 or for lack of memory"
     return f"{driver} but is alive: it is stopped or stuck, or its disk is full"
 
 
 def is_alive(state: RunState) -> bool:
-    """Whether the driver's process is there, and no other that got its number; on its own host alone."""
+    """Return True if the driver's process exists, and not another one with its pid; valid on its own host."""
     try:
         process = psutil.Process(state.pid)
         is_same = abs(process.create_time() - state.process_started) < 2
         return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.AccessDenied:  # where users do not see each other's processes
+    except psutil.AccessDenied:  # users may not see each other's processes
         return True
     except psutil.NoSuchProcess:
         return False

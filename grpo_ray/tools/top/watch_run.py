@@ -1,4 +1,4 @@
-"""`grpo-ray top RUN|JOB`: draw a run's frame again and again until it has ended or the user goes."""
+"""`grpo-ray top RUN|JOB`: redraw a run's frame until the run has ended or the user quits."""
 
 import contextlib
 import time
@@ -12,18 +12,18 @@ from rich.text import Text
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.top.arguments import TopOptions
-from grpo_ray.tools.top.frame import frame
+from grpo_ray.tools.top.frame import draw_frame
 from grpo_ray.tools.top.job import Job, find_job
 from grpo_ray.tools.top.keys import keys
-from grpo_ray.tools.top.run_view import RunView, look
+from grpo_ray.tools.top.run_view import RunView, read_view
 
 JOB_EVERY_S = 5.0
-JOB_GOING_ON = ("PENDING", "RUNNING")
+JOB_ACTIVE = ("PENDING", "RUNNING")
 JOB_ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 def top(options: TopOptions, console: Console | None = None) -> None:
-    """Show a run until it has ended, or until q or Ctrl-C; the run goes on.
+    """Show a run until it has ended, or until q or Ctrl-C, which do not stop the run.
 
     Raises:
         RunError: there is no such run or job, or its folder cannot be read here.
@@ -31,10 +31,10 @@ def top(options: TopOptions, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     job = None if Path(options.target).is_dir() else _find(options)
     run = RunDirectory(Path(options.target) if job is None else job.run)
-    job_status = _Every(JOB_EVERY_S, job.status) if job is not None else None
+    job_status = _RateLimited(JOB_EVERY_S, job.status) if job is not None else None
     if options.once or not console.is_terminal:
-        view, note = _look(run, job, job_status)
-        console.print(Text(note or "") if view is None else frame(view, console, note))
+        view, note = _read(run, job, job_status)
+        console.print(Text(note or "") if view is None else draw_frame(view, console, note))
         return
     _follow(run, job, job_status, console, options.every_s)
 
@@ -45,8 +45,8 @@ def _find(options: TopOptions) -> Job:
     return find_job(options.target, options.address)
 
 
-class _Every:
-    """Asks at most once in so many seconds, and meanwhile says what it heard last."""
+class _RateLimited:
+    """A function that is called at most once in `seconds`; in between, its last result is returned."""
 
     def __init__(self, seconds: float, ask: Callable[[], str]) -> None:
         self._seconds, self._ask = seconds, ask
@@ -58,38 +58,38 @@ class _Every:
         return self._answer
 
 
-def _look(run: RunDirectory, job: Job | None, status: _Every | None) -> tuple[RunView | None, str | None]:
-    """The run, and what to say of its job; no run while its job has not made the folder.
+def _read(run: RunDirectory, job: Job | None, status: _RateLimited | None) -> tuple[RunView | None, str | None]:
+    """Read the run, and write a line about its job; no view while the job has not made the folder.
 
     Raises:
         RunError: there is nothing to wait for.
     """
     if job is None or status is None:
-        return look(run), None
+        return read_view(run), None
     note = f"job {job.name}: {status()}"
     if run.config_path.exists():
-        return look(run), note
+        return read_view(run), note
     if status().startswith(JOB_ENDED):
-        raise RunError(f"{note}; its run's folder, {run.path}, holds no run that can be read here")
-    return None, f"{note}; its run's folder, {run.path}, holds no run: not yet made, or not on this machine"
+        raise RunError(f"{note}; there is no run in its folder {run.path} on this machine")
+    return None, f"{note}; there is no run in its folder {run.path} yet, or not on this machine"
 
 
-def _is_over(view: RunView | None, status: _Every | None) -> bool:
-    """A job that goes on with a run finds how it ended before; only the job's start takes that away."""
-    is_job_going_on = status is not None and status() in JOB_GOING_ON
-    return view is not None and view.is_over and not is_job_going_on
+def _is_over(view: RunView | None, status: _RateLimited | None) -> bool:
+    """Return True if the run has ended; a job that resumes a run shows its earlier ending until it starts."""
+    is_job_active = status is not None and status() in JOB_ACTIVE
+    return view is not None and view.is_over and not is_job_active
 
 
 def _follow(
-    run: RunDirectory, job: Job | None, status: _Every | None, console: Console, every_s: float
+    run: RunDirectory, job: Job | None, status: _RateLimited | None, console: Console, every_s: float
 ) -> None:
-    view, note = _look(run, job, status)  # before the screen is taken: an error is then seen
+    view, note = _read(run, job, status)  # before the screen is taken, so that an error stays visible
     screen = Live(console=console, screen=True, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), keys() as wait, screen as live:
         while not _is_over(view, status):
-            live.update(Text(note or "") if view is None else frame(view, console, note), refresh=True)
+            live.update(Text(note or "") if view is None else draw_frame(view, console, note), refresh=True)
             if wait(every_s) == "q":
                 break
-            view, note = _look(run, job, status)
+            view, note = _read(run, job, status)
     if view is not None:
-        console.print(frame(view, console, note))
+        console.print(draw_frame(view, console, note))

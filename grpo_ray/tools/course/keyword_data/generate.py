@@ -1,4 +1,4 @@
-"""`grpo-ray data keywords`: from its options to its files."""
+"""`grpo-ray data keywords`: generate a dataset from the options."""
 
 import asyncio
 import hashlib
@@ -32,10 +32,10 @@ AT_ONCE = 256  # prompts in the engine at a time
 
 
 def make_keyword_dataset(options: KeywordOptions) -> None:
-    """Write the dataset; a second start goes on where the first was interrupted.
+    """Write the dataset, or resume one that was interrupted.
 
     Raises:
-        RunError: an option, the list, the model or the folder; the message says what to do.
+        RunError: an option, the list, the model or the folder is wrong; the message says what to do.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the message says what is kept.
     """
     with shown_plainly():
@@ -44,7 +44,7 @@ def make_keyword_dataset(options: KeywordOptions) -> None:
         start_writer = _checked_writer(options, task)
         dataset = KeywordDataset(options.output, _definition(options, task))
         if dataset.pairs:
-            print(f"going on with {counted(len(dataset.pairs), 'pair')} of {dataset.unfinished}")
+            print(f"resuming with {counted(len(dataset.pairs), 'pair')} of {dataset.unfinished}")
         with dataset.lock():
             if left := [keywords for keywords in wanted if keywords not in dataset.pairs]:
                 _run(dataset, left, start_writer(), options.max_attempts)
@@ -52,25 +52,25 @@ def make_keyword_dataset(options: KeywordOptions) -> None:
     print(f"{options.output}: {num_train:,} pairs in train.jsonl, {num_validation:,} in validation.jsonl")
     if dropped := len(wanted) - num_train - num_validation:
         attempts = counted(options.max_attempts, "attempt")
-        print(f"{counted(dropped, 'prompt')} dropped: no answer with all of the keywords in {attempts}")
+        print(f"{counted(dropped, 'prompt')} dropped: no answer had all of the keywords in {attempts}")
 
 
 def _task(options: KeywordOptions) -> KeywordsTaskConfig:
-    """The generated task whose prompts are to be answered."""
+    """Make the configuration of the generated task whose prompts will be answered."""
     prompt = options.prompt or (default_prompt(options.model) if options.model else "question_only")
     if options.num_pairs < FEWEST_PAIRS:
         raise ValueError(f"--num-pairs: {options.num_pairs} is too few; a dataset needs {FEWEST_PAIRS}")
     return KeywordsTaskConfig(
         keywords_path=options.keywords,
         num_keywords=options.num_keywords,
-        num_train_prompts=options.num_pairs - 1,  # the split is made when it is known who got an answer
+        num_train_prompts=options.num_pairs - 1,  # split later, when it is known which prompts have an answer
         num_validation_prompts=1,
         prompt=prompt,
     )
 
 
 def _checked_writer(options: KeywordOptions, task: KeywordsTaskConfig) -> Callable[[], AnswerWriter]:
-    """What starts the writer, after making sure that it can be started."""
+    """Check that the writer can be started; return a function that starts it."""
     if options.model is None:
         return lambda: TemplateWriter(options.seed)
     sampling = options.temperature, options.max_tokens
@@ -80,7 +80,7 @@ def _checked_writer(options: KeywordOptions, task: KeywordsTaskConfig) -> Callab
 
 
 def _definition(options: KeywordOptions, task: KeywordsTaskConfig) -> dict[str, Any]:
-    """What an unfinished dataset must have been begun with to be gone on with."""
+    """Return the settings that must be the same for an unfinished dataset to be resumed."""
     words = read_words(options.keywords)
     return {
         "num_pairs": options.num_pairs,
@@ -104,7 +104,7 @@ def _sampler(options: KeywordOptions, task: KeywordsTaskConfig) -> dict[str, Any
 
 def _run(dataset: KeywordDataset, left: Sequence[Keywords], writer: AnswerWriter, max_attempts: int) -> None:
     num_wanted = len(dataset.pairs) + len(left)
-    kept = f"pairs are verified, and kept in {dataset.unfinished}; the same command goes on with them"
+    kept = f"pairs are verified and kept in {dataset.unfinished}; run the same command to resume"
     try:
         asyncio.run(_write_all(dataset, left, writer, max_attempts))
     except asyncio.CancelledError:
@@ -139,7 +139,7 @@ async def _write_all(
 async def _write_one(
     dataset: KeywordDataset, keywords: Keywords, writer: AnswerWriter, max_attempts: int
 ) -> None:
-    """Ask until an answer has the keywords."""
+    """Try until an answer has the keywords, at most `max_attempts` times."""
     for _ in range(max_attempts):
         answer = await writer.write(keywords)
         if has_keywords(answer, keywords):

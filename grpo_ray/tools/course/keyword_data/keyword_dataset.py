@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.keywords import keyword_inclusion_reward_fn
+from grpo_ray.rewards.builtin import keyword_inclusion_reward_fn
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords
 from grpo_ray.telemetry.durable import replacing, sync_tree

@@ -1,4 +1,4 @@
-"""Who writes the answers of a keyword dataset: the templates of a small grammar, or a model."""
+"""The writers of a keyword dataset's answers: a small grammar, or a model."""
 
 import os
 import random
@@ -21,17 +21,20 @@ from grpo_ray.types import SamplingSettings
 
 
 class AnswerWriter(Protocol):
+    """A source of answers."""
+
     async def start(self) -> None:
-        """Make ready; before anything is written."""
+        """Get ready to write."""
 
     async def write(self, keywords: Keywords) -> str:
-        """One attempt at an answer, which need not be a good one; empty if there is none."""
+        """Attempt an answer, which may lack keywords or be empty."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release what `start` acquired."""
 
 
 class TemplateWriter:
-    """Sentences of the grammar; the same seed gives the same sentence for the same words."""
+    """A writer of sentences from the grammar; seed and words determine the sentence."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -45,7 +48,7 @@ class TemplateWriter:
 
 
 class ModelWriter:
-    """One completion of a model an attempt; a completion that was cut off is none."""
+    """A writer that samples one completion per attempt; a truncated completion counts as empty."""
 
     def __init__(self, engine: Engine, prompter: Prompter, settings: SamplingSettings) -> None:
         self._engine, self._prompter, self._settings = engine, prompter, settings
@@ -65,7 +68,7 @@ class ModelWriter:
 def model_config(
     model: str, task: KeywordsTaskConfig, seed: int, temperature: float, max_tokens: int, engine: str
 ) -> Config:
-    """What the model is asked with: on a GPU if there is one, else on the CPU in float32."""
+    """Make the configuration for sampling: on a GPU if there is one, else on the CPU in float32."""
     on_gpu = torch.cuda.is_available()
     return Config.model_validate(
         {
@@ -79,10 +82,10 @@ def model_config(
 
 
 def default_prompt(model: str) -> str:
-    """The model's chat template where it has one, else the bare question.
+    """Return `chat` if the model has a chat template, else `question_only`.
 
     Raises:
-        ValueError: the model or its tokenizer is not there.
+        ValueError: the model or its tokenizer cannot be loaded.
     """
     if is_local(model):
         check_local_model(model)
@@ -90,12 +93,15 @@ def default_prompt(model: str) -> str:
 
 
 def start_model(config: Config, data: TaskData) -> ModelWriter:
-    """Start the engine, which takes a while; `data` is what `check_files` said of the configuration.
+    """Make the writer with its engine, which takes a while.
+
+    Args:
+        data: the result of `check_files` for the configuration.
 
     Raises:
-        ValueError: the hub does not give the model, or it does not fit its tokenizer.
+        ValueError: the model cannot be downloaded, or does not fit its tokenizer.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # on a terminal its log would bury ours
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log would bury ours on a terminal
     prepared = prepare_serving(config, data)
     prompter = Prompter(data.templates[""], load_tokenizer(prepared.model.path))
     settings = training_settings(config.sampling, prepared.model.end_token_ids)

@@ -1,9 +1,9 @@
-"""The lecture's two states: a baseline leaves the gradient's mean and takes most of its noise.
+"""The lecture's two states: a baseline keeps the gradient's mean and removes most of its noise.
 
     state s1: action a1 earns 11, a2 earns 9       state s2: a1 earns 0, a2 earns 2
 
-The policy chooses both actions equally, states come equally often: so a sample is one of four, and mean and
-spread of the gradient estimate are worked out from them exactly.
+Both states are equally likely, and the policy chooses both actions equally often. So there are four possible
+samples, from which mean and variance of the gradient estimate are computed exactly.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ NUM_ESTIMATES = 20_000
 
 @dataclass(frozen=True)
 class Estimates:
-    """What one kind of deltas makes of the four samples."""
+    """The gradients of the four samples, with one kind of deltas."""
 
     deltas: Tensor
     """`[state, action]`."""
     gradients: Tensor
-    """`[state, action, 4]`: the expected reward's gradient by the four logits, from this sample alone."""
+    """`[state, action, 4]`: the estimate of the gradient by the four logits, from this sample alone."""
 
     @property
     def delta_std(self) -> float:
-        """Sample standard deviation of the four deltas: the figure that the lecture calls variance."""
+        """Sample standard deviation of the four deltas, which the lecture calls their variance."""
         return self.deltas.std().item()
 
     @property
@@ -38,25 +38,25 @@ class Estimates:
 
     @property
     def variance(self) -> float:
-        """Of one sample's gradient, the sum over its four components."""
+        """Variance of one sample's gradient, summed over its four components."""
         return self.gradients.flatten(0, 1).var(dim=0, correction=0).sum().item()
 
     def draw(self, num_samples: int, seed: int = 0) -> Tensor:
-        """`[NUM_ESTIMATES]`: by the logit of s1's better action, each the mean of so many samples."""
+        """Draw estimates by the logit of s1's better action, each a mean of samples: `[NUM_ESTIMATES]`."""
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randint(4, (NUM_ESTIMATES, num_samples), generator=generator)
         return self.gradients.flatten(0, 1)[:, 0][chosen].mean(dim=1)
 
 
 def make_estimates(kind: AdvantageKind) -> Estimates:
-    """Of `raw` rewards, or with the state's `mean` as baseline: 10 in s1, 1 in s2."""
+    """Use `raw` rewards as deltas, or subtract the state's `mean` as baseline: 10 in s1, 1 in s2."""
     deltas = group_advantages(REWARDS, kind)  # a state is a group
     gradients = [[_gradient(deltas, state, action) for action in (0, 1)] for state in (0, 1)]
-    return Estimates(deltas, torch.stack([torch.stack(of_state) for of_state in gradients]))
+    return Estimates(deltas, torch.stack([torch.stack(row) for row in gradients]))
 
 
 def _gradient(deltas: Tensor, state: int, action: int) -> Tensor:
-    """`[4]`: of `log pi(action | state) * delta`, where the policy's logits are all 0."""
+    """Return the gradient of `log pi(action | state) * delta` at logits of 0: `[4]`."""
     logits = torch.zeros(2, 2, requires_grad=True)  # [state, action]
     log_prob = logits.log_softmax(dim=1)[state, action]
     loss = compute_naive_policy_gradient_loss(deltas[state, action].view(1, 1), log_prob.view(1, 1))

@@ -1,18 +1,20 @@
-"""One setting's values beside each other: every one from the same seeds, so that differences are paired."""
+"""A comparison of one setting's values; all use the same seeds, so that differences are paired."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from grpo_ray.tools.course.playground.policy_gradient import Point, train
+from grpo_ray.tools.course.playground.policy_gradient import Point, train_model
 from grpo_ray.tools.course.playground.settings import COMPARISONS, Settings
 from grpo_ray.tools.course.playground.task import SortingTask
 
-TIE = 0.01  # in points of reward: two policies that are nearly certain of responses of the same reward
+TIE = 0.01  # points of reward; below it, both policies are nearly certain of responses with the same reward
 
 
 @dataclass(frozen=True)
 class Run:
+    """One training run: its setting, its seed, and the policy after each step."""
+
     label: str
     seed: int
     points: Sequence[Point]
@@ -20,20 +22,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the final expected reward to the first label's, seed by seed."""
+    """The difference of the final expected reward to that of the first label, seed by seed."""
 
     mean: float
     sd: float | None
     """Sample standard deviation over the seeds; None: one seed."""
     num_above: int
+    """Number of seeds that are better by more than `TIE`."""
     num_below: int
-    """By more than `TIE`."""
+    """Number of seeds that are worse by more than `TIE`."""
     num_seeds: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """How a label's runs ended."""
+    """The final state of a label's runs."""
 
     label: str
     num_seeds: int
@@ -44,11 +47,11 @@ class Row:
     right: float
     """Probability of the sorted prompt, mean over the seeds."""
     to_first: Difference | None
-    """None: it is the first, or has no seed in common with it."""
+    """None for the first label, or without a seed in common with it."""
 
 
 def variants(settings: Settings, compare: str | None) -> dict[str, Settings]:
-    """The settings to train by label; without a comparison these alone."""
+    """Return the settings to train, by label; without a comparison there is only one."""
     if compare is None:
         return {f"{settings.deltas}, {settings.loss}": settings}
     return {
@@ -58,19 +61,20 @@ def variants(settings: Settings, compare: str | None) -> dict[str, Settings]:
 
 
 def train_all(tried: Mapping[str, Settings], task: SortingTask, num_seeds: int) -> Iterator[Run]:
-    """Seed by seed, so that what an interruption leaves can still be compared."""
+    """Train all settings seed by seed, so that the runs before an interruption can be compared."""
     for seed in range(num_seeds):
         for label, settings in tried.items():
-            yield Run(label, seed, train(settings, task, seed))
+            yield Run(label, seed, train_model(settings, task, seed))
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
-    """A row a label, in the order of their first runs."""
+    """Make one row per label, in the order of their first runs."""
     labels = list(dict.fromkeys(run.label for run in runs))
     return [_row(runs, label, labels[0]) for label in labels]
 
 
 def table(rows: Sequence[Row]) -> str:
+    """Write the rows as a table in text."""
     width = max(len(row.label) for row in rows)
     lines = [
         f"{'':<{width}}  {'reward':>13}  {'right':>5}" + (f"  against {rows[0].label}" if rows[1:] else "")

@@ -1,4 +1,4 @@
-"""The lecture's model: separate weights for every position, and no position of the response sees another."""
+"""The lecture's model: every position has its own weights, and no response position depends on another."""
 
 import torch
 from einops import einsum, rearrange, repeat
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 class SortingModel(nn.Module):
-    """Prompts to the logits of every response position.
+    """A model from prompts to log-probabilities at every response position.
 
-    The prompt's embeddings, each through a matrix of its position, are summed into one vector; each position of
-    the response reads that vector through a matrix of its own. The embedding is the output layer too.
+    The prompt's embeddings, each multiplied by its position's matrix, are summed into one vector; each position
+    of the response multiplies that vector by a matrix of its own. The embedding is also the output layer.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class SortingModel(nn.Module):
         self.decode = nn.Parameter(normal(length, dim, dim) / dim**0.5)
 
     def forward(self, prompts: Tensor) -> Tensor:
-        """`[batch, pos]` integers to `[batch, pos, vocab]` log-probabilities."""
+        """Map `[batch, pos]` integers to `[batch, pos, vocab]` log-probabilities."""
         embedded = self.embedding[prompts]  # [batch, pos, dim]
         hidden = einsum(embedded, self.encode, "batch pos inner, pos inner dim -> batch dim")
         decoded = einsum(hidden, self.decode, "batch inner, pos inner dim -> batch pos dim")
@@ -34,13 +34,13 @@ class SortingModel(nn.Module):
 
 
 def sample_responses(log_probs: Tensor, num_responses: int, generator: torch.Generator) -> Tensor:
-    """`[batch, pos, vocab]` to `[batch, response, pos]` integers, every position drawn independently."""
+    """Draw every position independently: `[batch, pos, vocab]` to `[batch, response, pos]` integers."""
     positions = rearrange(log_probs.exp(), "batch pos vocab -> (batch pos) vocab")
     drawn = torch.multinomial(positions, num_responses, replacement=True, generator=generator)
     return rearrange(drawn, "(batch pos) response -> batch response pos", batch=len(log_probs))
 
 
 def response_log_probs(log_probs: Tensor, responses: Tensor) -> Tensor:
-    """`[batch, pos, vocab]` and `[batch, response, pos]` to `[batch, response, pos]`, in nats."""
-    of_each = repeat(log_probs, "batch pos vocab -> batch response pos vocab", response=responses.shape[1])
-    return of_each.gather(-1, responses[..., None]).squeeze(-1)
+    """Look up each token of the responses: `[batch, response, pos]`, in nats."""
+    repeated = repeat(log_probs, "batch pos vocab -> batch response pos vocab", response=responses.shape[1])
+    return repeated.gather(-1, responses[..., None]).squeeze(-1)

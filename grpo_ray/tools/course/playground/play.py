@@ -1,6 +1,6 @@
-"""`grpo-ray playground`: run an example, say what came of it, and leave its picture and its figures.
+"""`grpo-ray playground`: run an example, print its results, and write them with a picture.
 
-torch and matplotlib, which take seconds to import, are imported in the functions: wrong arguments come first.
+torch and matplotlib take seconds to import, so the functions import them after checking their arguments.
 """
 
 import json
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from grpo_ray.tools.course.playground.comparison import Run
     from grpo_ray.tools.course.playground.policy_gradient import Point
 
-MAX_SAMPLES = 1000  # of which 20,000 estimates still fit into memory
+MAX_SAMPLES = 1000  # 20,000 estimates from more would not fit into memory
 
 
 def run_sorting(
     given: Mapping[str, str], compare: str | None, num_seeds: int, output: str, command: str
 ) -> int:
-    """Train every setting on every seed; after Ctrl-C, what is done is written as well.
+    """Train every setting with every seed; after Ctrl-C the finished runs are written too.
 
     Args:
         given: settings as typed.
-        compare: one of `COMPARISONS`, or None for the settings alone.
-        num_seeds: runs a setting.
+        compare: one of `COMPARISONS`, or None for one setting.
+        num_seeds: runs per setting.
         output: the folder for results.
-        command: what the user typed.
+        command: the command as typed.
 
     Returns:
         The exit status.
 
     Raises:
-        RunError: a setting or the folder, before anything starts.
+        RunError: a setting or the folder is not valid, before anything starts.
     """
     settings = make_settings(given, compare)
     folder = _make_folder(output, f"sorting-{compare}" if compare else "sorting")
     from grpo_ray.tools.course.playground.comparison import summarize, table, train_all, variants
-    from grpo_ray.tools.course.playground.drawing import plot_runs
+    from grpo_ray.tools.course.playground.pictures import plot_runs
     from grpo_ray.tools.course.playground.task import make_task
 
     task, tried = make_task(settings.reward, settings.numbers), variants(settings, compare)
@@ -52,7 +52,7 @@ def run_sorting(
     print(
         f"sorting {settings.numbers} numbers: {num_runs} runs of {settings.steps} steps, each of "
         f"{settings.responses} responses to {len(task.prompts)} prompts and {settings.updates} gradient steps; "
-        f"the sorted response earns {task.best_reward:g}"
+        f"the sorted response has reward {task.best_reward:g}"
     )
     try:
         for run in train_all(tried, task, num_seeds):
@@ -78,12 +78,12 @@ def run_sorting(
 
 
 def run_baseline(num_samples: int, output: str, command: str) -> None:
-    """The two states: what the baseline does to the deltas, and to estimates from so many samples each."""
+    """Show what the baseline does to the two states' deltas, and to estimates from `num_samples` samples."""
     if num_samples > MAX_SAMPLES:
         raise RunError(f"--samples {num_samples}: give at most {MAX_SAMPLES}")
     folder = _make_folder(output, "baseline")
     from grpo_ray.tools.course.playground.baseline import make_estimates
-    from grpo_ray.tools.course.playground.drawing import plot_baseline
+    from grpo_ray.tools.course.playground.pictures import plot_baseline
 
     kinds = {"rewards": make_estimates("raw"), "minus the state's mean": make_estimates("mean")}
     draws = {label: estimates.draw(num_samples) for label, estimates in kinds.items()}
@@ -101,9 +101,9 @@ def run_baseline(num_samples: int, output: str, command: str) -> None:
         print(
             f"{label}: {figure['deltas']}\n"
             f"  standard deviation of the deltas: {figure['delta_std']:.2f}\n"
-            f"  a sample's gradient: mean {figure['gradient_mean']}, "
+            f"  gradient of one sample: mean {figure['gradient_mean']}, "
             f"variance {figure['gradient_variance']:.2f}\n"
-            f"  estimates from {num_samples} samples that lower s1's better action: "
+            f"  estimates from {num_samples} samples that make s1's better action less likely: "
             f"{figure['wrong_sign_frac']:.1%}"
         )
     plot_baseline(kinds, draws, num_samples, folder / "baseline.png")
@@ -111,19 +111,19 @@ def run_baseline(num_samples: int, output: str, command: str) -> None:
 
 
 def run_frozen(output: str, command: str) -> None:
-    """The three ratios: their gradients at the lecture's w, and where ascent on them ends."""
+    """Show the three ratios' gradients at the lecture's w, and where ascent on them ends."""
     folder = _make_folder(output, "frozen")
-    from grpo_ray.tools.course.playground.drawing import plot_frozen
     from grpo_ray.tools.course.playground.frozen import LECTURE_W, RATIOS, ascend, slope
+    from grpo_ray.tools.course.playground.pictures import plot_frozen
 
     print(f"p = sigmoid(w); at w = {LECTURE_W:g}, where every ratio is 1:")
     figures = {}
     for label, ratio in RATIOS.items():
-        course = ascend(ratio)
-        figures[label] = {"gradient": slope(ratio, LECTURE_W), "p_at_start": course[0], "p_at_end": course[-1]}
+        p = ascend(ratio)
+        figures[label] = {"gradient": slope(ratio, LECTURE_W), "p_at_start": p[0], "p_at_end": p[-1]}
         print(
             f"  {label}: gradient {figures[label]['gradient']:+.4f}; "
-            f"ascent on it takes p from {course[0]:.2f} to {course[-1]:.2f}"
+            f"ascent takes p from {p[0]:.2f} to {p[-1]:.2f}"
         )
     plot_frozen(folder / "frozen.png")
     _finish(folder, "frozen.png", command, {"w": LECTURE_W, "ratios": figures})
@@ -139,7 +139,7 @@ def _make_folder(output: str, name: str) -> Path:
 
 
 def _columns(points: Sequence["Point"]) -> dict[str, list[float]]:
-    """A list for each of a point's values; 6 digits are more than a picture shows."""
+    """Return a list for each of a point's fields; 6 digits are more than a picture shows."""
     names = [field.name for field in fields(points[0])]
     return {name: [float(f"{getattr(point, name):.6g}") for point in points] for name in names}
 

@@ -1,4 +1,4 @@
-"""The lecture's training loop: sample responses, fix what they are worth, take a few gradient steps on them."""
+"""The lecture's training loop: sample responses, compute their deltas, take a few gradient steps on them."""
 
 from dataclasses import dataclass
 
@@ -21,26 +21,26 @@ ADVANTAGE_EPS = 1e-5  # the lecture's
 
 @dataclass(frozen=True)
 class Point:
-    """The policy after so many steps. Of every possible response, not of a sample, but for `clip_fraction`."""
+    """The policy after a step; all values but `clip_fraction` are exact, over every possible response."""
 
     step: int
     reward: float
-    """Expected."""
+    """Expected reward."""
     right: float
     """Probability of the sorted prompt."""
     kl: float
     """KL(policy || reference) of a response, in nats; before the reference is refreshed."""
     clip_fraction: float
-    """Share of the tokens that the clip took the gradient from, at the step's last update."""
+    """Share of tokens whose gradient was removed by the clip, at the step's last update."""
 
 
-def train(settings: Settings, task: SortingTask, seed: int) -> list[Point]:
-    """`steps + 1` points: before training and after each step. The seed decides weights and samples."""
+def train_model(settings: Settings, task: SortingTask, seed: int) -> list[Point]:
+    """Train a new model; return the points before training and after each step. The seed decides all draws."""
     generator = torch.Generator().manual_seed(seed)
     model = SortingModel(task.vocab_size, settings.dim, settings.numbers, settings.embedding_std, generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     old = reference = _frozen_log_probs(model, task)  # [batch, pos, vocab], all that a policy is on this task
-    points = [_measure(task, old, reference, 0, clip_fraction=0.0)]
+    points = [_point(task, old, reference, 0, clip_fraction=0.0)]
     for step in range(settings.steps):
         if step % settings.reference_every == 0:
             reference = old
@@ -53,31 +53,32 @@ def train(settings: Settings, task: SortingTask, seed: int) -> list[Point]:
             loss.backward()
             optimizer.step()
         old = _frozen_log_probs(model, task)
-        points.append(_measure(task, old, reference, step + 1, clip_fraction))
+        points.append(_point(task, old, reference, step + 1, clip_fraction))
     return points
 
 
 def compute_loss(
     policy: Tensor, old: Tensor, reference: Tensor, responses: Tensor, deltas: Tensor, settings: Settings
 ) -> tuple[Tensor, float]:
-    """The mean over responses of their tokens' mean loss, plus the KL penalty; and the share of clipped tokens.
+    """Return the mean over responses of their mean token loss plus KL penalty, and the share of clipped tokens.
 
     Args:
-        policy, old, reference: log-probabilities `[batch, pos, vocab]`, in nats; the first is differentiated.
+        policy, old, reference: log-probabilities `[batch, pos, vocab]`, in nats; only the first has a gradient.
         responses: `[batch, response, pos]` integers.
         deltas: `[batch, response]`.
         settings: the loss and its constants.
     """
     policy_tokens, old_tokens, reference_tokens = (
-        rearrange(response_log_probs(of_all, responses), "batch response pos -> (batch response) pos")
-        for of_all in (policy, old, reference)
+        rearrange(response_log_probs(log_probs, responses), "batch response pos -> (batch response) pos")
+        for log_probs in (policy, old, reference)
     )
     num_responses, num_positions = policy_tokens.shape
     objective = Objective(
         LOSS_TYPES[settings.loss],
         "sequence_mean",
         cliprange=settings.clip,
-        kl_coefficient=settings.kl * num_positions,  # the penalty is on a response's KL, the sum of its tokens'
+        kl_coefficient=settings.kl
+        * num_positions,  # the penalty is on a response's KL, the sum over its tokens
     )
     loss, sums = policy_gradient_step(
         policy_tokens,
@@ -97,6 +98,6 @@ def _frozen_log_probs(model: SortingModel, task: SortingTask) -> Tensor:
     return model(task.prompts)
 
 
-def _measure(task: SortingTask, policy: Tensor, reference: Tensor, step: int, clip_fraction: float) -> Point:
+def _point(task: SortingTask, policy: Tensor, reference: Tensor, step: int, clip_fraction: float) -> Point:
     kl = (policy.exp() * (policy - reference)).sum(dim=(1, 2)).mean().item()  # positions are independent
     return Point(step, task.expected_reward(policy), task.share_right(policy), kl, clip_fraction)

@@ -1,4 +1,4 @@
-"""What the sorting playground can be told. Nothing here imports torch: wrong arguments are refused at once."""
+"""The settings of the sorting playground; this imports no torch, so wrong arguments are refused at once."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
@@ -20,7 +20,7 @@ DELTAS: dict[Deltas, AdvantageKind] = {
     "normalized": "mean_std",
     "max": "max_only",
 }
-# The values that a comparison tries of one setting; differences are against the first.
+# The values of a setting that a comparison tries; differences are to the first.
 COMPARISONS: dict[str, tuple[str | float, ...]] = {
     "deltas": get_args(Deltas),
     "loss": get_args(Loss),
@@ -29,15 +29,15 @@ COMPARISONS: dict[str, tuple[str | float, ...]] = {
 
 
 class Settings(Section):
-    """The defaults are the lecture's; its raw rewards are `deltas: rewards`."""
+    """Settings of a training run; the defaults are the lecture's, whose raw rewards are `deltas: rewards`."""
 
     deltas: Deltas = "centered"
-    """what a reward is worth beside the others of its prompt"""
+    """how deltas are computed from the rewards of a prompt's responses"""
     loss: Loss = "naive"
     """naive: -log p * delta; unclipped: -ratio * delta; clipped: PPO's"""
     reward: Reward = "inclusion_ordering"
-    """points for numbers and pairs in order, or for numbers in their place"""
-    numbers: Annotated[int, Field(ge=2, le=5)] = 3  # a reward of every response is kept: 3 * 7^5 for five
+    """points for included numbers and ordered pairs, or for numbers at the right position"""
+    numbers: Annotated[int, Field(ge=2, le=5)] = 3  # every response's reward is stored: 3 * 7^5 for five
     """numbers in a prompt, and in its response"""
     steps: PositiveInt = 100
     """batches of responses (the lecture's epochs)"""
@@ -48,36 +48,37 @@ class Settings(Section):
     dim: PositiveInt = 10
     """size of an embedding"""
     embedding_std: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """spread of the first embeddings; smaller: an untrained model that is less certain"""
+    """standard deviation of the initial embeddings; a smaller one makes the untrained model less certain"""
     learning_rate: PositiveFloat = 1e-3
-    """Adam's"""
+    """learning rate of Adam"""
     clip: PositiveFloat = 0.01
-    """the clipped loss keeps the ratio within 1 - clip and 1 + clip"""
+    """the clipped loss clips the ratio to 1 - clip and 1 + clip"""
     kl: NonNegativeFloat = 0.0
-    """weight of the penalty on a response's KL to the reference, per nat; 0 only measures"""
+    """weight of the penalty on a response's KL to the reference, per nat; 0 only measures it"""
     reference_every: PositiveInt = 10
-    """steps after which the policy is copied into the reference"""
+    """the policy becomes the reference every N steps"""
 
 
 def option(name: str) -> str:
+    """Return the command-line option of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
 def allowed(name: str) -> str:
-    """In words, such as `integer >= 1`."""
+    """Describe a setting's valid values, such as `integer >= 1`."""
     field = Settings.model_fields[name]
     return describe(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
 
 
 def make_settings(given: Mapping[str, str], compare: str | None) -> Settings:
-    """The settings with the given ones, as typed.
+    """Make the settings from those given as typed.
 
     Raises:
-        RunError: a line for each that is not valid, and for one that `compare` is to vary.
+        RunError: a line for each that is not valid, or that `compare` varies.
     """
     wrong = []
     if compare is not None and compare in given:
-        wrong.append(f"--compare {compare} tries every {option(compare)}; leave one of the two out")
+        wrong.append(f"--compare {compare} tries all values of {option(compare)}; leave one of the two out")
     try:
         settings = Settings.model_validate(given)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""The lecture's task: a few prompts of n numbers, each to be answered with them in order.
+"""The lecture's task: a few prompts of n numbers, each to be answered with the sorted numbers.
 
-There are so few responses that the reward of every one is worked out once. So a policy's expected reward and
-its share of right responses are exact: what a plot shows of them is no noise of sampling.
+The possible responses are few enough to compute all of their rewards beforehand. So a policy's expected reward
+and its probability of right responses are exact, and plots of them have no sampling noise.
 """
 
 import random
@@ -23,42 +23,42 @@ LECTURE_PROMPTS = [[1, 0, 2], [3, 2, 4], [1, 2, 3]]
 
 @dataclass(frozen=True)
 class SortingTask:
-    """R is the number of possible responses, `vocab_size ** numbers`, ordered as numbers of that base."""
+    """Prompts, and the rewards of all R = `vocab_size ** numbers` responses, in the order of their digits."""
 
     prompts: Tensor
     """`[batch, pos]` integers."""
     rewards: Tensor
     """`[batch, R]`."""
     answers: Tensor
-    """`[batch]` integers: which of the responses is the sorted prompt."""
+    """`[batch]` integers: the index of the sorted prompt among the responses."""
     vocab_size: int
 
     def rewards_of(self, responses: Tensor) -> Tensor:
-        """`[batch, response, pos]` integers to `[batch, response]`."""
+        """Look up rewards: `[batch, response, pos]` integers to `[batch, response]`."""
         return self.rewards.gather(1, self._index(responses))
 
     def expected_reward(self, log_probs: Tensor) -> float:
-        """The mean over prompts of `sum over responses of pi(response | prompt) * reward`.
+        """Return the mean over prompts of `sum over responses of pi(response | prompt) * reward`.
 
         Args:
-            log_probs: `[batch, pos, vocab]`, nats.
+            log_probs: `[batch, pos, vocab]`, in nats.
         """
         return (self._joint(log_probs) * self.rewards).sum(dim=1).mean().item()
 
     def share_right(self, log_probs: Tensor) -> float:
-        """The probability of the sorted prompt, mean over prompts; log_probs as in `expected_reward`."""
+        """Return the probability of the sorted prompt, mean over prompts; log_probs as in `expected_reward`."""
         return self._joint(log_probs).gather(1, self.answers[:, None]).mean().item()
 
     @property
     def best_reward(self) -> float:
-        """Of the sorted prompts, mean over them."""
+        """Reward of the sorted prompts, mean over them."""
         return self.rewards.gather(1, self.answers[:, None]).mean().item()
 
     def _index(self, responses: Tensor) -> Tensor:
         return _index(responses, self.vocab_size)
 
     def _joint(self, log_probs: Tensor) -> Tensor:
-        """`[batch, pos, vocab]` to the probability of every response, `[batch, R]`."""
+        """Return the probability of every response: `[batch, pos, vocab]` to `[batch, R]`."""
         joint = torch.ones(len(log_probs), 1)
         for position in log_probs.exp().unbind(dim=1):  # [batch, vocab]
             joint = (joint[:, :, None] * position[:, None, :]).flatten(1)
@@ -66,7 +66,7 @@ class SortingTask:
 
 
 def make_task(reward: str, numbers: int) -> SortingTask:
-    """The lecture's prompts for three numbers, else three drawn ones of n distinct numbers below n + 2."""
+    """Use the lecture's prompts for three numbers, otherwise draw three with n distinct numbers below n + 2."""
     vocab_size = numbers + 2
     rng = random.Random(f"playground/{numbers}")
     prompts = LECTURE_PROMPTS if numbers == 3 else [rng.sample(range(vocab_size), numbers) for _ in range(3)]
@@ -78,6 +78,6 @@ def make_task(reward: str, numbers: int) -> SortingTask:
 
 
 def _index(responses: Tensor, vocab_size: int) -> Tensor:
-    """`[..., pos]` to `[...]`: the response read as a number of base vocab_size."""
+    """Read responses as numbers of base vocab_size: `[..., pos]` to `[...]`."""
     places = vocab_size ** torch.arange(responses.shape[-1]).flip(0)
     return (responses * places).sum(dim=-1)

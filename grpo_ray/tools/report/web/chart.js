@@ -1,10 +1,10 @@
 "use strict";
-// Line charts over steps: one line a run and series, with 95% bands where standard errors are known.
+// Line charts over steps: one line per run and series, with 95% bands where standard errors are known.
 
 const HEIGHT = 210, TOP = 10, RIGHT = 12, BOTTOM = 24, LEFT = 52;
 const NORMAL_95 = 1.96;
 
-/** Axes of a chart `width` wide; `x` and `y` map values to pixels. */
+/** Draw the axes of a chart; the returned `x` and `y` map values to pixels. */
 function frame(width, steps, values, yTicks) {
   const x = (step) => LEFT + ((step - steps[0]) / (steps[1] - steps[0])) * (width - LEFT - RIGHT);
   const y = (value) => TOP + ((values[1] - value) / (values[1] - values[0])) * (HEIGHT - TOP - BOTTOM);
@@ -20,7 +20,7 @@ function frame(width, steps, values, yTicks) {
   return { root, x, y };
 }
 
-/** [lowest, highest] with room for lines to be seen; shares from 0 to 1. */
+/** Return [lowest, highest], rounded outwards to ticks; shares range from 0 to 1. */
 function valueRange(values, isShare) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
@@ -33,7 +33,7 @@ function valueRange(values, isShare) {
   return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
 }
 
-/** A figure that follows its width, and tells its values under pointer and arrow keys. */
+/** A figure that redraws when its width changes, and reads out values for pointer and arrow keys. */
 class Figure {
   constructor(title, unit) {
     this.heading = el("h3", {});
@@ -55,7 +55,7 @@ class Figure {
     this.heading.replaceChildren(title ?? "", unit ? el("small", {}, ` ${unit}`) : "");
   }
 
-  /** Draw, and keep what the pointer needs: the steps that can be told, and where they are. */
+  /** Draw, and keep the steps that can be read out, with their positions. */
   draw() {
     this.width = this.plot.clientWidth;
     this.marks = [];
@@ -87,14 +87,14 @@ class Figure {
   select(place) {
     this.selected = place;
     const mark = place === null ? null : this.marks[place];
-    this.readout.textContent = mark ? this.tell(mark) : "";
+    this.readout.textContent = mark ? this.read(mark) : "";
     if (!this.cursor) return;
     this.cursor.setAttribute("visibility", mark ? "visible" : "hidden");
     if (mark) { this.cursor.setAttribute("x1", mark.x); this.cursor.setAttribute("x2", mark.x); }
   }
 }
 
-/** Lines of a panel: see panels.py. */
+/** A chart of one panel (panels.py). */
 class LineChart extends Figure {
   constructor(panel, runs) {
     super(panel.title, panel.unit);
@@ -103,14 +103,14 @@ class LineChart extends Figure {
 
   show(runs) { this.runs = runs; this.draw(); }
 
-  /** Another panel from now on. */
-  draws(panel) {
+  /** Replace the panel. */
+  setPanel(panel) {
     this.panel = panel;
     this.name(panel.title, panel.unit);
     this.draw();
   }
 
-  /** Every line that has a value: its run, metric, steps, values and standard errors. */
+  /** Return all lines that have values, with name, colour, steps, values and standard errors. */
   lines() {
     const several = this.runs.length > 1;
     return this.runs.flatMap((run) => this.panel.series.flatMap(([metric, label], order) => run.series
@@ -127,10 +127,10 @@ class LineChart extends Figure {
   drawing(width) {
     const lines = this.current = this.lines();
     this.legend.replaceChildren(...lines.map((line) => el("span", {}, swatch(line.color, line.isDashed), line.name)));
-    this.plot.setAttribute("aria-label", `${this.title}. ${lines.map(summary).join(" ") || "No data."} Arrow keys tell the values.`);
+    this.plot.setAttribute("aria-label", `${this.title}. ${lines.map(summary).join(" ") || "No data."} Arrow keys read out the values.`);
     if (lines.length === 0) return null;
     const own = lines.flatMap((line) => line.values.filter((value) => value !== null));
-    // A band around a share may pass 0 or 1, and need not change the axis; a clock may say 1.003.
+    // A band may extend beyond a share's 0 to 1 without changing the axis, and measured shares may reach 1.003.
     const isShare = this.panel.is_share && own.every((value) => value >= 0 && value < 1.02);
     const known = isShare ? own : lines.flatMap((line) => line.values.flatMap((value, place) =>
       value === null ? [] : [value - margin(line, place), value + margin(line, place)]));
@@ -144,14 +144,14 @@ class LineChart extends Figure {
     return root;
   }
 
-  tell({ step }) {
-    const told = this.current.flatMap((line) => {
+  read({ step }) {
+    const texts = this.current.flatMap((line) => {
       const place = line.steps.indexOf(step);
       if (place < 0 || line.values[place] === null) return [];
       const more = margin(line, place);
       return [`${line.name} ${number(line.values[place])}${more ? ` ± ${number(more)}` : ""}`];
     });
-    return `step ${number(step)}: ${told.join("; ") || "no value"}`;
+    return `step ${number(step)}: ${texts.join("; ") || "no value"}`;
   }
 }
 
@@ -160,12 +160,12 @@ function summary(line) {
   return `${line.name}: from ${number(known[0])} to ${number(known.at(-1))} over ${known.length} points.`;
 }
 
-/** Half the width of the 95% band. */
+/** Return half the width of the 95% band. */
 function margin(line, place) {
   return NORMAL_95 * (line.errors?.[place] ?? 0);
 }
 
-/** Runs of consecutive places whose value is known. */
+/** Split a line's places into stretches without missing values. */
 function stretches(line) {
   const found = [];
   line.values.forEach((value, place) => {

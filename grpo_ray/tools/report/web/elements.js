@@ -1,5 +1,5 @@
 "use strict";
-// Small builders that the rest of the page is made with. What a run's texts hold only ever becomes text nodes.
+// Small builders for the rest of the page. A run's texts only ever become text nodes.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
@@ -12,7 +12,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** An HTML element; `on...` attributes are listeners, children are nodes or text. */
+/** Make an HTML element; `on...` attributes are listeners, children are nodes or text. */
 function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
@@ -21,7 +21,7 @@ function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
 
-/** A labelled <select>; options are [value, text]. */
+/** Make a labelled <select>; options are [value, text]. */
 function choice(label, options, onchange) {
   const select = el("select", { onchange: () => onchange(select.value) });
   select.append(...options.map(([value, text]) => el("option", { value }, text)));
@@ -34,7 +34,7 @@ function swatch(color, isDashed = false) {
   return mark;
 }
 
-/** The colours that runs and series have, in their order; after the style sheet's eight, hues far from each other. */
+/** Return the colour of the run or series at a place: the style sheet's eight, then hues far apart. */
 function seriesColor(place) {
   return place < 8 ? `var(--c${place})` : `hsl(${(place * 137.5) % 360} 55% var(--lightness))`;
 }
@@ -47,13 +47,13 @@ function number(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** Text whose control and direction marks can be seen, and do nothing. */
+/** Replace control and direction characters by visible text without an effect. */
 function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g,
     (mark) => `⟨U+${mark.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
-/** Round numbers from `low` to `high`, about `count` of them. */
+/** Return about `count` round numbers from `low` to `high`. */
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));

@@ -1,5 +1,5 @@
 "use strict";
-// The page: a section each for the runs, the charts, the time, the rollouts and the configuration.
+// The page: one section each for runs, charts, time, rollouts and configuration.
 
 DATA.runs.forEach((run, place) => { run.place = place; });
 const shown = new Set(DATA.runs);
@@ -27,20 +27,20 @@ function runCard(run) {
   return el("article", {}, DATA.runs.length > 1 ? toggle(run) : null, el("dl", {}, ...facts), ...notices(run).map((text) => el("p", { class: "notice" }, text)));
 }
 
-/** What the reader of the charts and the table has to know. */
+/** Return what readers of the charts and the table need to know. */
 function notices(run) {
   const bins = run.series.filter((part) => part.bin_size > 1).map((part) => part.bin_size);
-  const binned = bins.length ? [`Curves are thinned: a point is the mean of ${Math.max(...bins)} steps (of a maximum: the largest).`] : [];
+  const binned = bins.length ? [`Curves are downsampled: each point is the mean of ${Math.max(...bins)} steps (for a maximum: the largest value).`] : [];
   return [...binned, ...run.notices];
 }
 
 function sampleNotice(run) {
   const { num_rollouts: all, num_steps: steps, num_sampled_steps: sampled, seed } = run.sample, here = run.rollouts.length;
   const name = DATA.runs.length > 1 ? `${run.name}: ` : "";
-  if (all === 0) return `${name}no rollouts (run.save_rollouts was off, or no step is done).`;
+  if (all === 0) return `${name}no rollouts (run.save_rollouts was off, or no step has finished).`;
   const what = here === all ? `all ${all.toLocaleString("en")} rollouts`
     : `a random sample, ${here.toLocaleString("en")} of ${all.toLocaleString("en")} rollouts, from ${sampled.toLocaleString("en")} of ${steps.toLocaleString("en")} steps (seed ${seed})`;
-  const ratio = run.checkpoint ? `; log-ratios are of ${run.checkpoint}'s policy to the one that sampled the token` : "";
+  const ratio = run.checkpoint ? `; log-ratios compare the policy of ${run.checkpoint} with the one that sampled the token` : "";
   return `${name}${what}${ratio}.`;
 }
 
@@ -52,7 +52,7 @@ function addChart(panel) {
   return chart.node;
 }
 
-/** One chart of whatever metric is chosen. */
+/** Make a chart of one metric, chosen from all. */
 function anyMetric() {
   const names = [...new Set(DATA.runs.flatMap((run) => run.series.flatMap((part) => Object.keys(part.columns))))].sort();
   if (names.length === 0) return el("p", { class: "empty" }, "no metrics yet");
@@ -63,20 +63,20 @@ function anyMetric() {
   const pick = (name) => {
     const [unit, text] = DATA.metrics[name] ?? DATA.metrics[pattern(name)] ?? ["", ""];
     meaning.textContent = text;
-    chart.draws({ title: name, unit, series: [[name, name]], is_share: unit === "share", bands: false });
+    chart.setPanel({ title: name, unit, series: [[name, name]], is_share: unit === "share", bands: false });
   };
   const metric = choice("Metric", names.map((name) => [name, name]), pick);
   pick(names[0]);
   return el("div", {}, el("div", { class: "filters" }, metric.field), meaning, chart.node);
 }
 
-/** Every key of the configurations; of several runs at first those that differ. */
+/** Make the table of configuration keys; for several runs it first shows only the keys that differ. */
 function configTable() {
   const several = DATA.runs.length > 1;
   const keys = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.config)))].sort();
   const differs = (key) => new Set(DATA.runs.map((run) => run.config[key])).size > 1;
   const body = el("tbody"), status = el("p", { class: "count", role: "status" });
-  const search = el("input", { type: "search", placeholder: "such as learning_rate", oninput: () => show() });
+  const search = el("input", { type: "search", placeholder: "e.g. learning_rate", oninput: () => show() });
   const only = el("input", { type: "checkbox", checked: several, onchange: () => show() });
   const show = () => {
     const found = keys.filter((key) => key.includes(search.value) && (!(several && only.checked) || differs(key)));
@@ -88,7 +88,7 @@ function configTable() {
   const head = el("tr", {}, el("th", { scope: "col" }, "Key"), ...DATA.runs.map((run) => el("th", { scope: "col" }, run.name)));
   return [
     el("div", { class: "filters" }, el("label", { class: "field wide" }, el("span", {}, "Search keys"), search),
-      several ? el("label", { class: "toggle" }, only, "only what differs") : null), status,
+      several ? el("label", { class: "toggle" }, only, "only differences") : null), status,
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration" }, el("table", { class: "config" }, el("thead", {}, head), body)),
     ...DATA.runs.map((run) => el("details", {}, el("summary", {}, `config.yaml of ${run.name}`), el("pre", { tabindex: "0" }, visible(run.config_yaml)))),
   ];

@@ -1,5 +1,5 @@
 "use strict";
-// The table of sampled rollouts: filters, sorting, pages; a row opens to its tokens, coloured.
+// The table of sampled rollouts, with filters, sorting and pages; a row expands to its coloured tokens.
 
 const ROWS = 25;
 const COLUMNS = [
@@ -19,7 +19,7 @@ function versions(row) {
   return `${span} (lag ${row.step - 1 - row.min_version})`;
 }
 
-/** How many characters of a long instruction all prompts begin with: the table leaves them out. */
+/** Return the length of an instruction that all prompts begin with, if it is long: the table leaves it out. */
 function sharedStart(rows) {
   let shared = rows[0].prompt;
   for (const { prompt } of rows) while (!prompt.startsWith(shared)) shared = shared.slice(0, -1);
@@ -47,31 +47,31 @@ class Rollouts {
     this.body = el("tbody", { role: "rowgroup" });
     this.head = el("tr", { role: "row" });
     this.scale = el("p", { class: "legend" });
-    const back = el("button", { type: "button", onclick: () => this.turn(-1) }, "← Previous");
-    const forth = el("button", { type: "button", onclick: () => this.turn(1) }, "Next →");
-    this.pager = { back, forth, where: el("span", {}) };
+    const previous = el("button", { type: "button", onclick: () => this.turn(-1) }, "← Previous");
+    const next = el("button", { type: "button", onclick: () => this.turn(1) }, "Next →");
+    this.pager = { previous, next, position: el("span", {}) };
     this.node = el("div", {}, this.filters(runs), this.count, this.scale,
       el("table", { class: "rollouts", role: "table" }, el("thead", { role: "rowgroup" }, this.head), this.body),
-      el("p", { class: "pager" }, back, this.pager.where, forth));
+      el("p", { class: "pager" }, previous, this.pager.position, next));
     this.show();
   }
 
   filters(runs) {
-    const again = () => { this.page = 0; this.show(); };
+    const update = () => { this.page = 0; this.show(); };
     const steps = [...new Set(this.rows.map((row) => row.step))].sort((a, b) => a - b);
     const any = (values, name) => [["", `all ${name}`], ...values.map((value) => [value, value])];
     const bound = (label) => {
-      const input = el("input", { type: "number", step: "any", oninput: again });
+      const input = el("input", { type: "number", step: "any", oninput: update });
       return { input, field: el("label", { class: "field narrow" }, el("span", {}, label), input) };
     };
-    this.run = choice("Run", [["", "all runs"], ...runs.map((run) => [run.place, run.name])], again);
-    this.step = choice("Step", any(steps, "steps"), again);
+    this.run = choice("Run", [["", "all runs"], ...runs.map((run) => [run.place, run.name])], update);
+    this.step = choice("Step", any(steps, "steps"), update);
     const tasks = [...new Set(this.rows.map((row) => row.task).filter(Boolean))].sort();
-    this.task = choice("Task", any(tasks, "tasks"), again);
+    this.task = choice("Task", any(tasks, "tasks"), update);
     this.least = bound("Reward from");
     this.most = bound("to");
-    this.outcome = choice("Outcome", any(["ended", "truncated", "error"], "outcomes"), again);
-    this.search = el("input", { type: "search", placeholder: "in prompts and responses", oninput: again });
+    this.outcome = choice("Outcome", any(["ended", "truncated", "error"], "outcomes"), update);
+    this.search = el("input", { type: "search", placeholder: "in prompts and responses", oninput: update });
     const colors = choice("Colour tokens by", Object.entries(COLORINGS)
       .filter(([, [, of]]) => this.rows.some(of) || of(this.rows[0] ?? {}) === null)
       .filter(([name]) => name !== "ratio" || this.rows.some((row) => row.ratios))
@@ -99,9 +99,9 @@ class Rollouts {
     this.head.replaceChildren(...COLUMNS.map((column) => this.heading(...column)));
     this.body.replaceChildren(...found.slice(first, first + ROWS).flatMap((row) => this.line(row)));
     this.count.textContent = `${found.length.toLocaleString("en")} of ${this.rows.length.toLocaleString("en")} rollouts on this page`;
-    this.pager.where.textContent = ` page ${this.page + 1} of ${pages} `;
-    this.pager.back.disabled = this.page === 0;
-    this.pager.forth.disabled = this.page + 1 >= pages;
+    this.pager.position.textContent = ` page ${this.page + 1} of ${pages} `;
+    this.pager.previous.disabled = this.page === 0;
+    this.pager.next.disabled = this.page + 1 >= pages;
     this.scale.replaceChildren(...colorScale(this.coloring));
   }
 
@@ -117,7 +117,7 @@ class Rollouts {
     el("button", { type: "button", onclick: sort }, label + mark));
   }
 
-  /** The row, and below it, once it was opened, everything about the rollout. */
+  /** Return the row and, if it is open, a second one with everything about the rollout. */
   line(row) {
     const isOpen = this.opened.has(row);
     const open = el("button", { type: "button", class: "open", "aria-expanded": String(isOpen),
@@ -135,19 +135,19 @@ class Rollouts {
     const facts = { run: row.run.name, "group, sample": `${row.group_id}, ${row.sample}`, generator: row.generator,
       task: row.task, "format reward": number(row.format_reward), "answer reward": number(row.answer_reward),
       outcome: row.error ? `error: ${row.error}` : outcome(row),
-      use: { 0: "dropped, not trained", 1: "trained" }[row.use ?? 1] ?? `replayed, use ${row.use}` };
-    const told = Object.entries(facts).filter(([, value]) => value).map(([name, value]) => `${name} ${visible(String(value))}`);
+      use: { 0: "dropped, not trained", 1: "trained" }[row.use] ?? `replayed, use ${row.use}` };
+    const texts = Object.entries(facts).filter(([, value]) => value).map(([name, value]) => `${name} ${visible(String(value))}`);
     return [
       el("h4", {}, "Prompt"), el("pre", { dir: "auto" }, visible(row.prompt)),
       el("h4", {}, "Response"), row.tokens ? tokens(row, this.coloring) : el("pre", { dir: "auto" }, visible(row.response)),
       row.ground_truth ? el("h4", {}, "Ground truth") : null,
       row.ground_truth ? el("pre", { dir: "auto" }, visible(row.ground_truth)) : null,
-      el("p", { class: "facts" }, told.join(" · ")),
+      el("p", { class: "facts" }, texts.join(" · ")),
     ].filter((part) => part !== null);
   }
 }
 
-/** How strongly, and in which colour, a token of this value is marked. */
+/** Colour a token by the sign and the size of its value. */
 function paint(node, value, largest) {
   if (value === null || value === undefined) return;
   const share = Math.min(1, Math.abs(value) / largest);
@@ -165,7 +165,7 @@ function colorScale(coloring) {
   return [el("span", {}, `Token colours: ${label}, nats`), el("span", {}, low, ...shown, high)];
 }
 
-/** The response, token by token; pointer and arrow keys tell a token's figures. */
+/** Show the response token by token; pointer and arrow keys read out a token's values. */
 function tokens(row, coloring) {
   const [, valuesOf, largest] = COLORINGS[coloring], values = valuesOf(row);
   const readout = el("p", { class: "readout", "aria-live": "polite" });
@@ -185,7 +185,7 @@ function tokens(row, coloring) {
     readout.textContent = at < 0 ? "" : `token ${at + 1} ${JSON.stringify(visible(row.tokens[at]))}: logprob ${
       number(row.logprobs[at])}${ratio}, version ${version(at)}`;
   };
-  const box = el("pre", { class: "tokens", tabindex: "0", dir: "auto", "aria-label": "Response, token by token; arrow keys tell a token's figures",
+  const box = el("pre", { class: "tokens", tabindex: "0", dir: "auto", "aria-label": "Response, token by token; arrow keys read out a token's values",
     onpointerover: (event) => { const place = marks.indexOf(event.target); if (place >= 0) select(place); },
     onkeydown: (event) => {
       const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: marks.length - 1 }[event.key];

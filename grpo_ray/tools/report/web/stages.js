@@ -1,14 +1,14 @@
 "use strict";
-// Where the time goes: each actor's shares of the whole run, and one actor's seconds step by step.
+// The time of actors: each one's shares of the whole run, and one actor's seconds step by step.
 
 const LONG = 1.5; // of the 95th percentile: a first step of minutes must not flatten all the others
 
-/** What stages of many actors have in common; waiting is grey, and paler where it is for a second thing. */
+/** Colours of stages that several actors have; waiting is grey, and a second kind of waiting is paler. */
 const PALER = "color-mix(in srgb, var(--wait) 45%, var(--card))";
 const STAGE_COLORS = [[/^(wait|idle)/, "var(--wait)"], [/generate/, seriesColor(0)],
   [/sync|load|pause|resume/, seriesColor(1)], [/train/, seriesColor(3)], [/score/, seriesColor(2)]];
 
-/** A colour for each stage of an actor; those that have none of their own get one that the others leave. */
+/** Choose a colour for each stage of an actor; stages without a colour of their own get one that is free. */
 function stageColors(stages) {
   const own = (stage) => STAGE_COLORS.find(([pattern]) => pattern.test(stage))?.[1];
   const colors = new Map(), taken = new Set();
@@ -36,24 +36,24 @@ function bar(color, attributes) {
   return drawn;
 }
 
-/** One stacked bar: an actor's shares of its time over the run. */
+/** Make one stacked bar of an actor's shares of its time over the run. */
 function shareBar(actor, stages) {
   const sums = Object.entries(stages).map(([stage, seconds]) => [stage, total(seconds)]);
   const whole = total(sums.map(([, seconds]) => seconds)) || 1;
-  const told = sums.filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1])
+  const texts = sums.filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1])
     .map(([stage, seconds]) => `${stageName(stage)} ${Math.round((100 * seconds) / whole)}%`);
   const colors = stageColors(stages);
-  const track = el("div", { class: "shares", role: "img", "aria-label": `${actor}: ${told.join(", ")}` });
+  const track = el("div", { class: "shares", role: "img", "aria-label": `${actor}: ${texts.join(", ")}` });
   for (const [stage, seconds] of sums) {
     const part = el("span", { title: `${stageName(stage)} ${number(seconds)} s` });
     part.style.width = `${(100 * seconds) / whole}%`;
     part.style.backgroundColor = colors.get(stage);
     track.append(part);
   }
-  return el("div", { class: "actor" }, el("strong", {}, actor), track, el("small", {}, told.join(" · ")));
+  return el("div", { class: "actor" }, el("strong", {}, actor), track, el("small", {}, texts.join(" · ")));
 }
 
-/** Stacked bars, one a step; neighbours are averaged where there are more than fit. */
+/** Stacked bars, one per step; neighbours are averaged if there are more than fit. */
 class StageChart extends Figure {
   constructor() { super("Step by step", "seconds"); }
 
@@ -66,7 +66,7 @@ class StageChart extends Figure {
   drawing(width) {
     const names = Object.keys(this.stages ?? {}).filter((stage) => this.stages[stage].some((value) => value > 0));
     this.legend.replaceChildren(...names.map((stage) => el("span", {}, swatch(this.colors.get(stage)), stageName(stage))));
-    this.plot.setAttribute("aria-label", `${this.title}, ${this.actor ?? ""}. Arrow keys tell the values.`);
+    this.plot.setAttribute("aria-label", `${this.title}, ${this.actor ?? ""}. Arrow keys read out the values.`);
     if (names.length === 0) return null;
     const steps = this.run.series[0].steps, size = Math.ceil(steps.length / ((width - LEFT - RIGHT) / 4));
     const bins = [];
@@ -87,7 +87,7 @@ class StageChart extends Figure {
       parts: names.map((stage) => [stage, mean(this.stages[stage].slice(from, to))]) };
   }
 
-  tell({ from, to, parts }) {
+  read({ from, to, parts }) {
     const when = from === to ? `step ${number(from)}` : `steps ${number(from)}–${number(to)}, mean`;
     const each = parts.map(([stage, seconds]) => `${stageName(stage)} ${number(seconds)}`);
     return `${when}: ${number(total(parts.map(([, seconds]) => seconds)))} s (${each.join(", ")})`;

@@ -1,4 +1,4 @@
-"""The playground's pictures, each 1200x800."""
+"""The playground's pictures, each of 1200 x 800 pixels."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,29 +12,35 @@ from grpo_ray.tools.course.playground.baseline import Estimates
 from grpo_ray.tools.course.playground.comparison import Run
 from grpo_ray.tools.course.playground.frozen import LECTURE_W, RATIOS, ascend, gradients
 from grpo_ray.tools.course.playground.settings import Settings
-from grpo_ray.tools.drawing.figures import COLORS, draw_spread, legend_beside, new_figure, save, tidy
-from grpo_ray.tools.drawing.plots import GRID, INK
+from grpo_ray.tools.drawing.figures import (
+    COLORS,
+    GRID,
+    INK,
+    draw_spread,
+    legend_beside,
+    new_figure,
+    save,
+    tidy,
+)
 
 WIDTH, HEIGHT = 12, 8
-BIN_EDGES = [0.5 * index for index in range(-10, 13)]  # finer: only which means 10 samples can have
-MAX_REFRESHES = 40  # more lines than that would hide the curves
+BIN_EDGES = [0.5 * index for index in range(-10, 13)]  # means of 10 samples have few values for finer bins
+MAX_REFRESHES = 40  # more lines would hide the curves
 
 
 def plot_runs(
     runs: Sequence[Run], settings: Settings, compare: str | None, best_reward: float, path: Path
 ) -> None:
-    """The expected reward over steps, and below it what the comparison is also about."""
+    """Plot the expected reward over steps, and below it another quantity that the comparison affects."""
     below, name = {
         "deltas": ("right", "probability of\nthe right response"),
         "loss": ("clip_fraction", "share of tokens\nclipped"),
-    }.get(compare or "", ("kl", "KL to reference\n(nats a response)"))
+    }.get(compare or "", ("kl", "KL to reference\n(nats per response)"))
     figure = new_figure(WIDTH, HEIGHT)
     rewards, other = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
     _draw(rewards, runs, "reward")
     _draw(other, runs, below)
-    rewards.axhline(
-        best_reward, color=INK, linewidth=1, linestyle=(0, (2, 3)), label="sorted (the most there is)"
-    )
+    rewards.axhline(best_reward, color=INK, linewidth=1, linestyle=(0, (2, 3)), label="sorted (the maximum)")
     if below == "kl":
         _mark_refreshes(other, settings)
     else:
@@ -55,25 +61,25 @@ def plot_runs(
 def plot_baseline(
     estimates: Mapping[str, Estimates], draws: Mapping[str, Tensor], num_samples: int, path: Path
 ) -> None:
-    """The four deltas, and the spread of the gradient estimates that they give, raw and with the baseline."""
+    """Plot the four deltas, raw and with the baseline, and the spread of their gradient estimates."""
     figure = new_figure(WIDTH, HEIGHT)
     deltas, histogram = figure.subplots(1, 2, width_ratios=[2, 3])
     width = 0.8 / len(estimates)
-    for index, (label, of_kind) in enumerate(estimates.items()):
+    for index, (label, estimate) in enumerate(estimates.items()):
         at = [place - 0.4 + (index + 0.5) * width for place in range(4)]
-        bars = deltas.bar(at, of_kind.deltas.flatten().tolist(), width, color=COLORS[index], label=label)
+        bars = deltas.bar(at, estimate.deltas.flatten().tolist(), width, color=COLORS[index], label=label)
         deltas.bar_label(bars, fmt="%g", padding=3, fontsize=11)
         histogram.hist(
             draws[label].tolist(), bins=BIN_EDGES, weights=[1 / len(draws[label])] * len(draws[label]),
-            color=COLORS[index], alpha=0.6, label=f"{label}: variance of a sample {of_kind.variance:.2f}",
+            color=COLORS[index], alpha=0.6, label=f"{label}: variance of a sample {estimate.variance:.2f}",
         )  # fmt: skip
     mean = next(iter(estimates.values())).mean[0].item()
     histogram.axvline(
-        mean, 0, 0.86, color=INK, linewidth=1.5, linestyle="--", label="true gradient: of both the mean"
+        mean, 0, 0.86, color=INK, linewidth=1.5, linestyle="--", label="true gradient: the mean of both"
     )
     deltas.axhline(0, color=INK, linewidth=0.8)
     deltas.set_xticks(range(4), ["s1, a1", "s1, a2", "s2, a1", "s2, a2"])
-    stds = " against ".join(f"{of_kind.delta_std:.2f}" for of_kind in estimates.values())
+    stds = " against ".join(f"{estimate.delta_std:.2f}" for estimate in estimates.values())
     deltas.set_title(f"Deltas: standard deviation {stds}", fontsize=12)
     histogram.set_title(f"Gradient by s1's logit of a1: means of {num_samples} samples", fontsize=12)
     histogram.set_ylim(0, 1.2)  # room for the legend
@@ -82,28 +88,28 @@ def plot_baseline(
     tidy(histogram, "estimate of the gradient", "share of the estimates")
     for axis in (deltas, histogram):
         axis.legend(loc="upper right", frameon=False, fontsize=11)
-    figure.suptitle("A baseline takes the noise and leaves the mean", fontsize=14)
+    figure.suptitle("A baseline removes noise and keeps the mean", fontsize=14)
     save(figure, path)
 
 
 def plot_frozen(path: Path) -> None:
-    """The three ratios' gradients over w, and where gradient ascent on each leads."""
+    """Plot the three ratios' gradients over w, and gradient ascent on each."""
     figure = new_figure(WIDTH, HEIGHT)
-    slopes, courses = figure.subplots(1, 2)
+    slopes, ascents = figure.subplots(1, 2)
     w = torch.linspace(-4, 4, 161)
     for index, (label, ratio) in enumerate(RATIOS.items()):
         slopes.plot(w.tolist(), gradients(ratio, w).tolist(), color=COLORS[index], linewidth=2.2, label=label)
-        courses.plot(ascend(ratio), color=COLORS[index], linewidth=2.2)
+        ascents.plot(ascend(ratio), color=COLORS[index], linewidth=2.2)
     slopes.axvline(LECTURE_W, color=GRID, linewidth=1.5, zorder=0)
     slopes.annotate(
         "the lecture's w", (LECTURE_W, 0.97), xycoords=("data", "axes fraction"), xytext=(-6, 0),
         textcoords="offset points", ha="right", va="top", fontsize=11, color=INK,
     )  # fmt: skip
     slopes.set_ylim(-1.15, 1.15)
-    courses.set_ylim(-0.02, 1.02)
+    ascents.set_ylim(-0.02, 1.02)
     tidy(slopes, "w, where p = sigmoid(w)", "gradient of the ratio by w")
-    tidy(courses, "step of gradient ascent on the ratio", "p, to be raised (its advantage is 1)")
-    figure.suptitle("Each ratio is 1 at every w: only their gradients differ", fontsize=14)
+    tidy(ascents, "step of gradient ascent on the ratio", "p, which should rise (its advantage is 1)")
+    figure.suptitle("All ratios are 1 at every w: only their gradients differ", fontsize=14)
     handles, labels = slopes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=11)
     save(figure, path)
@@ -111,8 +117,8 @@ def plot_frozen(path: Path) -> None:
 
 def _draw(axis: Axes, runs: Sequence[Run], name: str) -> None:
     for index, label in enumerate(dict.fromkeys(run.label for run in runs)):
-        courses = [run.points for run in runs if run.label == label]
-        points = [(at[0].step, [getattr(point, name) for point in at]) for at in zip(*courses, strict=True)]
+        histories = [run.points for run in runs if run.label == label]
+        points = [(at[0].step, [getattr(point, name) for point in at]) for at in zip(*histories, strict=True)]
         draw_spread(axis, index, label, points)
 
 

@@ -1,4 +1,4 @@
-"""The run's picture: rewards over steps, and where each step's time went."""
+"""A run's reward curve: rewards over steps, and below them the time of each step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from grpo_ray.telemetry.run_files import last_of_each_step
+from grpo_ray.tools.drawing.figures import GRID, INK, new_figure, save
 
-INK, GRID = "#333333", "#e3e3e3"
 TRAINING, VALIDATION = "#9bbbd8", "#c0392b"
 TIME_COLORS = {"waiting for a batch": "#e8c07d", "training": "#5b8db8", "rest": "#c9cdd2"}
 
@@ -25,13 +23,9 @@ def plot_reward_curve(
     metrics = last_of_each_step(metrics_path)
     evaluations = last_of_each_step(evaluations_summary_path)
     timed = [row for row in metrics if row.get("timing/step_s") is not None]
-    # Drawn without pyplot, which keeps every figure alive and picks a backend for the whole process.
-    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    ratios = [3, 1] if timed else [1]
-    axes = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": ratios})[
-        :, 0
-    ]
+    figure = new_figure(12, 8)
+    ratios = {"height_ratios": [3, 1] if timed else [1]}
+    axes = figure.subplots(1 + bool(timed), 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
     _plot_rewards(axes[0], metrics, evaluations)
     if timed:
         _plot_times(axes[1], timed)
@@ -39,7 +33,7 @@ def plot_reward_curve(
         _tidy(axis)
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(out_png)
+    save(figure, Path(out_png))
 
 
 def _plot_rewards(axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:
@@ -64,10 +58,10 @@ def _plot_rewards(axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Se
 
 
 def _label_ends(axis: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """The first and last validation reward in figures: what a reader looks for."""
+    """Write the first and the last validation reward, which readers look for."""
     bottom, top = axis.get_ylim()
     for index, side in {0: "left", len(steps) - 1: "right"}.items():
-        is_high = values[index] > bottom + 0.9 * (top - bottom)  # keep the figures inside the frame
+        is_high = values[index] > bottom + 0.9 * (top - bottom)  # keep the numbers inside the frame
         axis.annotate(
             f"{values[index]:.2f}",
             (steps[index], values[index]),
@@ -82,7 +76,7 @@ def _label_ends(axis: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 
 def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
-    """Seconds of each step, stacked: waiting, training, and what is left of the step."""
+    """Stack the seconds of each step: waiting, training, and the rest."""
     steps = np.array([row["step"] for row in metrics])
     waiting, training, total = (
         np.array([row.get(name) or 0.0 for row in metrics], dtype=float)
@@ -100,7 +94,7 @@ def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
         linewidth=0,
     )
     tops = waiting + training + rest
-    # One long step, as the first may be, must not flatten all the others; the legend needs room above.
+    # One long step, such as the first, must not flatten all the others; the legend needs room above.
     limit = 1.5 * float(np.percentile(tops, 95)) or 1.0
     axis.set_ylim(0, limit)
     longest = int(tops.argmax())
@@ -113,12 +107,12 @@ def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
             fontsize=11,
             color=INK,
         )
-    axis.set_ylabel("seconds a step")
+    axis.set_ylabel("seconds per step")
     axis.legend(loc="upper right", ncols=3, frameon=True, framealpha=0.85, edgecolor="none", fontsize=11)
 
 
 def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values where the value is there (a value that was not finite is null)."""
+    """Return steps and values without the missing ones (a value that was not finite is null)."""
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], dtype=float)
 

@@ -1,4 +1,4 @@
-"""A RewardPool's ends of the sockets to its nursery and to its workers."""
+"""A RewardPool's ends of the sockets to its fork server and to its workers."""
 
 import contextlib
 import json
@@ -16,34 +16,34 @@ from grpo_ray.config.reward import Reward
 from grpo_ray.config.secrets import reward_environment
 from grpo_ray.errors import RunError
 
-START_TIMEOUT_S = 120  # to import what grades, a user's module included
+START_TIMEOUT_S = 120  # to import the reward functions, a user's module included
 NUM_TRIES = 3
 END_TIMEOUT_S = 5.0
 GONE = (BrokenPipeError, ConnectionResetError)
 
 
 def _too_slow() -> str:
-    return f"importing took longer than {START_TIMEOUT_S} s; a module of your own must load less at its import"
+    return f"importing took longer than {START_TIMEOUT_S} s; have your own module load less when it is imported"
 
 
 class WorkerProcess:
-    """One worker, by the socket to it."""
+    """One worker, at the other end of a socket."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._received = channel, b""
-        self.num_sent = self.num_settled = 0  # answers; those of them that it has told the result of
+        self.num_sent = self.num_settled = 0  # answers sent, and answers whose results have come
 
     def send(self, lines: list[bytes]) -> None:
         self.num_sent += len(lines)
         self._channel.settimeout(START_TIMEOUT_S)
-        with contextlib.suppress(*GONE):  # it has ended, and that is what will be received
+        with contextlib.suppress(*GONE):  # it has ended, which `receive` will report
             self._channel.sendall(b"".join(lines))
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Its next message.
+        """Return the worker's next message.
 
         Raises:
-            TimeoutError: there was none for `timeout_s`.
+            TimeoutError: none came within `timeout_s`.
         """
         self._channel.settimeout(timeout_s)
         while b"\n" not in self._received:
@@ -58,14 +58,14 @@ class WorkerProcess:
         return message
 
     def close(self) -> None:
-        """It is killed, if it lives."""
+        """Hang up, upon which the fork server kills the worker."""
         self._channel.close()
 
 
-class Nursery:
-    """The process that workers are forked from: begun at once, waited for when a worker is wanted.
+class ForkServer:
+    """The process that workers are forked from: started at once, waited for when a worker is needed.
 
-    It ends when its socket does, so also when this process is killed, and its workers with it.
+    It ends with its workers when its socket closes, so also when this process is killed.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], memory_gib: float) -> None:
@@ -77,9 +77,10 @@ class Nursery:
         self._begin()
 
     def new_worker(self) -> WorkerProcess:
-        """
+        """Return a worker that is ready to grade.
+
         Raises:
-            RunError: there can be none, and why.
+            RunError: none can be started; the message says why.
         """
         for _ in range(NUM_TRIES):
             worker = WorkerProcess(self._adopt())
@@ -92,18 +93,18 @@ class Nursery:
         raise RunError(f"no worker can be started to grade (task.reward): {cause[0]}")
 
     def close(self) -> None:
-        """End it, and with it all workers."""
+        """End the fork server, and with it all workers."""
         self._is_closed = True
-        self._end()  # whoever waits for it goes on
+        self._end()  # unblocks a thread that waits for it while holding the lock
         with self._lock:
-            self._end()  # and one that was begun just before
+            self._end()  # ends one that such a thread has started in the meantime
 
     def _adopt(self) -> socket.socket:
-        """The pool's end of a socket whose other end a worker has."""
+        """Have a worker forked; return the pool's end of the socket to it."""
         with self._lock:
             try:
                 return self._fork()
-            except GONE:  # somebody has killed it
+            except GONE:  # something killed it
                 self._end()
                 self._begin()
                 return self._fork()
@@ -119,14 +120,14 @@ class Nursery:
         if self._is_closed:
             raise RunError("no worker can be started to grade: the pool is closed")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._state: list[Any] | None = None  # what it said of itself: ["ready"] or ["failed", why]
+        self._state: list[Any] | None = None  # its first message: ["ready"] or ["failed", why]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_ray.rewards.isolation.nursery", self._arguments],
+                [sys.executable, "-m", "grpo_ray.rewards.isolation.fork_server", self._arguments],
                 stdin=theirs.fileno(),
-                stdout=2,  # what a user's module prints as it is imported
+                stdout=2,  # for anything that a user's module prints when it is imported
                 env={**reward_environment(), "OMP_NUM_THREADS": "1"},  # workers may start no thread
-                process_group=0,  # Ctrl-C is for who started the run
+                process_group=0,  # Ctrl-C is for the process that started the run
             )
 
     def _until_ready(self) -> None:
@@ -143,10 +144,10 @@ class Nursery:
 
     def _ending(self) -> str:
         status = self._process.wait()
-        return _too_slow() if status == -signal.SIGALRM else f"status {status}"  # its own limit: nursery.py
+        return _too_slow() if status == -signal.SIGALRM else f"status {status}"  # fork_server.py sets the alarm
 
     def _end(self) -> None:
-        with contextlib.suppress(OSError):  # it has been closed
+        with contextlib.suppress(OSError):  # already closed
             self._control.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(END_TIMEOUT_S)

@@ -1,9 +1,9 @@
-"""The program that the workers of a RewardPool are forked from: all imported, so a new one takes milliseconds.
+"""The program that forks a RewardPool's workers: it has imported everything, so a new one takes milliseconds.
 
-    python -m grpo_ray.rewards.isolation.nursery ARGUMENTS    (JSON; standard input is a socket to the pool)
+    python -m grpo_ray.rewards.isolation.fork_server ARGUMENTS    (JSON; standard input is a socket to the pool)
 
-It says ["ready"] or ["failed", why], and is then sent one end of a socket for each worker that is wanted.
-Responses go past it: it reads none, and so cannot be brought to a standstill by one.
+It sends ["ready"] or ["failed", why], and then receives one end of a socket for each worker to fork.
+Responses bypass it: it reads none, so none can block it.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards import get_reward_fn, uses_algebra
 from grpo_ray.rewards.base import RewardFn
+from grpo_ray.rewards.configured import get_reward_fn, uses_algebra
 from grpo_ray.rewards.isolation.confinement import die_with_parent
-from grpo_ray.rewards.isolation.worker import OUT_OF_MEMORY, describe, serve
+from grpo_ray.rewards.isolation.worker import OUT_OF_MEMORY, describe_error, serve
 from grpo_ray.rewards.math.algebra import is_equal_latex
 
 REWARDS: TypeAdapter[dict[str, Reward]] = TypeAdapter(dict[str, Reward])
 
-# Imports sympy, and fills the tables of its parser, which learns a grammar by use.
+# Comparing these imports sympy and fills the tables of its parser, which builds them as it is used.
 WARM_UP = [
     (r"\sqrt{8}", r"2\sqrt{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\frac{12\pi}{5}", r"\frac{6}{5}\pi"),
     ("x=5", "5=x"), (r"\{1, x\}", r"\{x, 1\}"), ("(1, x)", "(x, 1)"), (r"x \le 2", r"2 \ge x"),
@@ -41,12 +41,12 @@ WARM_UP = [
 @dataclass(frozen=True)
 class _Child:
     pid: int
-    exit_fd: int  # readable when the process has ended
-    channel: socket.socket  # its end of the socket to the pool
+    exit_fd: int  # readable once the process has ended
+    channel: socket.socket  # the worker's end of the socket to the pool
     num_begun: mmap
 
     def kill(self) -> None:
-        """With the processes that it may have started: root's cannot be kept from it."""
+        """Kill the worker and any processes it started, which a worker of root's cannot be kept from doing."""
         os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class _Child:
         self.num_begun.close()
 
 
-class _Nursery:
+class _ForkServer:
     def __init__(self, control: socket.socket, reward_fns: Mapping[str, RewardFn], memory_gib: float) -> None:
         self._control, self._reward_fns, self._memory_gib = control, reward_fns, memory_gib
         self._by_channel: dict[int, _Child] = {}
@@ -64,12 +64,12 @@ class _Nursery:
         self._poll.register(control, select.POLLIN)
 
     def run(self) -> None:
-        """Until the pool closes its end of `control`, or is gone."""
+        """Fork and reap workers until the pool closes its end of `control` or is gone."""
         while True:
-            fd, _ = self._poll.poll()[0]  # one at a time: what it brings about can outdate the others
+            fd, _ = self._poll.poll()[0]  # one at a time: handling it can make the others outdated
             if fd in self._by_exit:
-                self._bury(self._by_exit[fd])
-            elif fd in self._by_channel:  # the pool has hung up on it: it took too long
+                self._reap(self._by_exit[fd])
+            elif fd in self._by_channel:  # the pool has hung up, because the worker took too long
                 self._poll.unregister(fd)
                 self._by_channel[fd].kill()
             else:
@@ -99,7 +99,7 @@ class _Nursery:
         self._poll.register(channel, select.POLLRDHUP)
 
     def _become_worker(self) -> None:
-        """Let go of what is not this worker's; what it prints goes nowhere (a full pipe would hold it up)."""
+        """Close the other workers' files, and discard all that this one prints: a full pipe would block it."""
         for child in self._by_exit.values():
             child.close()
         null = os.open(os.devnull, os.O_RDWR)
@@ -107,8 +107,8 @@ class _Nursery:
             os.dup2(null, fd)
         os.close(null)
 
-    def _bury(self, child: _Child) -> None:
-        """Tell the pool how it ended, after all that it said itself."""
+    def _reap(self, child: _Child) -> None:
+        """Tell the pool how the worker ended, after all of the worker's own messages."""
         child.kill()
         _, status = os.waitpid(child.pid, 0)
         del self._by_exit[child.exit_fd], self._by_channel[child.channel.fileno()]
@@ -130,7 +130,7 @@ def _ending(status: int) -> str:
 
 def _main(arguments: dict[str, Any]) -> None:
     control = socket.socket(fileno=0)
-    signal.alarm(arguments["start_timeout_s"])  # should a user's module never end its import, and the pool die
+    signal.alarm(arguments["start_timeout_s"])  # in case a user's import never ends and the pool has died
     sys.path[:] = arguments["path"]
     try:
         rewards = REWARDS.validate_python(arguments["rewards"])
@@ -139,12 +139,12 @@ def _main(arguments: dict[str, Any]) -> None:
             for left, right in WARM_UP:
                 is_equal_latex(left, right)
     except Exception as error:  # a user's module can raise anything
-        control.sendall(json.dumps(["failed", describe(error)]).encode())
+        control.sendall(json.dumps(["failed", describe_error(error)]).encode())
         return
     signal.alarm(0)
     gc.freeze()  # collecting what was imported would copy its pages into each worker
     control.sendall(json.dumps(["ready"]).encode())
-    _Nursery(control, reward_fns, arguments["memory_gib"]).run()
+    _ForkServer(control, reward_fns, arguments["memory_gib"]).run()
 
 
 if __name__ == "__main__":

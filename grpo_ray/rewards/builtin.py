@@ -1,0 +1,134 @@
+"""The built-in rewards, by name in `REWARDS`; docs/rewards.md has each formula."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from grpo_ray.rewards.answer_formats import AnswerIn, read_answer, read_answer_in, read_boxed, read_boxes
+from grpo_ray.rewards.base import NotGraded, RewardFn, Scores, scores, verdict
+from grpo_ray.rewards.math.answer import grade, is_right
+from grpo_ray.rewards.sorting import sort_distance_reward_fn, sort_inclusion_ordering_reward_fn
+
+MAX_BOXES = 16  # with different contents; each is compared with the truth
+
+
+# ---- rewards of the answer alone ----
+
+
+def exact_match_reward_fn(response: str, ground_truth: str) -> Scores:
+    """Reward an answer in tags with the characters of the ground truth, apart from white space around them."""
+    answer = read_answer(response)
+    return verdict(answer is not None, answer == ground_truth.strip())
+
+
+def r1_zero_reward_fn(response: str, ground_truth: str, fast: bool = True) -> Scores:
+    """Reward an answer in tags that is mathematically equal to the ground truth; `grade` has the rules."""
+    return grade(read_answer(response), ground_truth, fast)
+
+
+def question_only_reward_fn(response: str, ground_truth: str, fast: bool = True) -> Scores:
+    r"""Reward an answer in the last `\boxed{}` as `grade` does; all other boxes must hold right answers too."""
+    judged = grade(read_boxed(response), ground_truth, fast)
+    if judged["answer_reward"]:
+        others = list(dict.fromkeys(filter(None, read_boxes(response)[:-1])))
+        if not all(is_right(other, ground_truth, fast) for other in others[:MAX_BOXES]):
+            return verdict(has_format=True, is_right=False)
+        if len(others) > MAX_BOXES:
+            raise NotGraded(f"more than {MAX_BOXES} boxes, each with another right answer")
+    return judged
+
+
+JUDGES: dict[AnswerIn, RewardFn] = {"tags": r1_zero_reward_fn, "boxed": question_only_reward_fn}
+
+
+def graded_reward_fn(
+    response: str,
+    ground_truth: str,
+    right: float = 1.0,
+    wrong: float = -0.5,
+    missing: float = -1.0,
+    answer_in: AnswerIn = "tags",
+) -> Scores:
+    """Return `right` or `wrong` as `r1_zero` (boxed: `question_only`) judges; `missing` without an answer."""
+    judged = JUDGES[answer_in](response, ground_truth)
+    if judged["answer_reward"]:
+        return scores(right, has_format=True, is_right=True)
+    has_answer = bool(read_answer_in(answer_in, response))
+    return scores(wrong if has_answer else missing, has_format=bool(judged["format_reward"]), is_right=False)
+
+
+# ---- rewards that judge no answer: terms to shape a sum with ----
+
+
+def format_reward_fn(response: str, ground_truth: str, answer_in: AnswerIn = "tags") -> Scores:
+    """Return 1 for an answer in the format, right or wrong; 0 for an empty one, or none."""
+    has_format = bool(read_answer_in(answer_in, response))
+    return scores(float(has_format), has_format, is_right=False)
+
+
+def brevity_reward_fn(
+    response: str,
+    ground_truth: str,
+    free: Annotated[int, Ge(0)] = 200,
+    span: Annotated[int, Gt(0)] = 800,
+    unit: Literal["characters", "words"] = "characters",
+) -> Scores:
+    """Return clip(1 - (length - free) / span, 0, 1): 1 up to `free`, then falling to 0 at `free + span`.
+
+    Args:
+        free: length in `unit` that costs nothing.
+        span: further length over which the reward falls to 0.
+        unit: words are separated by white space.
+    """
+    length = len(response) if unit == "characters" else len(response.split())
+    return scores(min(1.0, max(0.0, 1 - (length - free) / span)), has_format=True, is_right=False)
+
+
+# ---- keyword inclusion ----
+
+
+def keyword_inclusion_reward_fn(response: str, keywords: str | Sequence[str]) -> Scores:
+    """Return 1 if every keyword occurs, in either case, as a separate word: `cat` is not in `category`.
+
+    A hyphen ends a word: `ice` is in `ice-cream`. Both kinds of apostrophe, and of accents, are the same.
+
+    Args:
+        keywords: separated by commas, as in a ground truth; or a list.
+
+    Raises:
+        ValueError: there is no keyword.
+    """
+    words = keywords.split(",") if isinstance(keywords, str) else keywords
+    patterns = [_as_word(_normal(word)) for word in words if word.strip()]
+    if not patterns:
+        raise ValueError(f"{keywords!r} names no keyword; give them separated by commas")
+    text = _normal(response)
+    return verdict(has_format=True, is_right=all(pattern.search(text) for pattern in patterns))
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFC", text).replace("’", "'")
+
+
+def _as_word(keyword: str) -> re.Pattern[str]:
+    """Compile a pattern for the keyword; a line break within `New York` does not matter."""
+    text = r"\s+".join(map(re.escape, keyword.split()))
+    return re.compile(rf"(?<!\w){text}(?!\w)", re.IGNORECASE)
+
+
+REWARDS: dict[str, RewardFn] = {
+    "brevity": brevity_reward_fn,
+    "exact_match": exact_match_reward_fn,
+    "format": format_reward_fn,
+    "graded": graded_reward_fn,
+    "keyword_inclusion": keyword_inclusion_reward_fn,
+    "question_only": question_only_reward_fn,
+    "r1_zero": r1_zero_reward_fn,
+    "sort_distance": sort_distance_reward_fn,
+    "sort_inclusion_ordering": sort_inclusion_ordering_reward_fn,
+}
+
+ALGEBRAIC = ("graded", "question_only", "r1_zero")  # computer algebra; the others are too simple to run away

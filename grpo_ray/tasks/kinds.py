@@ -1,0 +1,49 @@
+"""The registry of the kinds of tasks.
+
+A new kind is a section in config/task.py, a module like sorting.py, and one entry in `KINDS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from grpo_ray.config.task import PlainTaskConfig
+from grpo_ray.tasks import arithmetic, dataset, sorting
+from grpo_ray.tasks.examples import ExampleSets, Pairs
+from grpo_ray.tasks.keywords import examples as keywords
+
+ConfigT = TypeVar("ConfigT", bound=PlainTaskConfig)
+
+
+@dataclass(frozen=True)
+class TaskKind(Generic[ConfigT]):
+    """The functions of a kind of task, each of its configuration."""
+
+    load: Callable[[ConfigT, int], ExampleSets]
+    """(configuration, seed) to the train and validation examples."""
+    load_validation: Callable[[ConfigT, int, int], ExampleSets] | None = None
+    """(configuration, seed, limit) to the first validation examples, without reading any for training;
+    None: `load` is cheap enough."""
+    warmup_pairs: Callable[[ConfigT, int, int], Pairs] | None = None
+    """(configuration, seed, number) to (question, response) pairs that `model.tiny` is warmed up with;
+    None: no tiny model can be built for the kind."""
+    max_warmup_pairs: Callable[[ConfigT], int] | None = None
+    """Upper bound of the number above which `warmup_pairs` raises; None: it returns fewer pairs instead."""
+
+
+DATASET = TaskKind(dataset.dataset_examples, dataset.dataset_validation)
+
+KINDS: dict[str, TaskKind[Any]] = {
+    "sorting": TaskKind(
+        sorting.sorting_examples,
+        warmup_pairs=sorting.warmup_pairs,
+        max_warmup_pairs=sorting.num_fresh,
+    ),
+    "arithmetic": TaskKind(arithmetic.arithmetic_examples, warmup_pairs=arithmetic.warmup_pairs),
+    "keywords": TaskKind(
+        keywords.keyword_examples, keywords.keyword_validation, warmup_pairs=keywords.warmup_pairs
+    ),
+    "file": DATASET,
+    "gsm8k": DATASET,
+    "math": DATASET,
+}
