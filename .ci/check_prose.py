@@ -1,7 +1,7 @@
 """Refuse prose that a pattern can recognise as unidiomatic. Run in the repository's root by `make lint`.
 
-Checked are docstrings and comments of Python files, and every line of Markdown, YAML and launch files, except
-what stands in backticks. The rules as a whole, of which these are a few, stand in CONTRIBUTING.md. `who` and its
+It reads docstrings and comments of Python files, and every line of Markdown, YAML and launch files, except
+what stands in backticks. CONTRIBUTING.md has all the rules, also those that no pattern finds. `who` and its
 forms are allowed right after a word for a person, as in "users who".
 """
 
