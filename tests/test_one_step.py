@@ -1,4 +1,4 @@
-"""docs/one_step.py, the reader's first page of code, runs as its page says."""
+"""docs/one_step.py, the first page of code for a reader, runs as its page says."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""mkdocs hook: the tables that are made from the code, where a page asks for them by a comment."""
+"""The mkdocs hook that replaces a comment such as `<!-- metrics reference -->` by tables made from the code."""
 
 import json
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def configuration_reference() -> str:
-    """A part for every section of the configuration, a row for every field."""
+    """Return a table for every section of the configuration, with one row per field."""
     return "\n\n".join(_section(path, section) for path, section in sections(Config).items())
 
 
 def sections(top: type[Section]) -> dict[str, type[Section]]:
-    """Every section below by its heading, depth first; what may stand at several places, at the first."""
+    """Return every section below `top` by its heading, depth first; each section stands at its first place."""
     found: dict[str, type[Section]] = {}
     _collect("", top, found)
     return found
@@ -47,7 +47,7 @@ def _collect(path: str, section: type[Section], found: dict[str, type[Section]])
 
 
 def _inside(path: str, annotation: Any) -> Iterator[tuple[str, type[Section]]]:
-    """The sections that an annotation leads to, and where they stand."""
+    """Yield the sections in an annotation, each with its path."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield path, annotation
         return
@@ -75,9 +75,9 @@ def _values(field: FieldInfo) -> str:
 
 
 def _meaning(section: type[Section], name: str) -> str:
-    """The docstring under the field, also where a subclass only gives it another default."""
+    """Return the field's docstring, also for a subclass that only changes the default."""
     if name == "kind":
-        return "Which kind of task it is."
+        return "Kind of the task."
     fields = [base.model_fields.get(name) for base in section.__mro__ if issubclass(base, Section)]
     written = [field.description for field in fields if field is not None and field.description]
     inside = sections_of(section.model_fields[name].annotation)
@@ -102,7 +102,7 @@ def _cell(text: str) -> str:
 
 
 def metrics_reference() -> str:
-    """A table for every area, a row for every name."""
+    """Return a table for every area, with one row per metric."""
     areas: dict[str, list[str]] = {}
     for name, (unit, meaning) in METRICS.items():
         row = "| " + " | ".join(map(_cell, (f"`{name}`", unit, meaning))) + " |"
