@@ -1,6 +1,7 @@
 """The documentation: the site builds without a warning, its tables are complete, and its examples work."""
 
 import ast
+import html
 import importlib.util
 import os
 import re
@@ -68,8 +69,8 @@ def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
         assert (site / name).exists(), name
     assert not (site / "hooks").exists()
     fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=[\"']?(?:https?:)?//[^>]+>")
-    for html in site.rglob("*.html"):
-        assert not fetched.findall(html.read_text()), html
+    for page in site.rglob("*.html"):
+        assert not fetched.findall(page.read_text()), page
 
 
 def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
@@ -77,6 +78,12 @@ def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
     assert "class PromptItem" in re.sub(
         r"<[^>]+>", "", (site / "source/grpo_ray/types.py/index.html").read_text()
     )
+
+
+def test_the_page_of_one_step_shows_the_whole_file(site: Path) -> None:
+    shown = re.sub(r"<[^>]+>", "", (site / "one-step" / "index.html").read_text())
+    for line in (DOCS / "one_step.py").read_text().splitlines():
+        assert html.escape(line, quote=False) in shown, line
 
 
 def test_links_between_files_of_the_repository_lead_somewhere() -> None:

@@ -1,7 +1,12 @@
-"""The mkdocs hook that replaces a comment such as `<!-- metrics reference -->` by tables made from the code."""
+"""The mkdocs hook that fills in comments of pages.
+
+`<!-- configuration reference -->` and `<!-- metrics reference -->` become tables made from the code,
+`<!-- one step -->` the text of docs/one_step.py.
+"""
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -15,11 +20,16 @@ from grpo_ray.telemetry.metrics_catalog import METRICS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    for marker, table in (("configuration", configuration_reference), ("metrics", metrics_reference)):
-        comment = f"<!-- {marker} reference -->"
+    for comment, make in CONTENTS.items():
         if comment in markdown:
-            markdown = markdown.replace(comment, table())
+            markdown = markdown.replace(comment, make())
     return markdown
+
+
+def one_step() -> str:
+    """Return docs/one_step.py as a block of code."""
+    text = (Path(__file__).parents[1] / "one_step.py").read_text()
+    return f'```python title="docs/one_step.py"\n{text}```'
 
 
 # ---- the configuration ----
@@ -109,3 +119,10 @@ def metrics_reference() -> str:
         areas.setdefault(name.split("/")[0], []).append(row)
     head = ["", "| name | unit | meaning |", "|---|---|---|"]
     return "\n\n".join("\n".join([f"## {area}", *head, *rows]) for area, rows in areas.items())
+
+
+CONTENTS = {
+    "<!-- configuration reference -->": configuration_reference,
+    "<!-- metrics reference -->": metrics_reference,
+    "<!-- one step -->": one_step,
+}
