@@ -1,6 +1,7 @@
-"""The documentation: the site builds without a warning, its tables are whole, and what its pages show works."""
+"""The documentation: the site builds without a warning, its tables are complete, and its examples work."""
 
 import ast
+import html
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from test_layout import ORDER
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -32,7 +34,7 @@ BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.M | re.S)
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
-    """(language, title, text) of the page's fenced blocks."""
+    """Return (language, title, text) of the page's fenced blocks."""
     return BLOCK.findall((DOCS / page).read_text())
 
 
@@ -48,7 +50,7 @@ def reference() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a link that leads nowhere, or a page that no menu has, is an error."""
+    """Build the site; a dead link, or a page missing from the menu, is an error."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
@@ -67,8 +69,8 @@ def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
         assert (site / name).exists(), name
     assert not (site / "hooks").exists()
     fetched = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=[\"']?(?:https?:)?//[^>]+>")
-    for html in site.rglob("*.html"):
-        assert not fetched.findall(html.read_text()), html
+    for page in site.rglob("*.html"):
+        assert not fetched.findall(page.read_text()), page
 
 
 def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
@@ -76,6 +78,12 @@ def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
     assert "class PromptItem" in re.sub(
         r"<[^>]+>", "", (site / "source/grpo_ray/types.py/index.html").read_text()
     )
+
+
+def test_the_page_of_one_step_shows_the_whole_file(site: Path) -> None:
+    shown = re.sub(r"<[^>]+>", "", (site / "one-step" / "index.html").read_text())
+    for line in (DOCS / "one_step.py").read_text().splitlines():
+        assert html.escape(line, quote=False) in shown, line
 
 
 def test_links_between_files_of_the_repository_lead_somewhere() -> None:
@@ -89,7 +97,7 @@ def test_links_between_files_of_the_repository_lead_somewhere() -> None:
 
 
 def rows(markdown: str) -> dict[str, dict[str, list[str]]]:
-    """The cells of each table's rows, by heading and the name in the first cell."""
+    """Return the cells of each table's rows, by heading and the name in the first cell."""
     found: dict[str, dict[str, list[str]]] = {}
     for line in markdown.splitlines():
         if line.startswith("## "):
@@ -149,11 +157,39 @@ def test_every_metric_stands_in_the_reference(reference: ModuleType, site: Path)
     assert all(f"<code>{name}</code>" in page for name in METRICS)
 
 
+# ---- the architecture page ----
+
+
+def test_the_architecture_page_counts_lines_and_names_entries() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    entries = re.findall(r"^\| \**\[`(.+?)/?`\].*\| ([\d,]+) \|$", text, re.M)
+    assert [entry.removesuffix(".py") for entry, _ in entries] == ORDER
+    heart = 0
+    for entry, stated in entries:
+        path = ROOT / "grpo_ray" / entry
+        files = path.rglob("*.py") if path.is_dir() else [path]
+        counted = sum(len(file.read_text().splitlines()) for file in files)
+        assert abs(int(stated.replace(",", "")) - counted) <= 0.15 * counted + 20, (entry, counted)
+        heart += counted if f"**[`{entry}" in text else 0
+    for page in (text, (ROOT / "README.md").read_text()):
+        said = re.search(r"about\s([\d,]+)\slines", page)
+        assert said is not None
+        assert abs(int(said[1].replace(",", "")) - heart) <= 0.05 * heart, heart
+
+
+def test_functions_and_files_that_the_architecture_page_names_exist() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    package = "\n".join(path.read_text() for path in (ROOT / "grpo_ray").rglob("*.py"))
+    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        assert f"class {owner}" in package, owner
+        assert re.search(rf"def {name}\b", package), f"{owner}.{name}"
+
+
 # ---- what the pages say ----
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of every `grpo-ray ...` in the page's blocks of code."""
+    """Yield the arguments of every `grpo-ray ...` in the page's code blocks."""
     text = re.sub(r"\\\n\s*", "", page.read_text())
     for line in re.findall(r"^(?:    |\t)?\$? ?(?:\.venv/bin/)?grpo-ray (.+)$", text, re.M):
         yield shlex.split(line, comments=True)
@@ -172,7 +208,7 @@ def test_every_command_in_the_pages_is_one() -> None:
 
 
 def literals() -> str:
-    """Every text in the package's code; `…` where a value is put in."""
+    """Return every string in the package's code, with `…` for each interpolated value."""
     texts = []
     for path in (ROOT / "grpo_ray").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -195,7 +231,7 @@ def test_the_messages_under_troubleshooting_are_the_programs() -> None:
 
 
 def test_config_keys_in_the_pages_exist() -> None:
-    """Of the pages by hand: what looks like `section.key` is one."""
+    """Check that anything on a page that looks like `section.key` is one."""
     known = set(leaves(load_config(ROOT / "configs/quickstart.yaml").model_dump()))
     tops = "|".join(name for name in Config.model_fields if name not in ("task", "model"))
     for page in DOCS.glob("*.md"):
@@ -216,7 +252,7 @@ def test_what_the_algorithms_page_says_to_set_is_valid() -> None:
 
 
 def write_files(folder: Path) -> None:
-    """The page's files that have a name."""
+    """Write the page's named files."""
     for _, title, text in blocks("extending.md"):
         if title:
             (folder / title).parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +284,7 @@ def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_a_task_a_loss_an_engine_and_a_transport_of_ones_own(tmp_path: Path) -> None:
-    """The page's changes apply to a copy of the package, and work there (extended_job.py)."""
+    """Apply the page's diffs to a copy of the package, and use them there (extended_job.py)."""
     shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray", ignore=shutil.ignore_patterns("__pycache__"))
     write_files(tmp_path)
     changes = "".join(text for language, _, text in blocks("extending.md") if language == "diff")

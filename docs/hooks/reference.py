@@ -1,7 +1,12 @@
-"""mkdocs hook: the tables that are made from the code, where a page asks for them by a comment."""
+"""The mkdocs hook that fills in comments of pages.
+
+`<!-- configuration reference -->` and `<!-- metrics reference -->` become tables made from the code,
+`<!-- one step -->` the text of docs/one_step.py.
+"""
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -15,23 +20,28 @@ from grpo_ray.telemetry.metrics_catalog import METRICS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    for marker, table in (("configuration", configuration_reference), ("metrics", metrics_reference)):
-        comment = f"<!-- {marker} reference -->"
+    for comment, make in CONTENTS.items():
         if comment in markdown:
-            markdown = markdown.replace(comment, table())
+            markdown = markdown.replace(comment, make())
     return markdown
+
+
+def one_step() -> str:
+    """Return docs/one_step.py as a block of code."""
+    text = (Path(__file__).parents[1] / "one_step.py").read_text()
+    return f'```python title="docs/one_step.py"\n{text}```'
 
 
 # ---- the configuration ----
 
 
 def configuration_reference() -> str:
-    """A part for every section of the configuration, a row for every field."""
+    """Return a table for every section of the configuration, with one row per field."""
     return "\n\n".join(_section(path, section) for path, section in sections(Config).items())
 
 
 def sections(top: type[Section]) -> dict[str, type[Section]]:
-    """Every section below by its heading, depth first; what may stand at several places, at the first."""
+    """Return every section below `top` by its heading, depth first; each section stands at its first place."""
     found: dict[str, type[Section]] = {}
     _collect("", top, found)
     return found
@@ -47,7 +57,7 @@ def _collect(path: str, section: type[Section], found: dict[str, type[Section]])
 
 
 def _inside(path: str, annotation: Any) -> Iterator[tuple[str, type[Section]]]:
-    """The sections that an annotation leads to, and where they stand."""
+    """Yield the sections in an annotation, each with its path."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield path, annotation
         return
@@ -75,9 +85,9 @@ def _values(field: FieldInfo) -> str:
 
 
 def _meaning(section: type[Section], name: str) -> str:
-    """The docstring under the field, also where a subclass only gives it another default."""
+    """Return the field's docstring, also for a subclass that only changes the default."""
     if name == "kind":
-        return "Which kind of task it is."
+        return "Kind of the task."
     fields = [base.model_fields.get(name) for base in section.__mro__ if issubclass(base, Section)]
     written = [field.description for field in fields if field is not None and field.description]
     inside = sections_of(section.model_fields[name].annotation)
@@ -102,10 +112,17 @@ def _cell(text: str) -> str:
 
 
 def metrics_reference() -> str:
-    """A table for every area, a row for every name."""
+    """Return a table for every area, with one row per metric."""
     areas: dict[str, list[str]] = {}
     for name, (unit, meaning) in METRICS.items():
         row = "| " + " | ".join(map(_cell, (f"`{name}`", unit, meaning))) + " |"
         areas.setdefault(name.split("/")[0], []).append(row)
     head = ["", "| name | unit | meaning |", "|---|---|---|"]
     return "\n\n".join("\n".join([f"## {area}", *head, *rows]) for area, rows in areas.items())
+
+
+CONTENTS = {
+    "<!-- configuration reference -->": configuration_reference,
+    "<!-- metrics reference -->": metrics_reference,
+    "<!-- one step -->": one_step,
+}

@@ -1,6 +1,6 @@
-"""mkdocs hook: what pages link to outside of docs/ becomes a page of the site, so that no link leads nowhere.
+"""The mkdocs hook that turns each file linked outside of docs/ into a page of the site.
 
-`[x](../grpo_ray/x.py)` works in the repository; in the site it leads to `source/grpo_ray/x.py`, with colours.
+`[x](../grpo_ray/x.py)` works in the repository; in the site it leads to `source/grpo_ray/x.py`, highlighted.
 """
 
 import ast
@@ -21,7 +21,7 @@ def on_files(files: Files, config: Any) -> Files:
     linked = {path for page in pages for path in LINK.findall(page.content_string)}
     for path in sorted({path for name in linked for path in _with_content(ROOT / name)}):
         name = path.relative_to(ROOT).as_posix()
-        if path.exists():  # what is missing has no page, and its link is an error of the build
+        if path.exists():  # a link to a missing file stays broken, which fails the build
             content = f"---\nsearch: {{exclude: true}}\n---\n# {name}\n\n{_page(path)}\n"
             source = File.generated(config, f"source/{name}.md", content=content)
             source.inclusion = InclusionLevel.NOT_IN_NAV
@@ -34,7 +34,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _with_content(path: Path) -> Iterator[Path]:
-    """A folder comes with its modules."""
+    """Yield the path, and the modules of a folder."""
     yield path
     if path.is_dir():
         yield from sorted(path.glob("*.py"))
