@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Awaitable[T_co], Protocol[T_co]):
-    """A reference to a value in another process; awaiting it would bring the value here."""
+    """A reference to a value in another process; awaiting it brings the value here."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StartingModel:
     path: str
     end_token_ids: tuple[int, ...]
     max_model_len: int
-    """Longest prompt and response together, in tokens."""
+    """Maximum length of prompt and response together, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class PromptItem:
     prompt: str
     prompt_token_ids: tuple[int, ...]
     ground_truth: str
-    num_cuts: int = 0  # times that oversampling cut it off before
-    task: str = ""  # the part of a mixture that it belongs to
+    num_cuts: int = 0  # times that oversampling has cut it off so far
+    task: str = ""  # the part of a mixture that the prompt belongs to
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RolloutGroup:
 class GroupOutcome:
     """The result of sampling a prompt as a group."""
 
-    pass_rate: float  # share of its graded responses that are right
+    pass_rate: float  # share of its graded responses that are correct
     has_signal: bool  # as in ScoredGroup
 
 
@@ -108,7 +108,7 @@ class ScoredGroup:
     """A group with its rewards; every array is `[G]` float32.
 
     A response that could not be graded is listed in `errors`, with reward 0 and advantage 0. The group's mean
-    and standard deviation exclude it, so it teaches nothing.
+    and standard deviation exclude it, so it contributes nothing to the gradient.
     """
 
     rollout: RolloutGroup
@@ -116,7 +116,7 @@ class ScoredGroup:
     format_rewards: np.ndarray
     answer_rewards: np.ndarray
     advantages: np.ndarray
-    errors: Mapping[int, str] = field(default_factory=dict)  # by sample: why it could not be graded
+    errors: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it could not be graded
 
     @property
     def group_id(self) -> int:
@@ -134,7 +134,7 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """False when every advantage is zero: the group cannot move the policy."""
+        """True if any advantage is nonzero; otherwise the group cannot change the policy."""
         return bool(np.any(self.advantages != 0.0))
 
     @property
@@ -149,7 +149,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The groups of one Learner step: fresh ones in group order, then those that are replayed."""
+    """The groups of one Learner step: fresh groups in order, then replayed ones."""
 
     groups: tuple[ScoredGroup, ...]
 
@@ -158,22 +158,22 @@ class TrainBatch:
 class PutReceipt:
     """The buffer's answer to a group that was put into it."""
 
-    is_kept: bool  # False: the group is too old for every batch to come
-    num_slots: int = 0  # groups dropped for lack of signal just now; as many more may be admitted
+    is_kept: bool  # False if the group is too old for all future batches
+    num_slots: int = 0  # groups just dropped for lack of signal; one more may be admitted for each
 
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """Small numbers about a batch for the controller, never tokens."""
+    """The facts about a batch that the controller needs, without its tokens."""
 
     group_ids: tuple[int, ...]  # fresh groups in the batch
-    rejected_ids: tuple[int, ...]  # groups that were too old: they are sampled again, and there is no batch yet
+    rejected_ids: tuple[int, ...]  # too old, to be sampled again; if there are any, there is no batch yet
     metrics: dict[str, float]
     dropped_ids: tuple[int, ...] = ()  # left out for lack of signal
-    cut_ids: tuple[int, ...] = ()  # came, but too late for the next batch as well
+    cut_ids: tuple[int, ...] = ()  # arrived too late for this batch and the next
     num_slots: int = 0  # as in PutReceipt
     outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
-    write_error: str | None = None  # why rollouts of an earlier batch are not on disk yet
+    write_error: str | None = None  # the reason that rollouts of an earlier batch are not on disk yet
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class StepReport:
 
     version: int  # the Learner's version after the step
     metrics: dict[str, float]
-    profile_error: str | None = None  # why the trace of the step could not be written
+    profile_error: str | None = None  # the reason that the step's trace could not be written
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """All weights of one version, end to end in one buffer of bytes (Hugging Face names).
+    """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
 
     The bytes are in `data`, or in the buffer of `on_device` on the GPU that Learner and Generator share.
     """
@@ -216,7 +216,7 @@ class WeightSnapshot:
 
 @dataclass(frozen=True)
 class Admitted:
-    """The permission to dispatch groups, as of a published version."""
+    """Permission to dispatch groups, as of a published version."""
 
     version: int  # the published version
     num_groups: int  # groups that may have been dispatched since the beginning of the run
@@ -227,18 +227,18 @@ class Admitted:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Seconds per phase of one weight sync, as the slowest Generator took, and the Generators that failed."""
+    """The result of one weight sync: the slowest Generator's seconds per phase, and the failed Generators."""
 
     version: int
     metrics: dict[str, float]
-    failed: dict[str, str]  # why each failed; they are excluded until they are admitted again
+    failed: dict[str, str]  # each one's error; it is excluded until a replacement is admitted
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
     """Sampling parameters of a request; `seed` makes its draws reproducible if the engine supports that.
 
-    At temperature 0 the most likely token is taken each time (for evaluations; training cannot use it).
+    Temperature 0 always takes the most likely token (for evaluations; training cannot use it).
     """
 
     num_samples: int

@@ -47,7 +47,7 @@ def baseline_variance(rewards: np.ndarray) -> float:
 
 
 def cut_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return how much longer the responses to prompts that were cut off before are: the bias of the cut."""
+    """Return the ratio of response lengths, prompts cut off before to others: the bias of cutting off."""
 
     def mean_tokens(was_cut: bool) -> float:
         chosen = [g.rollout for g in groups if (g.rollout.item.num_cuts > 0) == was_cut]

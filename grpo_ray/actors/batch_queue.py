@@ -1,16 +1,16 @@
-"""The order of batches: all groups stand in one queue, by id, and each batch takes some from its front.
+"""The order of batches: all groups are in one queue, by id, and each batch takes some from its front.
 
 A batch takes the first `size` finished groups of its *window*, which is the first `size + lookahead - 1` groups
 of the queue. With a look-ahead of 1 that is strict order. With a look-ahead of W a group can be overtaken, but
 comes at most `ceil((W - 1) / size)` batches later than in strict order: the batch in which it is due waits for
-it. Admission accounts for those batches (staleness.py).
+it. Admission allows for that delay (staleness.py).
 
 With `first_come` there is no window: a batch takes the groups that finished first, and its caller cuts off the
 others.
 
-Groups without signal leave the queue. In strict order a group leaves once it is certain that the groups before
-it leave room for its replacement in the batch, so which groups are dropped does not depend on which finished
-first. At most `max_dropped` leave per batch (DAPO's dynamic sampling, arXiv:2503.14476, Section 3.2, Eq. 11).
+Groups without signal are dropped from the queue, at most `max_dropped` per batch (DAPO's dynamic sampling,
+arXiv:2503.14476, Section 3.2, Eq. 11). In strict order a group is dropped only once it is certain that the
+groups before it do not fill the batch, so the order in which groups finish does not affect which are dropped.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,22 +18,22 @@ from itertools import count, islice, takewhile
 
 
 class BatchQueue:
-    """The groups that are still to be trained, in order; it knows only their ids."""
+    """The groups that are still to be trained, in order, as ids."""
 
     def __init__(self, size: int, lookahead: int = 1, first_come: bool = False, max_dropped: int = 0) -> None:
         self._size, self._lookahead = size, lookahead
         self._first_come, self._max_dropped = first_come, max_dropped
         self._max_delay = -(-(lookahead - 1) // size)  # batches
-        self._head = 0  # no group before it is in the queue
-        self._trained: set[int] = set()  # after the head
-        self._dropped: set[int] = set()  # or set aside, after the head
+        self._head = 0  # the first group in the queue
+        self._trained: set[int] = set()  # only ids after the head
+        self._dropped: set[int] = set()  # dropped or set aside; only ids after the head
         self._num_dropped = 0  # since the last batch
 
     def begin(self, waiting: Iterable[int], next_id: int) -> None:
         """Restore the queue of a resumed run: the groups `waiting`, and all from `next_id` on."""
         waiting = set(waiting)
         self._head = min(waiting, default=next_id)
-        # Some may have been dropped; counted as trained, they make overtaken groups due sooner, never later.
+        # Some others may have been dropped; counting all as trained makes groups due sooner, never later.
         self._trained, self._dropped = set(range(self._head, next_id)) - waiting, set()
 
     def holds(self, group_id: int) -> bool:
@@ -84,9 +84,9 @@ class BatchQueue:
     def _due(self) -> set[int]:
         """Return the groups that the next batch must take: one batch later would exceed `_max_delay`.
 
-        In strict order the group at position p is in batch `p // size`. All positions of earlier batches have
-        been trained, so the groups before position `num_trained + (1 - max_delay) * size` are due; those are
-        never more than a batch holds.
+        In strict order the group at position p is in batch `p // size`. As many groups have been trained as the
+        earlier batches have positions, so the groups before position `num_trained + (1 - max_delay) * size` are
+        due; those are never more than a batch holds.
         """
         num_before = len(self._trained) + (1 - self._max_delay) * self._size  # positions count from the head
         positions = islice((g for g in count(self._head) if g not in self._dropped), max(0, num_before))
@@ -97,19 +97,19 @@ class BatchQueue:
         """Remove the groups that leave the queue for lack of signal, and return them.
 
         Args:
-            has_signal: of the finished groups.
+            has_signal: for each finished group.
         """
         dropped: list[int] = []
         if not self._max_dropped:
             return ()
-        num_kept = num_unknown = 0  # of the groups before
+        num_kept = num_unknown = 0  # among the groups before this one
         last = max(has_signal, default=-1)
         is_strict = self._lookahead == 1 and not self._first_come
         for group_id in takewhile(lambda group_id: group_id <= last, self._ids()):
             if num_kept + num_unknown >= self._size or num_unknown + self._num_dropped >= self._max_dropped:
                 break
             if group_id not in has_signal:
-                num_unknown += is_strict  # elsewhere the order is that of arrival anyway
+                num_unknown += is_strict  # otherwise drops depend on arrival anyway
             elif has_signal[group_id]:
                 num_kept += 1
             else:

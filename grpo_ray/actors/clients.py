@@ -1,6 +1,6 @@
 """The actors as their callers see them: one Protocol per actor, and every call between processes.
 
-A call returns at once, with something to await. Arguments and bulky results are references (`Ref`), which pass
+A call returns an awaitable at once. Arguments and bulky results are references (`Ref`), which pass
 from actor to actor without their bytes going through the caller; the receiving actor gets the value itself. The
 classes behind the Protocols are in the files of the same names; `tests/test_clients.py` compares the two.
 
@@ -35,8 +35,8 @@ _MARK = "returns_bulk_and_facts"
 def bulk_and_facts(method: Method) -> Method:
     """Mark an actor's method that returns `(bulk, facts)`.
 
-    Its caller gets a reference to the bulk, to be passed on, and awaits the facts alone. A failure of the
-    method is known from the facts, before anyone uses the bulk.
+    Its caller gets a reference to the bulk, to be passed on, and awaits the facts alone. If the method fails,
+    awaiting the facts raises its error, before the bulk is used.
     """
     setattr(method, _MARK, True)
     return method
@@ -57,7 +57,7 @@ class ActorClient(Protocol):
 
 
 class GeneratorClient(ActorClient, Protocol):
-    """An engine that samples groups and loads new weights (generator.py)."""
+    """The Generator: an engine that samples groups and loads new weights (generator.py)."""
 
     def generate(
         self, item: PromptItem, settings: SamplingSettings
@@ -70,13 +70,13 @@ class GeneratorClient(ActorClient, Protocol):
 
 
 class ScorerClient(ActorClient, Protocol):
-    """Verified rewards and group advantages (scorer.py)."""
+    """The Scorer: verified rewards and group advantages (scorer.py)."""
 
     def score(self, group: Ref[RolloutGroup]) -> tuple[Ref[ScoredGroup], Awaitable[int]]: ...
 
 
 class BufferClient(ActorClient, Protocol):
-    """Scored groups until their batch is complete, and those that are replayed (trajectory_buffer.py)."""
+    """The buffer: scored groups until their batch is complete, and replayed ones (trajectory_buffer.py)."""
 
     def begin(self, waiting: Sequence[int], next_id: int) -> Awaitable[int]: ...
     def put(self, group: Ref[ScoredGroup]) -> Awaitable[PutReceipt]: ...
@@ -89,7 +89,7 @@ class BufferClient(ActorClient, Protocol):
 
 
 class LearnerClient(ActorClient, Protocol):
-    """The policy and its optimizer (learner.py)."""
+    """The Learner: the policy and its optimizer (learner.py)."""
 
     def train_step(self, batch: Ref[TrainBatch]) -> Awaitable[StepReport]: ...
     def snapshot(self) -> tuple[Ref[WeightSnapshot], Awaitable[int]]: ...
@@ -100,7 +100,7 @@ class LearnerClient(ActorClient, Protocol):
 
 
 class WeightSyncClient(ActorClient, Protocol):
-    """The version ledger, admission, and the sync transaction (weight_sync.py)."""
+    """WeightSync: the version ledger, admission, and the sync transaction (weight_sync.py)."""
 
     def admission(self, known: Admitted) -> Awaitable[Admitted]: ...
     def add_slots(self, num_slots: int) -> Awaitable[Admitted]: ...
@@ -110,7 +110,7 @@ class WeightSyncClient(ActorClient, Protocol):
 
 
 class ServingActors(Protocol):
-    """Actors that sample and grade: enough for an evaluation."""
+    """The actors that sample and grade, which is all that an evaluation needs."""
 
     @property
     def generators(self) -> Mapping[str, GeneratorClient]: ...
@@ -128,7 +128,7 @@ class ServingActors(Protocol):
         """Bring the value of a reference into this process."""
 
     def dump_stacks(self) -> None:
-        """Make every actor write its threads' Python stacks into its log, however stuck it is."""
+        """Make every actor write its threads' Python stacks into its log, even if it is stuck."""
 
 
 class RunActors(ServingActors, Protocol):
@@ -142,7 +142,7 @@ class RunActors(ServingActors, Protocol):
     def weight_sync(self) -> WeightSyncClient: ...
 
     def spilled_bytes(self) -> int:
-        """Return the bytes that object stores have written to disk so far because their memory was full."""
+        """Return the bytes that object stores have written to disk so far, because their memory was full."""
 
     def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Export a step's metrics, for Ray's dashboard."""

@@ -14,12 +14,12 @@ STAGES = ("start", "load_weights", "resume", "pause", "sleep", "generate")
 
 
 class Generator:
-    """Samples every group that it receives, at once; admission decides when a group is dispatched."""
+    """An engine as an actor. It samples every group on arrival: admission decides when one is dispatched."""
 
     def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0, version: int = 0) -> None:
         """
         Args:
-            version: of the weights that the engine has loaded.
+            version: the version of the weights that the engine has loaded.
         """
         self.name = name
         self._engine = engine
@@ -45,7 +45,7 @@ class Generator:
     async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
         """Sample the item's completions; return them, and their number of tokens.
 
-        Many calls run concurrently; a cancelled one aborts its requests.
+        Many calls run concurrently; cancelling one aborts its requests.
         """
         self._enter()
         label = f"group {item.group_id}, {settings.num_samples} samples, started at version {self._version}"
@@ -65,7 +65,7 @@ class Generator:
         await self._engine.pause()
 
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load all tensors, then the version: a partial update is never served under a new version.
+        """Load all tensors, then set the version, so that a partial update is never served as a new version.
 
         Raises:
             ValueError: the snapshot did not arrive complete, or does not fit the model.
@@ -78,7 +78,7 @@ class Generator:
         self._version = snapshot.version
 
     async def resume(self) -> None:
-        """Sample again, on the loaded weights alone."""
+        """Continue sampling, on the loaded weights alone."""
         with self._paused.pop_all(), self._clock.stage("resume"):
             await self._engine.reset_prefix_cache()
             await self._engine.resume()

@@ -1,4 +1,4 @@
-"""Learner: GRPO updates on one batch after another, on the policy's device."""
+"""Learner: GRPO updates of the policy, one batch after another, on its own device."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "writ
 
 
 class Learner:
-    """Holds the policy (float32 master weights) and its optimizer; `version` counts completed steps."""
+    """The policy (float32 master weights) and its optimizer; `version` is the number of completed steps."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Learner:
         )
         self._reference = self._make_reference(initial_path or model_path, model_path)
         self._clock = StageClock(STAGES, rest="wait_for_batch")
-        torch.manual_seed(config.run.seed)  # every process starts with another state
+        torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state
         self.version = 0
         self._skipped_in_a_row = 0
         self._skipped_folder = skipped_folder
@@ -166,7 +166,7 @@ class Learner:
         updates: list[dict[str, float]] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
             of_this = self.accumulate_gradient(minibatch)
-            if updates:  # later ones would measure the policy's own steps, not the engines' difference
+            if updates:  # from then on it would measure the policy's change, not the engines' difference
                 of_this = {name: value for name, value in of_this.items() if name not in MISMATCH}
             with self._clock.stage("optimizer"):
                 update = self._update(of_this["loss"])
@@ -185,7 +185,7 @@ class Learner:
 
     def accumulate_gradient(self, sequences: Sequence[TrainSequence]) -> Sums:
         """Accumulate the gradient of one update in `.grad`; return summed metrics."""
-        self._optimizer.zero_grad()  # to None: without a gradient the optimizer takes no step
+        self._optimizer.zero_grad()  # sets to None: a parameter without a gradient is not updated
         return self._forward_backward.backward(self.model, sequences)
 
     def _update(self, loss: float) -> dict[str, float]:
@@ -198,7 +198,7 @@ class Learner:
             with record_function("optimizer"):
                 self._optimizer.step()
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # otherwise it is timed and reported before it is done
+            torch.cuda.synchronize()  # otherwise the step is timed and reported before it is done
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": learning_rate,
@@ -216,7 +216,7 @@ class Learner:
             logging.warning("step %d: the batch could not be kept: %s", step, error)
 
     def _check_lag(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Apply the second guard; return lag/mean and lag/max over the tokens, replayed ones included."""
+        """Apply the second guard of staleness.py; return lag/mean and lag/max over all tokens, fresh or replayed."""
         versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
         max_age = self._config.max_token_age
         if versions.min() < oldest_allowed(self.version, max_age):
@@ -244,9 +244,9 @@ class Learner:
     def _snapshot(self) -> WeightSnapshot:
         parameters, sync = self.model.named_parameters(), self._config.weight_sync
         if sync.transport == "ipc":
-            self._shared = None  # every Generator has loaded the last one
+            self._shared = None  # every Generator has loaded the previous one
             packed = pack_on_device(parameters, self.version, self._dtype, self._device)
-            snapshot, self._shared = packed  # kept until the next: a replaced Generator loads it as well
+            snapshot, self._shared = packed  # kept until the next: a replacement Generator loads it as well
             return snapshot
         return pack_weights(parameters, self.version, self._dtype, sync.checksum)
 

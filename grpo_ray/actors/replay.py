@@ -1,4 +1,4 @@
-"""ReplayMemory: groups that were trained on and may be again, within limits of age and uses."""
+"""ReplayMemory: groups that were trained on and may be used again, within limits of age and uses."""
 
 import math
 import random
@@ -17,19 +17,19 @@ class ReplayedGroup:
     """A group that was trained on."""
 
     group: ScoredGroup
-    num_uses: int  # batches that it has been in, the first included
+    num_uses: int  # batches that it has been in, including the first
 
 
 class ReplayMemory:
     """Groups to draw from, bounded in number, bytes, age and uses.
 
-    Draws depend on the seed and the version alone, so a resumed run repeats them; the group's id breaks ties.
+    A draw depends on the contents, the seed and the version alone, so a resumed run repeats it; ids break ties.
     """
 
     def __init__(self, config: ReplayConfig, num_drawn: int, seed: int) -> None:
         """
         Args:
-            num_drawn: groups per batch; fewer are drawn when there are fewer.
+            num_drawn: groups to draw per batch, if there are that many.
         """
         self._config, self._num_drawn, self._seed = config, num_drawn, seed
         self._groups: dict[int, ReplayedGroup] = {}  # in the order of their first use
@@ -97,7 +97,7 @@ class ReplayMemory:
         self._num_bytes += replayed.group.num_bytes
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """Remove groups that have not been trained on after all."""
+        """Remove groups that were not trained on after all."""
         for group_id in set(group_ids) & self._groups.keys():
             self._remove(group_id)
 

@@ -22,7 +22,7 @@ UNGRADED = verdict(has_format=False, is_right=False)
 
 
 class Scorer:
-    """Grades groups; `score` may run in several threads, so that all workers of the Grader are busy."""
+    """The grader of groups; `score` may run in several threads, to keep all workers of the Grader busy."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Scorer:
     ) -> None:
         """
         Args:
-            rewards: per task, by its name (`config.task.rewards`).
+            rewards: one per task, by name (`config.task.rewards`).
             max_tokens: length of the longest response that may be sampled.
         """
         self._grader = Grader(rewards, config)

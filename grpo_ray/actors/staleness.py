@@ -1,11 +1,11 @@
 """The two guards that bound how old a trained token can be.
 
-Step n trains on the batch of step n while the Learner is at version n - 1, and makes version n. Without
-look-ahead, drops or replay, that batch holds the n-th `groups_per_step` groups.
+The Learner is at version n - 1 while it trains step n, which produces version n. Without look-ahead, drops or
+replay, the batch of step n holds groups `(n - 1) * groups_per_step` to `n * groups_per_step - 1`.
 
-1. Admission: a group may be dispatched only while fewer than `(published + 1 + max_lag) * groups_per_step` have
-   been, where `published` is the version that every serving Generator already runs. A batch of step n is
-   therefore sampled by versions `n - 1 - max_lag` and later.
+1. Admission: a group may be dispatched only while fewer than `(published + 1 + max_lag) * groups_per_step`
+   groups have been, where `published` is the version that every serving Generator already runs. The batch of
+   step n is therefore sampled by versions `n - 1 - max_lag` and later.
 2. Consumption: the buffer hands out no fresh token older than `max_lag`, and the Learner at version v refuses
    one older than `v - max_lag` (with replay, than `v - max_age`).
 
@@ -14,7 +14,7 @@ The first implies the second; the second would catch a mistake in the first. The
 - a batch takes fewer fresh groups because others are replayed: `groups_per_step` then counts the fresh ones;
 - a group leaves without being trained (set aside, or dropped for lack of signal): its slot goes to one more
   group (`extra_slots`), and all groups admitted earlier come before that one;
-- a look-ahead lets a group come d steps late: `max_lag - d` stands for `max_lag`;
+- a look-ahead lets a group come d steps late: `max_lag - d` then replaces `max_lag`;
 - more groups are started than a step needs (oversampling, `extra_slots` again): those that the next step could
   not train on are cut off and sampled again, so none comes late.
 """
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Admission:
-    """The first guard, and the only place that computes it."""
+    """The first guard; its limit is computed only here."""
 
     max_lag: int
-    """Versions, less the steps that a look-ahead lets a group come late."""
+    """Maximum lag in versions, less the steps that a look-ahead lets a group come late."""
     groups_per_step: int
     """Fresh groups per step."""
     num_steps: int
@@ -49,7 +49,7 @@ def extra_slots_at(
 
 
 def version_trained_at(step: int) -> int:
-    """Return the Learner's version while it trains on the batch of `step`: step n makes version n of n - 1."""
+    """Return the Learner's version while it trains on the batch of `step`, which turns version n - 1 into n."""
     return step - 1
 
 

@@ -1,4 +1,4 @@
-"""TrajectoryBuffer: scored groups until their batch is complete, and those that are replayed."""
+"""TrajectoryBuffer: scored groups until their batch is complete, and groups to replay."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ STAGES = ("write_rollouts", "write_checkpoint", "make_batch", "wait_for_groups")
 
 
 class TrajectoryBuffer:
-    """Hands out one batch after another, composed by the queue and the replay memory."""
+    """The buffer of scored groups; it hands out one batch after another, chosen by the queue and the memory."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class TrajectoryBuffer:
         """
         async with self._changed:
             self._queue.begin(waiting, next_id)
-            self._memory.forget(waiting)  # a batch that was taken and then not trained
+            self._memory.forget(waiting)  # a batch that was taken but not trained
             return self._settle()
 
     async def put(self, group: ScoredGroup) -> PutReceipt:
-        """Take the group in once there is room; a group that the next batch waits for never has to wait.
+        """Add the group once there is room; a group that the next batch waits for is added at once.
 
         Raises:
-            ValueError: the group is here already, or is not to be trained any more.
+            ValueError: the group is in the buffer already, or is no longer to be trained.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room(group))
@@ -116,7 +116,8 @@ class TrajectoryBuffer:
         """Wait for the batch of `step`, and hand it out.
 
         If any of its fresh groups holds a token older than `oldest_version`, those groups are discarded, the
-        rest stay, and the batch is empty with their ids in `rejected_ids`: sample them again, then take again.
+        others stay, and an empty batch is returned with the discarded ids in `rejected_ids`: sample those
+        again, then take again.
         """
         if self._writer is not None:
             await self._writer.room()

@@ -17,10 +17,10 @@ class WeightSyncError(RuntimeError):
 
 
 class WeightSync:
-    """Tracks the version that each Generator runs, and admits groups accordingly.
+    """The version that each Generator runs, and the admission of groups that follows from it.
 
     A version is *published* when every serving Generator runs it. A Generator that failed a sync is stale: its
-    version is unknown, so it takes part in nothing until a fresh one of its name is admitted.
+    version is unknown, so it is excluded until a replacement is admitted under its name.
     """
 
     name = "weight_sync"
@@ -42,7 +42,7 @@ class WeightSync:
         self._admission = admission
         self._phase_timeout_s = phase_timeout_s
         self._published_version = version
-        # The published weights; none while they are the ones that Generators start with.
+        # The published weights; None while they are the ones that Generators start with.
         self._snapshot: Ref[WeightSnapshot] | None = None
         self._transaction = asyncio.Lock()
         self._admitted_more = asyncio.Condition()
@@ -89,7 +89,7 @@ class WeightSync:
         return frozenset(self._stale)
 
     async def retire(self, name: str) -> None:
-        """Exclude a Generator that died or cannot be trusted from all that follows."""
+        """Exclude a Generator that died or cannot be trusted, until a replacement is admitted."""
         self._generators.pop(name, None)
         self._versions.pop(name, None)
         self._stale.add(name)
@@ -104,7 +104,7 @@ class WeightSync:
 
         Args:
             version: the snapshot's.
-            boxed: the reference to the snapshot, in a tuple so that its bytes do not come to this process.
+            boxed: the reference to the snapshot, in a tuple so that its bytes are not fetched here.
 
         Raises:
             DataLost: the snapshot was lost with the Learner that made it.
@@ -175,7 +175,7 @@ class WeightSync:
             )
         except DataLost:  # the snapshot is gone, and no Generator is to blame
             raise
-        except Exception as error:  # whatever it was, the Generator is out, and the error is reported
+        except Exception as error:  # any other error excludes the Generator, and is reported
             return WeightSyncError(f"weight sync: {generator.name} failed in phase `{phase}`: {error}")
         return None
 

@@ -1,1 +1,1 @@
-"""Everything that imports Ray: the session, placement, the actors as Ray actors, and the clients that call them."""
+"""All modules that import Ray: the session, placement, and the actors as Ray actors with their clients."""

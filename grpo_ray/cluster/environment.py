@@ -21,7 +21,7 @@ from grpo_ray.errors import RunError
 def without_secrets(keep: Collection[str] = ()) -> Iterator[None]:
     """Remove the secrets from `os.environ` while processes are started; restore them afterwards.
 
-    Ray's raylet starts every worker, so no actor ever has what the raylet did not inherit.
+    Ray's raylet starts every worker, so no actor ever sees a variable that the raylet did not inherit.
     """
     public = public_environment(os.environ, keep)
     hidden = {name: value for name, value in os.environ.items() if name not in public}

@@ -79,11 +79,11 @@ class ServingGroup:
         return cast("Ref[T]", ray.put(data))
 
     def spilled_bytes(self) -> int:
-        """Return the bytes that object stores have written to disk so far because their memory was full."""
+        """Return the bytes that object stores have written to disk so far, because their memory was full."""
         return sum(spilled_bytes_of(node) for node in ray.nodes() if node["Alive"])
 
     def dump_stacks(self) -> None:
-        """Make every actor write its threads' Python stacks into its log, however stuck it is."""
+        """Make every actor write its threads' Python stacks into its log, even if it is stuck."""
         here = ray.get_runtime_context().get_node_id()
         for name in self.by_name():
             path = self._logs / f"{name}.pid"
@@ -99,7 +99,7 @@ class ServingGroup:
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the engines' own processes, then the actors; a Generator that is not up yet is just killed.
 
-        Killing an actor ends its child processes as well (Ray sees to that); asking first lets vLLM clean up.
+        Ray also ends the child processes of an actor that is killed; asking first lets vLLM clean up.
         """
         handles = [self._clients[name].handle for name in self.generators]
         with contextlib.suppress(Exception):  # one that is dead or hung is killed below all the same
@@ -148,7 +148,7 @@ class ActorGroup(ServingGroup):
     ) -> None:
         """
         Args:
-            model: the one that the run began with; a checkpoint's weights come before it.
+            model: the one that the run began with; a checkpoint's weights take precedence.
         """
         self._initial_path = model.path
         self._checkpoint = checkpoint

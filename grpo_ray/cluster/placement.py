@@ -38,7 +38,7 @@ def reservations(config: Config) -> dict[str, dict[str, float]]:
     learner, generator = config.learner, config.generator
     one = {"GPU": config.gpus_per_generator, "CPU": generator.num_cpus}
     return {
-        **dict.fromkeys(generator_names(config), one),  # first, so that `spread` spreads these before others
+        **dict.fromkeys(generator_names(config), one),  # first, so that `spread` places these first
         LEARNER: {"GPU": config.gpus_of_learner, "CPU": learner.num_cpus},
         SCORER: {"GPU": 0, "CPU": config.scorer.num_cpus},
     }
@@ -69,7 +69,7 @@ def total(bundles: Sequence[Bundle], resource: str) -> float:
 def shortfalls(config: Config, nodes: Sequence[Node], there: str = "there") -> list[str]:
     """Return one line per resource that the nodes certainly lack.
 
-    Even if there is none, Ray may find no place: it alone puts the bundles on nodes.
+    An empty list is no guarantee: only Ray places the bundles, and it may still find no room for one.
 
     Args:
         there: the word for the nodes' resources in the lines: "there" for all, "free" for the unreserved.

@@ -1,4 +1,4 @@
-"""The only uses of Ray's private interfaces, for facts that it offers no public one for (as of Ray 2.60)."""
+"""The only uses of Ray's private interfaces, where Ray 2.60 has no public one."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,7 +14,7 @@ def free_resources_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def spilled_bytes_of(node: Mapping[str, Any]) -> int:
-    """Return the bytes that a node's object store has spilled to disk so far; 0 if the node is being lost.
+    """Return the bytes that a node's object store has spilled to disk so far; 0 if the node does not answer.
 
     Args:
         node: an entry of `ray.nodes()`.
@@ -28,7 +28,7 @@ def spilled_bytes_of(node: Mapping[str, Any]) -> int:
 
 
 def forget_cached_token() -> None:
-    """Make Ray read its access token again; importing Ray has cached the one from before."""
+    """Make Ray read its access token again; importing Ray has cached the previous one."""
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     AuthenticationTokenLoader.instance().reset_cache()

@@ -1,8 +1,8 @@
-"""A process that cleans up what a killed driver leaves of the Ray that it started on this machine.
+"""A process that cleans up after a killed driver which had started a local Ray.
 
-Most of it ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's process
-could outlive its actor. The reaper holds a pipe from the driver, which closes however the driver dies, and
-tracks every process that descended from it.
+Most of that Ray ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's
+process could outlive its actor. The reaper holds a pipe from the driver, which closes however the driver dies,
+and tracks every process that descended from it.
 
 A killed process also leaves its named semaphores in /dev/shm (vLLM's engine has one), because Ray kills the
 tracker that Python keeps for them along with it. The reaper finds them by the processes that have them mapped.
@@ -21,13 +21,13 @@ LOOK_S = 1.0
 GRACE_S = 5.0
 
 SHARED_MEMORY = Path("/dev/shm")
-SEMAPHORE = "sem.mp-"  # as Python's multiprocessing names them
+SEMAPHORE = "sem.mp-"  # the prefix that Python's multiprocessing gives them
 
 Process = tuple[int, str]  # pid and start time: a pid alone may have been reused
 
 
 def start_reaper() -> subprocess.Popen[bytes]:
-    """Watch this process, until `dismiss`."""
+    """Start a reaper that watches this process until `dismiss`."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={})
 

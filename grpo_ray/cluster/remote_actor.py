@@ -1,6 +1,6 @@
 """A plain class as a Ray actor: its process, its log, and the client that calls it.
 
-Few imports: every actor's process loads this module.
+It imports little, because every actor's process loads this module.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class Client:
-    """An actor of a run, called as the Protocols of actors/clients.py say.
+    """The client of one actor, with the calls that the Protocols of actors/clients.py declare.
 
-    Awaiting an answer raises what the method raised, ActorDied when the actor's process is gone, or DataLost
-    when an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
+    Awaiting an answer raises what the method raised, ActorDied if the actor's process is gone, or DataLost if
+    an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
     """
 
     def __init__(self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = ()) -> None:
@@ -55,7 +55,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Answer:
-    """The future result of a call of the actor `name`; unlike a coroutine, it need not be awaited."""
+    """The future result of a call to the actor `name`; unlike a coroutine, it need not be awaited."""
 
     name: str
     reference: Awaitable[Any]
@@ -89,7 +89,7 @@ def _last_line(error: BaseException) -> str:
 
 
 class Deferred:
-    """An argument that is built in the actor's process, as an engine, which cannot be sent there."""
+    """An argument that is built in the actor's process, for objects that cannot be sent there (an engine)."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -102,12 +102,12 @@ def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> 
     the name as well: Ray reads it once, so it cannot show the current state.
 
     Args:
-        beside: methods that each run in a thread of their own, in parallel with the others.
+        beside: methods that each run in their own thread, in parallel with the others.
     """
 
     def __init__(self: object, *args: object) -> None:
         _redirect_output(logs / f"{name}.log")
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before anyone knows the pid
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before the pid is known elsewhere
         with contextlib.suppress(OSError):  # a full disk
             (logs / f"{name}.pid").write_text(f"{ray.get_runtime_context().get_node_id()} {os.getpid()}")
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]

@@ -46,7 +46,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
             f"RAY_ADDRESS is {address}, but a run is driven from a node of the cluster; submit it with "
             "grpo-ray submit CONFIG --address http://HOST:8265"
         )
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; else it warns
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; otherwise it warns
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls that were abandoned with their actor
     with _own_cluster(HUB_ACCESS if needs_hub else ()) if address == "local" else _cluster_at(address):
         try:
@@ -70,7 +70,7 @@ def _cluster_at(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
-    """Start a Ray for this user and this run alone; it ends with this process, however that ends."""
+    """Start a Ray for this user and this run alone; it ends with this process, however the process ends."""
     enable_token_auth()
     folder = private_ray_folder()
     with without_secrets(keep=secrets_kept):
@@ -83,7 +83,7 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
 
 
 def check_machine(config: Config) -> None:
-    """Refuse a run on this machine alone that needs more than it has, before Ray is started.
+    """Refuse a run that needs more than this machine has, before Ray starts; only for a local run.
 
     Raises:
         ResourceError: as `placed`.
@@ -93,8 +93,8 @@ def check_machine(config: Config) -> None:
         _refuse(shortfalls(config, [Node("this machine", there)]), "this machine lacks resources")
 
 
-NODES_MAY_COME = ". For nodes that are still coming, as an autoscaler's, set placement.wait_s"
-GRACE_S = 10.0  # for resources that another job is just releasing
+NODES_MAY_COME = ". For nodes that are still coming, such as an autoscaler's, set placement.wait_s"
+GRACE_S = 10.0  # for resources that another job is about to release
 RAY_STRATEGY: dict[Strategy, str] = {
     "pack": "PACK", "spread": "SPREAD", "strict_spread": "STRICT_SPREAD",
     "colocate": "STRICT_PACK",  # of a single bundle

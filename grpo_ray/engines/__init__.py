@@ -1,11 +1,11 @@
-"""Inference engines: `vllm`, the product, and `torch`, the reference, behind one protocol."""
+"""Inference engines behind one protocol: `vllm` for production, and `torch` as the reference."""
 
 from grpo_ray.config import Config
 from grpo_ray.engines.base import Engine
 
 
 def make_engine(config: Config, model_path: str, max_model_len: int, index: int) -> Engine:
-    """Return the configured engine of Generator `index`; each Generator draws from a seed of its own."""
+    """Return the configured engine of Generator `index`, which also determines its seed."""
     seed = config.run.seed + 1000 * index
     options = config.generator, config.model.dtype
     if config.generator.engine == "torch":

@@ -1,4 +1,4 @@
-"""The protocol of inference engines: vLLM and the torch reference."""
+"""The protocol that every inference engine implements."""
 
 from typing import Protocol
 
@@ -30,13 +30,13 @@ class Engine(Protocol):
         """
 
     async def pause(self) -> None:
-        """Stop sampling after the current token; return when nothing runs."""
+        """Stop sampling after the current token; return once nothing is being sampled."""
 
     async def start_weight_update(self) -> None:
         """Prepare to receive weights."""
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load the tensors; raise if they are not exactly the model's. The version does not change yet."""
+        """Load the tensors; raise if they are not exactly the model's. The version stays the same."""
 
     async def finish_weight_update(self, version: int) -> None:
         """Commit the update: tokens sampled from now on carry `version`."""
@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Continue sampling."""
 
     async def sleep(self) -> None:
-        """Free the device's memory for the colocated Learner. Nothing may be running."""
+        """Free the device's memory for the colocated Learner. No request may be running."""
 
     async def wake(self) -> None:
         """Take the memory back; the weights are undefined until they are updated."""

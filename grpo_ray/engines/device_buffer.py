@@ -10,7 +10,7 @@ from grpo_ray.types import DeviceHandle
 
 
 def share(buffer: torch.Tensor) -> DeviceHandle:
-    """Return the handle of a flat uint8 tensor on a GPU, which the caller keeps as long as it may be read."""
+    """Return the handle of a flat uint8 tensor on a GPU, which the caller keeps while it may be read."""
     _, arguments = reduce_tensor(buffer)
     storage_handle, storage_size, storage_offset = arguments[7:10]
     return DeviceHandle(buffer.numel(), storage_handle, storage_size, storage_offset, *arguments[11:15])

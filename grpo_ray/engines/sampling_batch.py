@@ -1,4 +1,4 @@
-"""One batch of sequences, sampled token by token: the reference, in plain torch."""
+"""The sampler of the reference engine: one batch of sequences, token by token, in plain torch."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from grpo_ray.types import Completion, SamplingSettings
 
 @dataclass
 class Sequence:
-    """A partial response; `uniforms` are its own draws, so they do not depend on its neighbours."""
+    """A partial response; it has its own draws, `uniforms`, so its tokens do not depend on its neighbours."""
 
     prompt: tuple[int, ...]
     settings: SamplingSettings
@@ -54,7 +54,7 @@ def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int
 
 
 class SamplingBatch:
-    """Left-padded sequences over one key-value cache; `forget_cache` after the weights have changed."""
+    """Left-padded sequences over one key-value cache; call `forget_cache` after the weights change."""
 
     def __init__(
         self, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, sequences: list[Sequence]

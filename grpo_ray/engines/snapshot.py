@@ -28,7 +28,7 @@ def pack_weights(
 def pack_on_device(
     named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
-    """Pack like `pack_weights`, into a buffer on a GPU, which the caller keeps as long as it may be loaded."""
+    """Do as `pack_weights` in a buffer on a GPU, which the caller keeps while it may be loaded."""
     specs, buffer = _pack(named_tensors, dtype, device)
     torch.cuda.synchronize(device)  # another process reads it
     return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=share(buffer)), buffer
@@ -53,7 +53,7 @@ def _pack(
 
 
 def check_snapshot(snapshot: WeightSnapshot) -> None:
-    """Refuse a snapshot that did not arrive complete.
+    """Refuse a snapshot that is incomplete or damaged.
 
     Raises:
         ValueError: a tensor exceeds the buffer, its size does not match its shape, or the checksum differs.

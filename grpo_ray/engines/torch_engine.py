@@ -1,6 +1,6 @@
 """The reference engine: torch in the Generator's own process.
 
-For tests that should take a second, for comparison with vLLM, and for models vLLM does not know.
+It serves fast tests, comparisons with vLLM, and models that vLLM does not support.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]
 
 
 class TorchEngine:
-    """An engine that samples all waiting requests as one batch to its end before the next.
+    """An engine that samples all waiting requests as one batch, and finishes it before the next.
 
     With `joins_requests=False` each request is a batch of its own: slower, but its samples then depend on the
     weights, the prompt and the seed alone, to the last bit.
@@ -74,7 +74,7 @@ class TorchEngine:
                     finished.set_result(tuple(sequence.completion() for sequence in sequences))
 
     def _take_waiting(self) -> list[_Waiting]:
-        """Take as many requests as fit `max_num_seqs`, and at least one; skip those that were cancelled."""
+        """Take as many requests as fit into `max_num_seqs`, and at least one; skip cancelled ones."""
         self._waiting = [request for request in self._waiting if not request[1].cancelled()]
         taken, self._waiting = self._waiting[:1], self._waiting[1:]
         if not self._joins_requests:

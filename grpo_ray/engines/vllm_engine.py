@@ -1,4 +1,4 @@
-"""The production engine: vLLM's AsyncLLM, in processes of its own."""
+"""The production engine: vLLM's AsyncLLM, which runs in its own processes."""
 
 import asyncio
 import itertools
@@ -48,7 +48,7 @@ class VllmEngine:
                 distributed_executor_backend=UniProcExecutor if config.num_gpus <= 1 else "mp",
                 enforce_eager=config.enforce_eager or on_cpu,
                 generation_config="vllm",  # the model's own sampling defaults would change the distribution
-                logprobs_mode="processed_logprobs",  # at the sampling temperature, as the draw
+                logprobs_mode="processed_logprobs",  # at the sampling temperature, like the draws
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 disable_log_stats=True,
                 enable_sleep_mode=self._sleeps,

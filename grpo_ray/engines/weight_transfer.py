@@ -28,7 +28,7 @@ def register() -> None:
 
 
 class SharedBuffer:
-    """Anonymous shared memory that other processes of the user map through /proc.
+    """Anonymous shared memory that other processes of the same user can map through /proc.
 
     It has no name in /dev/shm, so it cannot outlive the process that made it, however that process dies.
     """
@@ -57,7 +57,7 @@ class SharedBuffer:
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Empty: there is nothing to agree on beforehand."""
+    """The message that sets up the transport; empty, because there is nothing to agree on."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         # As vLLM's own loader checks at start-up: a layer that received nothing would keep its old weights.
         missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            # The embeddings under another name; the two are separate during a reload.
+            # lm_head is another name of the embeddings; the two are separate only during a reload.
             missing = {name for name in missing if not name.endswith("lm_head.weight")}
         if loaded is not None and missing:
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")

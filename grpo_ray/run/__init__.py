@@ -1,5 +1,5 @@
-"""One run from start to end. Start with controller.py, which reads top to bottom.
+"""One training run, from start to end. Read controller.py first; it reads top to bottom.
 
-training.py starts and resumes; preflight.py checks; restores.py restarts from checkpoints; rollout_producer.py and
-generator_pool.py produce groups while controller.py trains and publishes.
+training.py starts and resumes a run, preflight.py checks it, and restores.py restarts it from checkpoints.
+rollout_producer.py and generator_pool.py produce groups while controller.py trains and publishes.
 """

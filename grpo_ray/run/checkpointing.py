@@ -22,7 +22,7 @@ class Checkpointing:
     ) -> None:
         """
         Args:
-            step: the last one that has a checkpoint.
+            step: the last step that has a checkpoint.
         """
         self._config, self._store, self._ledger_state = context.config.checkpoint, store, ledger_state
         self._actors, self._calls, self._clock = context.actors, context.calls, context.clock
@@ -35,12 +35,12 @@ class Checkpointing:
         return step % self._config.every_num_steps == 0 or self.problem is not None
 
     async def begin(self, metrics: Metrics, unwritten: str | None) -> Metrics:
-        """Capture the Learner's current version and start writing it; return the time that it took so far.
+        """Capture the Learner's current version and start writing it; return the time of the capture.
 
         Args:
-            metrics: of that version's step, as far as they are known.
-            unwritten: why the records of earlier steps are not on the disk. A run resumed from here would never
-                write them, so the checkpoint waits for them.
+            metrics: those of that version's step that are known so far.
+            unwritten: the reason that records of earlier steps are not on disk, if so. A run resumed from this
+                checkpoint would never write them, so the checkpoint waits for them.
         """
         with self._clock.stage("checkpoint") as duration:
             state = await self._capture(metrics, unwritten)
@@ -70,7 +70,7 @@ class Checkpointing:
             self._writing = None
 
     def take_metrics(self) -> Metrics:
-        """Return the seconds of the last write, once."""
+        """Return the duration of the last write, the first time that this is called after it."""
         seconds, self._write_s = self._write_s, None
         return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
 
@@ -96,6 +96,6 @@ class Checkpointing:
 
 
 def _retrieve_error(writing: "asyncio.Task[None]") -> None:
-    """Keep asyncio from reporting the death of an actor, which ends the run by its next call anyway."""
+    """Keep asyncio from reporting the death of an actor; the next call to that actor ends the run anyway."""
     if not writing.cancelled():
         writing.exception()

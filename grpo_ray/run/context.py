@@ -1,4 +1,4 @@
-"""The objects that every part of a run works with, from its start, or its last restore, until it ends."""
+"""The objects that all parts of a run share, from its start (or its last restore) to its end."""
 
 from dataclasses import dataclass
 
@@ -25,4 +25,4 @@ class RunContext(ServingContext):
 
     actors: RunActors
     clock: StageClock
-    """The driver's."""
+    """The clock of the driver process."""

@@ -1,10 +1,10 @@
 """The controller: one run from its first step, or its last checkpoint, to the end. It reads top to bottom.
 
     RolloutProducer: admission -> GeneratorPool (Generator -> Scorer) -> TrajectoryBuffer  (all groups at once)
-    _train:          TrajectoryBuffer -> Learner -> snapshot, a checkpoint when due        (batch after batch)
+    _train:          TrajectoryBuffer -> Learner -> snapshot, a checkpoint when due        (one batch at a time)
     _publish:        snapshot -> WeightSync -> Generators, then admission opens            (during _train)
 
-It holds references and small facts, never tokens; only evaluations, which are shown and filed, come here whole.
+It holds references and small facts, never tokens. Only evaluations are fetched whole, to be shown and written.
 A Generator or Scorer that dies is replaced by the GeneratorPool. A Learner, buffer or WeightSync that dies ends
 `run` with ActorDied, and the caller starts again from the last checkpoint (restores.py).
 docs/architecture.md has the table of a group's states.
@@ -42,7 +42,7 @@ STAGES = ("evaluate", "checkpoint", "train", "join", "publish", "wait_for_batch"
 
 
 class Controller:
-    """Drives the actors of one run; `version` is the Learner's, step n makes version n."""
+    """The driver of one run's actors; its `_version` is the Learner's, so step n turns `n - 1` into `n`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Controller:
         self._config, self._actors, self._log = config, actors, log
         self._checkpoint = checkpoint
         self._version = self._first_version = log.step = checkpoint.state.step if checkpoint else 0
-        self.has_begun = False  # every actor has been up
+        self.has_begun = False  # every actor has been up, and the first step can start
         self._calls = OpenCalls()
         self._clock = StageClock(STAGES, rest="idle", on_turn=actors.show_phase)
         context = RunContext(config, actors, self._calls, log, self._clock)
@@ -72,7 +72,7 @@ class Controller:
         self._unlogged: dict[int, Metrics] = {}  # metrics of trained steps that are not written yet
         self._in_training: tuple[BatchFacts, Metrics] | None = None  # the Learner's batch
 
-    # What is going on
+    # Current state
 
     def live_status(self) -> LiveStatus:
         """Return the current state; another thread may call this, so it only reads."""
@@ -110,11 +110,11 @@ class Controller:
         self._stop.set()
 
     async def run(self) -> None:
-        """Train until `num_steps`, or until `stop`; either way the last step has a checkpoint then.
+        """Train until `num_steps`, or until `stop`; in both cases the last step gets a checkpoint.
 
         Raises:
             ActorDied, DataLost, Stalled: the run can continue from its last checkpoint.
-            RunError, or an actor's own error: it cannot; the last good weights have a checkpoint.
+            RunError, or an actor's own error: the run cannot continue; the last good weights have a checkpoint.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -141,11 +141,11 @@ class Controller:
             raise error from None
 
     async def _until_ready(self, notice_s: float = 60.0) -> None:
-        """Wait for every actor; name those that are not up when it takes long, as on a busy cluster."""
+        """Wait for every actor; if that takes long (a busy cluster), show which ones are not up yet."""
         self._log.display.status("starting the actors")
         waits = {asyncio.ensure_future(self._ready(a)): name for name, a in self._actors.by_name().items()}
         pending = set(waits)
-        notice_s = min(notice_s, self._config.recovery.stall_timeout_s / 2)  # starting is no stall
+        notice_s = min(notice_s, self._config.recovery.stall_timeout_s / 2)  # a slow start is not a stall
         while pending:
             done, pending = await asyncio.wait(pending, timeout=notice_s, return_when=asyncio.FIRST_EXCEPTION)
             for ready in done:
@@ -189,7 +189,7 @@ class Controller:
                 # The Learner's calls run in order: the next step starts once the snapshot has been copied.
                 snapshot, copied = self._actors.learner.snapshot()
                 if published is not None:
-                    await published  # its evaluation must be done as well: those weights are gone after this
+                    await published  # and evaluated: the next publish replaces those weights
                 if self._checkpointing.is_due(step):
                     metrics |= await self._checkpointing.begin(metrics, self._log.unwritten())
                 if self._config.generator.colocated:
@@ -201,22 +201,28 @@ class Controller:
                 await self._unless_stopped(published)
         except _Stopped:
             if published is not None:
-                published.cancel()  # the checkpoint holds what is known of its step
+                published.cancel()  # the checkpoint holds the metrics of its step known so far
 
     async def _give_device_to_learner(self) -> None:
-        """Swap the colocated actors; nothing samples, as the batch is complete and no later one is admitted."""
+        """Put the Generators to sleep, and move the Learner onto the device.
+
+        No group is being sampled: the batch is complete, and none of the next one is admitted yet.
+        """
         await self._pool.ask_all("sleep", lambda generator: generator.sleep())
         with self._calls.call("learner", "moves onto the device"):
             await self._actors.learner.take_room()
 
     async def _give_device_to_generators(self) -> None:
-        """Swap the colocated actors; the Learner's calls run in order, so its snapshot is copied first."""
+        """Move the Learner off the device, and wake the Generators.
+
+        The Learner's calls run in order, so its snapshot has been copied by then.
+        """
         with self._calls.call("learner", "moves off the device"):
             await self._actors.learner.make_room()
         await self._pool.ask_all("wake", lambda generator: generator.wake())
 
     async def _next_batch(self, step: int) -> tuple[Ref[TrainBatch], BatchFacts, Metrics]:
-        """Wait for the batch of `step`; groups that are too old are sampled again."""
+        """Wait for the batch of `step`; have groups that are too old sampled again."""
         with self._clock.stage("wait_for_batch", f"step {step}") as duration:
             batch, facts, num_rejected = await self._take_batch(step)
         metrics = {**facts.metrics, "lag/rejected": num_rejected, "timing/wait_for_batch_s": duration.seconds}
@@ -224,7 +230,7 @@ class Controller:
         return batch, facts, metrics
 
     async def _take_batch(self, step: int) -> tuple[Ref[TrainBatch], BatchFacts, int]:
-        """Return the batch, its facts, and how many groups were refused before it was complete."""
+        """Return the batch, its facts, and how many groups were refused before the batch was complete."""
         num_rejected = 0
         oldest = oldest_allowed(version_trained_at(step), self._config.weight_sync.max_lag)
         while True:
@@ -266,7 +272,7 @@ class Controller:
         }
 
     def _check_skipped(self, report: StepReport) -> None:
-        """Report an update that was skipped as non-finite, and end the run after several in a row."""
+        """Report an update that was skipped because it was not finite; end the run after several in a row."""
         in_a_row, folder = int(report.metrics["optim/skipped_in_a_row"]), self._log.run.skipped
         if report.metrics["optim/skipped_updates"]:
             batch = folder / f"{step_name(report.version)}.parquet"
@@ -282,7 +288,7 @@ class Controller:
     # Publishing
 
     async def _publish(self, version: int, snapshot: Ref[WeightSnapshot], copied: Awaitable[int]) -> None:
-        """Bring the version to the Generators, write the step's metrics, and evaluate when due.
+        """Load the version into the Generators, write the step's metrics, and evaluate when due.
 
         The next version is published after this returns, so an evaluation sees one version only.
         """
@@ -293,7 +299,7 @@ class Controller:
         metrics |= {"timing/weight_sync/join_s": joining.seconds}
         with self._clock.stage("publish", f"version {version}"):
             with self._calls.call("learner", f"copies the weights of version {version}"):
-                await copied  # first, or a Learner that is stuck would look like Generators that are
+                await copied  # first: otherwise a stuck Learner would look like stuck Generators
             synced = self._pool.serving
             with self._calls.call("weight_sync", f"publishes version {version}"):
                 report = await self._actors.weight_sync.publish(version, (snapshot,))
@@ -306,7 +312,7 @@ class Controller:
         await self._finish_step(version)
 
     async def _finish_step(self, step: int) -> None:
-        """Evaluate when due, and write the step's metrics unless they are written."""
+        """Evaluate when due, and write the step's metrics unless that has been done."""
         metrics = self._unlogged.get(step, {})
         if self._validation.is_due(step):
             metrics |= await self._validation.evaluate(step)
@@ -321,7 +327,7 @@ class Controller:
     # Ending
 
     async def _unless_stopped(self, awaitable: Awaitable[T]) -> T:
-        """Return the awaited result; raise _Stopped if the run is stopped first. A task is left running."""
+        """Return the awaited result; raise _Stopped if the run is stopped first. A given task keeps running."""
         if self.was_stopped and asyncio.iscoroutine(awaitable):
             awaitable.close()
             raise _Stopped
@@ -338,7 +344,10 @@ class Controller:
                 work.cancel()
 
     async def _save(self) -> None:
-        """Write a checkpoint of the newest step to its end; a disk that was full may have room again."""
+        """Write a checkpoint of the newest step, and wait until it is complete.
+
+        Records that a full disk refused are retried first, because it may have room again.
+        """
         if self._version == self._first_version:
             return
         self._validation.write()
@@ -350,18 +359,18 @@ class Controller:
             raise RunError(f"{self._checkpointing.problem}; older checkpoints are as they were")
 
     async def _save_after_error(self) -> None:
-        """Write a checkpoint of the last good weights, before the run ends with an error of its own."""
+        """Write a checkpoint of the last good weights before the run ends with an error."""
         if not self.has_begun:
             return
         try:
             async with asyncio.timeout(self._config.weight_sync.phase_timeout_s):
                 report = await self._actors.learner.capture()
                 if report is not None and report.version > self._version and self._in_training is not None:
-                    self._settle_step(report)  # the error came during a step that the Learner has finished
+                    self._settle_step(report)  # the error came while the Learner finished a step
                 await self._save()
-        except Exception as error:  # the run's own error is the one to be raised
+        except Exception as error:  # the error that ended the run is the one to raise
             self._log.event("not_saved", None, f"no last checkpoint could be written: {error}")
 
 
 class _Stopped(Exception):
-    """The run is to stop."""
+    """A request to stop the run."""

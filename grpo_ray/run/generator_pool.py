@@ -1,7 +1,7 @@
 """The Generators and the Scorer, and their replacement while a run continues.
 
-A Generator that dies, or fails a weight sync, is replaced: its groups are sampled again by the Generators that
-serve, and the fresh one gets none before it has been synced. A Scorer that dies is replaced, and scores again.
+A Generator that dies, or fails a weight sync, is replaced: its groups are sampled again by Generators that
+serve, and the replacement gets none before its first sync. A Scorer that dies is replaced, and scores again.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Incarnation:
 
 
 class GeneratorPool:
-    """Samples and scores groups on the Generators that serve, and replaces those that fail."""
+    """The Generators that serve and the Scorer: samples and scores groups, and replaces actors that fail."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GeneratorPool:
         self.num_sampled_tokens = 0  # since the pool was made
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Run replacements in this task group; one that exceeds the budget ends the run."""
+        """Run replacements in this task group; a replacement that exceeds the budget ends the run."""
         self._tasks = tasks
 
     @property
@@ -79,7 +79,7 @@ class GeneratorPool:
     # Sampling
 
     async def sample(self, item: PromptItem, num_samples: int, purpose: str) -> Ref[ScoredGroup] | None:
-        """Return a reference to the item's scored group, or None when it failed too often.
+        """Return a reference to the item's scored group, or None if it failed too often.
 
         Deaths of actors do not count against the group: `recovery.max_restarts` bounds those.
         """
@@ -104,8 +104,8 @@ class GeneratorPool:
     def _request(self, num_samples: int, request: str) -> SamplingSettings:
         """Return the parameters of one request, with a seed for the reference engine only.
 
-        The seed makes a resumed run draw the same. vLLM would sample seeded requests apart from the others,
-        which is slow, and does not reproduce them either.
+        The seed makes a resumed run draw the same. vLLM would sample seeded requests separately, which is slow,
+        and would not reproduce them either.
         """
         seed = None
         if self._config.generator.engine == "torch":
@@ -117,8 +117,8 @@ class GeneratorPool:
         """Return a reference to the sampled group.
 
         Raises:
-            DataLost: its Generator died.
-            TimeoutError: it was not finished within `recovery.group_timeout_s`, and was aborted.
+            DataLost: the group's Generator died.
+            TimeoutError: the group was not finished within `recovery.group_timeout_s`, and was aborted.
         """
         limit_s = self._config.recovery.group_timeout_s
         generator = await self._least_busy()
@@ -139,7 +139,7 @@ class GeneratorPool:
             generator.num_running -= 1
 
     async def _least_busy(self) -> Incarnation:
-        """Wait for a Generator that serves, and count one more group for the least busy of them."""
+        """Wait until a Generator serves; return the least busy one, with one more group counted."""
         async with self._serving_changed:
             await self._serving_changed.wait_for(lambda: self._serving)
             generator = min(self._serving.values(), key=lambda incarnation: incarnation.num_running)
@@ -176,7 +176,7 @@ class GeneratorPool:
         """Replace a Generator that failed, unless that has begun already.
 
         Args:
-            incarnation: the one that failed; default: the one that serves now.
+            incarnation: the process that failed; default: the one that serves now.
         """
         assert self._tasks is not None
         current = self._serving.get(name)

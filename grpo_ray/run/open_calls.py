@@ -1,4 +1,4 @@
-"""The calls that actors have not answered yet, so that a run that stalls can say why."""
+"""The calls that actors have not answered yet, so that a stalled run can report its cause."""
 
 import contextlib
 import itertools
@@ -13,12 +13,12 @@ class OpenCall:
 
     actor: str
     what: str
-    since: float  # the clock's seconds
-    is_waiting: bool  # for other actors, as a buffer for its groups: never the cause of a stall
+    since: float  # seconds on the clock
+    is_waiting: bool  # for other actors, like a buffer for its groups; never the cause of a stall
 
 
 class OpenCalls:
-    """The run's open calls. Every answer is progress; a long time without one is a stall."""
+    """The run's open calls. Every answer counts as progress; a long time without one is a stall."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class OpenCalls:
 
     @contextlib.contextmanager
     def call(self, actor: str, what: str, is_waiting: bool = False) -> Iterator[None]:
-        """Record a call for as long as the block lasts; leaving it without an error is progress."""
+        """Record a call for as long as the block lasts; leaving the block without an error is progress."""
         number = next(self._ids)
         self._open[number] = OpenCall(actor, what, self._clock(), is_waiting)
         try:
@@ -47,7 +47,7 @@ class OpenCalls:
         return self._clock() - self._last_progress
 
     def stuck(self, older_than_s: float) -> list[str]:
-        """Return the actors that have worked on one call for that long, without waiting for another actor."""
+        """Return the actors that have worked on one call for that long without waiting for other actors."""
         limit = self._clock() - older_than_s
         return sorted({c.actor for c in self._open.values() if c.since <= limit and not c.is_waiting})
 

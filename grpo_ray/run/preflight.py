@@ -46,7 +46,7 @@ class TaskData:
     train: Sequence[Example]
     validation: Sequence[Example]
     templates: Mapping[str, PromptTemplate]
-    notices: tuple[str, ...] = ()  # one line per kind of example that was left out or cut
+    notices: tuple[str, ...] = ()  # one line per kind of example that was skipped or cut
     longest_prompt: int | None = None  # tokens; None for a model on the hub, whose tokenizer is not loaded yet
     max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
 
@@ -77,7 +77,7 @@ class Prepared(PreparedServing):
 
 
 def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData:
-    """Read the task, and the model if it is local; takes seconds, and no Ray.
+    """Read and check the task, and the model if it is local; takes seconds, and needs no Ray.
 
     Args:
         examples: the task's, if they have been read already.
@@ -113,7 +113,7 @@ def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = No
 
 
 def prepare_serving(config: Config, task: TaskData) -> PreparedServing:
-    """Do the same as `prepare`, without training: `task.train` may be empty."""
+    """Find, fetch or build the model for sampling alone; unlike in `prepare`, `task.train` may be empty."""
     return _prepare(config, task, None)[0]
 
 

@@ -1,4 +1,4 @@
-"""The budget of restarts: how often, and how soon, actors that died are restarted."""
+"""The budget of restarts: a limit on how often dead actors are restarted, and the pause before each time."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class RestartBudget:
-    """Counts restarts; the pause before one that soon follows another doubles each time."""
+    """A count of restarts; the pause doubles with each restart that soon follows another."""
 
     def __init__(
         self, max_restarts: int, backoff_s: float, clock: Callable[[], float] = time.monotonic

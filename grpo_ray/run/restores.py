@@ -1,4 +1,4 @@
-"""Restores from the last checkpoint, when an actor dies that a run cannot continue without."""
+"""Restores from the last checkpoint, for when an actor dies that cannot be replaced on its own."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from grpo_ray.types import StartingModel
 
 RETRY_S = 2.0
 
-# (config, model, run directory, checkpoint) -> the actors, which end with the block.
+# (config, model, run directory, checkpoint) -> a context manager: the actors, which end with its block.
 Host = Callable[[Config, StartingModel, Path, Checkpoint | None], AbstractContextManager[RunActors]]
 
 
@@ -35,7 +35,7 @@ def train_through_restores(
     """Train to the end, from the newest checkpoint if there is one.
 
     When a Learner or buffer dies, or the run stalls, the steps since the last checkpoint are lost: every actor
-    is started again, as `grpo-ray resume` would.
+    is restarted, just as `grpo-ray resume` would do.
 
     Args:
         drive: runs the controller to its end.

@@ -2,7 +2,7 @@
 
 It owns the PromptLedger, and with it the one account of where each group is. Admission (WeightSync,
 actors/staleness.py) decides when the next group may be dispatched. The slot of a group that will not be
-trained, because it was set aside or dropped, goes to one more group; a group that was cut off is sampled again.
+trained, because it was set aside or dropped, goes to another group; a group that was cut off is sampled again.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class _Rollout:
 
 
 class RolloutProducer:
-    """Produces groups alongside the training: `begin`, then `start`.
+    """The producer of groups, in parallel with training: call `begin`, then `start`.
 
     The controller reports each batch with `batch_taken`, and each finished step with `batch_trained`.
     """
@@ -66,8 +66,8 @@ class RolloutProducer:
         """Start from the ledger as it was at `version`.
 
         Args:
-            ledger_state: the checkpoint's, for a run that is resumed; the buffer holds the groups that were
-                buffered then.
+            ledger_state: the checkpoint's, for a resumed run; the buffer then holds the groups that were
+                buffered at the time.
         """
         ledger, config = self._ledger, self._config
         buffer = self._actors.buffer
@@ -91,7 +91,7 @@ class RolloutProducer:
             task.cancel()
 
     async def _run(self) -> None:
-        """Dispatch prompts as admission allows, without end."""
+        """Dispatch prompts as admission allows, until cancelled."""
         known = Admitted(-1, 0)
         while True:
             known = await self._actors.weight_sync.admission(known)
@@ -107,7 +107,7 @@ class RolloutProducer:
             self._admitted = admitted
 
     def _sample_waiting(self) -> None:
-        """Dispatch the groups that wait, unless they would be cut off again before the next version."""
+        """Dispatch the waiting groups, unless the published version is so old that they would be cut again."""
         if self._admitted.version >= self._oldest_useful:
             self._dispatch(self._ledger.take_waiting())
 
@@ -122,10 +122,10 @@ class RolloutProducer:
     # One group
 
     async def _produce(self, item: PromptItem) -> None:
-        """Have one group sampled, scored and put into the buffer; only references pass through here."""
+        """Have one group sampled, scored and buffered; only references pass through this process."""
         group_id = item.group_id
         scored = await self._pool.sample(item, self._config.algorithm.samples_per_prompt, "train")
-        if not self._is_current(group_id):  # it was cut off just as its answer came
+        if not self._is_current(group_id):  # it was cut off just as its answer arrived
             return
         if scored is None:
             del self._rollouts[group_id]
@@ -146,7 +146,7 @@ class RolloutProducer:
         await self._notify()
 
     def _is_current(self, group_id: int) -> bool:
-        """Return whether the group is still the calling task's."""
+        """Return whether the calling task is still the one that produces the group."""
         rollout = self._rollouts.get(group_id)
         return rollout is not None and rollout.task is asyncio.current_task()
 
@@ -164,7 +164,7 @@ class RolloutProducer:
         await self._add_slots(1 + await self._actors.buffer.set_aside(group_id))
 
     async def _add_slots(self, num_slots: int) -> None:
-        """Admit one more group for each that will not be trained."""
+        """Admit `num_slots` more groups, in place of as many that will not be trained."""
         if num_slots:
             self._note(await self._actors.weight_sync.add_slots(num_slots))
 
@@ -185,26 +185,26 @@ class RolloutProducer:
         return metrics
 
     def batch_trained(self, facts: BatchFacts) -> Metrics:
-        """Account for the groups of a finished step."""
+        """Account for the groups of a finished step, and return metrics of the prompts."""
         self._ledger.observe(facts.outcomes)
         self._ledger.mark_trained(facts.group_ids)
         self._ledger.mark_dropped(facts.dropped_ids)
         return {**self._ledger.metrics(), "rollout/set_aside_groups": len(self._ledger.set_aside)}
 
     def sample_again(self, group_ids: Collection[int]) -> None:
-        """Dispatch groups again that were refused as too old."""
+        """Sample again the groups that the buffer refused as too old."""
         self._account_as_buffered(group_ids)
         self._ledger.give_back(group_ids)
         self._dispatch(self._ledger.take_waiting())
 
     def _account_as_buffered(self, group_ids: Iterable[int]) -> None:
-        """Settle what the buffer has reported of groups whose receipts are still on their way here."""
+        """Mark groups as buffered that the buffer has reported before their receipts arrived here."""
         for group_id in group_ids:
             if self._rollouts.pop(group_id, None) is not None:
                 self._ledger.mark_buffered(group_id)
 
     def _cut(self, group_ids: Collection[int]) -> None:
-        """Give back groups that came too late to be trained; they are sampled again by the next version."""
+        """Give groups that came too late to be trained back to the ledger, to be sampled again."""
         self._ledger.cut(group_ids)
         self._num_cut += len(group_ids)
 
@@ -236,6 +236,6 @@ class RolloutProducer:
             self._progress.notify_all()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition that can become true when a group has made progress."""
+        """Wait for a condition, which is checked again whenever a group makes progress."""
         async with self._progress:
             await self._progress.wait_for(condition)

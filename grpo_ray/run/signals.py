@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a first one ends a run with a checkpoint, a second ends the process."""
+"""SIGINT and SIGTERM: the first ends the run with a checkpoint, the second ends the process."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def run_until_signal(controller: Controller, on_preemption_s: float, run: RunDir
     """Run the controller until it ends or a signal stops it.
 
     The first SIGINT or SIGTERM stops it after the current step, with a checkpoint; a second ends the process at
-    once. After SIGTERM's deadline the step is abandoned.
+    once. `on_preemption_s` after a SIGTERM, the step is abandoned.
     """
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""The watch for stalls: when nothing moves, report each actor's open call and replace the stuck actors."""
+"""Detection of stalls: when no call is answered for long, report the open calls and replace stuck actors."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ async def watch_for_stalls(calls: OpenCalls, pool: GeneratorPool, log: RunLog, l
     """Check for a stall until cancelled.
 
     Raises:
-        Stalled: nothing moved for `limit_s`, and no Generator or Scorer is the cause.
+        Stalled: no call was answered for `limit_s`, and neither a Generator nor the Scorer is the cause.
     """
     while True:
         await asyncio.sleep(min(5.0, limit_s / 4))

@@ -1,4 +1,4 @@
-"""Metrics of the time between two steps: where it went, tokens per second, and memory."""
+"""Metrics of the time between two steps: seconds per stage, tokens per second, and memory."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from grpo_ray.telemetry.timeline import Timeline
 
 
 class StepMetrics:
-    """Measures one window of time per step; call `begin` before the first step, then `take` after each."""
+    """The metrics of one time window per step; call `begin` before the first step, then `take` after each."""
 
     def __init__(self, context: RunContext, pool: GeneratorPool) -> None:
         self._context, self._pool = context, pool
@@ -44,14 +44,14 @@ class StepMetrics:
 
     @property
     def _serving(self) -> Mapping[str, ActorClient]:
-        """All actors but Generators that are being replaced."""
+        """All actors, except Generators that are being replaced."""
         actors = self._context.actors
         replaced = actors.generators.keys() - self._pool.serving.keys()
         return {name: actor for name, actor in actors.by_name().items() if name not in replaced}
 
 
 def _spilling(num_bytes: int) -> str | None:
-    """Return a warning if anything was spilled: nothing is lost, but every step waits for the disk."""
+    """Return a warning if anything was spilled: nothing is lost, but steps have to wait for the disk."""
     if not num_bytes:
         return None
     return (

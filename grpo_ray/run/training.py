@@ -1,4 +1,4 @@
-"""A training run: started or resumed, and ended with a checkpoint, whatever happens."""
+"""The entry points `train` and `resume`: a run from its checks, through restores, to its last checkpoint."""
 
 import contextlib
 import time
@@ -28,7 +28,7 @@ def train(config: Config, config_path: str) -> RunDirectory:
     """Run a whole job, and return the run's directory.
 
     Raises:
-        RunError: the files, the model, the cluster or an actor; the message says what to do.
+        RunError: a fault of the files, the model, the cluster or an actor; the message says what to do.
         Interrupted: Ctrl-C or SIGTERM.
     """
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -46,10 +46,11 @@ def train(config: Config, config_path: str) -> RunDirectory:
 
 
 def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
-    """Resume the run in folder `path` from its last checkpoint; overrides may change all that is not fixed.
+    """Resume the run in folder `path` from its last checkpoint; overrides may change all fields but `FIXED`.
 
     Raises:
-        As `train`; and RunError when the folder is no run, or an override would change its prompts.
+        RunError: as for `train`; also if the folder holds no run, or an override would change its prompts.
+        Interrupted: Ctrl-C or SIGTERM.
     """
     run = RunDirectory(path)
     if not run.config_path.exists():
@@ -67,14 +68,14 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
             print(f"{run.path}: all {num_steps} steps are done; continue with: {more}")
             return run
         dump_config(config, run.config_path)
-        run.state_path.unlink(missing_ok=True)  # it says how the run ended before
+        run.state_path.unlink(missing_ok=True)  # it describes how the run ended the last time
         with _ray_for(config) as (console, placement):
             _run_to_the_end(config, _prepare(config, task, console), run, console, placement)
     return run
 
 
 def _check(config: Config, *others: Callable[[], None]) -> TaskData:
-    """Return the task's data, after every check that needs no Ray."""
+    """Run every check that needs no Ray, and return the task's data."""
     *_, task, _, _ = all_of(
         *others,
         lambda: check_files(config),
@@ -86,7 +87,7 @@ def _check(config: Config, *others: Callable[[], None]) -> TaskData:
 
 
 def _is_done(run: RunDirectory, config: Config) -> bool:
-    """Return whether the last step has its checkpoint, and its metrics, which follow its validation."""
+    """Return whether the last step has its checkpoint and its metrics, which follow its validation."""
     newest, num_steps = make_store(config, run).latest(), config.algorithm.num_steps
     is_saved = newest is not None and newest.state.step >= num_steps
     return is_saved and last_logged_step(run.metrics_path) >= num_steps
@@ -104,7 +105,7 @@ FIXED = (
 
 
 def _check_same_prompts(before: Config, now: Config) -> None:
-    """Refuse another model or another order of prompts; everything else may change when a run is resumed."""
+    """Refuse a change of the model or of the prompts' order; a resumed run may change everything else."""
     old, new = leaves(before.model_dump()), leaves(now.model_dump())
     for path in sorted(old.keys() | new.keys()):
         if path.startswith(FIXED) and old.get(path) != new.get(path):
@@ -116,7 +117,7 @@ def _check_same_prompts(before: Config, now: Config) -> None:
 
 @contextlib.contextmanager
 def _ray_for(config: Config) -> Iterator[tuple[RunConsole, session.Placement]]:
-    """Yield the console, and the placement of the run's actors in a Ray with the resources that they need."""
+    """Connect to Ray and reserve the actors' resources; yield the console and the placement."""
     needs_hub = config.model.path is not None and not is_local(config.model.path)
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")

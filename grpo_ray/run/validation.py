@@ -14,7 +14,7 @@ from grpo_ray.types import PromptItem, ScoredGroup
 
 
 class Validation:
-    """Samples and grades the validation prompts with the run's own Generators and Scorer."""
+    """The validation prompts, sampled and graded with the run's own Generators and Scorer."""
 
     def __init__(self, context: RunContext, items: Sequence[PromptItem], pool: GeneratorPool) -> None:
         self._config, self._actors = context.config, context.actors
@@ -26,10 +26,10 @@ class Validation:
         return step % self._config.evaluation.every_num_steps == 0 or step == self._config.algorithm.num_steps
 
     async def evaluate(self, step: int) -> Metrics:
-        """Validate the policy after `step`; only read the metrics if that was done before an interruption.
+        """Validate the policy after `step`, or read the metrics if that was done before an interruption.
 
         Raises:
-            RunError: not one prompt could be sampled.
+            RunError: no prompt could be sampled.
         """
         path = self._log.run.evaluations_summary_path
         for row in read_metrics(path) if path.exists() else []:
