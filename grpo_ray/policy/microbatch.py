@@ -40,7 +40,7 @@ class MicroBatch:
     input_ids: torch.Tensor  # int64 [batch, seq]
     labels: torch.Tensor  # int64 [batch, resp]
     response_mask: torch.Tensor  # bool [batch, resp]
-    response_position: torch.Tensor  # int64 [batch, resp]: counted from each response's first token
+    response_position: torch.Tensor  # int64 [batch, resp]: 0 at a response's first token, -1 outside
     behaviour_logprobs: torch.Tensor  # float32 [batch, resp]
     advantages: torch.Tensor  # float32 [batch, 1]
     proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]

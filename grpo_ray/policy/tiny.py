@@ -30,7 +30,7 @@ from grpo_ray.tasks.prompts import TextTemplate, template_of
 from grpo_ray.tasks.warmup import tokenizer_pairs, warmup_pairs
 
 END_TOKEN = "<|endoftext|>"
-_RECIPE = 2  # increase when the code below would build a different model from the same configuration
+_RECIPE = 1  # increase when the code below would build a different model from the same configuration
 
 
 def cache_folder() -> Path:
