@@ -217,7 +217,7 @@ class Learner:
             logging.warning("step %d: the batch could not be kept: %s", step, error)
 
     def _check_lag(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Apply the second guard of staleness.py; return lag/mean and lag/max over all tokens, fresh or replayed."""
+        """Apply the second guard of staleness.py; return lag/mean and lag/max over all tokens, replayed too."""
         versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
         max_age = self._config.max_token_age
         if versions.min() < oldest_allowed(self.version, max_age):
