@@ -49,7 +49,7 @@ class Learner:
         """
         Args:
             checkpoint: the `training` folder in `model_path` to restore from.
-            skipped_folder: receives the batches whose update was skipped.
+            skipped_folder: receives the batches of skipped updates.
             initial_path: the model that the run began with, if it is not `model_path`.
             profile_folder: receives the traces of `learner.profile_steps`.
         """
@@ -115,8 +115,8 @@ class Learner:
     def train_step(self, batch: TrainBatch) -> StepReport:
         """Update on one batch: once, unless `epochs_per_batch` or `train_batch_size` asks for more updates.
 
-        An update whose loss or gradient is not finite leaves weights and optimizer unchanged, and the batch is
-        kept for inspection; the version still advances, because the batch is used up.
+        An update with a non-finite loss or gradient leaves weights and optimizer unchanged, and its batch is kept
+        for inspection; the version still advances, because the batch is used up.
 
         Raises:
             StaleBatchError: a token is older than the schedule allows; nothing was changed.
