@@ -115,8 +115,8 @@ class Learner:
     def train_step(self, batch: TrainBatch) -> StepReport:
         """Update on one batch: once, unless `epochs_per_batch` or `train_batch_size` asks for more updates.
 
-        An update with a non-finite loss or gradient leaves weights and optimizer unchanged, and its batch is kept
-        for inspection; the version still advances, because the batch is used up.
+        An update with a non-finite loss or gradient leaves weights and optimizer unchanged, and its batch is
+        kept for inspection; the version still advances, because the batch is used up.
 
         Raises:
             StaleBatchError: a token is older than the schedule allows; nothing was changed.
