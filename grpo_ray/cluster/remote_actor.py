@@ -28,7 +28,7 @@ class Client:
     """The client of one actor, with the calls that the Protocols of actors/clients.py declare.
 
     Awaiting an answer raises what the method raised, ActorDied if the actor's process is gone, or DataLost if
-    an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
+    the value of an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
     """
 
     def __init__(self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = ()) -> None:
