@@ -14,7 +14,7 @@ class Checkpointing:
     """The checkpoints of a run: captured between two steps, and written while the next steps run.
 
     A checkpoint holds Learner, buffer and ledger. The Learner waits only while its state is copied, and one
-    checkpoint is written at a time. If writing fails (a full disk), it is retried after the next step; until then
+    checkpoint is written at a time. One that fails (a full disk) is retried after the next step; until then
     `problem` holds the reason.
     """
 
