@@ -231,7 +231,7 @@ class SyncReport:
 
     version: int
     metrics: dict[str, float]
-    failed: dict[str, str]  # each one's error; it is excluded until a replacement is admitted
+    failed: dict[str, str]  # each one's error; it is excluded until its replacement is admitted
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The actors of a run in this process, called as Ray actors are: whole runs without Ray, in a second.
+"""The actors of a run in this process, called like Ray actors, for whole runs without Ray.
 
-`die` makes an actor behave as one whose process is gone, so that deaths can be put exactly where they hurt.
+`die` makes an actor behave as if its process had died, so that a test can choose the exact moment.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from grpo_ray.types import StartingModel
 
 
 class LocalClient:
-    """A client as `remote_actor.Client`, of an object in this process."""
+    """A client like `remote_actor.Client`, but of an object in this process."""
 
     def __init__(self, name: str, build: Callable[[], Any]) -> None:
         self.name = name
@@ -84,7 +84,7 @@ def _holds_futures(argument: Any) -> bool:
 
 
 def _quiet(work: Any) -> "asyncio.Future[Any]":
-    """As a reference whose error nobody asks for."""
+    """Return the work as a future without asyncio's warning if its error is never retrieved."""
     future = asyncio.ensure_future(work)
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
@@ -95,7 +95,7 @@ async def _item(both: Awaitable[Any], place: int) -> Any:
 
 
 class LocalActors:
-    """As `hosting.ActorGroup`."""
+    """The counterpart of `hosting.ActorGroup` in this process."""
 
     def __init__(
         self, config: Config, start: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None

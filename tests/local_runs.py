@@ -18,7 +18,7 @@ from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.trackers import tracking
 
-Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that meddles with a run
+Watcher = Callable[[LocalActors, Controller], Any]  # a coroutine function that interferes with a run
 
 
 class Recorder:
@@ -43,7 +43,7 @@ def make_config(*overrides: str) -> Config:
 
 
 def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Recorder:
-    """Begin the run in `folder`, or go on with it."""
+    """Start the run in `folder`, or resume it."""
     prepared, run, recorder = prepare(config, check_files(config)), RunDirectory(folder), Recorder()
     if not run.config_path.exists():
         run.create(config)
@@ -73,7 +73,7 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
 
 
 class Killed(BaseException):
-    """The driver's process is gone: nothing of it runs any more, not even its clean-up."""
+    """The death of the driver's process: none of its code runs any more, not even its clean-up."""
 
 
 def kill_after(seconds: float) -> Watcher:

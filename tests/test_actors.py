@@ -29,7 +29,7 @@ from grpo_ray.types import (
 def score(
     config: AlgorithmConfig, answers: list[str], lengths: list[int] | None = None, max_tokens: int = 16
 ) -> ScoredGroup:
-    """Each answer in the right format; an empty one is a response without any."""
+    """Score a group with these answers in the right format; an empty one is a response without the format."""
     texts = [
         f" ascending </think> <answer> {answer} </answer>" if answer else "no format" for answer in answers
     ]
@@ -40,7 +40,7 @@ def score(
     return scored
 
 
-def test_scoring_tells_what_it_took() -> None:
+def test_scorer_reports_its_seconds_and_memory() -> None:
     rollout = RolloutGroup(make_item(truth="01258"), (make_completion([5], text="?"),), "generator-0")
     scorer = Scorer({"": "exact_match"}, AlgorithmConfig(), ScorerConfig(), 16)
     started = time.perf_counter()
@@ -68,13 +68,13 @@ def test_scores_and_advantages_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "right", "wrong"),
     [
-        ({"advantage": "mean"}, 0.4, -0.6),  # three of five are right
+        ({"advantage": "mean"}, 0.4, -0.6),  # three of five are correct
         ({"advantage": "leave_one_out"}, 1 - 2 / 4, 0 - 3 / 4),
         ({"advantage": "max_only"}, 1.0, 0.0),
         ({"advantage": "raw"}, 1.0, 0.0),
         ({"std": "population"}, 0.4 / math.sqrt(0.24), -0.6 / math.sqrt(0.24)),
         ({"advantage_eps": 0.5}, 0.4 / (math.sqrt(0.3) + 0.5), -0.6 / (math.sqrt(0.3) + 0.5)),
-        ({"loss": "no_baseline"}, 1.0, 0.0),  # whatever `advantage` says
+        ({"loss": "no_baseline"}, 1.0, 0.0),  # whatever `advantage` is
     ],
 )
 def test_other_advantages_by_hand(changes: dict, right: float, wrong: float) -> None:
@@ -85,21 +85,21 @@ def test_other_advantages_by_hand(changes: dict, right: float, wrong: float) -> 
 
 @pytest.mark.parametrize("advantage", ["mean_std", "mean", "leave_one_out", "max_only", "raw"])
 def test_group_of_one_can_be_scored_whatever_the_advantage(advantage: str) -> None:
-    """A validation prompt may have one response, and its advantage is of no use."""
+    """A validation prompt may have one response; its advantage is not used."""
     config = AlgorithmConfig.model_validate({"samples_per_prompt": 2, "advantage": advantage})
     scored = score(config, ["01258"])
     assert scored.rewards.tolist() == [1]
     assert scored.advantages.shape == (1,)
 
 
-def test_raw_rewards_of_a_group_that_is_all_right_are_a_signal() -> None:
+def test_raw_rewards_of_a_group_of_correct_answers_are_a_signal() -> None:
     config = AlgorithmConfig(samples_per_prompt=2, loss="no_baseline")
     assert score(config, ["01258", "01258"]).has_signal
     assert not score(config, ["1", "1"]).has_signal
 
 
-def test_long_responses_cost_advantage_and_no_reward() -> None:
-    """16 tokens allowed, the last 4 cost up to 0.5: 12 cost nothing, 14 half of it, 16 and more all."""
+def test_long_responses_lose_advantage_but_no_reward() -> None:
+    """Of 16 tokens, the last 4 cost up to 0.5: 12 tokens cost nothing, 14 half of it, 16 or more all of it."""
     config = AlgorithmConfig(
         samples_per_prompt=4, advantage="mean", overlong_buffer_tokens=4, overlong_penalty=0.5
     )
@@ -122,7 +122,7 @@ def test_equal_rewards_have_no_signal(answer: str) -> None:
 
 
 class FakeEngine:
-    """An engine whose requests wait until they are released."""
+    """An engine that holds its requests back until they are released."""
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[str] = []
@@ -209,7 +209,7 @@ def test_failed_update_keeps_the_version_and_is_never_committed() -> None:
     assert "version=0" in repr(generator)
 
 
-def test_generator_goes_on_at_the_version_it_is_given() -> None:
+def test_generator_continues_from_the_version_it_is_given() -> None:
     engine = FakeEngine()
     generator = Generator("generator-0", engine, version=7)
     asyncio.run(generator.ready())
@@ -231,7 +231,7 @@ WHOLE = WeightSnapshot(
     ],
     ids=["cut off", "other shape", "other bytes"],
 )
-def test_snapshot_that_is_not_whole_is_refused_before_the_engine_is_touched(bad: WeightSnapshot) -> None:
+def test_incomplete_snapshot_is_refused_before_it_reaches_the_engine(bad: WeightSnapshot) -> None:
     engine = FakeEngine()
     generator = Generator("generator-0", engine, version=7)
     with pytest.raises(ValueError, match="version 8 did not arrive complete"):
@@ -274,7 +274,7 @@ def test_groups_tokens_and_seconds() -> None:
         assert "2 groups running" in repr(generator)
         asked = time.perf_counter()
         running = await generator.take_stats()
-        # two at a time count once
+        # overlapping groups count once
         assert 0.09 <= running.stages.seconds["generate"] <= time.perf_counter() - started
 
         engine.released.set()
@@ -283,7 +283,7 @@ def test_groups_tokens_and_seconds() -> None:
         assert {group.generator for group, _ in answers} == {"generator-3"}
         assert [num_tokens for _, num_tokens in answers] == [4 * 3, 4 * 3]
         finished = await generator.take_stats()
-        # what was told is not told again
+        # reported once
         assert 0 < finished.stages.seconds["generate"] <= time.perf_counter() - asked
         assert sorted(span.label.partition(",")[0] for span in finished.stages.spans) == ["group 0", "group 1"]
 
@@ -304,7 +304,7 @@ def test_overlapping_groups_are_busy_once() -> None:
     async def run() -> None:
         generator = Generator("generator-0", SleepyEngine())
         started = time.perf_counter()
-        lengths = (4, 10, 7)  # all begin together and end apart
+        lengths = (4, 10, 7)  # all start together and end at different times
         await asyncio.gather(*(generator.generate(make_item(), make_settings(max_tokens=n)) for n in lengths))
         assert 0.09 <= await generate_s(generator) <= time.perf_counter() - started
 
@@ -312,7 +312,7 @@ def test_overlapping_groups_are_busy_once() -> None:
 
 
 def test_generator_sleeps_when_its_last_group_has_ended() -> None:
-    """Even one that was cut off takes a moment to end."""
+    """Even a group that was cut off takes a moment to end."""
 
     async def run() -> None:
         engine = FakeEngine()
@@ -346,7 +346,7 @@ def test_failed_group_does_not_keep_its_generator_busy() -> None:
     asyncio.run(run())
 
 
-def test_slowdown_holds_a_group_back() -> None:
+def test_slowdown_delays_a_group() -> None:
     async def run() -> None:
         engine = FakeEngine()
         engine.released.set()
@@ -357,7 +357,7 @@ def test_slowdown_holds_a_group_back() -> None:
     asyncio.run(run())
 
 
-def test_a_response_that_cannot_be_graded_is_an_error_and_teaches_nothing() -> None:
+def test_a_response_that_cannot_be_graded_is_an_error_and_has_no_advantage() -> None:
     rewards = {"sums": "exact_match", "own": "hostile_rewards:obey"}
     scorer = Scorer(rewards, AlgorithmConfig(std="population"), ScorerConfig(num_workers=2), 16)
     completions = tuple(make_completion([5, 6], text=text) for text in ("exit 72", "72", "missing", "71", "71"))
@@ -375,7 +375,7 @@ def test_a_response_that_cannot_be_graded_is_an_error_and_teaches_nothing() -> N
 
 
 @pytest.mark.parametrize("kind", ["mean_std", "mean", "leave_one_out", "max_only", "raw"])
-def test_advantages_are_those_of_the_graded_responses_alone(kind: str) -> None:
+def test_advantages_compare_only_graded_responses(kind: str) -> None:
     config = AlgorithmConfig(advantage=kind, overlong_buffer_tokens=4)
     rewards, lengths = np.array([1, 9, -0.5, -1], np.float32), np.array([3, 8, 9, 10])
     is_graded = np.array([True, False, True, True])

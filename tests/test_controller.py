@@ -1,4 +1,4 @@
-"""Whole runs in this process: real engine, Learner, Scorer and buffer, deaths put where they hurt."""
+"""Whole runs in this process: real engine, Learner, Scorer and buffer, which die at chosen moments."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
 
 
 def audit(run: RunDirectory, config: Config, set_aside: tuple[int, ...] = ()) -> None:
-    """From the run's own files: every prompt trained exactly once, no token too old, one line a step."""
+    """Check in the run's own files: every prompt trained exactly once, no token too old, one line per step."""
     algorithm, num_examples = config.algorithm, config.task.num_train_prompts  # type: ignore[union-attr]
     steps = range(1, algorithm.num_steps + 1)
     assert [row["step"] for row in read_metrics(run.metrics_path)] == list(steps)
@@ -43,7 +43,7 @@ def audit(run: RunDirectory, config: Config, set_aside: tuple[int, ...] = ()) ->
         assert all(row["min_version"] >= step - 1 - config.weight_sync.max_lag for row in rows)
         trained += sorted(groups)
         prompts |= {row["group_id"]: row["prompt"] for row in rows}
-    total = algorithm.num_steps * algorithm.prompts_per_step + len(set_aside)  # others take their places
+    total = algorithm.num_steps * algorithm.prompts_per_step + len(set_aside)  # other groups take their slots
     assert trained == [group for group in range(total) if group not in set_aside]
     for epoch in range(total // num_examples):
         asked = [prompts[g] for g in range(epoch * num_examples, (epoch + 1) * num_examples) if g in prompts]
@@ -62,7 +62,7 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same_run(one: RunDirectory, other: RunDirectory) -> None:
-    """Whatever does not measure the machine is the same: lines, evaluations, rollouts, weights, optimizer."""
+    """Check that everything but timings is the same: metrics, evaluations, rollouts, weights, optimizer."""
     for row, other_row in zip(read_metrics(one.metrics_path), read_metrics(other.metrics_path), strict=True):
         assert untimed(row) == untimed(other_row)
     assert read_metrics(one.evaluations_summary_path) == read_metrics(other.evaluations_summary_path)
@@ -124,7 +124,7 @@ def once(meddle: Watcher) -> Watcher:
 
 
 def with_restores_forgotten(run: RunDirectory) -> None:
-    """A restored run differs in one figure: it counts its restores."""
+    """Reset the only metric in which a restored run differs: its number of restores."""
     text = run.metrics_path.read_text()
     run.metrics_path.write_text(text.replace('"recovery/restores": 1', '"recovery/restores": 0'))
 
@@ -150,7 +150,7 @@ def test_no_prompt_is_skipped_or_trained_twice_over_ten_kills(tmp_path: Path, ma
     ("max_lag", "num_generators", "slow", "in_flight"),
     [(1, 1, "learner", False), (1, 2, "generator", True), (3, 2, "learner", False), (3, 2, "learner", True)],
 )
-def test_lag_is_bounded_whoever_is_slow(
+def test_lag_is_bounded_whichever_actor_is_slow(
     tmp_path: Path, max_lag: int, num_generators: int, slow: str, in_flight: bool
 ) -> None:
     config = make_config(
@@ -210,7 +210,7 @@ def test_a_scorer_that_dies_is_replaced_and_scores_again(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("victim", ["learner", "buffer", "weight_sync"])
 @pytest.mark.parametrize("version", [0, 5])
-def test_a_run_restores_itself_when_it_loses_what_it_cannot_do_without(
+def test_a_run_restores_itself_when_an_actor_dies_that_cannot_be_replaced(
     tmp_path: Path, victim: str, version: int
 ) -> None:
     config, run = make_config(), RunDirectory(tmp_path / "run")
@@ -226,7 +226,7 @@ def test_a_run_restores_itself_when_it_loses_what_it_cannot_do_without(
     train(config, run.path, once(meddle))
     audit(run, config)
     (event,) = events(run, "restored")
-    # A later one may have been whole by then.
+    # A later checkpoint may have been complete by then.
     expected = [f"the run continues from step {step}" for step in ((4, 6) if version else (0,))]
     assert event["text"] in expected
 
@@ -261,7 +261,7 @@ def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path)
     assert make_store(config, run).latest() is not None
 
 
-def test_a_group_that_never_finishes_is_tried_again_and_then_set_aside(tmp_path: Path) -> None:
+def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Path) -> None:
     config = make_config("recovery.group_timeout_s=0.2", "recovery.max_group_retries=2")
     stuck = []
 
@@ -288,7 +288,7 @@ def test_a_group_that_never_finishes_is_tried_again_and_then_set_aside(tmp_path:
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
-def test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_go_on(
+def test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_continue(
     tmp_path: Path, in_flight: bool
 ) -> None:
     config = make_config(
@@ -332,7 +332,7 @@ def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
     assert len(events(run, "restored")) == (victim == "learner")
 
 
-def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_shown_every_step(
+def test_a_checkpoint_that_cannot_be_written_is_retried_and_shown_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from grpo_ray.actors.learner import Learner
@@ -349,9 +349,9 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_shown_every_step
     run = RunDirectory(tmp_path / "run")
     recorder = train(config, run.path)
     audit(run, config)
-    told = [text for text in recorder.warnings if "could not be written" in text]
-    assert len(told) >= 3
-    assert all("No space left on device" in text for text in told)
+    shown = [text for text in recorder.warnings if "could not be written" in text]
+    assert len(shown) >= 3
+    assert all("No space left on device" in text for text in shown)
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == [
         "step-000004",
         "step-000011",
@@ -392,7 +392,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
 
 
-def test_a_run_may_change_what_is_not_fixed_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_fields_that_are_not_fixed(tmp_path: Path) -> None:
     train(make_config(), tmp_path / "run")
     longer = make_config("algorithm.num_steps=12", "weight_sync.max_lag=0", "generator.num_generators=2")
     train(longer, tmp_path / "run")
@@ -429,10 +429,10 @@ def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -
     audit(run, config)
 
 
-def test_a_checkpoint_waits_for_the_lines_of_the_steps_before_it(
+def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run that goes on from it would never write them."""
+    """A run resumed from the checkpoint would never write them."""
     config = make_config("algorithm.num_steps=12", "checkpoint.every_num_steps=2")
     fill_the_disk(monkeypatch, range(3, 6))
 
@@ -451,7 +451,7 @@ def test_a_checkpoint_waits_for_the_lines_of_the_steps_before_it(
 def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last steps' lines were refused, and there is no further step that would write them."""
+    """The disk refused the last steps' metrics, and no later step would write them."""
     config, run = make_config(), RunDirectory(tmp_path / "run")
     num_steps = config.algorithm.num_steps
     fill_the_disk(monkeypatch, range(num_steps - 1, num_steps + 1), has_room_at_the_end=True)
@@ -461,7 +461,7 @@ def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range, has_room_at_the_end: bool = False) -> None:
-    """Nothing can be appended to metrics.jsonl or events.jsonl from the line of the first step to the next."""
+    """Refuse every write to metrics.jsonl and events.jsonl while the last logged step is one of `steps`."""
     is_full = False
     append, write, save = MetricsLog.append, json_lines._write_whole, Controller._save
 
@@ -489,9 +489,7 @@ def disk_is_full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_going_back_to_a_checkpoint_waits_for_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restore_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = make_config(), RunDirectory(tmp_path / "run")
     original, calls = RunDirectory.rewind, []
 
@@ -511,5 +509,5 @@ def test_going_back_to_a_checkpoint_waits_for_a_full_disk(
 
     recorder = train(config, run.path, once(meddle))
     audit(run, config)
-    assert calls in ([0, 4, 4], [0, 6, 6])  # a later one may have been whole by then
+    assert calls in ([0, 4, 4], [0, 6, 6])  # a later checkpoint may have been complete by then
     assert any("No space left" in text for text in recorder.warnings)

@@ -54,7 +54,7 @@ def generate(
 def logprob_error(
     model: PreTrainedModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
 ) -> np.ndarray:
-    """|engine - reference| of every token, `[response_tokens]`."""
+    """Return |engine - reference| of every token, `[response_tokens]`."""
     with torch.no_grad():
         expected = plain_logprobs(
             model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS
@@ -70,7 +70,7 @@ def logprob_error(
 def test_logprobs_are_the_models(
     make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path], tied: bool, own: bool
 ) -> None:
-    """transformers' model, read from the same folder, without cache or padding."""
+    """The reference is transformers' model from the same folder, without cache or padding."""
     settings = make_settings(
         num_samples=4, temperature=0.7, min_tokens=3, max_tokens=20, end_token_ids=ENDS, seed=1
     )
@@ -91,7 +91,7 @@ def test_draws_follow_the_distribution(
     temperature: float,
     min_tokens: int,
 ) -> None:
-    """Pearson's chi-square of 2,000 first tokens; the seed is fixed, so this passes always or never."""
+    """Pearson's chi-square of 2,000 first tokens; the seed is fixed, so the test is deterministic."""
     settings = make_settings(
         num_samples=500, temperature=temperature, min_tokens=min_tokens, max_tokens=1, end_token_ids=ENDS
     )
@@ -105,12 +105,12 @@ def test_draws_follow_the_distribution(
     if min_tokens:
         logits[list(ENDS)] = -torch.inf
     expected = 2000 * logits.softmax(0).numpy()
-    rare = expected < 5  # the statistic's rule of thumb: one cell for all that are expected less often
+    rare = expected < 5  # by the rule of thumb, one cell for all tokens with expected counts below 5
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     chi_square, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
     assert freedom > 30
-    assert chi_square < freedom + 3.1 * np.sqrt(2 * freedom)  # about one in a thousand is above
+    assert chi_square < freedom + 3.1 * np.sqrt(2 * freedom)  # exceeded once in about a thousand times
 
 
 def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
@@ -130,14 +130,14 @@ Drawn = list[tuple[list[int], list[float]]]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_asked(
+def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_requested(
     make_torch_engine: Callable[..., TorchEngine], num_threads: int
 ) -> None:
     engine = make_torch_engine(max_lag=0, num_threads=num_threads)
     settings = make_settings(num_samples=3, temperature=0.7, min_tokens=2, max_tokens=24, end_token_ids=ENDS)
 
     async def ask(numbers: Sequence[int]) -> dict[int, Drawn]:
-        """Prompts, each with its seed, all at once in this order."""
+        """Request these prompts, each with its own seed, all at once in this order."""
         groups = await asyncio.gather(
             *(engine.generate(PROMPTS[n], replace(settings, seed=n)) for n in numbers)
         )
@@ -175,7 +175,7 @@ def test_only_a_synchronous_run_samples_each_request_by_itself(
     assert seen == widths
 
 
-def test_engines_and_requests_draw_from_seeds_of_their_own(
+def test_engines_and_requests_have_their_own_seeds(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:
     settings = make_settings(num_samples=1, max_tokens=16)
@@ -186,8 +186,8 @@ def test_engines_and_requests_draw_from_seeds_of_their_own(
 
     assert tokens(0) == tokens(0)
     first, second = tokens(0), tokens(1)
-    assert first[0] != first[1]  # two requests of one engine
-    assert first[0] != second[0]  # the first requests of two
+    assert first[0] != first[1]  # two requests to one engine
+    assert first[0] != second[0]  # the first requests to two engines
     assert first[1] != second[1]
 
 
@@ -245,7 +245,7 @@ def test_requests_beyond_max_num_seqs_wait_and_are_served(
     assert [len(group) for group in groups] == [3] * 9
 
 
-def test_error_reaches_its_request_and_the_engine_serves_on(
+def test_error_reaches_its_request_and_the_engine_keeps_serving(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:
     engine = make_torch_engine()
@@ -275,7 +275,7 @@ async def sync(engine: TorchEngine, model: PreTrainedModel, version: int) -> Non
 
 
 async def length_reached(engine: TorchEngine, num_tokens: int) -> None:
-    """Wait until the running sequences have so many tokens."""
+    """Wait until the running sequences have `num_tokens` tokens."""
     async with asyncio.timeout(20):
         while engine._batch is None or len(engine._batch.sequences[0].token_ids) < num_tokens:
             await asyncio.sleep(0)
@@ -307,7 +307,7 @@ def test_weights_replaced_in_flight(
             errors = [logprob_error(model, prompt, completion, settings) for model in models]
             for version in (0, 1, 2):
                 assert errors[version][versions == version].max() < 1e-4
-                # and a wrong label would be seen
+                # a wrong label would be noticed
                 assert errors[version][versions != version].max() > 1e-2
 
 
@@ -363,7 +363,7 @@ def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
 
 
 def refuses(engine: TorchEngine, snapshot: WeightSnapshot, match: str) -> None:
-    """With an error, and with every weight as it was."""
+    """Check that the engine refuses the snapshot and keeps every weight as it was."""
     before = weights_of(engine)
     with pytest.raises(ValueError, match=match):
         asyncio.run(engine.update_weights(snapshot))

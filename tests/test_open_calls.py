@@ -1,4 +1,4 @@
-"""Who is asked what and since when, by a clock that the test sets."""
+"""Open calls and their ages, by a clock that the test sets."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_every_answer_is_progress(clock: Clock, calls: OpenCalls) -> None:
     assert calls.quiet_s == 7
     with calls.call("learner", "trains version 1"):
         clock.now += 5
-        assert calls.quiet_s == 12  # being asked is none
+        assert calls.quiet_s == 12  # a new call is no progress
     assert calls.quiet_s == 0
     clock.now += 3
     calls.progress()
@@ -49,20 +49,20 @@ def test_error_is_no_progress_and_closes_the_call(clock: Clock, calls: OpenCalls
     assert calls.stuck(1) == []
 
 
-def test_stuck_are_those_who_work_on_one_call_for_long(clock: Clock, calls: OpenCalls) -> None:
+def test_actors_that_work_on_one_call_for_long_are_stuck(clock: Clock, calls: OpenCalls) -> None:
     with calls.call("scorer", "scores group 1"), calls.call("buffer", "waits", is_waiting=True):
         clock.now += 6
         with calls.call("generator-0", "samples group 2"), calls.call("scorer", "scores group 2"):
             clock.now += 4
             assert calls.stuck(11) == []
-            assert calls.stuck(10) == ["scorer"]  # never the buffer, which waits for others
+            assert calls.stuck(10) == ["scorer"]  # not the buffer, which waits for other actors
             assert calls.stuck(4.5) == ["scorer"]
             assert calls.stuck(4) == ["generator-0", "scorer"]
         assert calls.stuck(10) == ["scorer"]
     assert calls.stuck(0) == []
 
 
-def test_line_an_actor_with_what_it_has_done_longest(clock: Clock, calls: OpenCalls) -> None:
+def test_lines_show_the_oldest_call_of_each_actor(clock: Clock, calls: OpenCalls) -> None:
     assert calls.lines() == []
     with calls.call("scorer", "scores group 1"):
         clock.now += 6

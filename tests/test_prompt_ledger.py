@@ -1,4 +1,4 @@
-"""The prompt ledger: every prompt of an epoch is trained once, no matter which groups are given back."""
+"""The prompt ledger: every prompt of an epoch is trained once, whichever groups are given back in between."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def ids(items: Sequence[Any]) -> list[int]:
     return [item.group_id for item in items]
 
 
-def test_order_is_a_permutation_an_epoch() -> None:
+def test_order_is_a_permutation_per_epoch() -> None:
     items = make_ledger().take_new(15)
     assert ids(items) == list(range(15))
     epochs = [[item.prompt for item in items[start : start + 5]] for start in (0, 5, 10)]
@@ -58,13 +58,13 @@ def test_item_holds_prompt_tokens_and_truth() -> None:
 
 
 def states(ledger: PromptLedger) -> tuple[set[int], set[int], set[int], set[int], int]:
-    """Return the groups in flight, buffered, waiting and set aside, and the number trained."""
+    """Return the groups in flight, buffered, waiting and set aside, and the number of trained ones."""
     sets = (ledger.in_flight, ledger.buffered, ledger.waiting, ledger.set_aside)
     return *map(set, sets), ledger.num_trained  # type: ignore[return-value]
 
 
 def busy_ledger() -> PromptLedger:
-    """Make a ledger with 0 trained, 1 buffered, 2 and 3 waiting, 4 set aside, 5 and 6 in flight."""
+    """Return a ledger with 0 trained, 1 buffered, 2 and 3 waiting, 4 set aside, 5 and 6 in flight."""
     ledger = make_ledger()
     ledger.take_new(7)
     for group_id in (0, 1, 3):
@@ -75,7 +75,7 @@ def busy_ledger() -> PromptLedger:
     return ledger
 
 
-def test_each_group_goes_its_way() -> None:
+def test_states_of_groups_by_hand() -> None:
     ledger = make_ledger()
     assert states(ledger) == (set(), set(), set(), set(), 0)
     ledger.take_new(5)
@@ -94,19 +94,19 @@ def test_each_group_goes_its_way() -> None:
     assert states(busy_ledger()) == ({5, 6}, {1}, {2, 3}, {4}, 1)
 
 
-def test_given_back_prompts_are_the_same_again_lowest_first_and_new_ones_go_on() -> None:
+def test_given_back_prompts_are_taken_again_lowest_first_and_new_ones_continue() -> None:
     ledger = make_ledger()
     first = ledger.take_new(4)
     ledger.give_back([3, 1])
     assert ledger.take_waiting() == [first[1], first[3]]
     assert ledger.take_waiting() == []
     ledger.give_back([2])
-    assert ids(ledger.take_new(2)) == [4, 5]  # waiting groups do not matter
+    assert ids(ledger.take_new(2)) == [4, 5]  # whichever groups wait
     assert ledger.next_group_id == 6
     assert ledger.take_waiting() == [first[2]]
 
 
-def test_unfinished_groups_are_those_that_were_taken_and_are_still_to_be_trained() -> None:
+def test_unfinished_groups_are_taken_and_still_to_be_trained() -> None:
     assert make_ledger().unfinished == frozenset()
     ledger = busy_ledger()
     assert ledger.unfinished == {1, 2, 3, 5, 6}
@@ -114,9 +114,9 @@ def test_unfinished_groups_are_those_that_were_taken_and_are_still_to_be_trained
     assert ledger.unfinished == {2, 3, 5, 6}
 
 
-def test_groups_that_left_are_counted() -> None:
+def test_groups_that_left_without_training_are_counted() -> None:
     ledger = busy_ledger()
-    assert (ledger.num_trained, ledger.num_left) == (1, 1)  # 0; 4 is set aside
+    assert (ledger.num_trained, ledger.num_left) == (1, 1)  # 0 is trained, 4 is set aside
     ledger.mark_buffered(5)
     ledger.mark_dropped([5, 1])
     assert states(ledger) == ({6}, set(), {2, 3}, {4}, 1)
@@ -126,15 +126,15 @@ def test_groups_that_left_are_counted() -> None:
     assert (resumed.num_trained, resumed.num_left, resumed.unfinished) == (1, 3, {2, 3, 6})
 
 
-def test_group_that_was_cut_off_is_the_same_prompt_and_counts_its_cuts() -> None:
+def test_group_that_was_cut_off_keeps_its_prompt_and_counts_its_cuts() -> None:
     ledger = make_ledger()
     first = ledger.take_new(3)
     ledger.mark_buffered(1)
-    ledger.cut([0, 1])  # one still in flight, and one that was buffered too late
+    ledger.cut([0, 1])  # one in flight, and one that arrived too late
     assert states(ledger) == ({2}, set(), {0, 1}, set(), 0)
     assert ledger.take_waiting() == [replace(first[0], num_cuts=1), replace(first[1], num_cuts=1)]
     ledger.cut([1])
-    ledger.give_back([2])  # refused as too old, which is not a cut
+    ledger.give_back([2])  # refused as too old, which does not count as a cut
     assert ledger.take_waiting() == [replace(first[1], num_cuts=2), first[2]]
     ledger.mark_buffered(1)
     ledger.mark_trained([1])
@@ -170,7 +170,7 @@ MANY = ("mark_trained", "mark_dropped", "give_back", "cut")  # methods that take
     ("leave", "group_id"), [(leave, group_id) for leave, groups in WRONG_STATES.items() for group_id in groups]
 )
 def test_no_group_leaves_a_state_that_it_is_not_in(leave: str, group_id: int) -> None:
-    """A group in the wrong state is refused together with the groups listed with it, and nothing changes."""
+    """A group in another state (STRANGERS) is refused, with all groups of the call, and nothing changes."""
     ledger = busy_ledger()
     before = ledger.state_dict()
     with pytest.raises(ValueError, match=rf"groups \[{group_id}\] are not (in flight|buffered)"):
@@ -192,11 +192,11 @@ def test_group_listed_twice_is_refused(leave: str) -> None:
     [
         ([1], {1}),
         ([], set()),  # the buffer was lost
-        ([1, 6, 3], {1, 3, 6}),  # captured a moment later than the ledger
-        ([0, 1, 4, 7], {1}),  # trained, set aside, and one that this ledger never handed out
+        ([1, 6, 3], {1, 3, 6}),  # the buffer was captured a moment later than the ledger
+        ([0, 1, 4, 7], {1}),  # trained, set aside, and one that this ledger never gave out
     ],
 )
-def test_resume_takes_again_what_the_buffer_does_not_hold(held: list[int], buffered: set[int]) -> None:
+def test_resume_takes_groups_again_that_the_buffer_does_not_hold(held: list[int], buffered: set[int]) -> None:
     state = json.loads(json.dumps(busy_ledger().state_dict()))
     resumed = make_ledger()
     resumed.load_state_dict(state, held)
@@ -213,7 +213,7 @@ def test_state_of_another_run_is_refused() -> None:
         make_ledger(seed=1).load_state_dict(state, [])
     with pytest.raises(ValueError, match="has num_examples 5, this run has 6"):
         make_ledger(num_examples=6).load_state_dict(state, [])
-    examples = [Example(str(i), f"truth {i}") for i in (0, 1, 2, 4, 3)]  # a file that was sorted differently
+    examples = [Example(str(i), f"truth {i}") for i in (0, 1, 2, 4, 3)]  # the file in another order
     with pytest.raises(ValueError, match="has examples_sha256 "):
         PromptLedger(examples, PROMPTERS, EpochOrder(5, seed=0)).load_state_dict(state, [])
 
@@ -238,7 +238,7 @@ ACTIONS = [
 
 
 class Run:
-    """A model of a run that tracks the prompt of every group in any state, to compare with the ledger."""
+    """A model of a run, which knows the state and the prompt of every group without its ledger."""
 
     def __init__(self, num_examples: int) -> None:
         self.num_examples = num_examples
@@ -296,7 +296,7 @@ class Run:
         assert (parts[3], parts[4]) == (self.set_aside.keys(), len(self.trained))
         assert self.ledger.num_left == len(self.set_aside) + len(self.dropped)
         known = [*parts[0], *parts[1], *parts[2], *parts[3], *dict(self.trained), *self.dropped]
-        assert sorted(known) == list(range(self.ledger.next_group_id))  # each in one state
+        assert sorted(known) == list(range(self.ledger.next_group_id))  # each group is in one state
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,4 +1,4 @@
-"""The replay memory: what it holds, whom it draws, and how often."""
+"""The replay memory: which groups it holds, and which it draws, and how often."""
 
 import itertools
 import math
@@ -25,16 +25,16 @@ def make_memory(num_drawn: int = 2, seed: int = 0, **config: Any) -> ReplayMemor
 
 
 def held(memory: ReplayMemory) -> dict[int, int]:
-    """Uses by group."""
+    """Return the number of uses of each group in memory."""
     return {replayed.group.group_id: replayed.num_uses for replayed in memory.contents(99)}
 
 
-def drawn(memory: ReplayMemory, step: int) -> list[tuple[int, int]]:
-    return [(replayed.group.group_id, replayed.num_uses) for replayed in memory.draw(step)]
+def drawn(memory: ReplayMemory, version: int) -> list[tuple[int, int]]:
+    return [(replayed.group.group_id, replayed.num_uses) for replayed in memory.draw(version)]
 
 
 def evicted(memory: ReplayMemory) -> tuple[float, ...]:
-    """For age, uses and room, since the last time."""
+    """Return the evictions for age, uses and room since the last call."""
     metrics = memory.take_metrics()
     return tuple(metrics[f"replay/evicted_{cause}"] for cause in ("age", "uses", "room"))
 
@@ -48,10 +48,10 @@ def with_advantages(group_id: int, advantages: Sequence[float]) -> ScoredGroup:
 
 
 def test_a_draw_that_was_not_trained_is_not_counted() -> None:
-    """A checkpoint at version 5 when the batch of step 5 was taken already, and one after it was trained."""
+    """A checkpoint of version 5 excludes the draw of step 6, even if that has been made; version 6 has it."""
     memory = make_memory(max_uses=2, max_age=4)
     memory.add([simple_group(0, versions=0), simple_group(1, versions=4), simple_group(2, versions=4)])
-    assert drawn(memory, 5) == [(1, 2), (2, 2)]  # and both are used up, while 0 is too old
+    assert drawn(memory, 5) == [(1, 2), (2, 2)]  # both are used up now, and 0 is too old
     memory.add([simple_group(3, versions=5)])
     assert {r.group.group_id: r.num_uses for r in memory.contents(5)} == {0: 1, 1: 1, 2: 1}
     assert {r.group.group_id: r.num_uses for r in memory.contents(6)} == {3: 1}
@@ -74,7 +74,7 @@ def test_nothing_is_held_when_nothing_is_drawn() -> None:
     assert (len(memory), memory.draw(0), memory.take_metrics()) == (0, (), {})
 
 
-def test_oldest_make_room_for_others() -> None:
+def test_oldest_groups_make_room_for_others() -> None:
     memory = make_memory(max_groups=3)
     memory.add([simple_group(g) for g in (5, 2, 7)])
     memory.add([simple_group(9)])
@@ -82,7 +82,7 @@ def test_oldest_make_room_for_others() -> None:
     memory.add([simple_group(g) for g in (10, 11)])
     assert list(held(memory)) == [9, 10, 11]
     assert evicted(memory) == (0, 0, 3)
-    assert evicted(memory) == (0, 0, 0)  # what was told is not told again
+    assert evicted(memory) == (0, 0, 0)  # reported once
 
 
 def test_being_drawn_does_not_make_a_group_younger() -> None:
@@ -102,7 +102,7 @@ def test_bytes_are_bounded() -> None:
     large = make_group(make_item(8), [make_completion(range(500))])
     assert large.num_bytes > 3 * size
     memory.add([large])
-    assert held(memory) == {}  # it alone is too much
+    assert held(memory) == {}  # too large even on its own
     assert memory.take_metrics()["replay/bytes"] == 0.0
 
 
@@ -115,17 +115,17 @@ def test_group_that_is_trained_again_as_fresh_is_held_once() -> None:
     assert memory.take_metrics()["replay/bytes"] == simple_group(3).num_bytes
 
 
-def test_nobody_is_drawn_beyond_max_age() -> None:
+def test_no_group_is_drawn_beyond_max_age() -> None:
     memory = make_memory(num_drawn=9, max_age=3)
     memory.add([simple_group(0, versions=1), simple_group(1, versions=[2, 1, 5]), simple_group(2, versions=2)])
-    assert drawn(memory, 4) == [(0, 2), (1, 2), (2, 2)]  # 1 is 3 versions old at step 4
+    assert drawn(memory, 4) == [(0, 2), (1, 2), (2, 2)]  # version 1 is 3 versions old at version 4
     assert evicted(memory) == (0, 0, 0)
-    assert drawn(memory, 5) == [(2, 3)]  # one old token is enough
+    assert drawn(memory, 5) == [(2, 3)]  # one token that is too old excludes a group
     assert held(memory) == {2: 3}
     assert evicted(memory) == (2, 0, 0)
 
 
-def test_nobody_is_drawn_beyond_max_uses() -> None:
+def test_no_group_is_drawn_beyond_max_uses() -> None:
     memory = make_memory(num_drawn=2, max_uses=3)
     memory.add([simple_group(0), simple_group(1)])
     assert drawn(memory, 1) == [(0, 2), (1, 2)]
@@ -136,7 +136,7 @@ def test_nobody_is_drawn_beyond_max_uses() -> None:
     assert memory.take_metrics()["replay/bytes"] == 0.0
 
 
-# ---- whom it draws ----
+# ---- which groups are drawn ----
 
 
 def test_draws_as_many_as_there_are_by_id() -> None:
@@ -150,8 +150,8 @@ def test_draws_as_many_as_there_are_by_id() -> None:
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "recent", "advantage"])
-def test_ties_are_settled_by_the_group_s_id(sampling: str) -> None:
-    """Arrays cannot be compared: two equal ranks must not come to them."""
+def test_ties_are_broken_by_the_group_s_id(sampling: str) -> None:
+    """Equal ranks must not lead to a comparison of groups, because arrays cannot be compared."""
     memory = make_memory(num_drawn=2, sampling=sampling)
     memory.add([with_advantages(g, [0.0, 0.0]) for g in (7, 3, 5, 1)])
     chosen = drawn(memory, 1)
@@ -169,11 +169,11 @@ def test_recent_are_those_with_the_newest_oldest_token() -> None:
 
 
 NUM_SEEDS = 3000
-Frequencies = dict[tuple[int, ...], float]  # of each set of groups
+Frequencies = dict[tuple[int, ...], float]  # by set of groups
 
 
 def frequencies(groups: Sequence[ScoredGroup], num_drawn: int, sampling: str) -> Frequencies:
-    """Of each set that is drawn, over many seeds."""
+    """Return how often each set of groups is drawn, over many seeds."""
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(NUM_SEEDS):
         memory = make_memory(num_drawn, seed, sampling=sampling)
@@ -183,13 +183,13 @@ def frequencies(groups: Sequence[ScoredGroup], num_drawn: int, sampling: str) ->
 
 
 def check_frequencies(actual: Frequencies, expected: Frequencies) -> None:
-    """Within five standard deviations."""
+    """Check that the frequencies agree to within five standard deviations."""
     assert actual.keys() <= expected.keys()
     for chosen, p in expected.items():
         assert abs(actual.get(chosen, 0.0) - p) <= 5 * math.sqrt(p * (1 - p) / NUM_SEEDS), chosen
 
 
-def test_uniform_draws_each_set_as_often() -> None:
+def test_uniform_draws_every_set_equally_often() -> None:
     groups = [with_advantages(g, [10.0**g, 0.0]) for g in range(4)]
     expected: Frequencies = dict.fromkeys(itertools.combinations(range(4), 2), 1 / 6)
     check_frequencies(frequencies(groups, 2, "uniform"), expected)
@@ -197,7 +197,7 @@ def test_uniform_draws_each_set_as_often() -> None:
 
 WEIGHTS = (1.0, 2.0, 5.0)
 BY_WEIGHT = [
-    with_advantages(0, [1.5, -0.5]),  # the means of |advantage|
+    with_advantages(0, [1.5, -0.5]),  # the weights are the means of |advantage|
     with_advantages(1, [-2.0, -2.0]),
     with_advantages(2, [0.0, 10.0]),
     with_advantages(3, [0.0, 0.0]),
@@ -210,7 +210,7 @@ def test_by_advantage_draws_one_in_proportion() -> None:
 
 
 def test_by_advantage_draws_several_one_after_another() -> None:
-    """Without replacement: the first in proportion, the second in proportion among the rest."""
+    """Draws are without replacement: the second is in proportion among the remaining groups."""
     expected: Frequencies = defaultdict(float)
     for first, second in itertools.permutations(range(3), 2):
         p = WEIGHTS[first] / sum(WEIGHTS) * WEIGHTS[second] / (sum(WEIGHTS) - WEIGHTS[first])
@@ -226,26 +226,26 @@ def test_group_without_advantage_is_drawn_last() -> None:
     assert [g for g, _ in drawn(memory, 1)] == [0, 1, 2, 3]
 
 
-# ---- the same again ----
+# ---- repeated draws ----
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "recent", "advantage"])
-def test_same_seed_and_step_draw_the_same(sampling: str) -> None:
+def test_same_seed_and_version_draw_the_same(sampling: str) -> None:
     def draws(seed: int, arrival: Sequence[int]) -> list[list[tuple[int, int]]]:
         memory = make_memory(3, seed, sampling=sampling)
         memory.add([with_advantages(g, [1.0 + g % 3, -1.0]) for g in arrival])
-        return [drawn(memory, step) for step in range(1, 8)]
+        return [drawn(memory, version) for version in range(1, 8)]
 
     ids = list(range(12))
     first = draws(0, ids)
-    assert draws(0, ids[::-1]) == first  # whoever was trained first
+    assert draws(0, ids[::-1]) == first  # whichever was trained first
     if sampling != "recent":
         assert draws(1, ids) != first
-        assert len({tuple(g for g, _ in draw) for draw in first}) > 1  # each step anew
+        assert len({tuple(g for g, _ in draw) for draw in first}) > 1  # a new draw for each version
 
 
 def test_draw_does_not_depend_on_earlier_draws() -> None:
-    """A step's draw comes from the seed and the step alone, so nothing of it is in a checkpoint."""
+    """A draw depends on the seed and the version, so a checkpoint needs no random state."""
     one, other = make_memory(), make_memory()
     for memory in (one, other):
         memory.add([simple_group(g) for g in range(9)])
@@ -254,15 +254,15 @@ def test_draw_does_not_depend_on_earlier_draws() -> None:
     assert [g for g, _ in drawn(one, 3)] == [g for g, _ in drawn(other, 3)]
 
 
-def test_restored_memory_goes_on_as_the_captured_one() -> None:
+def test_restored_memory_continues_like_the_captured_one() -> None:
     options = {"sampling": "advantage", "max_uses": 4, "max_age": 6, "max_groups": 9}
 
-    def train(memory: ReplayMemory, steps: Sequence[int]) -> list[list[tuple[int, int]]]:
+    def train(memory: ReplayMemory, versions: Sequence[int]) -> list[list[tuple[int, int]]]:
         draws = []
-        for step in steps:
-            draws.append(drawn(memory, step))
-            new = range(4 * step, 4 * step + 4)
-            memory.add([simple_group(g, versions=step, has_signal=g % 3 > 0) for g in new])
+        for version in versions:
+            draws.append(drawn(memory, version))
+            new = range(4 * version, 4 * version + 4)
+            memory.add([simple_group(g, versions=version, has_signal=g % 3 > 0) for g in new])
         return draws
 
     memory = make_memory(3, seed=5, **options)
@@ -282,7 +282,7 @@ def test_restored_memory_goes_on_as_the_captured_one() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_nobody_is_too_old_or_used_too_often(data: st.DataObject) -> None:
+def test_no_group_is_too_old_or_used_too_often(data: st.DataObject) -> None:
     bound = {
         "max_age": data.draw(st.integers(1, 5)),
         "max_uses": data.draw(st.integers(2, 4)),
@@ -296,16 +296,16 @@ def test_nobody_is_too_old_or_used_too_often(data: st.DataObject) -> None:
     ids = itertools.count()
     uses: Counter[int] = Counter()
     num_added = num_evicted = 0
-    for step in range(8):
-        chosen = memory.draw(step)
+    for version in range(8):
+        chosen = memory.draw(version)
         assert len(chosen) <= num_drawn
         assert len({r.group.group_id for r in chosen}) == len(chosen)
         for replayed in chosen:
             uses[replayed.group.group_id] += 1
-            assert step - replayed.group.rollout.oldest_version <= bound["max_age"]
+            assert version - replayed.group.rollout.oldest_version <= bound["max_age"]
             assert replayed.num_uses == uses[replayed.group.group_id] <= bound["max_uses"]
         lags = data.draw(st.lists(st.integers(0, 2), max_size=4))
-        fresh = [simple_group(next(ids), versions=max(0, step - lag)) for lag in lags]
+        fresh = [simple_group(next(ids), versions=max(0, version - lag)) for lag in lags]
         for group in fresh:
             uses[group.group_id] = 1
         memory.add(fresh)
@@ -314,10 +314,10 @@ def test_nobody_is_too_old_or_used_too_often(data: st.DataObject) -> None:
         metrics = memory.take_metrics()
         assert metrics["replay/bytes"] == sum(r.group.num_bytes for r in memory.contents(99))
         num_evicted += int(sum(value for name, value in metrics.items() if "evicted" in name))
-        assert len(memory) == num_added - num_evicted  # nobody is gone uncounted
+        assert len(memory) == num_added - num_evicted  # every eviction is counted
 
 
-def test_what_is_drawn_is_what_was_added() -> None:
+def test_drawn_groups_are_those_that_were_added() -> None:
     memory = make_memory(1)
     group = simple_group(2, versions=[1, 2, 2])
     memory.add([group])

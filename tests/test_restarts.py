@@ -9,7 +9,7 @@ from grpo_ray.run.restarts import RestartBudget
 
 
 def pauses(at: list[float], backoff_s: float = 2.0, max_restarts: int = 100) -> list[float]:
-    """Deaths at these seconds; the pause before each restart."""
+    """Return the pause before each restart, for deaths at these seconds."""
     times = iter(at)
     budget = RestartBudget(max_restarts, backoff_s, clock=lambda: next(times))
     return [budget.spend("it died") for _ in at]
@@ -20,7 +20,7 @@ def test_pause_doubles_up_to_a_minute() -> None:
 
 
 @pytest.mark.parametrize(("gap_s", "then"), [(599.9, 4.0), (600.0, 2.0), (601.0, 2.0)])
-def test_death_ten_minutes_after_the_one_before_is_the_first_of_a_series(gap_s: float, then: float) -> None:
+def test_death_ten_minutes_after_the_previous_one_starts_a_new_series(gap_s: float, then: float) -> None:
     assert pauses([5.0, 5.0 + gap_s]) == [2.0, then]
 
 
@@ -30,7 +30,7 @@ def test_series_counts_from_the_last_death_not_from_the_first() -> None:
 
 @pytest.mark.parametrize("start", [0.0, 3.0, 1e6])
 def test_first_death_is_never_part_of_a_series(start: float) -> None:
-    """time.monotonic() begins at 0 when the machine does."""
+    """time.monotonic() starts at 0 when the machine boots."""
     assert pauses([start]) == [2.0]
 
 
@@ -43,7 +43,7 @@ def test_long_backoff_is_a_minute_at_most() -> None:
 
 
 def test_used_up_budget_shows_the_first_error_and_not_its_consequences() -> None:
-    clock = itertools.count(step=10_000)  # forgiven or not, restarts count
+    clock = itertools.count(step=10_000)  # every restart counts, even in a new series
     budget = RestartBudget(2, 1.0, clock=lambda: float(next(clock)))
     for error in ("generator-0 died: out of memory", "scorer died: killed"):
         budget.spend(error)
@@ -57,7 +57,7 @@ def test_used_up_budget_shows_the_first_error_and_not_its_consequences() -> None
     assert budget.num_restarts == 2
 
 
-def test_budget_of_none_shows_the_only_error() -> None:
+def test_budget_of_zero_shows_the_only_error() -> None:
     budget = RestartBudget(0, 1.0)
     with pytest.raises(RunError, match=r"0 restarts are used up. The first error was: scorer died"):
         budget.spend("scorer died")

@@ -1,4 +1,4 @@
-"""Weights as one buffer of bytes, and what did not arrive complete."""
+"""Weights as one buffer of bytes, and the refusal of incomplete or damaged ones."""
 
 import inspect
 import zlib
@@ -27,7 +27,7 @@ def packed(dtype: torch.dtype = torch.float32, with_checksum: bool = False) -> W
 
 
 def test_layout_by_hand() -> None:
-    """Each begins at a multiple of 64; floating-point tensors alone are cast."""
+    """Every tensor begins at a multiple of 64 bytes; only floating-point tensors are cast."""
     snapshot = packed(torch.bfloat16)
     assert snapshot.specs == (
         TensorSpec("first", "bfloat16", (2, 3), 0, 12),
@@ -39,7 +39,7 @@ def test_layout_by_hand() -> None:
 
 
 @pytest.mark.parametrize("with_checksum", [True, False])
-def test_what_is_packed_is_unpacked(with_checksum: bool) -> None:
+def test_packed_tensors_are_unpacked_unchanged(with_checksum: bool) -> None:
     snapshot = packed(with_checksum=with_checksum)
     check_snapshot(snapshot)
     unpacked = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
@@ -52,7 +52,9 @@ def test_what_is_packed_is_unpacked(with_checksum: bool) -> None:
 def test_checksum_is_the_crc_32_of_all_bytes() -> None:
     snapshot = packed(with_checksum=True)
     assert snapshot.checksum == zlib.crc32(snapshot.data.tobytes())
-    known = WeightSnapshot(1, (), np.frombuffer(b"123456789", np.uint8), 0xCBF43926)  # the CRC's check value
+    known = WeightSnapshot(
+        1, (), np.frombuffer(b"123456789", np.uint8), 0xCBF43926
+    )  # the check value of CRC-32
     check_snapshot(known)
 
 
@@ -69,7 +71,7 @@ def test_padding_after_the_last_tensor_is_not_missed() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 20, 23, 25, 28])
-def test_tensor_with_other_bytes_than_its_shape_is_refused(num_bytes: int) -> None:
+def test_tensor_with_bytes_that_do_not_match_its_shape_is_refused(num_bytes: int) -> None:
     snapshot = packed()
     specs = (replace(snapshot.specs[0], num_bytes=num_bytes), *snapshot.specs[1:])
     with pytest.raises(ValueError, match="version 3 did not arrive complete: first is cut off"):
@@ -80,13 +82,13 @@ def test_tensor_with_other_bytes_than_its_shape_is_refused(num_bytes: int) -> No
 def test_flipped_bit_is_refused_by_the_checksum_alone(place: int) -> None:
     data = packed().data.copy()
     data[place] ^= 1
-    check_snapshot(replace(packed(), data=data))  # nothing to notice it by
+    check_snapshot(replace(packed(), data=data))  # unnoticed without a checksum
     with pytest.raises(ValueError, match="version 3 did not arrive complete: its CRC-32 differs"):
         check_snapshot(replace(packed(with_checksum=True), data=data))
 
 
-def test_data_that_cannot_be_written_is_checked_and_read() -> None:
-    """As it comes out of Ray's object store."""
+def test_read_only_data_is_checked_and_read() -> None:
+    """Ray's object store returns read-only arrays."""
     snapshot = packed(with_checksum=True)
     snapshot.data.flags.writeable = False
     check_snapshot(snapshot)
@@ -97,8 +99,8 @@ def test_data_that_cannot_be_written_is_checked_and_read() -> None:
 # ---- on a GPU that two processes share: torch's own functions stand in for the device ----
 
 
-def test_handle_brings_torch_s_own_arguments_to_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In torch's order: what `reduce_tensor` gave is what `rebuild_cuda_tensor` gets, on this side's device."""
+def test_handle_carries_torch_s_own_arguments_to_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rebuild_cuda_tensor` gets what `reduce_tensor` returned, in torch's order, but for its own device."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     given = {
         "tensor_cls": torch.Tensor, "tensor_size": torch.Size([96]), "tensor_stride": (1,), "tensor_offset": 0,

@@ -1,4 +1,4 @@
-"""The guards against tokens that are too old, and the whole schedule under them at any speed."""
+"""The two guards against tokens that are too old, and whole schedules under them at any speed."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ from grpo_ray.types import Admitted, BatchFacts, PromptItem, ScoredGroup
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
 def test_admission_limit_by_hand(max_lag: int, limits: list[int]) -> None:
-    """max_lag 0: exactly the batch that version 0 trains; each further version of lag is one batch more."""
+    """With max_lag 0, version 0 admits exactly one batch; each further version of lag admits one more."""
 
     async def run() -> list[int]:
         generators: list[Any] = [VersionedGenerator("a", iter([]))]
@@ -60,11 +60,11 @@ def test_extra_slots_by_hand() -> None:
 
 @given(version=st.integers(0, 100), max_lag=st.integers(0, 10), groups_per_step=st.integers(1, 50))
 def test_the_two_guards_agree(version: int, max_lag: int, groups_per_step: int) -> None:
-    """The last group admitted at a version is trained while that version is just allowed."""
+    """The last group admitted at a version is trained at the last step that still allows that version."""
     num_groups = Admission(max_lag, groups_per_step, num_steps=1000).limit(version)
     last_step = num_groups // groups_per_step
     assert oldest_allowed(version_trained_at(last_step), max_lag) == version
-    assert oldest_allowed(version_trained_at(last_step + 1), max_lag) > version  # one group more is too old
+    assert oldest_allowed(version_trained_at(last_step + 1), max_lag) > version  # the next group is too old
 
 
 # ---- the controller's schedule, without its actors ----
@@ -72,7 +72,7 @@ def test_the_two_guards_agree(version: int, max_lag: int, groups_per_step: int) 
 
 @pytest.fixture(scope="module", autouse=True)
 def _turns_are_counted_not_timed() -> Iterator[None]:
-    """No thread: what a run does then depends on its speeds alone."""
+    """Use no threads, so that a run depends only on its speeds."""
 
     async def here(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         await turns(1)
@@ -89,7 +89,7 @@ async def turns(count: int) -> None:
 
 
 class VersionedGenerator:
-    """Serves the version last loaded, after as many turns of the event loop as told."""
+    """A Generator that serves the last loaded version; loading takes the given turns of the event loop."""
 
     def __init__(self, name: str, load_turns: Iterator[int], version: int = 0) -> None:
         self.name, self.version, self._load_turns = name, version, load_turns
@@ -107,13 +107,13 @@ class VersionedGenerator:
 
 @dataclass
 class Pace:
-    """Turns that each thing takes, over and over, and what the groups are like."""
+    """Turns that each operation takes, in cycles, and the properties of the groups."""
 
     token: Sequence[int] = (0,)
     train: Sequence[int] = (0,)
     load: Sequence[int] = (1,)
     travel: Sequence[int] = (0,)  # of a call, and of its answer
-    slow: Mapping[int, int] = field(default_factory=dict)  # more turns before such a group's last token
+    slow: Mapping[int, int] = field(default_factory=dict)  # by group: more turns before its last token
     has_signal: Sequence[bool] = (True,)
     never_finishes: frozenset[int] = frozenset()
 
@@ -138,7 +138,7 @@ class Trained:
 
 
 class Remote:
-    """An actor whose calls and answers take turns to travel."""
+    """A client of an actor; its calls and answers each take the given turns."""
 
     def __init__(self, actor: Any, travel: Iterator[int]) -> None:
         self._actor, self._travel = actor, travel
@@ -154,7 +154,7 @@ class Remote:
 
 
 class PacedPool:
-    """A GeneratorPool in which each of a group's three tokens takes its turns."""
+    """A GeneratorPool with groups of three tokens, each of which takes the given turns."""
 
     def __init__(self, generators: Sequence[VersionedGenerator], pace: Pace) -> None:
         self._generators, self._pace = generators, pace
@@ -184,7 +184,7 @@ class Actors:
 
 
 class Schedule:
-    """RolloutProducer on the plain classes, with the Controller's _train, _next_batch and _publish in short."""
+    """RolloutProducer on the plain actor classes, with short forms of the Controller's methods."""
 
     def __init__(
         self, config: Config, pace: Pace, trained: Trained, ledger: PromptLedger, version: int = 0,
@@ -229,7 +229,7 @@ class Schedule:
         version = version_trained_at(step)
         oldest = oldest_allowed(version, self.config.weight_sync.max_lag)
         batch, facts = await self.actors.buffer.take(step, oldest)
-        assert facts.rejected_ids == ()  # admission is enough: the other guard has nothing to do
+        assert facts.rejected_ids == ()  # admission suffices: the second guard never rejects
         fresh = [group for group in batch.groups if group.group_id in facts.group_ids]
         replayed = [group for group in batch.groups if group.group_id not in facts.group_ids]
         self.trained.fresh.append([group.group_id for group in fresh])
@@ -250,14 +250,14 @@ MAX_TURNS = 12_000  # a run with the slowest groups takes four thousand
 
 
 async def within_turns(work: Any) -> None:
-    """A schedule that waits for what never comes would go on for ever."""
+    """Run the schedule, and fail if it gets stuck, waiting for something that never happens."""
     task = asyncio.ensure_future(work)
     for _ in range(MAX_TURNS):
         if task.done():
             return await task
         await asyncio.sleep(0)
     task.cancel()
-    raise AssertionError(f"it is stuck: {MAX_TURNS} turns")
+    raise AssertionError(f"the schedule is stuck after {MAX_TURNS} turns")
 
 
 def make_ledger() -> PromptLedger:
@@ -282,7 +282,7 @@ def make_config(max_lag: int, prompts_per_step: int, num_steps: int = 6, **chang
 
 
 def train(config: Config, pace: Pace, resume_after: int | None = None) -> tuple[Trained, Schedule]:
-    """The whole run; it may end after a step, and go on from a checkpoint of it."""
+    """Run all steps; optionally stop after one, and resume from its checkpoint."""
     trained, ledger = Trained(), make_ledger()
 
     async def run(folder: Path) -> Schedule:
@@ -320,11 +320,11 @@ def paces(draw: st.DrawFn) -> Pace:
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    """Any that Config allows, small."""
+    """Draw any small configuration that Config allows."""
     max_lag, prompts = draw(st.integers(0, 3)), draw(st.integers(1, 4))
     replayed = draw(st.integers(0, prompts - 1))
     fresh = prompts - replayed
-    most = max_lag * fresh + 1  # a look-ahead that max_lag pays for
+    most = max_lag * fresh + 1  # the largest look-ahead that max_lag allows
     lookahead = draw(st.integers(1, most))
     oversample = 0.0 if lookahead > 1 else draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))
     replay = {
@@ -345,7 +345,7 @@ def configs(draw: st.DrawFn) -> Config:
 def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
     config: Config, pace: Pace, resume_after: int | None
 ) -> None:
-    # As many as a batch has, and the run ends.
+    # If as many groups as a batch has never finish, the run ends.
     pace.never_finishes = frozenset(sorted(pace.never_finishes)[: config.algorithm.prompts_per_step - 1])
     trained, schedule = train(config, pace, resume_after)
     num_steps, ledger = config.algorithm.num_steps, schedule.ledger
@@ -370,7 +370,7 @@ def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
         assert set(replayed) <= earlier
 
 
-def test_sync_that_lets_groups_finish_does_not_wait_for_those_that_were_cut_off() -> None:
+def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off() -> None:
     config = make_config(1, 3, algorithm={"oversample_frac": 1.0}, weight_sync={"in_flight": False})
     trained, _ = train(config, Pace(token=[0, 3], slow={4: 600}))
     assert len(trained.fresh) == 6
@@ -398,7 +398,7 @@ def test_strict_batches_are_the_same_at_every_speed(
 def test_fast_generators_run_ahead_as_far_as_max_lag_allows(
     max_lag: int, lookahead: int, late: int, replayed: int
 ) -> None:
-    """Admission that is tighter than need be would waste the Generators' time."""
+    """Admission that is tighter than necessary would waste the Generators' time."""
     replay = {"frac": replayed / (2 + replayed), "max_age": 9}
     config = make_config(max_lag, 2 + replayed, buffer={"lookahead": lookahead, "replay": replay})
     lags = train(config, Pace(train=[200]))[0].lags

@@ -1,4 +1,4 @@
-"""The TrajectoryBuffer without Ray: batches, room, a checkpoint's groups, and files on a full disk."""
+"""The TrajectoryBuffer without Ray: batches, its size, checkpoints, and files on a full disk."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ KEPT = PutReceipt(is_kept=True)
 
 
 async def is_done(*tasks: asyncio.Task) -> list[bool]:
-    """Which have ended, once everything that can go on has."""
+    """Return for each task whether it has ended, after all tasks that can continue have done so."""
     await asyncio.sleep(0.05)
     return [task.done() for task in tasks]
 
@@ -61,7 +61,7 @@ def test_take_waits_for_the_slowest_group() -> None:
     async def run() -> None:
         buffer = make_buffer(2)
         taken = asyncio.create_task(buffer.take(1, oldest_version=0))
-        for group_id in (1, 2, 3):  # the batch after is whole already; it does not overtake
+        for group_id in (1, 2, 3):  # the next batch is complete already, but does not overtake
             await buffer.put(simple_group(group_id))
             assert await is_done(taken) == [False]
         await buffer.put(simple_group(0))
@@ -89,7 +89,7 @@ def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
     asyncio.run(run())
 
 
-def test_group_that_comes_twice_is_refused() -> None:
+def test_group_that_arrives_twice_is_refused() -> None:
     async def run() -> None:
         buffer = make_buffer(1)
         await buffer.put(simple_group(4))
@@ -159,7 +159,7 @@ def test_rollout_metrics_by_hand() -> None:
         "reward/format": 3 / 4,
         "reward/answer": 1 / 4,
         "reward/errors": 3.0,
-        # of the mean of 1 and 0: their sample variance, 1/2, by two; of 0 and 0 it is 0
+        # rewards 1 and 0: their sample variance, 1/2, divided by 2; rewards 0 and 0: 0
         "reward/baseline_variance": (1 / 4 + 0) / 2,
         "rollout/response_tokens/mean": (4 + 10 + 3 + 3) / 4,
         "rollout/response_tokens/max": 10.0,
@@ -184,7 +184,7 @@ def test_lengths_of_groups_that_were_cut_off_before_by_hand() -> None:
     metrics = cut_metrics(groups)
     assert metrics == {"rollout/response_tokens/cut_before_ratio": pytest.approx(12 / 4)}
     assert check_names(metrics) == []
-    assert cut_metrics([groups[0], groups[3]]) == {}  # nobody was cut off
+    assert cut_metrics([groups[0], groups[3]]) == {}  # no group was cut off
     assert cut_metrics([groups[1]]) == {}
 
 
@@ -212,15 +212,15 @@ def test_taken_batches_are_written(tmp_path: Path) -> None:
 # ---- groups that are not trained ----
 
 
-def test_group_set_aside_is_not_waited_for_and_another_takes_its_place() -> None:
+def test_group_set_aside_is_not_waited_for_and_another_takes_its_slot() -> None:
     async def run() -> None:
         buffer = make_buffer(3)
         await buffer.put(simple_group(0))
         taken = asyncio.create_task(buffer.take(1, oldest_version=0))
         await buffer.put(simple_group(2))
         assert await is_done(taken) == [False]
-        assert await buffer.set_aside(1) == 0  # its own place is not counted
-        assert await is_done(taken) == [False]  # the batch stays whole
+        assert await buffer.set_aside(1) == 0  # its own slot is not counted
+        assert await is_done(taken) == [False]  # the batch keeps its size
         await buffer.put(simple_group(3))
         batch, facts = await asyncio.wait_for(taken, 5)
         assert ids(batch.groups) == list(facts.group_ids) == [0, 2, 3]
@@ -230,7 +230,7 @@ def test_group_set_aside_is_not_waited_for_and_another_takes_its_place() -> None
     asyncio.run(run())
 
 
-def test_stale_groups_are_found_beside_one_that_is_set_aside() -> None:
+def test_stale_groups_are_found_after_another_was_set_aside() -> None:
     async def run() -> None:
         buffer = make_buffer(1)
         await buffer.set_aside(0)
@@ -241,7 +241,7 @@ def test_stale_groups_are_found_beside_one_that_is_set_aside() -> None:
     asyncio.run(run())
 
 
-def test_group_that_comes_after_its_batch_is_refused() -> None:
+def test_group_that_arrives_after_its_batch_is_refused() -> None:
     async def run() -> None:
         buffer = make_buffer(1)
         await buffer.put(simple_group(0))
@@ -252,21 +252,21 @@ def test_group_that_comes_after_its_batch_is_refused() -> None:
     asyncio.run(run())
 
 
-def test_groups_without_signal_leave_their_places_to_others(tmp_path: Path) -> None:
-    """size 2, at most 2 dropped a batch: 0 and 2 are; 3 has a signal; 5 is one too many."""
+def test_groups_without_signal_give_their_slots_to_others(tmp_path: Path) -> None:
+    """With size 2 and at most 2 dropped per batch, 0 and 2 are dropped, but 4 and 5 would be too many."""
 
     async def run() -> None:
         buffer = make_buffer(2, PLENTY, tmp_path, max_dropped=2)
         signals = {0: False, 1: True, 2: False, 3: True, 4: False, 5: False, 6: False, 7: True}
-        places = [(await buffer.put(simple_group(g, has_signal=s))).num_slots for g, s in signals.items()]
-        assert places == [1, 0, 1, 0, 0, 0, 0, 0]
-        assert await buffer.group_ids() == tuple(range(8))  # who was dropped is known until the batch is taken
+        slots = [(await buffer.put(simple_group(g, has_signal=s))).num_slots for g, s in signals.items()]
+        assert slots == [1, 0, 1, 0, 0, 0, 0, 0]
+        assert await buffer.group_ids() == tuple(range(8))  # dropped groups are remembered until the batch
         batch, facts = await buffer.take(1, oldest_version=0)
         assert (ids(batch.groups), facts.group_ids, facts.dropped_ids) == ([1, 3], (1, 3), (0, 2))
-        assert facts.num_slots == 2  # 4 and 5: the next batch may drop two again
+        assert facts.num_slots == 2  # 4 and 5: the next batch may drop two more
         assert facts.metrics["rollout/dropped_groups"] == 2.0
         assert facts.metrics["rollout/zero_variance_groups"] == 2.0
-        assert facts.metrics["reward/mean"] == 1 / 4  # of all that were sampled for it
+        assert facts.metrics["reward/mean"] == 1 / 4  # over all groups sampled for the batch
         batch, facts = await buffer.take(2, oldest_version=0)
         assert (facts.group_ids, facts.dropped_ids, facts.num_slots) == ((6, 7), (4, 5), 0)
         with pytest.raises(ValueError, match="group 4 came after it was trained, dropped"):
@@ -280,17 +280,19 @@ def test_groups_without_signal_leave_their_places_to_others(tmp_path: Path) -> N
         assert ids(read_groups(path)) == [*fresh, *dropped]
 
 
-def test_setting_aside_can_make_it_sure_that_others_are_dropped() -> None:
+def test_setting_a_group_aside_can_make_the_drop_of_another_certain() -> None:
     async def run() -> None:
         buffer = make_buffer(2, max_dropped=1)
-        await buffer.put(simple_group(1, has_signal=False))  # if 0 had no signal, 0 would be the one
+        await buffer.put(
+            simple_group(1, has_signal=False)
+        )  # if 0 had no signal either, only 0 would be dropped
         assert (await buffer.group_ids(), await buffer.set_aside(0)) == ((1,), 1)
 
     asyncio.run(run())
 
 
-def test_what_comes_too_late_is_cut_off() -> None:
-    """Lag 1: the batch after that of step 0, at version 1, may have tokens of version 0, the next one not."""
+def test_groups_that_arrive_too_late_are_cut_off() -> None:
+    """With a lag of 1, the batch of step 2 (at version 1) may have tokens of version 0, that of step 3 not."""
 
     async def run() -> None:
         buffer = make_buffer(1, first_come=True, cut_max_lag=1)
@@ -299,7 +301,7 @@ def test_what_comes_too_late_is_cut_off() -> None:
         _, facts = await buffer.take(1, oldest_version=-1)
         assert (facts.group_ids, facts.cut_ids) == ((2,), ())
         _, facts = await buffer.take(2, oldest_version=0)
-        assert (facts.group_ids, facts.cut_ids) == ((0,), ())  # 3 is young enough for step 2
+        assert (facts.group_ids, facts.cut_ids) == ((0,), ())  # 3 is new enough for step 3
         assert await buffer.put(simple_group(1, versions=[1, 0, 1])) == PutReceipt(is_kept=False)
         assert await buffer.put(simple_group(4, versions=1)) == KEPT
         assert await buffer.put(simple_group(5, versions=2)) == KEPT
@@ -307,16 +309,16 @@ def test_what_comes_too_late_is_cut_off() -> None:
         assert (facts.group_ids, facts.cut_ids) == ((3,), (4,))
         assert facts.metrics["buffer/bytes"] == simple_group(5).num_bytes
         assert await buffer.group_ids() == (5,)
-        for group_id in (1, 4):  # asked again, with a new answer
+        for group_id in (1, 4):  # sampled again, by a newer version
             assert await buffer.put(simple_group(group_id, versions=2)) == KEPT
 
     asyncio.run(run())
 
 
-# ---- groups that are trained again ----
+# ---- groups that are replayed ----
 
 
-def test_batch_has_its_fresh_groups_and_then_those_that_are_replayed(tmp_path: Path) -> None:
+def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_path: Path) -> None:
     async def run() -> list[tuple[TrainBatch, BatchFacts]]:
         replay = {"sampling": "recent", "max_uses": 2, "max_age": 9}
         buffer = make_buffer(2, PLENTY, tmp_path, num_replayed=1, replay=replay)
@@ -327,12 +329,12 @@ def test_batch_has_its_fresh_groups_and_then_those_that_are_replayed(tmp_path: P
         return batches
 
     batches = asyncio.run(run())
-    # A group's own batch is not drawn from; of equally recent ones the smaller id; after two uses it is gone.
+    # No group is drawn for its own batch; of equally recent groups the smaller id is; two uses are the limit.
     assert [ids(batch.groups) for batch, _ in batches] == [[0, 1], [2, 3, 0], [4, 5, 2], [6, 7, 4]]
     assert [facts.group_ids for _, facts in batches] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     uses = [read_uses(tmp_path / f"step-00000{step}.parquet") for step in range(1, 5)]
     assert uses == [[1, 1], [1, 1, 2], [1, 1, 2], [1, 1, 2]]
-    assert [facts.metrics["reward/mean"] for _, facts in batches] == [0.5, 0.5, 0, 0]  # the fresh ones'
+    assert [facts.metrics["reward/mean"] for _, facts in batches] == [0.5, 0.5, 0, 0]  # of fresh groups only
     assert [facts.metrics["replay/groups"] for _, facts in batches] == [2, 3, 4, 5]
     assert [facts.metrics["replay/evicted_uses"] for _, facts in batches] == [0, 1, 1, 1]
     assert check_names(batches[0][1].metrics) == []
@@ -354,12 +356,12 @@ def test_rejected_batch_draws_nothing() -> None:
     asyncio.run(run())
 
 
-# ---- room ----
+# ---- the buffer's size ----
 
 
 def test_bytes_of_a_group_by_hand() -> None:
     group = make_group(make_item(0, [1, 2, 3]), [make_completion([5, 6], text="ab"), make_completion([7])])
-    arrays = 4 * 2 * 4 + 3 * 3 * 4  # four of [G], three a token, 4 bytes each
+    arrays = 4 * 2 * 4 + 3 * 3 * 4  # four arrays of [G], three values per token, 4 bytes each
     assert group.num_bytes == arrays + len("prompt 0") + len("ab") + 3 * 8
 
 
@@ -371,12 +373,12 @@ def test_groups_wait_outside_while_there_is_no_room() -> None:
             await buffer.put(simple_group(group_id))
         later = [asyncio.create_task(buffer.put(simple_group(g))) for g in (2, 3, 4)]
         assert await is_done(*later) == [False, False, False]
-        for group_id in (1, 0):  # the next batch comes in all the same
+        for group_id in (1, 0):  # groups of the next batch are let in all the same
             await asyncio.wait_for(buffer.put(simple_group(group_id)), 5)
         assert await buffer.group_ids() == (0, 1, 5, 6, 7)
         _, facts = await buffer.take(1, oldest_version=0)
         assert facts.metrics["buffer/bytes"] == 3 * size
-        assert await is_done(*later) == [True, True, False]  # the batch after, and no more
+        assert await is_done(*later) == [True, True, False]  # the batch after it, and no more
         await buffer.take(2, oldest_version=0)
         assert await is_done(*later) == [True, True, True]
         assert await buffer.group_ids() == (4, 5, 6, 7)
@@ -384,7 +386,7 @@ def test_groups_wait_outside_while_there_is_no_room() -> None:
     asyncio.run(run())
 
 
-def test_next_batch_comes_in_however_little_room_there_is() -> None:
+def test_next_batch_is_let_in_however_little_room_there_is() -> None:
     async def run() -> None:
         buffer = make_buffer(2, max_bytes=1)
         await buffer.begin((80, 81, 82), next_id=83)
@@ -398,7 +400,7 @@ def test_next_batch_comes_in_however_little_room_there_is() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["set aside", "dropped"])
-def test_group_that_gets_a_left_place_is_let_in(leaves: str) -> None:
+def test_group_that_gets_the_slot_of_another_is_let_in(leaves: str) -> None:
     async def run() -> None:
         buffer = make_buffer(1, max_bytes=1, max_dropped=1)
         put = asyncio.create_task(buffer.put(simple_group(1)))
@@ -413,7 +415,7 @@ def test_group_that_gets_a_left_place_is_let_in(leaves: str) -> None:
     asyncio.run(run())
 
 
-def test_waiting_group_that_is_set_aside_is_let_go() -> None:
+def test_put_that_waits_is_refused_when_its_group_is_set_aside() -> None:
     async def run() -> None:
         buffer = make_buffer(1, max_bytes=1)
         put = asyncio.create_task(buffer.put(simple_group(9)))
@@ -449,13 +451,13 @@ def test_no_size_and_no_order_stops_the_buffer(
             _, facts = await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
             trained += facts.group_ids
             left = [g for g in range(12) if g not in trained and g not in aside]
-            # Groups that are not set aside yet may hold a place in the window.
+            # Groups that are yet to be set aside may still be in the window.
             extra = [g for g in await buffer.group_ids() if g not in left[: size + lookahead - 1]]
             assert len(extra) <= max_groups
         ended = [put for put in puts if put.done()]
         assert [put.exception() for put in ended] == [None] * len(ended)
         for put in puts:
-            put.cancel()  # what is left of the last batch may wait outside
+            put.cancel()  # groups after the last batch may still be waiting
         return trained
 
     num_trained = (12 - len(aside)) // size * size
@@ -465,7 +467,7 @@ def test_no_size_and_no_order_stops_the_buffer(
         assert trained == [group_id for group_id in range(12) if group_id not in aside][:num_trained]
 
 
-def test_take_that_is_given_up_loses_nothing() -> None:
+def test_take_that_is_cancelled_loses_nothing() -> None:
     async def run() -> None:
         buffer = make_buffer(2)
         await buffer.put(simple_group(0))
@@ -479,10 +481,10 @@ def test_take_that_is_given_up_loses_nothing() -> None:
     asyncio.run(run())
 
 
-# ---- a checkpoint's groups ----
+# ---- checkpoints ----
 
 
-def test_captured_groups_come_back(tmp_path: Path) -> None:
+def test_captured_groups_are_restored(tmp_path: Path) -> None:
     groups = {g: simple_group(g, versions=[g, g, g + 1]) for g in (4, 2, 5, 3, 6)}
 
     async def write() -> None:
@@ -491,7 +493,7 @@ def test_captured_groups_come_back(tmp_path: Path) -> None:
         for group in groups.values():
             await buffer.put(group)
         assert await buffer.capture(99) == (2, 3, 4, 5, 6)
-        await buffer.take(2, oldest_version=0)  # what happens after the capture does not matter
+        await buffer.take(2, oldest_version=0)  # changes after the capture do not matter
         await buffer.put(simple_group(7))
         await buffer.write_captured(tmp_path)
 
@@ -513,30 +515,30 @@ def test_captured_groups_come_back(tmp_path: Path) -> None:
 
 
 def test_dropped_groups_are_dropped_again_after_a_resume(tmp_path: Path) -> None:
-    """They belong to the next batch's account, so the checkpoint before it still has them to train."""
+    """They are reported with the next batch, so a checkpoint before it still holds them."""
 
     async def write() -> tuple[int, BatchFacts]:
         buffer = make_buffer(2, max_dropped=2)
-        places = 0
+        num_slots = 0
         for group_id in (0, 1, 2):
             receipt = await buffer.put(simple_group(group_id, has_signal=group_id != 1))
-            places += receipt.num_slots
+            num_slots += receipt.num_slots
         assert await buffer.capture(99) == (0, 1, 2)
         await buffer.write_captured(tmp_path)
-        return places, (await buffer.take(1, oldest_version=0))[1]
+        return num_slots, (await buffer.take(1, oldest_version=0))[1]
 
-    async def go_on() -> tuple[int, BatchFacts]:
+    async def resume() -> tuple[int, BatchFacts]:
         buffer = make_buffer(2, checkpoint=tmp_path, max_dropped=2)
-        places = await buffer.begin((0, 1, 2), next_id=3)
-        return places, (await buffer.take(1, oldest_version=0))[1]
+        num_slots = await buffer.begin((0, 1, 2), next_id=3)
+        return num_slots, (await buffer.take(1, oldest_version=0))[1]
 
-    (places, facts), (places_again, facts_again) = asyncio.run(write()), asyncio.run(go_on())
-    assert places == places_again == 1
+    (slots, facts), (slots_again, facts_again) = asyncio.run(write()), asyncio.run(resume())
+    assert slots == slots_again == 1
     assert (facts.group_ids, facts.dropped_ids) == (facts_again.group_ids, facts_again.dropped_ids)
     assert (facts.group_ids, facts.dropped_ids) == ((0, 2), (1,))
 
 
-def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None:
+def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_replayed": 2, "replay": {"max_uses": 4, "max_age": 20}, "seed": 3}
 
     async def run() -> None:
@@ -558,7 +560,7 @@ def test_groups_to_be_replayed_come_back_with_their_uses(tmp_path: Path) -> None
             assert facts_again.metrics["replay/groups"] == facts.metrics["replay/groups"]
 
     asyncio.run(run())
-    assert sum(read_uses(tmp_path / "replay.parquet")) == 6 + 2 + 2  # six fresh ones, and two draws of two
+    assert sum(read_uses(tmp_path / "replay.parquet")) == 6 + 2 + 2  # six fresh uses, and two draws of two
 
 
 def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
@@ -575,7 +577,7 @@ def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_captured_groups_that_cannot_be_written_are_an_oserror(tmp_path: Path) -> None:
+def test_captured_groups_that_cannot_be_written_raise_an_oserror(tmp_path: Path) -> None:
     async def run() -> None:
         buffer = make_buffer(1)
         await buffer.put(simple_group(0))
@@ -586,41 +588,41 @@ def test_captured_groups_that_cannot_be_written_are_an_oserror(tmp_path: Path) -
     asyncio.run(run())
 
 
-# ---- what the configuration asks for ----
+# ---- made from a configuration ----
 
 
 def test_buffer_is_made_as_the_configuration_says(tiny_config: Config) -> None:
     def arguments(**changes: dict) -> tuple:
-        data = tiny_config.model_dump()  # 3 groups a batch
+        data = tiny_config.model_dump()  # 3 groups per batch
         for section, fields in changes.items():
             data[section] |= fields
         return buffer_arguments(Config.model_validate(data), Path("rollouts"), Path("training"))
 
-    line, memory, max_bytes, rollouts, checkpoint, cut_max_lag = arguments(buffer={"max_gib": 0.5})
-    assert (vars(line)["_size"], line.window(), line.batch([2, 1, 0])) == (3, [0, 1, 2], (0, 1, 2))
-    assert line.drop({0: False, 1: False}) == ()
+    queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag = arguments(buffer={"max_gib": 0.5})
+    assert (vars(queue)["_size"], queue.window(), queue.batch([2, 1, 0])) == (3, [0, 1, 2], (0, 1, 2))
+    assert queue.drop({0: False, 1: False}) == ()
     assert (max_bytes, rollouts, checkpoint, cut_max_lag) == (2**29, Path("rollouts"), Path("training"), None)
     memory.add([simple_group(0)])
     assert len(memory) == 0
 
     replay = {"frac": 0.34, "max_age": 3}
-    line, memory, *_ = arguments(buffer={"lookahead": 2, "replay": replay}, weight_sync={"max_lag": 2})
-    assert line.window() == [0, 1, 2]  # two fresh ones, and one may overtake
+    queue, memory, *_ = arguments(buffer={"lookahead": 2, "replay": replay}, weight_sync={"max_lag": 2})
+    assert queue.window() == [0, 1, 2]  # two fresh groups, and one may overtake
     memory.add([simple_group(0), simple_group(1)])
     assert len(memory.draw(1)) == 1
 
     changes = {"oversample_frac": 0.5, "dynamic_sampling_tries": 2}
-    line, *_, cut_max_lag = arguments(algorithm=changes, weight_sync={"max_lag": 1})
+    queue, *_, cut_max_lag = arguments(algorithm=changes, weight_sync={"max_lag": 1})
     assert cut_max_lag == 1
-    assert line.batch([7, 5, 9]) == (5, 7, 9)
-    assert len(line.drop(dict.fromkeys(range(20), False))) == 6
+    assert queue.batch([7, 5, 9]) == (5, 7, 9)
+    assert len(queue.drop(dict.fromkeys(range(20), False))) == 6
 
 
 # ---- files ----
 
 
 def test_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
-    """The folder is a file's limit away from full; in a process of its own, as the limit stays."""
+    """A file-size limit stands in for a full disk, in a separate process because the limit is per process."""
     script = """
 import asyncio, resource, sys
 from pathlib import Path
@@ -636,7 +638,7 @@ async def main():
         return facts.write_error
     assert await step(0) is None and await buffer.flush() is None
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    assert await step(1) is None  # it is being tried
+    assert await step(1) is None  # the write is still being tried
     error = await buffer.flush()
     assert "step-000002.parquet" in error and "File too large" in error, error
     assert "1 batches wait in memory" in error
@@ -694,7 +696,7 @@ def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     asyncio.run(run())
 
 
-def test_take_waits_for_a_slow_disk_once_too_much_is_waiting(
+def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = _hold_writing(monkeypatch)
@@ -713,7 +715,7 @@ def test_take_waits_for_a_slow_disk_once_too_much_is_waiting(
     asyncio.run(run())
 
 
-def test_mistake_in_writing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_writing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise TypeError("a mistake")
 
@@ -733,7 +735,7 @@ def test_mistake_in_writing_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _hold_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Rollouts are written only after the returned function has been called."""
+    """Hold back the writing of rollouts until the returned function is called."""
     import threading
 
     allowed = threading.Event()

@@ -1,4 +1,4 @@
-"""WeightSync as a plain object: the transaction, the Generators that fail it, and those that return."""
+"""WeightSync as a plain object: the transaction, Generators that fail it, and their replacements."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ DONE = ["pause", "pause done", "load", "load done", "resume", "resume done"]
 
 
 class FakeGenerator:
-    """Writes down what it is asked; in the phases it is told to it hangs, fails, or waits at a gate."""
+    """A Generator that logs its calls, and hangs, fails or waits at a gate in the given phases."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ def make_sync(
 
 
 def fakes(generators: Iterable[object]) -> Any:
-    """Return the Generators as the clients that they stand for."""
+    """Return the fakes, typed as the clients that they stand in for."""
     return tuple(generators)
 
 
 async def admitted(sync: WeightSync, version: int, num_groups: int) -> tuple[int, int]:
-    """Wait until more is admitted."""
+    """Wait until more is admitted than is known; return the version and the number of groups."""
     answer = await sync.admission(Admitted(version, num_groups))
     return answer.version, answer.num_groups
 
@@ -106,7 +106,7 @@ def test_every_generator_finishes_a_phase_before_any_begins_the_next() -> None:
     assert [generator.loaded for generator in generators] == [["weights 1"]] * 2
     assert (report.version, report.failed) == (1, {})
     assert set(report.metrics) == {f"timing/weight_sync/{p}_s" for p in ("pause", "transfer", "resume")}
-    assert all(0.002 <= seconds < 2 for seconds in report.metrics.values())  # the slower one's
+    assert all(0.002 <= seconds < 2 for seconds in report.metrics.values())  # those of the slower Generator
     assert asyncio.run(sync.versions()) == {"a": 1, "b": 1}
 
 
@@ -139,7 +139,7 @@ def test_admission_starts_from_the_version_of_the_run() -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"), version=5)
         assert await sync.versions() == {"a": 5}
-        assert await admitted(sync, -1, 0) == (5, 28)  # (5 + 1 + a lag of 1) * 4 prompts
+        assert await admitted(sync, -1, 0) == (5, 28)  # (5 + 1 + a lag of 1) * 4 groups
         await nothing_more_is_admitted(sync, 5, 28)
         await publish(sync, 6)
         assert await admitted(sync, 5, 28) == (6, 32)
@@ -165,7 +165,7 @@ def test_added_slots_admit_more_groups_at_once(extra_slots: int) -> None:
     asyncio.run(run())
 
 
-def test_later_version_is_reported_though_the_limit_is_known() -> None:
+def test_later_version_is_reported_even_if_the_limit_is_known() -> None:
     """Groups that were cut off are sampled again at every version, with or without new ones."""
 
     async def run() -> None:
@@ -202,7 +202,7 @@ def reason(name: str, phase: str, hangs: bool) -> str:
 
 @pytest.mark.parametrize("hangs", [True, False])
 @pytest.mark.parametrize(("call", "phase"), PHASES)
-def test_generator_that_does_not_come_along_is_named_and_out_and_the_others_go_on(
+def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_others_continue(
     call: str, phase: str, hangs: bool
 ) -> None:
     async def run() -> None:
@@ -214,19 +214,19 @@ def test_generator_that_does_not_come_along_is_named_and_out_and_the_others_go_o
         assert await sync.versions() == {"a": 1}
         assert await admitted(sync, 0, 8) == (1, 12)
         assert good.asked == DONE
-        assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after what it failed in
+        assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after the phase that it failed in
 
         bad.hangs = bad.fails = ""
         before = list(bad.log)
         assert (await publish(sync, 2)).failed == {}
-        assert bad.log == before  # out until it is admitted
+        assert bad.log == before  # excluded until it is admitted
         assert good.loaded == ["weights 1", "weights 2"]
         assert await sync.stale() == {"b"}
 
     asyncio.run(run())
 
 
-def test_each_is_named_with_its_own_phase() -> None:
+def test_each_failed_generator_is_named_with_its_own_phase() -> None:
     async def run() -> None:
         sync = make_sync(
             FakeGenerator("a", fails="resume"), FakeGenerator("b", hangs="load"),
@@ -243,14 +243,14 @@ def test_each_is_named_with_its_own_phase() -> None:
 
 
 @pytest.mark.parametrize("call", ["pause", "load", "resume"])
-def test_version_is_published_though_the_only_generator_failed(call: str) -> None:
+def test_version_is_published_even_if_the_only_generator_failed(call: str) -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a", fails=call))
         assert list((await publish(sync, 1)).failed) == ["a"]
         assert await sync.versions() == {}
         assert await sync.stale() == {"a"}
         assert await admitted(sync, 0, 8) == (1, 12)
-        assert (await publish(sync, 2)).failed == {}  # to nobody
+        assert (await publish(sync, 2)).failed == {}  # to no Generator
         fresh = FakeGenerator("a")
         assert await admit(sync, fresh) == 2
         assert fresh.loaded == ["weights 2"]
@@ -258,7 +258,7 @@ def test_version_is_published_though_the_only_generator_failed(call: str) -> Non
     asyncio.run(run())
 
 
-def test_generator_retired_during_a_publish_is_out_of_it() -> None:
+def test_generator_retired_during_a_publish_is_excluded_from_it() -> None:
     async def run() -> None:
         good, dead = FakeGenerator("a"), FakeGenerator("b")
         dead.gates["load"] = asyncio.Event()
@@ -283,7 +283,7 @@ async def until(condition: object) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_lost_snapshot_is_raised_and_nobody_is_to_blame() -> None:
+def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
     async def run() -> None:
         generators = [FakeGenerator(name, fails="load", error=DataLost("the node is gone")) for name in "ab"]
         sync = make_sync(*generators)
@@ -297,7 +297,7 @@ def test_lost_snapshot_is_raised_and_nobody_is_to_blame() -> None:
     asyncio.run(run())
 
 
-# ---- admitting a fresh one ----
+# ---- admitting a replacement ----
 
 
 @pytest.mark.parametrize("start", [0, 5])
@@ -311,7 +311,7 @@ def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_syn
         assert await admit(sync, fresh) == start + 2
         assert fresh.asked == DONE
         assert fresh.loaded == [f"weights {start + 2}"]
-        assert good.log == before  # the others sample on
+        assert good.log == before  # the others keep sampling
         assert await sync.stale() == frozenset()
         assert await sync.versions() == {"a": start + 2, "b": start + 2}
         await publish(sync, start + 3)
@@ -322,7 +322,7 @@ def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_syn
 
 
 @pytest.mark.parametrize("start", [0, 5])
-def test_generator_admitted_before_anything_was_published_has_the_right_weights_already(start: int) -> None:
+def test_generator_admitted_before_the_first_publish_already_has_the_right_weights(start: int) -> None:
     async def run() -> None:
         fresh = FakeGenerator("b")
         sync = make_sync(FakeGenerator("a"), FakeGenerator("b"), version=start)
@@ -340,7 +340,9 @@ def test_generator_admitted_before_anything_was_published_has_the_right_weights_
 
 @pytest.mark.parametrize("hangs", [True, False])
 @pytest.mark.parametrize(("call", "phase"), PHASES)
-def test_generator_that_cannot_be_admitted_is_named_and_stays_out(call: str, phase: str, hangs: bool) -> None:
+def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(
+    call: str, phase: str, hangs: bool
+) -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="pause"), timeout_s=0.05)
         await publish(sync, 1)
@@ -359,7 +361,7 @@ def test_generator_that_cannot_be_admitted_is_named_and_stays_out(call: str, pha
     asyncio.run(run())
 
 
-def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_out() -> None:
+def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_excluded() -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="pause"))
         await publish(sync, 1)
@@ -371,7 +373,7 @@ def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_out() -
     asyncio.run(run())
 
 
-def test_admission_of_a_generator_waits_for_the_publish_under_way() -> None:
+def test_admission_of_a_generator_waits_for_the_current_publish() -> None:
     async def run() -> None:
         good, fresh = FakeGenerator("a"), FakeGenerator("b")
         sync = make_sync(good, FakeGenerator("b", fails="load"))
@@ -391,7 +393,7 @@ def test_admission_of_a_generator_waits_for_the_publish_under_way() -> None:
     asyncio.run(run())
 
 
-def test_publish_waits_for_the_admission_of_a_generator_and_takes_it_along() -> None:
+def test_publish_waits_for_the_admission_of_a_generator_and_includes_it() -> None:
     async def run() -> None:
         good, fresh = FakeGenerator("a"), FakeGenerator("b")
         sync = make_sync(good, FakeGenerator("b", fails="load"))
@@ -413,7 +415,7 @@ def test_publish_waits_for_the_admission_of_a_generator_and_takes_it_along() -> 
 
 
 class ServingGenerator:
-    """Knows what it serves; each phase takes as many turns of the event loop as drawn."""
+    """A Generator that records what it serves; each phase takes the given turns of the event loop."""
 
     def __init__(self, name: str, turns: "itertools.cycle[int]") -> None:
         self.name, self._turns = name, turns
@@ -424,7 +426,7 @@ class ServingGenerator:
             await asyncio.sleep(0)
 
     async def pause(self) -> None:
-        assert not self._is_paused, "two transactions at a time"
+        assert not self._is_paused, "two transactions at once"
         self._is_paused = True
         await self._take_turns()
 
@@ -461,8 +463,8 @@ def test_serving_generators_have_the_published_weights_however_deaths_and_publis
             serving[name] = fresh
             assert fresh.serves == f"weights {version}"
 
-        async def look() -> None:
-            """When admission opens, every serving Generator runs the published version."""
+        async def check() -> None:
+            """Check whenever admission opens that every serving Generator runs the published version."""
             for version in range(1, 5):
                 published, limit = await admitted(sync, version - 1, (version + 1) * 4)
                 assert limit == (published + 2) * 4
@@ -471,7 +473,7 @@ def test_serving_generators_have_the_published_weights_however_deaths_and_publis
                     assert serving[name].serves >= f"weights {published}"
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(look())
+            tasks.create_task(check())
             for name, pause in zip("bcbc", pauses, strict=True):
                 tasks.create_task(replace(name, pause))
             for version in range(1, 5):

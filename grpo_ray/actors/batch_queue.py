@@ -10,7 +10,8 @@ others.
 
 Groups without signal are dropped from the queue, at most `max_dropped` per batch (DAPO's dynamic sampling,
 arXiv:2503.14476, Section 3.2, Eq. 11). In strict order a group is dropped only once it is certain that the
-groups before it do not fill the batch, so the order in which groups finish does not affect which are dropped.
+groups before it neither fill the batch nor use up the limit, so the drops do not depend on the order in which
+groups finish.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """The actors as their callers see them: one Protocol per actor, and every call between processes.
 
-A call returns an awaitable at once. Arguments and bulky results are references (`Ref`), which pass
-from actor to actor without their bytes going through the caller; the receiving actor gets the value itself. The
-classes behind the Protocols are in the files of the same names; `tests/test_clients.py` compares the two.
+A call returns an awaitable at once. Arguments and bulky results are references (`Ref`), which pass from actor
+to actor without their bytes going through the caller; the receiving actor gets the value itself. The classes
+behind the Protocols are in the files of the same names; `tests/test_clients.py` compares the two.
 
 `cluster/remote_actor.py` makes clients of Ray actors, `tests/local_actors.py` of objects in the same process.
 """

@@ -48,7 +48,7 @@ class Learner:
         """
         Args:
             checkpoint: the `training` folder in `model_path` to restore from.
-            skipped_folder: receives the batches whose update was skipped.
+            skipped_folder: receives the batches of skipped updates.
             initial_path: the model that the run began with, if it is not `model_path`.
             profile_folder: receives the traces of `learner.profile_steps`.
         """
@@ -114,7 +114,7 @@ class Learner:
     def train_step(self, batch: TrainBatch) -> StepReport:
         """Update on one batch: once, unless `epochs_per_batch` or `train_batch_size` asks for more updates.
 
-        An update whose loss or gradient is not finite leaves weights and optimizer unchanged, and the batch is
+        An update with a non-finite loss or gradient leaves weights and optimizer unchanged, and its batch is
         kept for inspection; the version still advances, because the batch is used up.
 
         Raises:
@@ -216,7 +216,7 @@ class Learner:
             logging.warning("step %d: the batch could not be kept: %s", step, error)
 
     def _check_lag(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Apply the second guard of staleness.py; return lag/mean and lag/max over all tokens."""
+        """Apply the second guard of staleness.py; return lag/mean and lag/max over all tokens, replayed too."""
         versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
         max_age = self._config.max_token_age
         if versions.min() < oldest_allowed(self.version, max_age):

@@ -110,7 +110,7 @@ class ReplayMemory:
 
 
 def _rank(sampling: str, rng: random.Random) -> Callable[[ScoredGroup], float]:
-    """Return the sort key of groups, of which the smallest are drawn.
+    """Return the sort key of groups; those with the smallest keys are drawn.
 
     To draw without replacement in proportion to a weight w, take the smallest of -log(u) / w with u uniform
     (Efraimidis and Spirakis 2006, A-Res); a group with w = 0 comes last.

@@ -93,7 +93,7 @@ def advantages_of(
 ) -> np.ndarray:
     """Return a group's advantages, `[G]` float32.
 
-    Overlong responses lose reward first, so a group whose answers are all right can still prefer shorter ones.
+    Overlong responses lose reward first, so a group of correct answers can still prefer the shorter ones.
     Responses that were not graded get 0, and the others are compared among themselves.
 
     Args:

@@ -59,4 +59,4 @@ def oldest_allowed(learner_version: int, max_lag: int) -> int:
 
 
 class StaleBatchError(RuntimeError):
-    """A batch reached the Learner with a token older than the schedule allows."""
+    """A batch that reached the Learner with a token older than the schedule allows."""

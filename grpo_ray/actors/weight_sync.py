@@ -13,7 +13,7 @@ from grpo_ray.types import Admitted, Ref, SyncReport, WeightSnapshot
 
 
 class WeightSyncError(RuntimeError):
-    """A Generator failed or did not answer in a phase of the sync."""
+    """A Generator's failure or timeout in a phase of the sync."""
 
 
 class WeightSync:

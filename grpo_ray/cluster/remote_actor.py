@@ -28,7 +28,7 @@ class Client:
     """The client of one actor, with the calls that the Protocols of actors/clients.py declare.
 
     Awaiting an answer raises what the method raised, ActorDied if the actor's process is gone, or DataLost if
-    an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
+    the value of an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
     """
 
     def __init__(self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = ()) -> None:
@@ -96,10 +96,10 @@ class Deferred:
 
 
 def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> ActorClass[Any]:
-    """Return `cls` as a Ray actor class whose output, and its child processes', is in `logs/<name>.log`.
+    """Return `cls` as a Ray actor class that writes its and its child processes' output to `logs/<name>.log`.
 
-    Ray's dashboard shows it by its name, and its replacements as `<name> (2)`, `<name> (3)` ... Its `repr` is
-    the name as well: Ray reads it once, so it cannot show the current state.
+    Ray's dashboard shows it by its name, and its replacements as `<name> (2)`, `<name> (3)` and so on. Its
+    `repr` is only the name: Ray reads it once, so it cannot show the current state.
 
     Args:
         beside: methods that each run in their own thread, in parallel with the others.

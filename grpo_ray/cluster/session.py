@@ -21,7 +21,7 @@ from grpo_ray.errors import RunError
 
 
 class ResourceError(RunError):
-    """The cluster lacks what the configuration asks for."""
+    """A lack of resources that the configuration asks for."""
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
 
     Args:
         needs_hub: let the actors of a local cluster inherit the variables for fetching a model, such as
-        HF_TOKEN.
+            HF_TOKEN.
 
     Raises:
         RunError: RAY_ADDRESS is a dashboard's address or Ray Client's, or nothing answers there.

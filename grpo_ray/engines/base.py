@@ -6,7 +6,7 @@ from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 
 class EngineDied(RuntimeError):
-    """The engine can no longer serve; its Generator must be replaced."""
+    """The death of an engine, after which its Generator must be replaced."""
 
 
 class Engine(Protocol):

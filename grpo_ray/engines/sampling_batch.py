@@ -125,7 +125,7 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the token whose interval of the cumulative distribution contains the draw; `[batch]`."""
+    """Return the token with the interval of the cumulative distribution that contains the draw; `[batch]`."""
     cumulative = probabilities.double().cumsum(-1)
     tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
     return tokens.clamp_max(probabilities.shape[-1] - 1)

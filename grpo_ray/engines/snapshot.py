@@ -28,7 +28,7 @@ def pack_weights(
 def pack_on_device(
     named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
-    """Do as `pack_weights` in a buffer on a GPU, which the caller keeps while it may be loaded."""
+    """Pack like `pack_weights`, but into a buffer on a GPU, which the caller keeps while it may be loaded."""
     specs, buffer = _pack(named_tensors, dtype, device)
     torch.cuda.synchronize(device)  # another process reads it
     return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=share(buffer)), buffer

@@ -11,10 +11,11 @@ from grpo_ray.telemetry.run_log import Metrics
 
 
 class Checkpointing:
-    """Captures Learner, buffer and ledger between two steps, and writes them while the next steps run.
+    """The checkpoints of a run: captured between two steps, and written while the next steps run.
 
-    The Learner waits only while its state is copied. One checkpoint is written at a time. One that fails (a
-    full disk) is retried after the next step; until then `problem` holds the reason.
+    A checkpoint holds Learner, buffer and ledger. The Learner waits only while its state is copied, and one
+    checkpoint is written at a time. One that fails (a full disk) is retried after the next step; until then
+    `problem` holds the reason.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Checkpointing:
             self._writing = None
 
     def take_metrics(self) -> Metrics:
-        """Return the duration of the last write, the first time that this is called after it."""
+        """Return the duration of the last write; empty if it was returned before."""
         seconds, self._write_s = self._write_s, None
         return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
 

@@ -47,7 +47,7 @@ class TaskData:
     validation: Sequence[Example]
     templates: Mapping[str, PromptTemplate]
     notices: tuple[str, ...] = ()  # one line per kind of example that was skipped or cut
-    longest_prompt: int | None = None  # tokens; None for a model on the hub, whose tokenizer is not loaded yet
+    longest_prompt: int | None = None  # tokens; None for a model on the hub, as its tokenizer is not loaded yet
     max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
 
     def prompters(self, tokenizer: Tokenizer) -> Prompters:
