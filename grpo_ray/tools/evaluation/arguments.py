@@ -9,26 +9,22 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="CONFIG|RUN|MODEL",
-        help="a YAML file, a run's directory, a model's folder, or a model on the hub (owner/name)",
+        help="a YAML file, a run's folder, a model's folder, or a model on the hub (owner/name)",
     )
-    task = parser.add_argument_group("task")
-    task.add_argument("--task", help="a kind such as gsm8k, a .jsonl or .parquet file, or a hub dataset")
-    task.add_argument(
-        "--question-field", metavar="NAME", help="field of the file; default: as in GSM8K or MATH"
-    )
-    task.add_argument("--answer-field", metavar="NAME", help="field of the file; default: as in GSM8K or MATH")
-    task.add_argument("--prompt", metavar="NAME|FILE", help="r1_zero, question_only, chat, or a template")
-    task.add_argument(
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument("--task", help="a kind such as gsm8k, a .jsonl or .parquet file, or a hub dataset")
+    asked.add_argument("--question-field", metavar="NAME", help="of the file; default: as in GSM8K or MATH")
+    asked.add_argument("--answer-field", metavar="NAME")
+    asked.add_argument("--prompt", metavar="NAME|FILE", help="r1_zero, question_only, chat, or a template")
+    asked.add_argument(
         "--reward",
         metavar="NAME",
-        help="default: the task's; for mathematics with a named --prompt, the one that reads its format",
+        help="default: the task's; with a named --prompt, mathematics takes the one that reads it",
     )
-    task.add_argument("--limit", type=positive, metavar="N", help="the first N prompts only")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--checkpoint", metavar="NAME", help="of a run: last, best, all, initial or a name such as step-000040"
-    )
-    sampling.add_argument("--n", type=positive, metavar="N", help="responses per prompt, for pass@k")
+    asked.add_argument("--limit", type=positive, metavar="N", help="the first N prompts only")
+    sampling = parser.add_argument_group("how it is sampled")
+    sampling.add_argument("--checkpoint", metavar="NAME", help="of a run: last, best, all, initial or its name")
+    sampling.add_argument("--n", type=positive, metavar="N", help="responses a prompt, for pass@k")
     sampling.add_argument("--temperature", type=non_negative, metavar="T", help="0 is greedy")
     sampling.add_argument("--top-p", type=fraction, metavar="P", help="nucleus sampling (default: 1)")
     sampling.add_argument("--max-tokens", type=positive, metavar="N", help="longest response")

@@ -24,7 +24,7 @@ NO_CHOICE = TaskChoice()
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """The command-line options; None leaves the configuration's value."""
+    """What was typed; None leaves what the configuration has."""
 
     target: str
     choice: TaskChoice = NO_CHOICE
@@ -35,7 +35,7 @@ class EvaluationOptions:
     max_tokens: int | None = None
     output: str | None = None
     overrides: tuple[str, ...] = ()
-    command: str = ""  # as typed, to resume
+    command: str = ""  # to be typed again
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,14 @@ REWARD_OF_PROMPT = {"r1_zero": "r1_zero", "question_only": "question_only", "cha
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """The options that choose the task; None leaves the configuration's value."""
+    """The options that say what is asked; None leaves what the configuration has."""
 
     task: str | None = None  # a kind, a file, or a dataset on the hub
     question_field: str | None = None
     answer_field: str | None = None
     prompt: str | None = None
     reward: str | None = None
-    limit: int | None = None  # number of prompts (of each mixture part)
+    limit: int | None = None  # prompts (of each part of a mixture)
 
 
 def choose_task(data: Mapping[str, Any], choice: TaskChoice) -> dict[str, Any]:
