@@ -265,7 +265,7 @@ def test_a_dataset_on_the_hub_may_have_a_dot_in_its_name() -> None:
 
 def test_unknown_fields_are_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "odd.jsonl", ask="1+1?", reply="2")
-    with pytest.raises(RunError, match="its fields are ask, reply; say which"):
+    with pytest.raises(RunError, match="its fields are ask, reply; name those of"):
         task_of(TaskChoice(task=path))
     with pytest.raises(ValueError, match="there is no such file"):
         task_of(TaskChoice(task=str(tmp_path / "absent.jsonl")))

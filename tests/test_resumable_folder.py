@@ -86,8 +86,9 @@ def test_a_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert not make(tmp_path / "file").is_free()
-    with pytest.raises(RunError, match=r"cannot be written \(Not a directory\); give another --output"):
-        make(tmp_path / "file" / "job").check(DEFINITION)
+    for path in (tmp_path / "file", tmp_path / "file" / "job"):
+        with pytest.raises(RunError, match=r"cannot be written \(Not a directory\); give another --output"):
+            make(path).check(DEFINITION)
 
 
 def test_a_path_where_nothing_can_be_created_is_refused() -> None:

@@ -154,17 +154,17 @@ def test_the_audit_finds_what_is_wrong_with_an_order(config: Callable[..., Confi
     first = rows_of(mixture)[0]
     other = {"sums": "sorts", "sorts": "sums"}[first["task"]]
     found = tampered(mixture, set_in_group(0, task=other))
-    assert any(f"{first['task']}, epoch 0: asks" in problem for problem in found), found
+    assert any(f"{first['task']}, epoch 0: samples" in problem for problem in found), found
     found = tampered(mixture, set_in_group(0, prompt="?"))
     assert any(f"{first['task']}, epoch 0: samples '?' 1 times" in problem for problem in found), found
     found = tampered(mixture, lambda rows: rows[0].update(task=other))
     assert any("group 0: has more than one task" in problem for problem in found), found
     found = tampered(curriculum, set_in_group(2, prompt="?"))
-    assert any("place 2: asks '?', which is no training prompt" in problem for problem in found), found
+    assert any("index 2: samples '?', which is not a training prompt" in problem for problem in found), found
     second = rows_of(curriculum)[1]
     twice = set_in_group(2, prompt=second["prompt"], ground_truth=second["ground_truth"])
-    found = tampered(curriculum, twice)  # a curriculum skips no prompt before it was sampled
-    assert any("epoch 0: asks" in problem for problem in found), found
+    found = tampered(curriculum, twice)  # a curriculum leaves nothing out before it was seen
+    assert any("epoch 0: samples" in problem for problem in found), found
     assert audit(mixture).problems == audit(curriculum).problems == []
 
 

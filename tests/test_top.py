@@ -187,7 +187,7 @@ def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.Monk
         hangs.wait(10)
         yield path
 
-    monkeypatch.setattr(run_state, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(run_state, "LAST_WRITE_S", 0.05)
     monkeypatch.setattr(run_state, "replacing", replacing)
     began = time.monotonic()
     with reported(RunDirectory(tmp_path), 8, Silent()):

@@ -97,7 +97,7 @@ class ResumableFolder:
         """
         if self.definition_path.exists():
             self._check_same(definition, is_partial)
-        elif not self.is_free():
+        elif self.path.is_dir() and not self.is_free():
             raise RunError(
                 f"{self.path} is not empty and holds no {self._job}; {self._remedy}, or move it away"
             )

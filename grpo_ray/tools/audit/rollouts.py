@@ -187,7 +187,7 @@ def _audit_versions(row: Row) -> Iterator[str]:
 def _audit_rewards(rows: RolloutRows, grader: Grader) -> tuple[list[str], list[str]]:
     """Check that each reward is what the response earns, or 0 if it could not be graded.
 
-    Returns problems and notes. A response that cannot be graded now, for example on a busy machine, is a note:
+    The result is problems and notes. A response that cannot be graded now, as on a busy machine, is a note:
     it proves nothing.
     """
     problems, failures = [], []

@@ -1,4 +1,4 @@
-"""Samples and grades a task's prompts with every Generator, for one policy after another."""
+"""Sampling and grading of a task's prompts with every Generator, for one policy after another."""
 
 import asyncio
 import math

@@ -108,7 +108,7 @@ def _run_subject(run: RunDirectory, choice: str) -> Subject:
 def _missing(run: RunDirectory, data: dict[str, Any], num_kept: int, last_step: int) -> list[str]:
     """Return a notice of the checkpoints that a curve lacks because the run deleted them."""
     every_num_steps = make_config(data, (), run.config_path).checkpoint.every_num_steps
-    num_made = math.ceil(last_step / every_num_steps)  # the last one may be between two
+    num_made = math.ceil(last_step / every_num_steps)  # the last step need not be a multiple
     if num_kept >= num_made:
         return []
     return [

@@ -124,7 +124,7 @@ def _status(
 
 
 def _skipped_in_a_row(rows: Sequence[dict[str, Any]], newest: Checkpoint | None) -> int:
-    """Return the count at the end of the run. If its last step ended it, only the checkpoint has that step."""
+    """Return the count at the end of the run; a step that ended the run is only in its checkpoint."""
     name = "optim/skipped_in_a_row"
     last = rows[-1].get(name) if rows else None
     saved = newest.state.metrics.get(name) if newest is not None else None

@@ -37,7 +37,7 @@ def num_cores() -> int:
 
 def visible_gpus() -> list[str]:
     """Return this process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    import torch  # here, because runs on the CPU never get here
+    import torch  # imported here, because runs on the CPU never need it
 
     count = torch.cuda.device_count()
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -55,7 +55,7 @@ class GpuPool:
     def take(self, config: Config) -> list[str] | None:
         """Return GPUs for a run; None: wait until another run ends.
 
-        A run that requires more than the machine has gets all of them, and refuses them itself.
+        A run that requires more GPUs than the machine has gets all of them, and reports the shortage itself.
         """
         wanted = min(gpus_of(config), self._num_gpus)
         if wanted > len(self._free):
