@@ -32,7 +32,7 @@ def ids(items: Sequence[Any]) -> list[int]:
     return [item.group_id for item in items]
 
 
-def test_order_is_a_permutation_an_epoch() -> None:
+def test_order_is_one_permutation_per_epoch() -> None:
     items = make_ledger().take_new(15)
     assert ids(items) == list(range(15))
     epochs = [[item.prompt for item in items[start : start + 5]] for start in (0, 5, 10)]
@@ -75,7 +75,7 @@ def busy_ledger() -> PromptLedger:
     return ledger
 
 
-def test_each_group_goes_its_way() -> None:
+def test_the_states_of_groups() -> None:
     ledger = make_ledger()
     assert states(ledger) == (set(), set(), set(), set(), 0)
     ledger.take_new(5)
@@ -94,7 +94,7 @@ def test_each_group_goes_its_way() -> None:
     assert states(busy_ledger()) == ({5, 6}, {1}, {2, 3}, {4}, 1)
 
 
-def test_given_back_prompts_are_the_same_again_lowest_first_and_new_ones_go_on() -> None:
+def test_prompts_given_back_are_taken_again_lowest_first() -> None:
     ledger = make_ledger()
     first = ledger.take_new(4)
     ledger.give_back([3, 1])
@@ -106,7 +106,7 @@ def test_given_back_prompts_are_the_same_again_lowest_first_and_new_ones_go_on()
     assert ledger.take_waiting() == [first[2]]
 
 
-def test_unfinished_groups_are_those_that_were_taken_and_are_still_to_be_trained() -> None:
+def test_unfinished_groups_were_taken_and_are_still_to_be_trained() -> None:
     assert make_ledger().unfinished == frozenset()
     ledger = busy_ledger()
     assert ledger.unfinished == {1, 2, 3, 5, 6}
@@ -169,7 +169,7 @@ MANY = ("mark_trained", "mark_dropped", "give_back", "cut")  # methods that take
 @pytest.mark.parametrize(
     ("leave", "group_id"), [(leave, group_id) for leave, groups in WRONG_STATES.items() for group_id in groups]
 )
-def test_no_group_leaves_a_state_that_it_is_not_in(leave: str, group_id: int) -> None:
+def test_no_group_leaves_a_state_it_is_not_in(leave: str, group_id: int) -> None:
     """A group in the wrong state is refused together with the groups listed with it, and nothing changes."""
     ledger = busy_ledger()
     before = ledger.state_dict()

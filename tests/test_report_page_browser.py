@@ -162,7 +162,7 @@ def test_filters_of_rollouts(opened: Browser, filters: dict[str, str], number: i
     assert len(rows(opened, 1)) == min(25, number)
 
 
-def test_what_all_prompts_begin_with_is_left_out_of_the_table(
+def test_the_shared_start_of_prompts_is_left_out_of_the_table(
     browser: Browser, tmp_path: Path, config: Config
 ) -> None:
     lead = "Think first, and then answer in tags, as in an example.\n"
@@ -373,7 +373,7 @@ CONTRASTS = """(() => {
 
 
 @pytest.mark.parametrize(("size", "scheme"), SCREENS)
-def test_every_text_stands_out_from_its_ground(
+def test_every_text_has_enough_contrast(
     browser: Browser, page: Path, size: tuple[int, int], scheme: str
 ) -> None:
     """All text meets WCAG 2.2, success criterion 1.4.3: a contrast of 4.5 to 1."""

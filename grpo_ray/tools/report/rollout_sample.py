@@ -91,9 +91,7 @@ def sample_rollouts(files: Sequence[StepFile], limit: int, seed: int) -> Rollout
     chosen = evenly_spaced(files, max(1, limit // few))
     rows: list[Row] = []
     for place, file in enumerate(chosen):
-        share = -(
-            -(limit - len(rows)) // (len(chosen) - place)
-        )  # small steps leave room for others
+        share = -(-(limit - len(rows)) // (len(chosen) - place))  # small steps leave room for others
         dealer = random.Random(f"{seed}/rollouts/{file.step}")
         drawn = sorted(dealer.sample(range(file.num_rollouts), min(share, file.num_rollouts)))
         rows += [{"step": file.step, **row} for row in _read_rows(file.path, np.array(drawn, dtype=int))]
