@@ -131,6 +131,9 @@ def test_a_run_that_has_only_begun_and_one_of_a_single_step(
         browser.look(PHONE)
         browser.open(tmp_path / "page.html")
         assert browser.errors() == []
+        colors = browser.run(f"[...{field('Colour tokens by')}.options].map(option => option.value)")
+        assert colors == ["none"]  # no tokenizer, so no tokens
+        assert browser.run("document.querySelector('#rollouts .legend').textContent") == ""
 
 
 # ---- the table of rollouts ----
