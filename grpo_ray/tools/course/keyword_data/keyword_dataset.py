@@ -19,7 +19,7 @@ FEWEST_PAIRS = 5  # of fewer, a fifth is none
 
 
 def has_keywords(answer: str, keywords: Keywords) -> bool:
-    """Whether the answer has every keyword, as the task's reward has it."""
+    """Return True if the answer has every keyword, as the task's reward counts them."""
     return keyword_inclusion_reward_fn(answer, ", ".join(keywords))["answer_reward"] == 1.0
 
 
