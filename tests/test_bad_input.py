@@ -115,12 +115,12 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: bytes, message: str) -> None:
     assert f"{task.train_path}, line 2: {message}" in refusal(task)
 
 
-def test_a_value_is_shown_in_part(tmp_path: Path) -> None:
+def test_a_long_value_is_shortened(tmp_path: Path) -> None:
     bad = json.dumps({"question": ["x"] * 100_000, "answer": "1"}).encode()
     assert len(refusal(write_task(tmp_path, bad))) < 300 + len(str(tmp_path))
 
 
-def test_good_files_of_every_kind(tmp_path: Path) -> None:
+def test_valid_files_of_every_kind(tmp_path: Path) -> None:
     number = b'{"question": 5, "answer": ' + b"9" * 400 + b"}"  # larger than any float
     windows = b"\xef\xbb\xbf" + line("a?").replace(b"\n", b"\r\n") + b"\r\n" + line("b?") + number
     sets = load_examples(write_task(tmp_path, windows), seed=0)
@@ -313,7 +313,7 @@ def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
     return str(folder / "run.yaml")
 
 
-def test_check_shows_a_refusal_plainly(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_check_prints_a_refusal_without_a_traceback(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     task = write_task(tmp_path, line("a?") + line("a?", "3"))
     command = [sys.executable, "-m", "grpo_ray", "check", write_config(tmp_path, task, tiny_model())]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

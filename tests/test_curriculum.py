@@ -53,7 +53,7 @@ def step(ledger: PromptLedger, size: int = 5) -> list[str]:
     return [item.prompt for item in items]
 
 
-def test_prompts_that_teach_something_are_asked_more_and_every_prompt_comes() -> None:
+def test_prompts_with_signal_are_asked_more_and_every_prompt_occurs() -> None:
     ledger = make_ledger()
     first = [prompt for _ in range(6) for prompt in step(ledger)]
     assert sorted(first) == sorted(RATES)  # nothing is known of a prompt before it was sampled
@@ -66,7 +66,7 @@ def test_prompts_that_teach_something_are_asked_more_and_every_prompt_comes() ->
     assert max(middle) - min(middle) <= 1  # each occurs in every epoch
 
 
-def test_a_prompt_that_begins_to_teach_something_comes_in_every_epoch_again(
+def test_a_prompt_whose_signal_returns_is_in_every_epoch_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ledger = make_ledger(min_weight=0.5)
@@ -81,7 +81,7 @@ def test_a_prompt_that_begins_to_teach_something_comes_in_every_epoch_again(
     assert set(counts.values()) <= {9, 10, 11}
 
 
-def test_without_anything_observed_it_is_the_plain_order() -> None:
+def test_without_outcomes_it_is_the_epoch_order() -> None:
     order, plain = CurriculumOrder(7, 3, CurriculumConfig()), EpochOrder(7, 3)
     assert [order.index(group) for group in range(50)] == [plain.index(group) for group in range(50)]
     assert order.metrics()["curriculum/weight/mean"] == 1.0
@@ -106,7 +106,7 @@ def test_metrics() -> None:
     assert Counter(asked)[indices[2]] > Counter(asked)[indices[0]]
 
 
-def test_a_prompt_is_settled_by_equal_rewards_whatever_its_pass_rate() -> None:
+def test_equal_rewards_settle_a_prompt_at_any_pass_rate() -> None:
     """Signal does not require right answers: `sort_distance` may have none yet, and `brevity` never has."""
 
     def score(group_id: int, rewards: list[float]) -> ScoredGroup:
@@ -146,7 +146,7 @@ def test_a_run_resumed_at_any_step_asks_the_same(num_steps: int, num_lost: int) 
     assert ledger.state_dict() == resumed.state_dict()
 
 
-def test_rates_that_come_late_change_only_what_was_not_taken_yet() -> None:
+def test_late_outcomes_change_only_groups_not_yet_taken() -> None:
     ledger = make_ledger()
     items = ledger.take_new(2 * NUM_EXAMPLES)  # far ahead, as with a large lag
     for item in items[:NUM_EXAMPLES]:
@@ -169,7 +169,7 @@ def test_the_pass_rate_is_of_the_graded_responses() -> None:
     assert group_outcomes([group, another]) == {4: group.outcome}
 
 
-def test_the_buffer_tells_the_outcomes_of_trained_and_of_dropped_groups() -> None:
+def test_the_buffer_reports_outcomes_of_trained_and_dropped_groups() -> None:
     async def facts() -> BatchFacts:
         buffer = make_buffer(2, max_dropped=2)
         for group_id, has_signal in enumerate([True, False, True]):
@@ -181,7 +181,7 @@ def test_the_buffer_tells_the_outcomes_of_trained_and_of_dropped_groups() -> Non
     assert found.outcomes == {0: outcome(0.5), 1: outcome(0.0), 2: outcome(0.5)}
 
 
-def test_what_is_remembered_is_what_is_not_done() -> None:
+def test_only_unfinished_groups_are_remembered() -> None:
     ledger = make_ledger()
     for _ in range(10):
         step(ledger)

@@ -34,14 +34,14 @@ def write_list(folder: Path, text: str | bytes) -> str:
 # ---- the list ----
 
 
-def test_the_list_that_comes_along() -> None:
+def test_the_bundled_list() -> None:
     words = read_words(None)
     assert len(words) >= 200
     assert all(re.fullmatch("[a-z]+", word) for word in words)
     assert len(set(words)) == len(words)
 
 
-def test_a_list_of_the_users(tmp_path: Path) -> None:
+def test_the_users_own_list(tmp_path: Path) -> None:
     path = write_list(tmp_path, b"\xef\xbb\xbfTree\r\n\r\n  boat \ntree\nice-cream\no'clock\n\xc3\xa9t\xc3\xa9")
     assert read_words(path) == ["Tree", "boat", "ice-cream", "o'clock", "été"]
 
@@ -78,7 +78,7 @@ def test_every_set_can_be_drawn_and_not_one_more(tmp_path: Path) -> None:
         draw_keywords(random.Random(0), path, (5, 6), 1)
 
 
-def test_every_number_of_words_is_as_likely() -> None:
+def test_every_number_of_words_is_equally_likely() -> None:
     drawn = draw_keywords(random.Random(0), None, (2, 4), 3000)
     assert all(len(set(keywords)) == len(keywords) for keywords in drawn)
     counts = Counter(map(len, drawn))
@@ -88,7 +88,7 @@ def test_every_number_of_words_is_as_likely() -> None:
 # ---- the task ----
 
 
-def test_examples_are_seeded_and_disjoint_whatever_the_order(tmp_path: Path) -> None:
+def test_examples_are_seeded_and_disjoint_in_any_order(tmp_path: Path) -> None:
     path = write_list(tmp_path, "a\nb\nc\nd\ne\nf\n")
     config = KeywordsTaskConfig(
         keywords_path=path, num_keywords=(2, 3), num_train_prompts=25, num_validation_prompts=10

@@ -61,7 +61,7 @@ def test_pairs_are_verified_split_and_disjoint(tmp_path: Path, capsys: pytest.Ca
     assert f"{folder}: 162 pairs in train.jsonl, 41 in validation.jsonl" in capsys.readouterr().out
 
 
-def test_the_seed_makes_the_dataset(tmp_path: Path) -> None:
+def test_the_seed_determines_the_dataset(tmp_path: Path) -> None:
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
         make(tmp_path / name, "--num-pairs", "20", "--seed", seed)
     a, b, c = ((tmp_path / name / "train.jsonl").read_bytes() for name in "abc")
@@ -78,7 +78,7 @@ def test_the_files_are_a_task(tmp_path: Path) -> None:
     assert (len(sets.validation), sets.notices) == (2, ())
 
 
-def test_a_list_of_the_users_is_used(tmp_path: Path) -> None:
+def test_the_users_own_list_is_used(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("red\ngreen\nblue\nblack\n")
     options = ("--keywords", str(tmp_path / "list.txt"), "--num-keywords", "2")
     make(tmp_path / "set", "--num-pairs", "6", *options)
@@ -192,7 +192,7 @@ def scripted(
     return install
 
 
-def test_answers_of_a_model_are_kept_tried_again_or_dropped(
+def test_answers_of_a_model_are_kept_retried_or_dropped(
     tmp_path: Path, tiny_model: Callable[..., Path], scripted: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def script(keywords: list[str], attempt: int) -> str | Completion:
@@ -347,7 +347,7 @@ def test_half_a_line_is_not_a_pair(tmp_path: Path) -> None:
     assert [row["keywords"] for row in read(tmp_path / "set" / "validation.jsonl")] == [["a"]]
 
 
-def test_too_few_pairs_are_no_dataset(tmp_path: Path) -> None:
+def test_too_few_pairs_make_no_dataset(tmp_path: Path) -> None:
     dataset = KeywordDataset(tmp_path / "set", {})
     with pytest.raises(RunError, match="only 0 of 1 prompts got an answer"):
         dataset.finish([("a",)])

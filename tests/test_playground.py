@@ -49,7 +49,7 @@ def random_log_probs(*shape: int, seed: int = 0) -> Tensor:
 # ---- the model ----
 
 
-def test_model_is_what_loops_over_positions_make_of_it() -> None:
+def test_the_model_equals_loops_over_positions() -> None:
     model = SortingModel(vocab_size=5, dim=4, length=3, embedding_std=0.5, generator=generator())
     prompts = torch.tensor([[1, 0, 2], [3, 2, 4]])
     for prompt, given in zip(prompts, model(prompts), strict=True):

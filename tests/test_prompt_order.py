@@ -45,7 +45,7 @@ def test_each_part_is_asked_epoch_after_epoch() -> None:
             assert sorted(asked[name][start : start + size]) == list(range(size))
 
 
-def test_the_order_is_of_the_seed_alone() -> None:
+def test_the_order_depends_on_the_seed_alone() -> None:
     forwards, backwards = make_mixture(), make_mixture()
     expected = [forwards.index(group) for group in range(200)]
     assert [backwards.index(group) for group in reversed(range(200))] == expected[::-1]

@@ -75,15 +75,13 @@ def script_data(page: str) -> Any:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_of_a_run_gets_out_of_the_data(text: str) -> None:
+def test_no_text_of_a_run_escapes_from_the_data(text: str) -> None:
     embedded = embedded_json({text: [text, math.nan]})
     assert not re.search("[<>&\u2028\u2029]", embedded)
     assert json.loads(embedded) == {text: [text, None]}
 
 
-def test_hostile_texts_arrive_whole_and_the_page_has_its_own_scripts_alone(
-    tmp_path: Path, tiny_config: Config
-) -> None:
+def test_hostile_texts_arrive_intact_and_add_no_script(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[group(0, HOSTILE)]])
     page = make_page([run_data(run, HOSTILE[0], ALL, None)])
     assert [row["response"] for row in script_data(page)["runs"][0]["rollouts"]] == HOSTILE
@@ -116,7 +114,7 @@ def test_a_long_runs_page_is_a_few_megabytes(
 # ---- the command ----
 
 
-def test_the_command_writes_a_page_beside_the_run(
+def test_the_command_writes_a_page_into_the_run(
     tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [make_run(tmp_path / name, tiny_config).path for name in ("first", "second")]
@@ -171,6 +169,6 @@ def test_a_resumed_runs_step_counts_once(tmp_path: Path, tiny_config: Config) ->
     assert run_data(run, "run", ALL, None)["series"][0]["columns"]["reward/mean"] == [0.5]
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a/run", "b/run", "b/other")]
     assert names_of(paths) == ["a/run", "b/run", "other"]

@@ -131,6 +131,9 @@ def test_a_run_that_has_only_begun_and_one_of_a_single_step(
         browser.look(PHONE)
         browser.open(tmp_path / "page.html")
         assert browser.errors() == []
+        colors = browser.run(f"[...{field('Colour tokens by')}.options].map(option => option.value)")
+        assert colors == ["none"]  # no tokenizer, so no tokens
+        assert browser.run("document.querySelector('#rollouts .legend').textContent") == ""
 
 
 # ---- the table of rollouts ----
@@ -162,7 +165,7 @@ def test_filters_of_rollouts(opened: Browser, filters: dict[str, str], number: i
     assert len(rows(opened, 1)) == min(25, number)
 
 
-def test_what_all_prompts_begin_with_is_left_out_of_the_table(
+def test_the_shared_start_of_prompts_is_left_out_of_the_table(
     browser: Browser, tmp_path: Path, config: Config
 ) -> None:
     lead = "Think first, and then answer in tags, as in an example.\n"
@@ -373,7 +376,7 @@ CONTRASTS = """(() => {
 
 
 @pytest.mark.parametrize(("size", "scheme"), SCREENS)
-def test_every_text_stands_out_from_its_ground(
+def test_every_text_has_enough_contrast(
     browser: Browser, page: Path, size: tuple[int, int], scheme: str
 ) -> None:
     """All text meets WCAG 2.2, success criterion 1.4.3: a contrast of 4.5 to 1."""

@@ -100,7 +100,7 @@ def many_steps(folder: Path, config: Config, num_steps: int, size: int) -> RunDi
     return make_run(folder, config, num_steps, steps)
 
 
-def test_a_small_run_is_shown_whole(tmp_path: Path, tiny_config: Config) -> None:
+def test_a_small_run_is_shown_completely(tmp_path: Path, tiny_config: Config) -> None:
     run = many_steps(tmp_path / "run", tiny_config, num_steps=6, size=3)
     sample = sample_rollouts(step_files(run), limit=18, seed=0)
     texts = [f"{step}-{place}" for step in range(6) for place in range(3)]
@@ -132,7 +132,7 @@ def test_rows_are_the_files_rows(tmp_path: Path, tiny_config: Config) -> None:
     assert all(row == whole[row["sample"]] for row in sample.rows)
 
 
-def test_of_a_step_that_is_left_out_only_small_columns_are_read(
+def test_steps_outside_the_sample_are_read_by_small_columns_only(
     tmp_path: Path, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = many_steps(tmp_path / "run", tiny_config, num_steps=20, size=5)
@@ -151,7 +151,7 @@ def test_of_a_step_that_is_left_out_only_small_columns_are_read(
     assert len(read) == 3
 
 
-def test_every_row_is_drawn_as_often_as_the_others(tmp_path: Path, tiny_config: Config) -> None:
+def test_all_rows_are_drawn_equally_often(tmp_path: Path, tiny_config: Config) -> None:
     run = many_steps(tmp_path / "run", tiny_config, num_steps=1, size=5)
     files = step_files(run)
     drawn = [sample_rollouts(files, 1, seed).rows[0]["sample"] for seed in range(200)]
@@ -191,7 +191,7 @@ def test_spaces_that_sentencepiece_drops_are_kept() -> None:
 
 
 @torch.no_grad()
-def test_log_ratios_are_the_checkpoints_logprobs_less_the_samplers(
+def test_log_ratios_are_the_checkpoints_logprobs_minus_the_samplers(
     tiny_config: Config, tiny_model: Callable[..., Path]
 ) -> None:
     config = changed(tiny_config, sampling={"temperature": 0.7, "min_tokens": 0})
@@ -228,7 +228,7 @@ def test_rows_have_tokens_ratios_and_version_spans(
     assert show_rollouts(run, sample, "none").rows[0]["ratios"] is None
 
 
-def test_long_texts_are_cut_and_it_is_said(tmp_path: Path, tiny_config: Config) -> None:
+def test_long_texts_are_cut_visibly(tmp_path: Path, tiny_config: Config) -> None:
     long = group(0, ["x" * (MAX_CHARACTERS + 1234)], size=MAX_TOKENS + 7)
     run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[long]])
     (row,) = show_rollouts(run, sample_rollouts(step_files(run), 1, 0), None).rows
@@ -236,9 +236,7 @@ def test_long_texts_are_cut_and_it_is_said(tmp_path: Path, tiny_config: Config) 
     assert row["num_tokens"] == MAX_TOKENS + 7
 
 
-def test_without_checkpoint_there_are_no_tokens_and_the_page_says_so(
-    tmp_path: Path, tiny_config: Config
-) -> None:
+def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config)
     data = run_data(run, "run", ALL, None)
     assert data["checkpoint"] is None
@@ -249,7 +247,7 @@ def test_without_checkpoint_there_are_no_tokens_and_the_page_says_so(
     ]
 
 
-def test_a_checkpoint_that_is_asked_for_has_to_be_there(
+def test_a_requested_checkpoint_must_exist(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", tiny_config)
@@ -264,7 +262,7 @@ def test_a_checkpoint_that_is_asked_for_has_to_be_there(
         assert message in capsys.readouterr().err
 
 
-def test_what_stands_in_the_way_of_log_ratios_is_told_and_the_rest_is_there(
+def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", tiny_config)
@@ -279,7 +277,7 @@ def test_what_stands_in_the_way_of_log_ratios_is_told_and_the_rest_is_there(
     assert "key_of_an_old_version: unknown key" in capsys.readouterr().err
 
 
-def test_large_weights_are_not_loaded_unasked(
+def test_large_weights_are_loaded_only_on_request(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_ray.tools.report.rollout_rows.SMALL_WEIGHTS_BYTES", 10)

@@ -175,7 +175,7 @@ def test_brevity_in_words() -> None:
     assert brevity_reward_fn("a bb\nccc  dddd", "", free=2, span=4, unit="words")["reward"] == 0.5
 
 
-def test_format_is_an_answer_in_its_place() -> None:
+def test_format_requires_an_answer_in_its_place() -> None:
     assert format_reward_fn(tagged("71"), "72") == scores(1, 1, 0)
     assert format_reward_fn(tagged(""), "72") == scores(0, 0, 0)
     assert format_reward_fn("72", "72") == scores(0, 0, 0)
@@ -207,7 +207,7 @@ def test_format_and_answer_are_the_first_terms() -> None:
     assert get_reward_fn(terms[::-1])("a cat", "cat") == scores(1, 0, 0)
 
 
-def test_what_may_run_away_is_isolated() -> None:
+def test_rewards_that_may_run_away_are_isolated() -> None:
     assert [needs_isolation(name) for name in ("r1_zero", "question_only", "graded", "mine:reward")] == [
         True
     ] * 4

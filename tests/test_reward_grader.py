@@ -67,7 +67,7 @@ INTEGERS = st.integers(-(10**12), 10**12)
 
 @settings(deadline=None)  # the first import of sympy is slow
 @given(INTEGERS)
-def test_an_integer_in_every_dress(number: int) -> None:
+def test_an_integer_in_every_spelling(number: int) -> None:
     for answer in (
         f"{number:,}",
         f"{number}.0",
@@ -103,7 +103,7 @@ def test_order_matters_in_tuples_alone(numbers: list[int], random: object) -> No
 
 @settings(deadline=None)
 @given(st.text(alphabet=r"0123456789xyab .,;:=+-*/^_\{}()[]<>|!&%$#'~", max_size=14))
-def test_soup_is_not_right_and_raises_nothing(soup: str) -> None:
+def test_random_characters_are_not_right_and_raise_nothing(soup: str) -> None:
     with suppress(NotGraded):  # such as 9^9^9
         assert not is_equal(soup, "123456789")
         assert not is_equal(soup, r"\frac{17}{31}")
@@ -113,12 +113,12 @@ def test_soup_is_not_right_and_raises_nothing(soup: str) -> None:
     ("expression", "text"),
     [(sqrt(8), r"2\sqrt{2}"), (Matrix([[1, sqrt(2)], [3, 4]]), r"\begin{pmatrix}1&\sqrt{2}\\3&4\end{pmatrix}")],
 )
-def test_what_sympy_writes_is_read(expression: object, text: str) -> None:
+def test_latex_that_sympy_writes_is_read(expression: object, text: str) -> None:
     assert is_equal(latex(expression), text)
 
 
 @pytest.mark.parametrize("depth", range(1, 16))
-def test_brackets_in_brackets(depth: int) -> None:
+def test_nested_brackets(depth: int) -> None:
     """Redundant braces add no depth; others have a limit below which parsing is quick."""
     for number, is_right in (("5", True), ("6", False)):
         assert is_equal("{" * depth + number + "}" * depth, "5") == is_right

@@ -1,4 +1,4 @@
-"""Rewards: right and wrong answers in many spellings, and responses that play with the format."""
+"""Rewards: right and wrong answers in many spellings, and responses that exploit the format."""
 
 import threading
 import time
@@ -135,7 +135,7 @@ def test_wrong_answers(answer: str, truth: str) -> None:
         ", ".join(map(str, range(33))) + ", 72",
     ],
 )
-def test_what_would_take_for_ever_is_no_wrong_answer(answer: str) -> None:
+def test_answers_that_would_take_forever_are_not_wrong(answer: str) -> None:
     truth = ", ".join(map(str, range(1, 35))) if "," in answer else "72"
     start = time.monotonic()
     with pytest.raises(NotGraded):
@@ -144,7 +144,7 @@ def test_what_would_take_for_ever_is_no_wrong_answer(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), answer) == RIGHT
 
 
-def test_a_truth_that_cannot_be_parsed_judges_nobody() -> None:
+def test_a_truth_that_cannot_be_parsed_gives_no_verdict() -> None:
     with pytest.raises(NotGraded, match=r"the ground truth '.*' cannot be parsed"):
         r1_zero_reward_fn(respond("x+1"), r"\frac{x}{")
     assert r1_zero_reward_fn(respond(r"\frac{x}{"), "x+1") == WRONG
@@ -176,7 +176,7 @@ FORMAT_GAMES = [
 
 @pytest.mark.parametrize("response", FORMAT_GAMES)
 @pytest.mark.parametrize("name", ["exact_match", "format", "question_only", "r1_zero", "sort_distance"])
-def test_format_games_earn_nothing(name: str, response: str) -> None:
+def test_tricks_with_the_format_earn_nothing(name: str, response: str) -> None:
     assert get_reward_fn(name)(response, "72") == NO_FORMAT
 
 
@@ -187,18 +187,18 @@ def test_format_alone_is_no_reward(name: str) -> None:
     assert get_reward_fn(name)(respond("72"), "72") == RIGHT
 
 
-def test_exact_match_takes_nothing_but_the_text() -> None:
+def test_exact_match_accepts_only_the_same_text() -> None:
     assert exact_match_reward_fn(respond("01258"), "01258") == RIGHT
     assert exact_match_reward_fn(respond("01258"), " 01258\n") == RIGHT
     for answer in ("1258", "01258.0", "0 1258", "012588", "01258 01258"):
         assert exact_match_reward_fn(respond(answer), "01258") == WRONG
 
 
-def test_a_chat_model_may_open_its_thought_itself() -> None:
+def test_a_chat_model_may_open_the_thought_itself() -> None:
     assert r1_zero_reward_fn(" <think> Seventy-two. </think> <answer> 72 </answer>", "72") == RIGHT
 
 
-def test_the_truth_itself_is_right_however_long() -> None:
+def test_the_truth_itself_is_right_at_any_length() -> None:
     assert r1_zero_reward_fn(respond("9" * 1001), "9" * 1001) == RIGHT
 
 
@@ -233,7 +233,7 @@ def test_the_configuration_knows_every_reward() -> None:
 @pytest.mark.parametrize(
     "answer", ["So 72 dollars", "She has 72 eggs.", "The answer is: $72", "72 is the answer"]
 )
-def test_slow_try_reads_a_number_in_prose(answer: str) -> None:
+def test_the_slow_mode_reads_a_number_in_prose(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == RIGHT
 
 
@@ -259,7 +259,7 @@ def test_slow_try_reads_a_number_in_prose(answer: str) -> None:
         "72 is wrong",
     ],
 )
-def test_slow_try_takes_one_number_only(answer: str) -> None:
+def test_the_slow_mode_accepts_only_one_number(answer: str) -> None:
     assert r1_zero_reward_fn(respond(answer), "72", fast=False) == WRONG
 
 
@@ -291,7 +291,7 @@ def test_the_last_box_is_read(response: str, answer: str | None) -> None:
         assert question_only_reward_fn(response, "72") == NO_FORMAT
 
 
-def test_boxed_answers_are_graded_as_tagged_ones_are() -> None:
+def test_boxed_answers_are_graded_like_tagged_ones() -> None:
     pairs = [
         ("72.0", "72"),
         ("0.5", r"\frac{1}{2}"),

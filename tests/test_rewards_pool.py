@@ -74,11 +74,11 @@ def test_verdicts_are_those_of_the_function_itself(pool: RewardPool) -> None:
     assert [str(r) if isinstance(r, ScoringError) else r for r in results] == expected
 
 
-def test_no_answers_are_no_results(pool: RewardPool) -> None:
+def test_no_answers_give_no_results(pool: RewardPool) -> None:
     assert pool.grade("maths", []) == []
 
 
-def test_results_keep_their_order_however_long_each_answer_is(pool: RewardPool) -> None:
+def test_results_keep_their_order_at_any_length(pool: RewardPool) -> None:
     answers = [str(index) + "x" * (index * 7919 % 50_000) for index in range(200)]
     results = pool.grade("own", [(answer, answer) for answer in answers])
     assert [result["reward"] for result in results if not isinstance(result, ScoringError)] == [1.0] * 200
@@ -121,7 +121,7 @@ def test_a_reward_that_raises_keeps_its_worker(pool: RewardPool, monkeypatch: py
     assert {worker.pid for worker in workers_of(pool)} == before
 
 
-def test_what_an_answer_leaves_in_memory_ends_no_other(pool: RewardPool) -> None:
+def test_memory_that_an_answer_leaves_behind_fails_no_other(pool: RewardPool) -> None:
     assert obeyed(pool, *["keep 72"] * 10) == [1] * 10  # 150 MiB each, of 256
 
 
@@ -194,7 +194,7 @@ def test_the_pool_survives_a_thousand_hostile_inputs_with_the_right_counts(pool:
         assert set(outcomes) == {expected}, response[:100]
 
 
-def test_what_is_not_graded_is_an_error_of_that_answer_alone(
+def test_an_ungraded_answer_is_an_error_of_its_own_alone(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = ["72", "(" * 200 + "72" + ")" * 200, "71"]
@@ -247,7 +247,7 @@ def test_a_fork_server_that_died_costs_no_answer() -> None:
 
 
 @pytest.mark.parametrize("slow", ["doze 72", "sleep 72"])
-def test_a_slow_answer_holds_up_none_that_were_sent_with_it(
+def test_a_slow_answer_does_not_delay_those_sent_with_it(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     settled: list[int] = []
@@ -310,7 +310,7 @@ pool.grade("own", [("loop 72", "72")])
 """
 
 
-def test_a_killed_owner_leaves_no_process_even_amid_a_computation() -> None:
+def test_a_killed_owner_leaves_no_process_even_during_a_computation() -> None:
     script = OWNER.format(folder=str(Path(__file__).parent))
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -324,14 +324,14 @@ def test_a_killed_owner_leaves_no_process_even_amid_a_computation() -> None:
     assert psutil.wait_procs([worker, fork_server], timeout=10)[1] == []
 
 
-def test_a_process_does_not_outlive_a_parent_that_is_gone_already() -> None:
+def test_a_process_does_not_outlive_a_parent_that_has_already_ended() -> None:
     script = "from grpo_ray.rewards.isolation.confinement import die_with_parent\ndie_with_parent(1)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "gone" in result.stderr
 
 
-def test_workers_that_cannot_start_are_an_error_that_names_the_cause(tmp_path, monkeypatch) -> None:
+def test_workers_that_cannot_start_raise_an_error_with_the_cause(tmp_path, monkeypatch) -> None:
     (tmp_path / "bad_rewards.py").write_text("import a_missing_library")
     monkeypatch.syspath_prepend(str(tmp_path))
     grader = Grader({"": "bad_rewards:reward_fn"}, ScorerConfig(num_workers=1))
@@ -342,7 +342,7 @@ def test_workers_that_cannot_start_are_an_error_that_names_the_cause(tmp_path, m
     grader.close()
 
 
-def test_a_module_that_hangs_at_its_import_is_an_error_that_says_so(tmp_path, monkeypatch) -> None:
+def test_a_module_that_hangs_on_import_raises_an_error_that_says_so(tmp_path, monkeypatch) -> None:
     (tmp_path / "slow_rewards.py").write_text("import time\ntime.sleep(1000)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(processes, "START_TIMEOUT_S", 1)
@@ -357,7 +357,7 @@ def test_a_module_that_hangs_at_its_import_is_an_error_that_says_so(tmp_path, mo
         pool.close()
 
 
-def test_a_worker_that_is_refused_its_limits_is_an_error_that_names_the_cause() -> None:
+def test_a_worker_whose_limits_are_refused_raises_an_error_with_the_cause() -> None:
     pool = RewardPool(
         {"own": OWN}, num_workers=1, timeout_s=5, memory_gib=2**40
     )  # more than setrlimit can take

@@ -119,7 +119,7 @@ def test_files_without_a_card(hub: Path, files: list[str], subset: str | None, e
     assert train_source(task).files == tuple(snapshot / name for name in expected)
 
 
-def test_a_split_that_is_not_there(hub: Path) -> None:
+def test_a_missing_split_is_refused(hub: Path) -> None:
     cached(hub, "me/data", {"data.csv": "q,a"})
     task = FileTaskConfig(train_path="me/data", validation_path="me/data")
     with pytest.raises(
@@ -128,13 +128,13 @@ def test_a_split_that_is_not_there(hub: Path) -> None:
         validation_source(task)
 
 
-def test_a_dataset_that_is_not_there(hub: Path) -> None:
+def test_a_missing_dataset_is_refused(hub: Path) -> None:
     with pytest.raises(ValueError, match=r"task.train_path: 'openai/gsm8k' is not a local file") as caught:
         load_examples(Gsm8kTaskConfig(), seed=0)
     assert str(caught.value).endswith("download it beforehand: hf download --repo-type dataset openai/gsm8k")
 
 
-def test_what_is_a_dataset_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_name_a_dataset_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "here").mkdir(parents=True)
     assert is_hub_dataset("openai/gsm8k")

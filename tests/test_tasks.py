@@ -94,7 +94,7 @@ def test_sorting_refuses_too_many_prompts() -> None:
         sorting_examples(config, seed=0)
 
 
-def test_warmup_pairs_are_three_habits_on_other_numbers() -> None:
+def test_warmup_pairs_show_three_habits_on_other_numbers() -> None:
     config = SortingTaskConfig(num_digits=4, num_train_prompts=2000, num_validation_prompts=64)
     pairs = warmup_pairs(config, seed=3, num_pairs=7936)  # all remaining numbers
     assert pairs == warmup_pairs(config, seed=3, num_pairs=7936)
@@ -264,7 +264,7 @@ def test_math_from_files(tmp_path: Path, suffix: str) -> None:
     assert "3 rows without a ground truth left out: no \\boxed{...} in 'solution', first in" in sets.notices[0]
 
 
-def test_validation_takes_the_first_so_many_with_a_ground_truth(tmp_path: Path) -> None:
+def test_validation_takes_the_first_n_rows_with_a_ground_truth(tmp_path: Path) -> None:
     path = rows_file(tmp_path, GSM8K, ".jsonl")
     task = Gsm8kTaskConfig(train_path=path, validation_path=path, num_validation_prompts=2, duplicates="keep")
     assert load_examples(task, seed=0).validation == [Example("1 + 1?", "2"), Example("A lot?", "1,000")]
@@ -334,7 +334,7 @@ def test_arithmetic_is_right_distinct_and_seeded(num_terms: int, num_digits: int
     assert arithmetic_examples(config, seed=1) != sets
 
 
-def test_arithmetic_with_every_question_there_is() -> None:
+def test_arithmetic_with_every_possible_question() -> None:
     config = ArithmeticTaskConfig(
         operations=("-", "-"), num_digits=1, num_train_prompts=99, num_validation_prompts=1
     )
@@ -346,7 +346,7 @@ def test_arithmetic_with_every_question_there_is() -> None:
         arithmetic_examples(config.model_copy(update={"num_train_prompts": 100}), seed=0)
 
 
-def test_products_go_first() -> None:
+def test_products_come_first() -> None:
     assert arithmetic.value(["12", "+", "7", "*", "3"]) == 33
     assert arithmetic.value(["2", "*", "3", "-", "4", "*", "5"]) == -14
     assert arithmetic.value(["9", "-", "2", "-", "3"]) == 4
@@ -389,7 +389,7 @@ def test_a_mixtures_examples_know_their_part(tmp_path: Path) -> None:
     assert sets.train[4] == Example("A lot?", "1,000", task="school")
 
 
-def test_no_part_trains_on_what_another_is_evaluated_on(tmp_path: Path) -> None:
+def test_no_part_trains_on_validation_questions_of_another(tmp_path: Path) -> None:
     def part(name: str, train: list[str], test: list[str]) -> dict[str, Any]:
         paths = {
             f"{field}_path": rows_file(

@@ -101,7 +101,7 @@ def test_a_model_built_here_trains_on_arithmetic(tmp_path: Path) -> None:
 CURRICULUM = ("task.num_train_prompts=8", "task.curriculum.min_weight=0.1", "algorithm.num_steps=10")
 
 
-def test_a_curriculum_is_the_same_run_when_it_is_interrupted(tmp_path: Path) -> None:
+def test_a_curriculum_resumes_as_the_same_run(tmp_path: Path) -> None:
     config = make_config(*CURRICULUM, "weight_sync.max_lag=0")
     whole, other = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "other")
     train(config, whole.path)
@@ -119,7 +119,7 @@ def test_a_curriculum_is_the_same_run_when_it_is_interrupted(tmp_path: Path) -> 
     assert [{n: v for n, v in line.items() if n.startswith("curriculum/")} for line in resumed] == figures
 
 
-def test_a_curriculum_behind_by_a_version_is_clean(tmp_path: Path) -> None:
+def test_a_curriculum_one_version_behind_is_clean(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(make_config(*CURRICULUM, "weight_sync.max_lag=2"), run.path)
     report = audit(run)

@@ -115,7 +115,7 @@ def written(run: RunDirectory, condition: Any) -> RunState:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
+def test_a_run_writes_its_phase_and_its_ending(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with reported(run, 8, Silent()) as reporter:
         assert written(run, lambda s: s.phase == "starting").ending is None
@@ -160,7 +160,7 @@ def test_last_words(error: BaseException, ending: Ending, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_disk_that_takes_nothing_is_shown_once_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path) -> None:
     class Shown(Silent):
         def __init__(self) -> None:
             self.warnings: list[str] = []
@@ -179,7 +179,7 @@ def test_a_disk_that_takes_nothing_is_shown_once_and_ends_nothing(tmp_path: Path
     assert "state.json" in shown.warnings[0]
 
 
-def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
 
     @contextlib.contextmanager
@@ -253,7 +253,7 @@ def test_a_driver_that_writes_nothing() -> None:
     assert silence_of(make_state(ending=Ending(kind="finished")), NOW + 9999) is None
 
 
-def test_whether_a_process_is_the_driver() -> None:
+def test_a_process_is_the_driver_by_pid_and_start_time() -> None:
     assert is_alive(make_state())
     child = os.fork()
     if not child:
@@ -275,7 +275,7 @@ def test_a_process_that_may_not_be_inspected_counts_as_alive(monkeypatch: pytest
     assert is_alive(state)
 
 
-def test_a_folder_that_is_no_run_or_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_or_with_damage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a run to watch"):
         read_view(RunDirectory(tmp_path))
     run = make_run(tmp_path / "run", make_state(), [step(1)])
@@ -306,7 +306,7 @@ def test_the_learner_waits_for_the_scorer() -> None:
     )
 
 
-def test_both_sides_take_turns() -> None:
+def test_sampling_and_training_take_turns() -> None:
     sentence = bottleneck([step(2, samples=1.2, lag__max=0.0)])
     assert sentence == (
         "Learner waits 62% of the time and trains 35% of it: sampling and training take turns; "
@@ -477,7 +477,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(ours)
 
 
-def test_a_key_is_read_without_return(terminal: int) -> None:
+def test_a_key_is_read_without_enter(terminal: int) -> None:
     with keys() as wait:
         assert wait(0) == ""
         os.write(terminal, b"q")
@@ -534,7 +534,7 @@ def test_a_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("terminal")
-def test_a_job_that_goes_on_with_a_run_is_watched_though_it_ended_before(
+def test_a_job_that_resumes_a_run_is_watched_despite_its_earlier_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", make_state(ending=Ending(kind="stopped")), [step(1)])
@@ -554,7 +554,7 @@ def test_a_job_that_goes_on_with_a_run_is_watched_though_it_ended_before(
 
 
 @pytest.mark.parametrize("part", ["_read", "_find", "draw_frame"])
-def test_ctrl_c_ends_the_watching_only(
+def test_ctrl_c_ends_only_the_watching(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -578,7 +578,7 @@ def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatc
     assert "Learner waits 62% of the time" in after
 
 
-def test_a_last_line_of_a_run_stands_in_the_frame(tmp_path: Path) -> None:
+def test_the_last_step_of_a_real_run_is_in_the_frame(tmp_path: Path) -> None:
     """The columns use metrics that real runs write: each has a value, except validation's."""
     run = RunDirectory(tmp_path / "run")
     local_runs.train(local_runs.make_config("algorithm.num_steps=2"), run.path)

@@ -17,7 +17,7 @@ from grpo_ray.tasks.examples import Example, counted
 from grpo_ray.tasks.sources import Source
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and a line of gigabytes is no example
+MAX_LINE_BYTES = 16 * 2**20  # a line is read as a whole, and no example has gigabytes
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ def serve(
 
     Args:
         reward_fns: by task.
-        num_begun: 8 bytes shared with the fork server: the number of answers begun. They tell for certain
-            which answer a worker died on, or that it died between answers.
+        num_begun: 8 bytes shared with the fork server: the number of answers begun. It shows which answer a
+            worker died on, or that it died between answers.
     """
     try:
         confine(memory_gib)

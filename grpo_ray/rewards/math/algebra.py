@@ -26,7 +26,7 @@ TOWER = re.compile(r"\^ ?\d+ ?\^")  # not valid LaTeX, so its size cannot be bou
 BIG_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*\d{4,}[\s{}]+\d{4,}")  # the parser computes it at once
 # The parser reads `1/2 x` as 1/(2x); people do not.
 SLASH = re.compile(r"(?<![\w.)}^])(\d+) ?/ ?(\d+)(?=\s*[A-Za-z\\(])")
-FACTORS = re.compile(r"[\d+*/^(). -]+")  # the parser takes `3(2)` for a mixed number; `\log_2(8)` is no product
+FACTORS = re.compile(r"[\d+*/^(). -]+")  # the parser takes `3(2)` for a mixed number; not `\log_2(8)`
 IMPLICIT_PRODUCT = re.compile(r"(?<=[\d)]) ?\(")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 WORD = re.compile(r"[A-Za-z]{3,}")

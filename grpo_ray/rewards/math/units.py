@@ -87,7 +87,7 @@ class Quantity:
     """The text of a value, and its unit."""
 
     value: str
-    unit: str = ""  # "" is no unit, `m^2` an area, `m/s` a speed
+    unit: str = ""  # "" for none, `m^2` for an area, `m/s` for a speed
     factor: Fraction = Fraction(1)  # number of `unit` in one of the written unit
     multiplier: int = 1  # of `5 million`
 

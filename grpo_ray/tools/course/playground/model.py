@@ -41,6 +41,14 @@ def sample_responses(log_probs: Tensor, num_responses: int, generator: torch.Gen
 
 
 def response_log_probs(log_probs: Tensor, responses: Tensor) -> Tensor:
-    """Look up each token of the responses: `[batch, response, pos]`, in nats."""
+    """Look up the log-probability of each token of the responses, in nats.
+
+    Args:
+        log_probs: `[batch, pos, vocab]`.
+        responses: `[batch, response, pos]` integers.
+
+    Returns:
+        `[batch, response, pos]`.
+    """
     repeated = repeat(log_probs, "batch pos vocab -> batch response pos vocab", response=responses.shape[1])
     return repeated.gather(-1, responses[..., None]).squeeze(-1)

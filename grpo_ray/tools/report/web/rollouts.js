@@ -41,7 +41,8 @@ class Rollouts {
     });
     this.sorting = { name: "step", factor: 1 };
     this.page = 0;
-    this.coloring = this.rows.some((row) => row.ratios) ? "ratio" : "logprob";
+    this.colorings = Object.keys(COLORINGS).filter((name) => name === "none" || this.rows.some(COLORINGS[name][1]));
+    this.coloring = this.colorings[0];
     this.opened = new Set();
     this.count = el("p", { class: "count", role: "status" });
     this.body = el("tbody", { role: "rowgroup" });
@@ -72,10 +73,8 @@ class Rollouts {
     this.most = bound("to");
     this.outcome = choice("Outcome", any(["ended", "truncated", "error"], "outcomes"), update);
     this.search = el("input", { type: "search", placeholder: "in prompts and responses", oninput: update });
-    const colors = choice("Colour tokens by", Object.entries(COLORINGS)
-      .filter(([, [, of]]) => this.rows.some(of) || of(this.rows[0] ?? {}) === null)
-      .filter(([name]) => name !== "ratio" || this.rows.some((row) => row.ratios))
-      .map(([name, [label]]) => [name, label]), (name) => { this.coloring = name; this.show(); });
+    const colors = choice("Colour tokens by", this.colorings.map((name) => [name, COLORINGS[name][0]]),
+      (name) => { this.coloring = name; this.show(); });
     return el("div", { class: "filters" }, runs.length > 1 ? this.run.field : null, this.step.field,
       tasks.length > 0 ? this.task.field : null, this.least.field, this.most.field, this.outcome.field,
       el("label", { class: "field wide" }, el("span", {}, "Search"), this.search), colors.field);
