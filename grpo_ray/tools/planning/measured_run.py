@@ -26,9 +26,9 @@ class MeasuredRun:
     response_tokens: float
     """Mean length of a response."""
     sampled_tokens_per_s: float
-    """Of one Generator while it samples."""
+    """Rate of one Generator while it samples."""
     trained_tokens_per_s: float
-    """Of the Learner while it trains."""
+    """Rate of the Learner while it trains, in response tokens."""
     trained_frac: float
     """Share of the response tokens that get a gradient; groups without signal get none."""
     sync_s: float
