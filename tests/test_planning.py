@@ -514,6 +514,13 @@ def test_a_run_without_rates_is_refused(tmp_path: Path, tiny_config: Config) -> 
         measure(tmp_path / "none")
 
 
+def test_a_mean_response_is_of_no_use_without_a_run(
+    folder_of: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(QWEN, folder_of(QWEN_1_5B), "--response-tokens", "100") == 2
+    assert "--response-tokens: the time of a step needs the rates of a run" in capsys.readouterr().err
+
+
 def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
     tmp_path: Path, tiny_config: Config, folder_of: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,7 +530,10 @@ def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
     assert "of another model (788,608 parameters)" in printed
     assert "of other devices" in printed
     assert "responses of 64 tokens" in printed
-    assert run(str(tmp_path / "run" / "config.yaml"), "--from", run_folder) == 0
+    own = (str(tmp_path / "run" / "config.yaml"), "--from", run_folder)
+    assert run(*own, "--response-tokens", "10") == 0
+    assert "responses of 10 tokens" in capsys.readouterr().out
+    assert run(*own) == 0
     assert "!" not in capsys.readouterr().out
 
 

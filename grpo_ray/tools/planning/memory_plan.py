@@ -45,11 +45,13 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
 
     Raises:
         ConfigError: the configuration is wrong.
-        ValueError: the model's shape is not known, or the run has no rates.
+        ValueError: the model's shape is not known, the run has no rates, or there is no run for an option.
     """
     config = load_config(options.config, options.overrides)
     shape = find_shape(config.model)
     run = measure(options.from_run) if options.from_run is not None else None
+    if run is None and options.response_tokens is not None:
+        raise ValueError("--response-tokens: the time of a step needs the rates of a run; give --from RUN too")
     max_tokens, max_model_len = config.sampling.max_tokens, config.generator.max_model_len
     left = max(1, max_model_len - max_tokens) if max_model_len is not None else DEFAULT_PROMPT_TOKENS
     prompt_tokens = options.prompt_tokens or left
