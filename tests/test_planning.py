@@ -28,23 +28,23 @@ from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning.arguments import PlanOptions
-from grpo_ray.tools.planning.budget import GIB, Budget, Item, gib
-from grpo_ray.tools.planning.generator_memory import (
+from grpo_ray.tools.planning.gpu_memory import (
+    GIB,
+    Budget,
+    Item,
     concurrent_sequences,
     generator_budget,
-    kv_bytes_per_token,
-)
-from grpo_ray.tools.planning.gpu_split import best, splits, step_time
-from grpo_ray.tools.planning.learner_memory import (
+    gib,
     kept_per_token,
+    kv_bytes_per_token,
     learner_budget,
     micro_batch_tokens,
     state_items,
     working_items,
 )
-from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape, shape_of
+from grpo_ray.tools.planning.step_time import MeasuredRun, best_split, measure, splits, step_time
 from grpo_ray.types import TrainBatch
 
 QWEN = "configs/qwen2.5-math-1.5b.yaml"
@@ -580,12 +580,12 @@ def test_replayed_groups_are_trained_and_not_sampled() -> None:
 def test_the_best_split_is_the_smallest_that_keeps_the_learner_busy() -> None:
     config = plan_config(generator={"num_gpus": 2})
     found = splits(config, measured(1000, 2500), response_tokens=100, num_gpus=8)
-    assert [(split.num_generators, split.num_gpus) for split in found] == [(1, 3), (2, 5), (3, 7)]
-    assert best(found).num_generators == 3  # 25.6, 12.8 and 8.5 s to sample, 10.24 to train
-    assert best(splits(config, measured(1000, 100), 100, 8)).num_generators == 1
+    assert list(found) == [1, 2, 3]  # with 3, 5 and 7 GPUs in use
+    assert best_split(found) == 3  # 25.6, 12.8 and 8.5 s to sample, 10.24 to train
+    assert best_split(splits(config, measured(1000, 100), 100, 8)) == 1
     synchronous = changed(config, weight_sync={"max_lag": 0})
-    assert best(splits(synchronous, measured(1000, 100), 100, 8)).num_generators == 3  # 264.5 s, with 2 268.8
-    assert best(splits(synchronous, measured(1000, 40), 100, 8)).num_generators == 2  # 652.8 s, with 3 648.5
+    assert best_split(splits(synchronous, measured(1000, 100), 100, 8)) == 3  # 264.5 s, with 2 268.8
+    assert best_split(splits(synchronous, measured(1000, 40), 100, 8)) == 2  # 652.8 s, with 3 648.5
     assert not splits(config, measured(1000, 2500), 100, num_gpus=2)
     colocated = plan_config(generator={"colocated": True}, weight_sync={"max_lag": 0})
     assert not splits(colocated, measured(1000, 2500), 100, num_gpus=8)

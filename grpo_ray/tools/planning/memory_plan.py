@@ -7,11 +7,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.tools.experiments.resources import gpus_of
 from grpo_ray.tools.planning.arguments import PlanOptions
-from grpo_ray.tools.planning.budget import GIB, Budget
-from grpo_ray.tools.planning.generator_memory import generator_budget
-from grpo_ray.tools.planning.learner_memory import learner_budget
-from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
+from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget, learner_budget
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape
+from grpo_ray.tools.planning.step_time import MeasuredRun, measure
 
 DEFAULT_PROMPT_TOKENS = 256
 
