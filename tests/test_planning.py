@@ -83,7 +83,7 @@ QWEN_7B = published("qwen2", "3584 28 28 4 18944", 152064, False)
 
 
 def plan_config(**changes: dict[str, Any]) -> Config:
-    """configs/qwen2.5-math-1.5b.yaml, changed."""
+    """Return configs/qwen2.5-math-1.5b.yaml with changes."""
     return changed(load_config(QWEN), **changes)
 
 
@@ -310,7 +310,7 @@ def items_of(budget: Budget) -> dict[str, float]:
 def budgets_of(
     config: Config, shape: ModelShape = SHAPE_1_5B, gpu_gib: float = 80, prompt_tokens: int = 256
 ) -> tuple[Budget, Budget]:
-    """Return the Generator's and the Learner's."""
+    """Return the budgets of a Generator and of the Learner."""
     given = (shape, config, prompt_tokens, gpu_gib * GIB)
     return generator_budget(*given), learner_budget(*given)
 
@@ -402,7 +402,7 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
-    """`folder_of(config)`: an override of `model.path` with a folder that holds this config.json alone."""
+    """`folder_of(config)`: return an override of `model.path` with a folder that holds only this config.json."""
 
     def folder(config: dict[str, Any]) -> str:
         path = tmp_path / "model"

@@ -1,5 +1,7 @@
 """Commands and their options, each declared once: an option is an annotated field of a command's dataclass.
 
+A new command is a module like the following, and an entry in `cli.COMMANDS`:
+
     @dataclass(frozen=True)
     class ReportOptions:
         runs: Annotated[tuple[str, ...], Argument("RUN", "a run's directory; several are overlaid")]
