@@ -402,7 +402,7 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
-    """`folder_of(config)`: return an override of `model.path` with a folder that holds only this config.json."""
+    """`folder_of(config)`: return an override of `model.path` with a folder that holds only a config.json."""
 
     def folder(config: dict[str, Any]) -> str:
         path = tmp_path / "model"
