@@ -28,23 +28,23 @@ from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning.arguments import PlanOptions
-from grpo_ray.tools.planning.budget import GIB, Budget, Item, gib
-from grpo_ray.tools.planning.generator_memory import (
+from grpo_ray.tools.planning.gpu_memory import (
+    GIB,
+    Budget,
+    Item,
     concurrent_sequences,
     generator_budget,
-    kv_bytes_per_token,
-)
-from grpo_ray.tools.planning.gpu_split import best, splits, step_time
-from grpo_ray.tools.planning.learner_memory import (
+    gib,
     kept_per_token,
+    kv_bytes_per_token,
     learner_budget,
     micro_batch_tokens,
     state_items,
     working_items,
 )
-from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape, shape_of
+from grpo_ray.tools.planning.step_time import MeasuredRun, best_split, measure, splits, step_time
 from grpo_ray.types import TrainBatch
 
 QWEN = "configs/qwen2.5-math-1.5b.yaml"
@@ -83,7 +83,7 @@ QWEN_7B = published("qwen2", "3584 28 28 4 18944", 152064, False)
 
 
 def plan_config(**changes: dict[str, Any]) -> Config:
-    """configs/qwen2.5-math-1.5b.yaml, changed."""
+    """Return configs/qwen2.5-math-1.5b.yaml with changes."""
     return changed(load_config(QWEN), **changes)
 
 
@@ -310,7 +310,7 @@ def items_of(budget: Budget) -> dict[str, float]:
 def budgets_of(
     config: Config, shape: ModelShape = SHAPE_1_5B, gpu_gib: float = 80, prompt_tokens: int = 256
 ) -> tuple[Budget, Budget]:
-    """Return the Generator's and the Learner's."""
+    """Return the budgets of a Generator and of the Learner."""
     given = (shape, config, prompt_tokens, gpu_gib * GIB)
     return generator_budget(*given), learner_budget(*given)
 
@@ -402,7 +402,7 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
-    """`folder_of(config)`: an override of `model.path` with a folder that holds this config.json alone."""
+    """`folder_of(config)`: return an override of `model.path` with a folder that holds only a config.json."""
 
     def folder(config: dict[str, Any]) -> str:
         path = tmp_path / "model"
@@ -514,6 +514,13 @@ def test_a_run_without_rates_is_refused(tmp_path: Path, tiny_config: Config) -> 
         measure(tmp_path / "none")
 
 
+def test_a_mean_response_is_of_no_use_without_a_run(
+    folder_of: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(QWEN, folder_of(QWEN_1_5B), "--response-tokens", "100") == 2
+    assert "--response-tokens: the time of a step needs the rates of a run" in capsys.readouterr().err
+
+
 def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
     tmp_path: Path, tiny_config: Config, folder_of: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,7 +530,10 @@ def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
     assert "of another model (788,608 parameters)" in printed
     assert "of other devices" in printed
     assert "responses of 64 tokens" in printed
-    assert run(str(tmp_path / "run" / "config.yaml"), "--from", run_folder) == 0
+    own = (str(tmp_path / "run" / "config.yaml"), "--from", run_folder)
+    assert run(*own, "--response-tokens", "10") == 0
+    assert "responses of 10 tokens" in capsys.readouterr().out
+    assert run(*own) == 0
     assert "!" not in capsys.readouterr().out
 
 
@@ -570,12 +580,12 @@ def test_replayed_groups_are_trained_and_not_sampled() -> None:
 def test_the_best_split_is_the_smallest_that_keeps_the_learner_busy() -> None:
     config = plan_config(generator={"num_gpus": 2})
     found = splits(config, measured(1000, 2500), response_tokens=100, num_gpus=8)
-    assert [(split.num_generators, split.num_gpus) for split in found] == [(1, 3), (2, 5), (3, 7)]
-    assert best(found).num_generators == 3  # 25.6, 12.8 and 8.5 s to sample, 10.24 to train
-    assert best(splits(config, measured(1000, 100), 100, 8)).num_generators == 1
+    assert list(found) == [1, 2, 3]  # with 3, 5 and 7 GPUs in use
+    assert best_split(found) == 3  # 25.6, 12.8 and 8.5 s to sample, 10.24 to train
+    assert best_split(splits(config, measured(1000, 100), 100, 8)) == 1
     synchronous = changed(config, weight_sync={"max_lag": 0})
-    assert best(splits(synchronous, measured(1000, 100), 100, 8)).num_generators == 3  # 264.5 s, with 2 268.8
-    assert best(splits(synchronous, measured(1000, 40), 100, 8)).num_generators == 2  # 652.8 s, with 3 648.5
+    assert best_split(splits(synchronous, measured(1000, 100), 100, 8)) == 3  # 264.5 s, with 2 268.8
+    assert best_split(splits(synchronous, measured(1000, 40), 100, 8)) == 2  # 652.8 s, with 3 648.5
     assert not splits(config, measured(1000, 2500), 100, num_gpus=2)
     colocated = plan_config(generator={"colocated": True}, weight_sync={"max_lag": 0})
     assert not splits(colocated, measured(1000, 2500), 100, num_gpus=8)

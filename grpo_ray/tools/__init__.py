@@ -1,0 +1,1 @@
+"""The command line, one folder per command; `cli.COMMANDS` lists the commands."""

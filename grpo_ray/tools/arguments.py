@@ -1,5 +1,7 @@
 """Commands and their options, each declared once: an option is an annotated field of a command's dataclass.
 
+A new command is a module like the following, and an entry in `cli.COMMANDS`:
+
     @dataclass(frozen=True)
     class ReportOptions:
         runs: Annotated[tuple[str, ...], Argument("RUN", "a run's directory; several are overlaid")]
@@ -16,7 +18,7 @@ options, it takes the values of all of them. A field that holds a dataclass adds
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Options = TypeVar("Options")
@@ -30,19 +32,39 @@ class Argument:
     metavar: str
     help: str
 
+    def add(self, target: argparse._ActionsContainer, field: Field[Any], kind: Any) -> None:
+        kind, takes_many = _one_value(kind)
+        is_required = field.default is MISSING
+        nargs = ("+" if is_required else "*") if takes_many else (None if is_required else "?")
+        default = None if is_required else field.default
+        target.add_argument(
+            field.name, metavar=self.metavar, help=self.help, type=kind, nargs=nargs, default=default
+        )
+
 
 @dataclass(frozen=True)
 class Option:
-    """An option that takes a value; with a `tuple[T, ...]` it may be given several times."""
+    """An option that takes a value."""
 
     metavar: str | None
     help: str
     name: str | None = None
-    """The option as typed, where the field's name is not it."""
+    """The option as typed, unless it is the field's name with dashes."""
     type: Callable[[str], Any] | None = None
-    """Converts and checks the text, where the field's type does not."""
+    """The function that converts and checks the text, unless it is the field's type."""
     group: str = ""
-    """The heading in the help; of those in `EXCLUSIVE`, which has no heading, only one may be given."""
+    """The heading in the help. `EXCLUSIVE` has none; only one of its options may be given."""
+
+    def add(self, target: argparse._ActionsContainer, field: Field[Any], kind: Any) -> None:
+        kind, takes_many = _one_value(kind)
+        choices = get_args(kind) if get_origin(kind) is Literal else None
+        is_required = field.default is MISSING
+        default: Any = None if is_required else field.default
+        target.add_argument(
+            self.name or _dashed(field), dest=field.name, metavar=self.metavar, help=self.help,
+            action="append" if takes_many else "store", type=self.type or (str if choices else kind),
+            choices=choices, required=is_required, default=list(default or ()) if takes_many else default,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,9 @@ class Flag:
     """An option without a value."""
 
     help: str
+
+    def add(self, target: argparse._ActionsContainer, field: Field[Any], kind: Any) -> None:
+        target.add_argument(_dashed(field), dest=field.name, action="store_true", help=self.help)
 
 
 class TypedCommand:
@@ -81,27 +106,19 @@ def add_commands(
     """Add a subparser per command; parsing sets `chosen` to the command."""
     subparsers = parser.add_subparsers(required=is_required, metavar=metavar)
     for command in commands:
-        sentence = f"{command.help[0].upper()}{command.help[1:]}."
-        own = subparsers.add_parser(
-            command.name, help=command.help, description=command.description or sentence
-        )
-        add_options(own, command.options)
+        description = command.description or f"{command.help[0].upper()}{command.help[1:]}."
+        own = subparsers.add_parser(command.name, help=command.help, description=description)
         own.set_defaults(chosen=command)
+        groups: dict[str, argparse._ActionsContainer] = {"": own}
+        for field, kind, declared in _declarations(command.options):
+            group = declared.group if isinstance(declared, Option) else ""
+            if group == EXCLUSIVE and group not in groups:
+                groups[group] = own.add_mutually_exclusive_group()
+            elif group not in groups:
+                groups[group] = own.add_argument_group(group)
+            declared.add(groups[group], field, kind)
         if command.subcommands:
             add_commands(own, command.subcommands, command.metavar, is_required=False)
-
-
-def add_options(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add an argument per declared field of the dataclass."""
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
-    for name, kind, declared, default in _declarations(options):
-        group = declared.group if isinstance(declared, Option) else ""
-        if group not in groups:
-            is_exclusive = group == EXCLUSIVE
-            groups[group] = (
-                parser.add_mutually_exclusive_group() if is_exclusive else parser.add_argument_group(group)
-            )
-        _add(groups[group], name, kind, declared, default)
 
 
 def make_options(options: type[Options], parsed: argparse.Namespace, typed: str) -> Options:
@@ -118,8 +135,8 @@ def make_options(options: type[Options], parsed: argparse.Namespace, typed: str)
     return options(**values)
 
 
-def _declarations(options: type) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield (field, type, declaration, default) per argument, those of nested dataclasses included."""
+def _declarations(options: type) -> Iterator[tuple[Field[Any], Any, Argument | Option | Flag]]:
+    """Yield (field, type, declaration) per argument, those of nested dataclasses included."""
     hints = get_type_hints(options, include_extras=True)
     for field in fields(options):
         hint = hints[field.name]
@@ -128,42 +145,18 @@ def _declarations(options: type) -> Iterator[tuple[str, Any, Any, Any]]:
         elif TypedCommand not in get_args(hint):
             kind, declared = get_args(hint)
             for one in declared if isinstance(declared, tuple) else (declared,):
-                yield field.name, kind, one, field.default
+                yield field, kind, one
 
 
-def _add(target: argparse._ActionsContainer, name: str, kind: Any, declared: Any, default: Any) -> None:
-    option = getattr(declared, "name", None) or f"--{name.replace('_', '-')}"
-    is_repeated = get_origin(kind) is tuple and get_args(kind)[-1] is ...
-    settings: dict[str, Any] = {"help": declared.help}
-    if default is not MISSING:
-        settings["default"] = default
-    if isinstance(declared, Flag):
-        target.add_argument(option, dest=name, action="store_true", **settings)
-        return
-    settings |= {"metavar": declared.metavar, **_conversion(kind, declared)}
-    if isinstance(declared, Argument):
-        if is_repeated:
-            settings["nargs"] = "+" if default is MISSING else "*"
-        elif default is not MISSING:
-            settings["nargs"] = "?"
-        target.add_argument(name, **settings)
-        return
-    if is_repeated:
-        settings |= {"action": "append", "default": list(default)}
-    target.add_argument(option, dest=name, required=default is MISSING, **settings)
+def _one_value(kind: Any) -> tuple[Any, bool]:
+    """Return the type of one value, and True if the field holds any number of them."""
+    if get_origin(kind) is tuple:
+        return get_args(kind)[0], get_args(kind)[-1] is ...
+    return (get_args(kind)[0] if type(None) in get_args(kind) else kind), False
 
 
-def _conversion(kind: Any, declared: Argument | Option) -> dict[str, Any]:
-    """Return argparse's `choices` or `type` for a field of this type."""
-    if isinstance(declared, Option) and declared.type is not None:
-        return {"type": declared.type}
-    if get_origin(kind) in (tuple, None):
-        item = get_args(kind)[0] if get_args(kind) else kind
-        return {"type": item}
-    members = [member for member in get_args(kind) if member is not type(None)]
-    if get_origin(kind) is Literal:
-        return {"choices": members}
-    return _conversion(members[0], declared)  # `T | None`
+def _dashed(field: Field[Any]) -> str:
+    return f"--{field.name.replace('_', '-')}"
 
 
 def positive(text: str) -> int:

@@ -7,11 +7,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.tools.experiments.resources import gpus_of
 from grpo_ray.tools.planning.arguments import PlanOptions
-from grpo_ray.tools.planning.budget import GIB, Budget
-from grpo_ray.tools.planning.generator_memory import generator_budget
-from grpo_ray.tools.planning.learner_memory import learner_budget
-from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
+from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget, learner_budget
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape
+from grpo_ray.tools.planning.step_time import MeasuredRun, measure
 
 DEFAULT_PROMPT_TOKENS = 256
 
@@ -45,11 +43,13 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
 
     Raises:
         ConfigError: the configuration is wrong.
-        ValueError: the model's shape is not known, or the run has no rates.
+        ValueError: the model's shape is not known, the run has no rates, or there is no run for an option.
     """
     config = load_config(options.config, options.overrides)
     shape = find_shape(config.model)
     run = measure(options.from_run) if options.from_run is not None else None
+    if run is None and options.response_tokens is not None:
+        raise ValueError("--response-tokens: the time of a step needs the rates of a run; give --from RUN too")
     max_tokens, max_model_len = config.sampling.max_tokens, config.generator.max_model_len
     left = max(1, max_model_len - max_tokens) if max_model_len is not None else DEFAULT_PROMPT_TOKENS
     prompt_tokens = options.prompt_tokens or left

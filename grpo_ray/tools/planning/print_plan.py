@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from grpo_ray.tools.experiments.resources import gpus_of
-from grpo_ray.tools.planning.budget import Budget, gib
-from grpo_ray.tools.planning.gpu_split import StepTime, best, splits, step_time
-from grpo_ray.tools.planning.measured_run import MeasuredRun
+from grpo_ray.tools.planning.gpu_memory import Budget, gib
 from grpo_ray.tools.planning.memory_plan import MemoryPlan
 from grpo_ray.tools.planning.model_shape import find_shape
+from grpo_ray.tools.planning.step_time import MeasuredRun, best_split, splits, step_time
 
 
 def print_plan(plan: MemoryPlan) -> None:
@@ -65,48 +64,38 @@ def _time(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
     parameters = find_shape(run.config.model).num_parameters
     if parameters != plan.shape.num_parameters:
         yield f"  ! the rates are of another model ({parameters:,} parameters), and say little about this one"
-    if (run.config.generator.num_gpus, run.config.learner.num_gpus) != (
-        config.generator.num_gpus, config.learner.num_gpus,
-    ):  # fmt: skip
+    measured, planned = ((c.generator.num_gpus, c.learner.num_gpus) for c in (run.config, config))
+    if measured != planned:
         yield "  ! the rates are of other devices: generator.num_gpus or learner.num_gpus differ"
 
 
 def _splits(plan: MemoryPlan, run: MeasuredRun) -> Iterator[str]:
-    found = splits(plan.config, run, plan.response_tokens, plan.num_gpus)
-    if not found:
+    config = plan.config
+    times = splits(config, run, plan.response_tokens, plan.num_gpus)
+    if not times:
         return
-    chosen = best(found)
+    best = best_split(times)
     yield f"{plan.num_gpus} GPUs divided"
     yield "     Generators  sampling  training      step  idle"
-    for split in found:
-        time, mark = split.time, "*" if split is chosen else " "
+    for number, time in times.items():
+        sampling = time.sample_s + time.sync_s
+        side, busy = ("Generators", sampling) if time.train_s > sampling else ("Learner", time.train_s)
+        idle = f"{side}, {1 - busy / time.step_s:.0%}" if time.overlaps else "each in turn"
         seconds = f"{_s(time.sample_s):>8}  {_s(time.train_s):>8}  {_s(time.step_s):>8}"
-        yield f"  {mark}  {split.num_generators:>10}  {seconds}  {_idle(time)}"
-    unused = plan.num_gpus - chosen.num_gpus
-    gain = (
-        f"; {unused} more GPUs bring nothing, as the Learner is one process on one GPU today" if unused else ""
-    )
-    yield f"best: generator.num_generators={chosen.num_generators}{gain}"
-
-
-def _idle(time: StepTime) -> str:
-    if not time.overlaps:
-        return "each in turn"
-    sampling = time.sample_s + time.sync_s
-    side, busy = ("Generators", sampling) if time.train_s > sampling else ("Learner", time.train_s)
-    return f"{side}, {1 - busy / time.step_s:.0%}"
+        yield f"  {'*' if number == best else ' '}  {number:>10}  {seconds}  {idle}"
+    unused = plan.num_gpus - best * config.generator.num_gpus - config.learner.num_gpus
+    gain = f"; {unused} more GPUs bring nothing, as the Learner is one process on one GPU today"
+    yield f"best: generator.num_generators={best}{gain if unused else ''}"
 
 
 def _conclusion(plan: MemoryPlan) -> Iterator[str]:
     failed = [budget.device for budget in plan.budgets if not budget.fits]
     if not plan.has_enough_gpus:
-        generator, learner = plan.config.generator, plan.config.learner
         failed.append("the number of GPUs")
         yield (
-            f"! the run needs {gpus_of(plan.config)} GPUs, and --gpus is {plan.num_gpus}: "
-            f"{generator.num_generators} x {generator.num_gpus} for Generators, {learner.num_gpus} for the "
-            "Learner; lower generator.num_generators or generator.num_gpus, or share one GPU with "
-            "generator.colocated=true weight_sync.max_lag=0"
+            f"! the run needs {gpus_of(plan.config)} GPUs, and --gpus is {plan.num_gpus}; lower "
+            "generator.num_generators or generator.num_gpus, or share one GPU with generator.colocated=true "
+            "weight_sync.max_lag=0"
         )
     if failed:
         yield f"does not fit: {', '.join(failed)}"

@@ -99,7 +99,11 @@ def training_job(path: str, overrides: Sequence[str], context: SubmissionContext
     output_dir = (context.folder / config.run.output_dir).resolve()
     settled = (f"run.output_dir={_quoted(output_dir)}", f"run.name={_quoted(name)}")
     return _job(
-        ("train", _name_there(path, context), *overrides, *settled), config, output_dir / name, path, context
+        ("train", _path_on_cluster(path, context), *overrides, *settled),
+        config,
+        output_dir / name,
+        path,
+        context,
     )
 
 
@@ -160,7 +164,7 @@ def _quoted(text: str | Path) -> str:
     return json.dumps(str(text), ensure_ascii=False)
 
 
-def _name_there(path: str, context: SubmissionContext) -> str:
+def _path_on_cluster(path: str, context: SubmissionContext) -> str:
     """Return the file's name in the copy, or its absolute path on this machine.
 
     Raises:

@@ -53,7 +53,10 @@ def uploaded_files(folder: Path, excludes: Sequence[str]) -> dict[Path, int]:
 
     def walk(inner: Path, lists: list[_IgnoreList]) -> None:
         found = [inner / name for name in names if (inner / name).is_file()]
-        lists = [*lists, *(_IgnoreList.of(inner, path.read_text().splitlines()) for path in found)]
+        lists = [
+            *lists,
+            *(_IgnoreList.of(inner, path.read_text("utf-8", "replace").splitlines()) for path in found),
+        ]
         for path in inner.iterdir():
             if any(ignored.excludes(path) for ignored in lists):
                 continue

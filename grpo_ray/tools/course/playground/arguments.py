@@ -8,7 +8,6 @@ from grpo_ray.errors import RunError
 from grpo_ray.tools.arguments import Command, Flag, Option, TypedCommand, positive
 from grpo_ray.tools.course.playground.settings import Settings, allowed, option
 
-Output = Annotated[str, Option("FOLDER", "folder for the results (default: %(default)s)")]
 SettingOption = partial(Option, "X", group="settings (the defaults are the lecture's)")
 
 
@@ -31,30 +30,26 @@ class PlaygroundOptions:
 
 
 @dataclass(frozen=True)
-class SortingOptions:
-    output: Output = "playground"
+class ExampleOptions:
+    output: Annotated[str, Option("FOLDER", "folder for the results (default: %(default)s)")] = "playground"
+    typed: Annotated[str, TypedCommand] = ""
+
+
+@dataclass(frozen=True)
+class SortingOptions(ExampleOptions):
     compare: Annotated[
         Literal["deltas", "loss", "kl"] | None, Option(None, "try every value of this setting")
     ] = None
     seeds: Annotated[int, Option("N", "runs of each setting (default: %(default)s)", type=positive)] = 5
     given: Annotated[tuple[tuple[str, str], ...], SETTINGS] = ()
     """Settings and their texts, as typed."""
-    typed: Annotated[str, TypedCommand] = ""
 
 
 @dataclass(frozen=True)
-class BaselineOptions:
-    output: Output = "playground"
+class BaselineOptions(ExampleOptions):
     samples: Annotated[
         int, Option("N", "in each estimate of the gradient (default: %(default)s)", type=positive)
     ] = 10
-    typed: Annotated[str, TypedCommand] = ""
-
-
-@dataclass(frozen=True)
-class FrozenOptions:
-    output: Output = "playground"
-    typed: Annotated[str, TypedCommand] = ""
 
 
 def _playground(options: PlaygroundOptions) -> int:
@@ -78,7 +73,7 @@ def _baseline(options: BaselineOptions) -> int:
     return 0
 
 
-def _frozen(options: FrozenOptions) -> int:
+def _frozen(options: ExampleOptions) -> int:
     from grpo_ray.tools.course.playground.play import run_frozen
 
     run_frozen(options.output, options.typed)
@@ -88,14 +83,15 @@ def _frozen(options: FrozenOptions) -> int:
 EXAMPLES = (
     Command("sorting", SortingOptions, _sorting, "train the lecture's small model to sort numbers"),
     Command(
-        "baseline", BaselineOptions, _baseline,
-        "two states, and the gradient noise that a baseline removes",
+        "baseline", BaselineOptions, _baseline, "two states, and the gradient noise that a baseline removes"
     ),
     Command(
-        "frozen", FrozenOptions, _frozen,
-        "a ratio without a frozen denominator, and a ratio of log-probabilities",
+        "frozen",
+        ExampleOptions,
+        _frozen,
+        "a ratio with a denominator that is not frozen, and a ratio of log-probabilities",
     ),
-)  # fmt: skip
+)
 PLAYGROUND = Command(
     "playground", PlaygroundOptions, _playground, "run a lecture's small examples of policy gradients",
     "The examples of Stanford CS336's lecture on policy gradients; see docs/playground.md.",

@@ -1,5 +1,6 @@
-"""A run's measured rates: tokens per second of a Generator that samples and of a Learner that trains."""
+"""The time of a step at measured rates, and the best split of GPUs between Generators and Learner."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,9 +27,9 @@ class MeasuredRun:
     response_tokens: float
     """Mean length of a response."""
     sampled_tokens_per_s: float
-    """Of one Generator while it samples."""
+    """Rate of one Generator while it samples."""
     trained_tokens_per_s: float
-    """Of the Learner while it trains."""
+    """Rate of the Learner while it trains, in response tokens."""
     trained_frac: float
     """Share of the response tokens that get a gradient; groups without signal get none."""
     sync_s: float
@@ -66,3 +67,48 @@ def measure(path: str | Path) -> MeasuredRun:
         trained_frac=min(1.0, median(row["throughput/trained_tokens"] for row in steady) / all_tokens),
         sync_s=median(sum(row[name] for name in SYNC) for row in steady),
     )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of work per step; validation, checkpoints, grading and stragglers are not counted."""
+
+    sample_s: float
+    train_s: float
+    sync_s: float
+    overlaps: bool
+
+    @property
+    def step_s(self) -> float:
+        """The sum in a synchronous run; with `max_lag` above 0, the slower side alone."""
+        if self.overlaps:
+            return max(self.sample_s + self.sync_s, self.train_s)
+        return self.sample_s + self.sync_s + self.train_s
+
+
+def step_time(config: Config, run: MeasuredRun, response_tokens: float, num_generators: int) -> StepTime:
+    """Return the time of a step with a mean response of `response_tokens`; replayed groups cost no sampling."""
+    algorithm = config.algorithm
+    sampled = config.fresh_per_step * algorithm.samples_per_prompt * response_tokens
+    trained = algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens * run.trained_frac
+    return StepTime(
+        sample_s=sampled / (run.sampled_tokens_per_s * num_generators),
+        train_s=trained / run.trained_tokens_per_s,
+        sync_s=run.sync_s,
+        overlaps=config.weight_sync.max_lag > 0,
+    )
+
+
+def splits(config: Config, run: MeasuredRun, response_tokens: float, num_gpus: int) -> dict[int, StepTime]:
+    """Return a step's time per number of Generators that leaves the Learner its GPU; none if they share it."""
+    each, own = config.generator.num_gpus, config.learner.num_gpus
+    if config.generator.colocated or not (each and own):
+        return {}
+    most = (num_gpus - own) // each
+    return {number: step_time(config, run, response_tokens, number) for number in range(1, most + 1)}
+
+
+def best_split(times: Mapping[int, StepTime]) -> int:
+    """Return the number of Generators with the fastest step; of those within 1% of it, the smallest."""
+    fastest = min(time.step_s for time in times.values())
+    return min(number for number, time in times.items() if time.step_s <= 1.01 * fastest)

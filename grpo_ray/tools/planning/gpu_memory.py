@@ -1,17 +1,65 @@
-"""The Learner's memory: the training state, and the peak of one micro-batch.
+"""The GPU memory of a Learner and of a Generator, item by item, against the memory that there is.
 
-The counts are of the tensors that actors/learner.py and policy/forward_backward.py make; the tests compare them
-with what torch allocates.
+The Learner's counts are of the tensors that actors/learner.py and policy/forward_backward.py make; the tests
+compare them with what torch allocates.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from grpo_ray.config import Config
-from grpo_ray.tools.planning.budget import Budget, Item
 from grpo_ray.tools.planning.model_shape import ModelShape
 
+GIB = 2**30
 FLOAT32 = 4
 # compute_entropy holds the logits, their log-probabilities, those clamped, their exponentials and the product;
 # the backward pass needs no more. An entropy bonus keeps one more.
 LOGITS_COPIES, LOGITS_COPIES_OF_ENTROPY_BONUS = 5, 6
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes in use at the device's peak; `note` says how they are counted."""
+
+    name: str
+    num_bytes: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One device."""
+
+    device: str
+    items: Sequence[Item]
+    capacity_bytes: float | None
+    """None: unknown, so there is no verdict."""
+    remark: str = ""
+
+    @property
+    def needed_bytes(self) -> float:
+        return sum(item.num_bytes for item in self.items)
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes beyond the capacity; 0 where everything fits."""
+        return 0.0 if self.capacity_bytes is None else max(0.0, self.needed_bytes - self.capacity_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes < 1  # below one byte is rounding, where vLLM's cache takes all that is left
+
+    @property
+    def largest(self) -> Item:
+        return max(self.items, key=lambda item: item.num_bytes)
+
+
+def gib(num_bytes: float) -> str:
+    """Return `12.3 GiB`, or MiB below one."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+
+
+# ---- the Learner ----
 
 
 def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
@@ -112,3 +160,60 @@ def working_items(shape: ModelShape, config: Config, prompt_tokens: int) -> list
     kept = FLOAT32 * num_tokens * shape.hidden_size * layers
     inputs = Item("activations", kept, f"the inputs of {layers} layers, of {num_tokens:,} tokens")
     return [inputs, max(peaks, key=lambda item: item.num_bytes)]
+
+
+# ---- a Generator ----
+
+
+def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
+    """Return the budget of one GPU of a Generator; on a CPU, of its configured KV cache."""
+    generator = config.generator
+    length = generator.max_model_len or prompt_tokens + config.sampling.max_tokens
+    sequence, wanted = length * kv_bytes_per_token(shape, config), concurrent_sequences(config)
+    weights_bytes = served_width(config) * shape.num_parameters / max(1, generator.num_gpus)
+    weights = Item("weights", weights_bytes, config.model.dtype)
+    if not generator.num_gpus and generator.engine == "vllm":
+        size, one = generator.kv_cache_gib * GIB, Item("one sequence", sequence, f"of {length:,} tokens")
+        return Budget("the Generator's KV cache, on a CPU", [one], size, _room(size, sequence, wanted))
+    if not generator.num_gpus:
+        return Budget("the Generator, on a CPU", [weights, Item("KV cache", wanted * sequence)], None)
+    share, device = 1.0, "the GPU, in the Generator's turn" if generator.colocated else "a Generator's GPU"
+    if generator.engine == "vllm":
+        share = generator.gpu_memory_utilization
+        device += f" (generator.gpu_memory_utilization {share:g})"
+    snapshot = sum(item.num_bytes for item in snapshot_in_place(shape, config))
+    allowed = min(share * gpu_bytes, gpu_bytes - snapshot)
+    left = allowed - weights_bytes
+    note = f"{sequence / length / 1024:.0f} KiB per token, sequences of {length:,}"
+    cache_bytes = max(sequence, min(left, wanted * sequence))  # vLLM makes do with what is left
+    items = [weights, Item("KV cache", cache_bytes, note)]
+    return Budget(device, items, allowed, _room(left, sequence, wanted))
+
+
+def kv_bytes_per_token(shape: ModelShape, config: Config) -> float:
+    """Return the KV cache's bytes per token on one GPU: a key and a value per layer and key-value head.
+
+    That is the count of Kwon et al. 2023 (PagedAttention, section 1). With tensor parallelism each GPU holds
+    its share of the heads, and at least one.
+    """
+    heads_here = max(1, shape.num_kv_heads // max(1, config.generator.num_gpus))
+    return served_width(config) * 2 * shape.num_layers * heads_here * shape.head_dim
+
+
+def concurrent_sequences(config: Config) -> int:
+    """Return the largest number of sequences that a Generator runs at a time, given room in its cache."""
+    groups = (1 + config.weight_sync.max_lag) * config.fresh_per_step + config.num_oversampled
+    in_flight = -(-groups * config.algorithm.samples_per_prompt // config.generator.num_generators)
+    return min(config.generator.max_num_seqs, in_flight)
+
+
+def _room(left: float, sequence: float, wanted: int) -> str:
+    num_fit = int(max(0.0, left) // sequence)
+    if not num_fit:
+        return "the KV cache has no room for one sequence: the engine would refuse to start"
+    if num_fit < wanted:
+        return (
+            f"KV cache: room for {num_fit:,} of up to {wanted:,} concurrent sequences at full length; vLLM "
+            "preempts and recomputes the others"
+        )
+    return f"KV cache: room for all {wanted:,} concurrent sequences at full length"
