@@ -132,7 +132,7 @@ class Campaign:
         return not is_replacing and all(fault.event is None or fault.event in kinds for fault in faults)
 
     def _go_on(self) -> None:
-        """As an operator would after a run that ended, or that stands still."""
+        """Act as an operator would after a run that ended or is stuck."""
         for trigger in self.run.triggers.iterdir():
             trigger.unlink()
         step = self.run.last_step()

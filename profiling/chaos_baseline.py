@@ -14,7 +14,7 @@ Rewards = dict[int, dict[str, Any]]  # by step, the evaluations' summaries
 
 
 def run_baseline(folder: Path, config: str, overrides: Sequence[str], seed: int) -> Rewards:
-    """As long as the longest disturbed run in the folder; one that is there already is not run again."""
+    """Train as many steps as the longest disturbed run in the folder, unless that has been done already."""
     num_steps = max(max(rewards_of(path / "run")) for path in folder.glob("seed-*"))
     run = folder / f"baseline-seed-{seed}"
     if not run.exists():

@@ -36,7 +36,7 @@ def _signal(process: psutil.Process, number: int) -> bool:
 
 
 def _pick(run: ChaosRun, draw: random.Random, prefix: str = "") -> tuple[str, psutil.Process] | None:
-    """One of the actors whose name begins so, that has not been stopped."""
+    """Draw an actor that is not stopped and has a name with this prefix."""
     found = [(name, run.actor(name)) for name in run.actors() if name.startswith(prefix)]
     present = [(name, process) for name, process in found if process and process not in run.stopped]
     return draw.choice(present) if present else None
@@ -155,7 +155,7 @@ def draws(kinds: list[str], draw: random.Random) -> Iterator[str]:
 
 
 def can_meet(first: Fault, second: Fault) -> bool:
-    """Whether two faults at once say more than one: a driver ends once, and a last checkpoint needs a disk."""
+    """Return whether two faults may come at once: a driver ends once, and a last checkpoint needs a disk."""
     pair = {first.name, second.name}
     both_end = first.ends_driver and second.ends_driver
     return len(pair) == 2 and not both_end and pair != {"fill_disk", "interrupt"}

@@ -1,4 +1,4 @@
-"""What came of the faults: a line each in FOLDER/seed-N/faults.jsonl, and the table over all of them."""
+"""The outcomes of the faults: one line per fault in FOLDER/seed-N/faults.jsonl, and a table of all."""
 
 import json
 import re

@@ -23,11 +23,11 @@ INTERRUPTED = 130
 
 
 class RunEnded(RuntimeError):
-    """The run's own process has ended, and nobody asked it to."""
+    """The run's own process ended without a request."""
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that are still there after that; one that has ended and that nobody asked after is gone."""
+    """Wait for processes to end, and return those that are left after the timeout; zombies count as ended."""
     deadline = time.monotonic() + timeout_s
     while left := [process for process in processes if _is_there(process)]:
         if time.monotonic() > deadline:
@@ -44,7 +44,7 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 class ChaosRun:
-    """One run in `folder`/run, driven by a child process whose output is in `folder`/driver.log."""
+    """One run in `folder`/run, driven by a child process with its output in `folder`/driver.log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -170,7 +170,7 @@ class ChaosRun:
     # What it has written
 
     def last_step(self) -> int:
-        """Of the newest line in metrics.jsonl; 0 before there is one."""
+        """Return the step of the newest line in metrics.jsonl; 0 before the first."""
         try:
             lines = self.run.metrics_path.read_bytes().split(b"\n")[:-1]
         except OSError:

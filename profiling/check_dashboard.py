@@ -87,7 +87,7 @@ def started(
 
 @contextlib.contextmanager
 def ray_head(folder: Path) -> Iterator[dict[str, str]]:
-    """A head node with a dashboard, and the environment of who joins it; the folder's path must be short."""
+    """Start a head node with a dashboard, and yield the environment for joining it; keep the path short."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

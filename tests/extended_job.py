@@ -1,4 +1,4 @@
-"""What docs/extending.md adds to the package, at work: test_docs.py runs it with a changed copy as PYTHONPATH.
+"""A job with all additions of docs/extending.md: test_docs.py runs it with a changed copy as PYTHONPATH.
 
 python tests/extended_job.py COPY
 """

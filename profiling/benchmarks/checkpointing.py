@@ -1,7 +1,7 @@
-"""What a checkpoint costs a run: the same job without any and with one after every step.
+"""The cost of checkpoints: the same job without any, and with one after every step.
 
-Its model is larger than the quickstart's (18M parameters, unless overridden) so that there is something to
-write, and random; half of its responses are rewarded, so that it trains and the optimizer has a state.
+Its model is random, and larger than the quickstart's (18M parameters, unless overridden) so that there is
+something to write; half of its responses are rewarded, so that it trains and the optimizer has a state.
 """
 
 import tempfile
@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.jobs import steady_means, train
 from benchmarks.results import Options, Row
 
-TITLE = "whole runs with a checkpoint after every step against none, seconds a step"
+TITLE = "whole runs with a checkpoint after every step against none, seconds per step"
 TAKES_OVERRIDES = True
 LARGER = [
     "model.tiny.hidden_size=512",

@@ -52,7 +52,7 @@ def verdict(before: Row, after: Row) -> str:
 
 
 def differences(before: Result, after: Result) -> list[str]:
-    """What makes the two hard to compare; how busy the machine was always differs."""
+    """Return the differences that make two results hard to compare; the load always differs."""
     found = []
     for what in ("machine", "versions", "arguments"):
         first, second = getattr(before, what), getattr(after, what)

@@ -23,9 +23,9 @@ def train(
 
 
 def steady_means(run: RunDirectory) -> Mapping[str, float]:
-    """Of each metric, over the steps between the first few and the last, which has no generation beside it.
+    """Return each metric's mean, without the first few steps and the last, which has no generation in parallel.
 
-    Means, not medians: one step's delay can be the next one's head start.
+    Means, not medians: a delay in one step can be a head start for the next.
     """
     known: dict[str, list[float]] = defaultdict(list)
     for row in read_metrics(run.metrics_path)[SKIPPED_STEPS:-1]:

@@ -1,4 +1,4 @@
-"""How sequences of many lengths are put into micro-batches, and what the padding costs."""
+"""Packing sequences of many lengths into micro-batches, and the cost of padding."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -31,7 +31,7 @@ def make_sequences(num_sequences: int, longest: int) -> list[TrainSequence]:
 
 
 def in_order(sequences: Sequence[TrainSequence], max_tokens: int) -> Iterable[MicroBatch]:
-    """As they come, each micro-batch as full as it may be."""
+    """Pack in order of arrival, each micro-batch as full as possible."""
     pending: list[TrainSequence] = []
     for sequence in sequences:
         if pending and (len(pending) + 1) * max(map(len, [*pending, sequence])) > max_tokens:

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.jobs import steady_means, train
 from benchmarks.results import Options, Row
 
-TITLE = "whole runs, one version behind against synchronous, seconds a step (a core for each side)"
+TITLE = "whole runs, one version behind against synchronous, seconds per step (a core for each side)"
 TAKES_OVERRIDES = True
 WORK = [
     "learner.learning_rate=0",

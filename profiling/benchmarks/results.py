@@ -1,4 +1,4 @@
-"""What a benchmark found, as a table and as a file."""
+"""A benchmark's results, as a table and as a file."""
 
 import json
 import statistics

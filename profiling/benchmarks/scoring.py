@@ -1,7 +1,7 @@
-"""What it costs to grade answers in processes that can be killed.
+"""The cost of grading answers in processes that can be killed.
 
-Answers are graded in this process and in pools of workers, as one large batch and in groups of eight (as a
-Scorer does). No answer comes twice, so no cache helps.
+Answers are graded in this process and in pools of workers, as one large batch and in groups of eight (as in a
+Scorer). Each answer is different, so caches do not help.
 """
 
 import contextlib
