@@ -1,7 +1,7 @@
 """Training under faults: a real run, into which faults are put at random moments, and an audit at its end.
 
     python profiling/chaos.py CONFIG [--faults 20] [--seed 0] [--seeds 1] [--kinds kill_learner,delay]
-        [--baseline-seeds 0,1,2] [--folder runs/chaos] [--table docs/chaos.md] [section.key=value ...]
+        [--pause 4] [--baseline-seeds 0,1,2] [--folder runs/chaos] [--table docs/chaos.md] [section.key=value ...]
 
 Each seed draws faults, moments and victims, and seeds its run, in FOLDER/seed-N. What follows a fault is read
 from the run's own files; the run ends a few steps after the last fault, and everything that it wrote is
@@ -42,8 +42,8 @@ SETTINGS = [
 class Campaign:
     """One seed: its run, its faults, and what came of each."""
 
-    def __init__(self, seed: int, folder: Path, kinds: Sequence[str]) -> None:
-        self.seed, self.folder = seed, folder
+    def __init__(self, seed: int, folder: Path, kinds: Sequence[str], pause_s: float) -> None:
+        self.seed, self.folder, self._pause_s = seed, folder, pause_s
         self.run = ChaosRun(folder)
         self._draw = random.Random(f"chaos/{seed}")
         self._kinds = draws(list(kinds), self._draw)
@@ -81,7 +81,7 @@ class Campaign:
 
     def _one_fault(self, faults: list[Fault]) -> int:
         """Put them in at once, wait, and write down what came of them; returns how many there were."""
-        time.sleep(self._draw.uniform(0.0, 4.0))
+        time.sleep(self._draw.uniform(0.0, self._pause_s))
         step, began, since = self.run.last_step(), time.monotonic(), time.time()
         try:
             did = self._inject(faults)
@@ -164,7 +164,7 @@ def main() -> int:
 
 
 def one_seed(seed: int, folder: Path, kinds: Sequence[str], options: argparse.Namespace) -> None:
-    campaign = Campaign(seed, folder, kinds)
+    campaign = Campaign(seed, folder, kinds, options.pause)
     try:
         campaign.begin(options.config, options.overrides)
         campaign.put_in(options.faults)
@@ -183,6 +183,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--seeds", type=int, default=1, help="runs, one after another")
     parser.add_argument("--kinds", default="", help=f"of {','.join(FAULTS)}; all by default")
+    parser.add_argument("--pause", type=float, default=4.0, help="longest wait before a fault, in seconds")
     parser.add_argument("--baseline-seeds", default="", help="undisturbed runs to compare the reward with")
     parser.add_argument("--folder", default="runs/chaos", help="for the runs and what came of them")
     parser.add_argument("--table", default="", help="a Markdown file, to put the table between its marks")

@@ -1,22 +1,65 @@
-"""A configuration and a model small enough that every test takes a second or less."""
+"""A configuration and a model small enough that every test takes a second or less, and one Ray to share.
 
+Imports nothing heavy: the process that only hands out tests to the workers loads this module, too.
+"""
+
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from any_reward_cli import ParityGrader
-from builders import perturb
+from ray_nodes import ray_head, token_environment
 
-from grpo_ray.actors import scorer
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
-from grpo_ray.policy.tiny import build_model, train_tokenizer
-from grpo_ray.tasks.sorting import warmup_pairs
-from grpo_ray.tools.audit import audit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # for the shared Ray; read once, as Ray is imported
+
+Joining = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+LONGEST = ("vllm", "slow", "ray")  # a file's first marker among these decides its place
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first, so that two workers end at about the same time."""
+    marked = {(item.path, marker.name) for item in items for marker in item.iter_markers()}
+    files = {item.path for item in items}
+    places = {
+        file: next((place for place, name in enumerate(LONGEST) if (file, name) in marked), len(LONGEST))
+        for file in files
+    }
+    items.sort(key=lambda item: places[item.path])
+
+
+@pytest.fixture(scope="session")
+def joining_ray() -> Iterator[Joining]:
+    """`with joining_ray():` makes runs that start inside it join one Ray, which the tests of a worker share."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    environment = token_environment()
+
+    @contextlib.contextmanager
+    def joining() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", address)
+            patch.setenv("RAY_AUTH_TOKEN", environment["RAY_AUTH_TOKEN"])
+            AuthenticationTokenLoader.instance().reset_cache()
+            yield
+        AuthenticationTokenLoader.instance().reset_cache()
+
+    with ray_head(environment, "--num-cpus=4", "--include-dashboard=false") as (_, address):
+        yield joining
+
+
+@pytest.fixture
+def shared_ray(joining_ray: Joining) -> Iterator[None]:
+    """Runs that the test starts join the shared Ray."""
+    with joining_ray():
+        yield
 
 
 @pytest.fixture
@@ -37,7 +80,7 @@ def tiny_config() -> Config:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_model(tied=True, hidden_size=32, own=False)`: the folder of a random 2-layer model with tokenizer.
 
-    A Qwen2, or with `own` a TransformerLM.
+    The model is a Qwen2, or with `own` a TransformerLM.
     """
     folders: dict[tuple[bool, int, bool], Path] = {}
 
@@ -52,6 +95,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Implementation) -> None:
+    from builders import perturb
+
+    from grpo_ray.policy.tiny import build_model, train_tokenizer
+    from grpo_ray.tasks.sorting import warmup_pairs
+
     pairs = warmup_pairs(SortingTaskConfig(), seed=0, num_pairs=300)
     tokenizer = train_tokenizer((prompt + response for prompt, response in pairs), vocab_size=300)
     shape = TinyModelConfig(
@@ -66,7 +114,7 @@ def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Imp
 
 @pytest.fixture(scope="module")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Models that a file's tests build are kept for them alone."""
+    """A model cache of the file's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
         yield
@@ -75,5 +123,10 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that a random model earns sometimes, so that every step has a gradient."""
+    from any_reward_cli import ParityGrader
+
+    from grpo_ray.actors import scorer
+    from grpo_ray.tools.audit import audit
+
     monkeypatch.setattr(scorer, "Grader", ParityGrader)
     monkeypatch.setattr(audit, "Grader", ParityGrader)

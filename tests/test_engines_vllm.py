@@ -27,7 +27,6 @@ from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm
-pytest.importorskip("vllm")
 
 ENDS = (0, 17)
 # The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that it is cached.
@@ -62,6 +61,7 @@ class Record:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["Qwen2, tied", "TransformerLM, untied"])
 def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Record:
+    pytest.importorskip("vllm")
     own = request.param
     path = tiny_model(tied=not own, hidden_size=64, own=own)  # vLLM's CPU attention takes heads of 32 and more
     implementation: Implementation = "grpo_ray" if own else "transformers"

@@ -1,4 +1,4 @@
-"""Actors as Ray actors: how a call fails, what is killed, and what a stuck process can still tell."""
+"""Actors as Ray actors: how a call fails, what is killed, and the stacks of stuck processes."""
 
 import asyncio
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ray.util
 from builders import make_item, make_settings
+from conftest import Joining
 from run_process import pid_of
 from small_run import QUICKSTART, SMALL
 
@@ -30,19 +31,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def actors(model_cache: None, folder: Path) -> Iterator[ActorGroup]:
+def actors(model_cache: None, joining_ray: Joining, folder: Path) -> Iterator[ActorGroup]:
     config = load_config(QUICKSTART, [*SMALL, "generator.num_generators=2", "generator.slowdown_s=60"])
     prepared = prepare(config, check_files(config))
     with (
+        joining_ray(),
         session.connected(),
         session.placed(config) as placement,
         running(placement, config, prepared.model, folder) as group,
     ):
-        asyncio.run(everyone_ready(group))
+        asyncio.run(all_ready(group))
         yield group
 
 
-async def everyone_ready(group: ActorGroup) -> None:
+async def all_ready(group: ActorGroup) -> None:
     await asyncio.gather(*(client.ready() for client in group.by_name().values()))
 
 
@@ -54,7 +56,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def test_rays_dashboard_has_the_actors_names(actors: ActorGroup) -> None:
-    """Another group of this process may have had them before: then with a number."""
+    """A name that an earlier group of this process used is followed by a number."""
     shown = [name.partition(" (")[0] for name in ray.util.list_named_actors()]
     assert sorted(shown) == sorted(actors.by_name())
 
@@ -67,7 +69,7 @@ def test_an_actors_own_error_arrives_as_it_is(actors: ActorGroup) -> None:
         asyncio.run(run())
 
 
-def test_a_given_up_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
+def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
     async def run() -> None:
         generator = actors.generators["generator-0"]
         _, sampled = generator.generate(make_item(0), make_settings())
@@ -80,8 +82,8 @@ def test_a_given_up_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None:
     asyncio.run(run())
 
 
-def test_lost_data_is_told_from_a_dead_actor(actors: ActorGroup, folder: Path) -> None:
-    """The group's Generator dies before it is sampled: the Scorer that gets the reference is not to blame."""
+def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, folder: Path) -> None:
+    """A Generator that dies before its group is sampled is named; the Scorer that gets the reference is not."""
 
     async def run() -> None:
         group, sampled = actors.generators["generator-1"].generate(make_item(0), make_settings())

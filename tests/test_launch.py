@@ -5,10 +5,8 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,104 +15,57 @@ from typing import Any
 
 import psutil
 import pytest
+from ray_nodes import free_port, ray_head, ray_node, token_environment, wait_until
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.cli import parse
 
-SECRET = {"EXAMPLE_API_KEY": "only for the shell that starts the nodes"}
-PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+SECRET = {"EXAMPLE_API_KEY": "for the shell that starts the nodes alone"}
 
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A head node and a second node; yields the environment that reaches them."""
+    """Start a head node and a second one; gives the environment that reaches them."""
+    dashboard = free_port()
     environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_AUTH_MODE": "token",
+        **token_environment(),
+        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
         "GRPO_RAY_CACHE": str(tmp_path / "models"),
     }
-    gcs, dashboard = free_port(), free_port()
-    environment["RAY_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
-    # Each port is free, so that another cluster on this machine does not conflict. The paths are short, because
-    # Ray's sockets live under them, and a socket's name has at most 107 characters.
-    folders = [f"/tmp/gr{os.getpid()}-{index}" for index in range(2)]
-    head = ["launch/start_head.sh", f"--dashboard-port={dashboard}", f"--temp-dir={folders[0]}"]
-    head += [f"--port={gcs}", f"--ray-client-server-port={free_port()}"]
-    join = ["launch/join.sh", f"127.0.0.1:{gcs}", f"--temp-dir={folders[1]}"]
-    nodes = []
-    try:
-        nodes.append(start_node([*head, "--num-cpus=2"], environment))
-        wait_for_dashboard(environment)
-        nodes.append(start_node([*join, "--num-cpus=1"], environment))
-        wait_for_nodes(environment, 2)
-        for node in nodes:
-            assert_no_process_has_the_secret(psutil.Process(node.pid))
-        yield environment
-    finally:
-        for node in reversed(nodes):
-            end_with_children(node)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    of_nodes = {**environment, **SECRET}
+    with ray_head(of_nodes, f"--dashboard-port={dashboard}", "--num-cpus=2") as (head, address):
+        wait_until(lambda: is_up(environment), head)
+        with ray_node(["launch/join.sh", address, "--num-cpus=1"], of_nodes) as second:
+            wait_until(lambda: num_alive(environment) == 2, second)
+            for node in (head, second):
+                assert_secret_is_not_inherited(psutil.Process(node.pid))
+            yield environment
 
 
-def start_node(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    ports = [f"--{port}={free_port()}" for port in PORTS]
-    return subprocess.Popen(
-        ["bash", *command, "--block", *ports],
-        env={**environment, **SECRET}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def end_with_children(process: subprocess.Popen[bytes]) -> None:
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for member in alive:
-        member.kill()
-
-
-def assert_no_process_has_the_secret(head: psutil.Process) -> None:
-    family = [head, *head.children(recursive=True)]
-    assert len(family) > 3  # the head's GCS, dashboard, raylet
+def assert_secret_is_not_inherited(node: psutil.Process) -> None:
+    family = [node, *node.children(recursive=True)]
+    assert len(family) > 3  # GCS, dashboard, raylet
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             assert not SECRET.keys() & process.environ().keys(), process
 
 
-def wait_for_dashboard(environment: dict[str, str]) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            ask(environment, "/api/version")
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
+def is_up(environment: dict[str, str]) -> bool:
+    with contextlib.suppress(OSError):
+        ask(environment, "/api/version")
+        return True
+    return False
 
 
-def wait_for_nodes(environment: dict[str, str], count: int) -> None:
-    deadline = time.monotonic() + 60
-    while len([node for node in state_of(environment, "nodes") if node["state"] == "ALIVE"]) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+def num_alive(environment: dict[str, str]) -> int:
+    return sum(node["state"] == "ALIVE" for node in state_of(environment, "nodes"))
 
 
-def state_of(environment: dict[str, str], kind: str) -> list[dict[str, Any]]:
+def state_of(environment: dict[str, str], what: str) -> list[dict[str, Any]]:
     """Return Ray's records of its nodes, actors or placement groups, including those that are gone."""
-    return ask(environment, f"/api/v0/{kind}?detail=1&limit=1000")["data"]["result"]["result"]  # type: ignore[no-any-return]
+    return ask(environment, f"/api/v0/{what}?detail=1&limit=1000")["data"]["result"]["result"]  # type: ignore[no-any-return]
 
 
 def ask(environment: dict[str, str], path: str) -> Any:
@@ -131,7 +82,7 @@ def submit(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 @pytest.mark.ray
 def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
-    """One Generator per node gets the weights across nodes, and the run holds nothing afterwards."""
+    """Each node has a Generator, weights reach the node without the Learner, and nothing stays reserved."""
     overrides = [
         *SMALL, "generator.num_generators=2", "generator.num_cpus=1", "placement.strategy=spread",
         f"run.output_dir={tmp_path}", "run.name=job",
@@ -180,7 +131,7 @@ esac
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """The scripts in a folder without an environment, with programs that print their arguments."""
+    """Copy the scripts to a folder without an environment, with programs that print how they are called."""
     shutil.copytree("launch", tmp_path / "launch")
     programs = tmp_path / "bin"
     programs.mkdir()

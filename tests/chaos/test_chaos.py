@@ -1,4 +1,4 @@
-"""profiling/chaos.py in short: real actors, a few faults of a fixed seed, and a clean audit."""
+"""A short form of profiling/chaos.py: real actors, a few faults from a fixed seed, and a clean audit."""
 
 import json
 import subprocess
@@ -11,11 +11,11 @@ from small_run import QUICKSTART, SMALL
 
 
 def chaos(folder: Path, kinds: str, num_faults: int, *overrides: str) -> list[dict[str, Any]]:
-    """Run the tool on one seed; returns what came of each fault."""
+    """Run the tool on one seed; returns the outcome of each fault."""
     command = [sys.executable, "profiling/chaos.py", QUICKSTART, "--folder", str(folder), "--seed", "1"]
-    command += ["--kinds", kinds, "--faults", str(num_faults), *overrides]
+    command += ["--kinds", kinds, "--faults", str(num_faults), "--pause", "1", *overrides]
     result = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr  # 1 for whatever is not as it must be
+    assert result.returncode == 0, result.stdout + result.stderr  # 1 where an outcome is not as it must be
     audit = json.loads((folder / "seed-1" / "audit.json").read_text())
     assert audit["problems"] == []
     assert audit["num_steps"] > num_faults
@@ -30,6 +30,7 @@ def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("shared_ray")
 def test_a_run_of_real_actors_survives_five_faults_with_a_clean_audit(tmp_path: Path) -> None:
     kinds = {"fill_disk", "kill_generator", "kill_learner", "nan_gradient", "poison_reward"}
     slow = ["learner.slowdown_s=0.05", "generator.num_generators=2"]

@@ -1,0 +1,91 @@
+"""Ray nodes on this machine, started by the launch scripts, with ports and folders of their own."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+AGENT_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def token_environment() -> dict[str, str]:
+    """Return this process's environment with a fresh token, and with this Python's programs first."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_MODE": "token"}
+
+
+@contextlib.contextmanager
+def ray_node(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run one of the launch scripts; the node ends with the block, and nothing of it stays.
+
+    Every port is its own, so that no other cluster on this machine is in the way. Paths are short: Ray's
+    sockets lie under the node's folder, and a socket's name may have 107 characters.
+    """
+    folder = tempfile.mkdtemp(prefix="gr", dir="/tmp")
+    ports = [f"--{port}={free_port()}" for port in AGENT_PORTS]
+    process = subprocess.Popen(
+        ["bash", *command, "--block", f"--temp-dir={folder}", *ports],
+        env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        _end_with_children(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ray_head(environment: dict[str, str], *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Start a head node; gives its process and its address, which answers."""
+    address = f"127.0.0.1:{free_port()}"
+    command = ["launch/start_head.sh", f"--port={address.partition(':')[2]}"]
+    command += [f"--ray-client-server-port={free_port()}", *options]
+    with ray_node(command, environment) as process:
+        wait_until(lambda: _answers(address), process)
+        yield process, address
+
+
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120.0
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "the node ended"
+        assert time.monotonic() < deadline, "the node did not come up"
+        time.sleep(0.2)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+        return True
+    return False
+
+
+def _end_with_children(process: subprocess.Popen[bytes]) -> None:
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.terminate()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for member in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
