@@ -194,6 +194,47 @@ def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path:
     assert {row["generator"] for row in rollouts} == {"generator-0", "generator-1"}
 
 
+def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(tmp_path: Path) -> None:
+    """The answer to `admit` travels while the next sync, which the fresh Generator fails, is under way."""
+    config = make_config(
+        "generator.num_generators=2", "algorithm.num_steps=12", "weight_sync.phase_timeout_s=0.3"
+    )
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 2)
+        sync = actors.weight_sync.actor
+        admit, publish, published = sync.admit, sync.publish, asyncio.Event()
+
+        async def never_pauses() -> None:
+            await asyncio.Event().wait()
+
+        async def slow_admit(generator: Any) -> int:
+            version = await admit(generator)
+            actors.generators["generator-1"].actor.pause = never_pauses
+            published.clear()
+            await published.wait()
+            sync.admit = admit
+            return version
+
+        async def watched_publish(*args: Any) -> Any:
+            report = await publish(*args)
+            published.set()
+            return report
+
+        sync.admit, sync.publish = slow_admit, watched_publish
+        actors.generators["generator-1"].die()
+        await until(lambda: len(controller._pool.serving) == 1)
+        await until(lambda: len(controller._pool.serving) == 2)
+        assert await sync.stale() == frozenset()
+        assert (await sync.versions()).keys() == {"generator-0", "generator-1"}
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, once(meddle))
+    assert len(events(run, "generator_failed")) == 2
+    assert all(row["lag/rejected"] == 0 for row in read_metrics(run.metrics_path))
+    audit(run, config)
+
+
 def test_a_scorer_that_dies_is_replaced_and_scores_again(tmp_path: Path) -> None:
     config = make_config()
 

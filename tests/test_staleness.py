@@ -135,6 +135,7 @@ class Trained:
     dropped: list[list[int]] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     replayed_ages: list[int] = field(default_factory=list)
+    num_versions: list[int] = field(default_factory=list)  # per fresh group: those that sampled it
 
 
 class Remote:
@@ -236,14 +237,17 @@ class Schedule:
         self.trained.replayed.append([group.group_id for group in replayed])
         self.trained.dropped.append(list(facts.dropped_ids))
         self.trained.lags.append(version - min(group.rollout.oldest_version for group in fresh))
+        self.trained.num_versions += [len({*group.rollout.completions[0].versions}) for group in fresh]
         self.trained.replayed_ages += [version - group.rollout.oldest_version for group in replayed]
         await self.producer.batch_taken(step, facts)
         return facts
 
     async def publish(self, version: int) -> None:
-        if not self.config.weight_sync.in_flight:
-            await self.producer.until_none_runs(version - 1)
-        await self.actors.weight_sync.publish(version, (None,))
+        if self.config.weight_sync.in_flight:
+            await self.actors.weight_sync.publish(version, (None,))
+        else:
+            async with self.producer.drained(version - 1):
+                await self.actors.weight_sync.publish(version, (None,))
 
 
 MAX_TURNS = 12_000  # a run with the slowest groups takes four thousand
@@ -352,6 +356,8 @@ def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
     assert [len(fresh) for fresh in trained.fresh] == [config.fresh_per_step] * num_steps
     assert max(trained.lags) <= config.weight_sync.max_lag
     assert max(trained.replayed_ages, default=0) <= config.buffer.replay.max_age
+    if not config.weight_sync.in_flight:  # no group spans a sync
+        assert set(trained.num_versions) == {1}
 
     fresh = [group_id for batch in trained.fresh for group_id in batch]
     dropped = [group_id for batch in trained.dropped for group_id in batch]

@@ -293,19 +293,19 @@ class Controller:
         The next version is published after this returns, so an evaluation sees one version only.
         """
         metrics = self._unlogged[version]
-        with self._clock.stage("join", f"version {version}") as joining:
-            if not self._config.weight_sync.in_flight:
-                await self._producer.until_none_runs(version - 1)
-        metrics |= {"timing/weight_sync/join_s": joining.seconds}
-        with self._clock.stage("publish", f"version {version}"):
-            with self._calls.call("learner", f"copies the weights of version {version}"):
-                await copied  # first: otherwise a stuck Learner would look like stuck Generators
-            synced = self._pool.serving
-            with self._calls.call("weight_sync", f"publishes version {version}"):
-                report = await self._actors.weight_sync.publish(version, (snapshot,))
+        async with contextlib.AsyncExitStack() as until_published:
+            with self._clock.stage("join", f"version {version}") as joining:
+                if not self._config.weight_sync.in_flight:
+                    await until_published.enter_async_context(self._producer.drained(version - 1))
+            metrics |= {"timing/weight_sync/join_s": joining.seconds}
+            with self._clock.stage("publish", f"version {version}"):
+                with self._calls.call("learner", f"copies the weights of version {version}"):
+                    await copied  # first, or a Learner that is stuck would look like Generators that are
+                synced = self._pool.serving
+                with self._calls.call("weight_sync", f"publishes version {version}"):
+                    report = await self._actors.weight_sync.publish(version, (snapshot,))
         for name, error in report.failed.items():
-            if name in synced:  # otherwise it is being replaced already
-                self._pool.retire(name, error, synced[name])
+            self._pool.retire(name, error, synced.get(name))
         window = await self._step_metrics.take(metrics["throughput/trained_tokens"])
         metrics |= {**report.metrics, **window, **self._checkpointing.take_metrics()}
         self._log.display.step(version, metrics)

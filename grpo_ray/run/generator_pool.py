@@ -57,6 +57,7 @@ class GeneratorPool:
         self._settings, self._budget = settings, budget
         self._serving = {name: Incarnation(client) for name, client in context.actors.generators.items()}
         self._serving_changed = asyncio.Condition()
+        self._failed_meanwhile: dict[str, str] = {}  # errors of Generators that are being replaced
         self._scorer_lock = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self.replacing: set[asyncio.Task[None]] = set()
@@ -185,6 +186,8 @@ class GeneratorPool:
             task = self._tasks.create_task(self._replace(name, error))
             self.replacing.add(task)
             task.add_done_callback(self.replacing.discard)
+        elif current is None and incarnation is None:
+            self._failed_meanwhile[name] = error
 
     async def _replace(self, name: str, error: str) -> None:
         while True:
@@ -198,18 +201,32 @@ class GeneratorPool:
                     client = self._actors.restart_generator(name)
                     await client.ready()
                 version = await self._weight_sync.admit(client)
-                break
             except (ActorDied, EngineDied, WeightSyncError) as again:
                 if isinstance(again, ActorDied) and again.name != name:
                     raise
                 error = str(again)
-        async with self._serving_changed:
-            self._serving[name] = Incarnation(client)
-            self._serving_changed.notify_all()
+                continue
+            async with self._serving_changed:
+                failure = await self._failure_since_admission(name)
+                if failure is None:
+                    self._serving[name] = Incarnation(client)
+                    self._serving_changed.notify_all()
+                    break
+                error = failure
         seconds = time.monotonic() - started
         self._log.event(
             "generator_back", name, f"serves version {version} again after {seconds:.1f} s", seconds=seconds
         )
+
+    async def _failure_since_admission(self, name: str) -> str | None:
+        """Return the error of a sync that the fresh Generator failed before the answer to `admit` arrived here.
+
+        A failure reported meanwhile may also be the predecessor's; then the fresh one is not stale.
+        """
+        while (error := self._failed_meanwhile.pop(name, None)) is not None:
+            if name in await self._weight_sync.stale():
+                return error
+        return None
 
     async def replace_scorer(self, scorer: ScorerClient, error: str) -> None:
         """Replace this Scorer, unless that has been done already."""

@@ -6,7 +6,8 @@ trained, because it was set aside or dropped, goes to another group; a group tha
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ class RolloutProducer:
         self._rollouts: dict[int, _Rollout] = {}  # by group
         self._progress = asyncio.Condition()
         self._admitted = Admitted(version, 0)
+        self._num_slots_on_their_way = 0  # to WeightSync
+        self._is_held = False  # nothing is dispatched during a sync that no request may span
         self._oldest_useful = 0  # groups dispatched at older versions are cut off
         self._num_set_aside = self._num_cut = 0  # since the last batch
 
@@ -80,6 +83,7 @@ class RolloutProducer:
         )
         if ledger_state is not None:
             await self._add_slots(await buffer.begin(sorted(ledger.unfinished), ledger.next_group_id))
+        self._note(await self._actors.weight_sync.admission(Admitted(-1, 0)))
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Produce in this task group; an error ends it."""
@@ -96,6 +100,7 @@ class RolloutProducer:
         while True:
             known = await self._actors.weight_sync.admission(known)
             self._note(known)
+            await self._until(lambda: not self._is_held)
             self._sample_waiting()
             num_new = self._admitted.num_groups - self._ledger.next_group_id
             self._dispatch(self._ledger.take_new(max(0, num_new)))
@@ -108,7 +113,7 @@ class RolloutProducer:
 
     def _sample_waiting(self) -> None:
         """Dispatch the waiting groups, unless the published version is so old that they would be cut again."""
-        if self._admitted.version >= self._oldest_useful:
+        if self._admitted.version >= self._oldest_useful and not self._is_held:
             self._dispatch(self._ledger.take_waiting())
 
     def _dispatch(self, items: Iterable[PromptItem]) -> None:
@@ -166,7 +171,9 @@ class RolloutProducer:
     async def _add_slots(self, num_slots: int) -> None:
         """Admit `num_slots` more groups, in place of as many that will not be trained."""
         if num_slots:
+            self._num_slots_on_their_way += num_slots
             self._note(await self._actors.weight_sync.add_slots(num_slots))
+            self._num_slots_on_their_way -= num_slots
 
     # The controller's reports
 
@@ -180,8 +187,8 @@ class RolloutProducer:
             self._cut_off_running(step + 1)
             self._sample_waiting()
             metrics["rollout/cut_groups"] = self._num_cut
-        await self._notify()
         self._num_set_aside = self._num_cut = 0
+        await self._notify()
         return metrics
 
     def batch_trained(self, facts: BatchFacts) -> Metrics:
@@ -195,7 +202,8 @@ class RolloutProducer:
         """Sample again the groups that the buffer refused as too old."""
         self._account_as_buffered(group_ids)
         self._ledger.give_back(group_ids)
-        self._dispatch(self._ledger.take_waiting())
+        if not self._is_held:  # otherwise the next version dispatches them
+            self._dispatch(self._ledger.take_waiting())
 
     def _account_as_buffered(self, group_ids: Iterable[int]) -> None:
         """Mark groups as buffered that the buffer has reported before their receipts arrived here."""
@@ -220,16 +228,22 @@ class RolloutProducer:
 
     # Waiting
 
-    async def until_none_runs(self, published_version: int) -> None:
-        """Wait until every group that `published_version` admits is scored, set aside, or cut off."""
+    @contextlib.asynccontextmanager
+    async def drained(self, published_version: int) -> AsyncIterator[None]:
+        """Wait until every group that `published_version` admits is sampled, and dispatch none in the block."""
+        await self._until(lambda: self._is_drained(published_version))
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            await self._notify()
 
-        def none_runs() -> bool:
-            admitted = self._admitted
-            is_dispatched = self._ledger.next_group_id >= admitted.num_groups
-            is_sampled = self._ledger.in_flight <= self._ledger.scored
-            return admitted.version >= published_version and is_dispatched and is_sampled
-
-        await self._until(none_runs)
+    def _is_drained(self, published_version: int) -> bool:
+        """Return whether every group that the version admits is scored, set aside, or cut off."""
+        is_admitted = self._admitted.version >= published_version and not self._num_slots_on_their_way
+        is_dispatched = self._ledger.next_group_id >= self._admitted.num_groups
+        return is_admitted and is_dispatched and self._ledger.in_flight <= self._ledger.scored
 
     async def _notify(self) -> None:
         async with self._progress:
