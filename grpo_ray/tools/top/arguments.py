@@ -12,18 +12,18 @@ class TopOptions:
     target: Annotated[str, Argument("RUN|JOB", "a run's directory, or the name of a submitted job")]
     address: Annotated[
         str | None,
-        Option("URL", "dashboard of the job's cluster (default: RAY_ADDRESS, or the one on this machine)"),
+        Option("URL", "dashboard of the job's cluster (default: RAY_ADDRESS, or the cluster on this machine)"),
     ] = None
     once: Annotated[bool, Flag("print one frame and exit, as without a terminal")] = False
     every_s: Annotated[
-        float, Option("SECONDS", "between frames (default: %(default)g)", name="--every", type=above_zero)
+        float, Option("SECONDS", "time between frames (default: %(default)g)", name="--every", type=above_zero)
     ] = 1.0
 
 
 def _top(options: TopOptions) -> int:
     from grpo_ray.tools.top.watch_run import top
 
-    with contextlib.suppress(KeyboardInterrupt):  # nothing was started here that would have to be ended
+    with contextlib.suppress(KeyboardInterrupt):  # this command has no actors to shut down
         top(options)
     return 0
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from grpo_ray.errors import RunError
 from grpo_ray.tools.arguments import Command, Option, above_zero, natural, positive
 
-ByModel = partial(Option, group="answers by a model (default: by the templates of a small grammar)")
+ByModel = partial(Option, group="answers by a model (default: sentences of a small grammar)")
 
 
 def keyword_range(text: str) -> tuple[int, int]:
@@ -43,14 +43,14 @@ class KeywordOptions:
         str | None,
         ByModel(
             "NAME|FILE",
-            "question_only, chat, or a template (default: chat where the model has a chat template)",
+            "question_only, chat, or a template (default: chat if the model has a chat template)",
         ),
     ] = None
     temperature: Annotated[float, ByModel("T", "(default: %(default)s)", type=above_zero)] = 1.0
     max_tokens: Annotated[int, ByModel("N", "longest answer (default: %(default)s)", type=positive)] = 64
     max_attempts: Annotated[
         int,
-        ByModel("N", "answers to ask for before a prompt is dropped (default: %(default)s)", type=positive),
+        ByModel("N", "answers to try before a prompt is dropped (default: %(default)s)", type=positive),
     ] = 4
 
 

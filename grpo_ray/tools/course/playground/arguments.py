@@ -38,9 +38,9 @@ class ExampleOptions:
 @dataclass(frozen=True)
 class SortingOptions(ExampleOptions):
     compare: Annotated[
-        Literal["deltas", "loss", "kl"] | None, Option(None, "try every value of this setting")
+        Literal["deltas", "loss", "kl"] | None, Option(None, "compare all values of this setting")
     ] = None
-    seeds: Annotated[int, Option("N", "runs of each setting (default: %(default)s)", type=positive)] = 5
+    seeds: Annotated[int, Option("N", "runs per setting (default: %(default)s)", type=positive)] = 5
     given: Annotated[tuple[tuple[str, str], ...], SETTINGS] = ()
     """Settings and their texts, as typed."""
 
@@ -48,7 +48,7 @@ class SortingOptions(ExampleOptions):
 @dataclass(frozen=True)
 class BaselineOptions(ExampleOptions):
     samples: Annotated[
-        int, Option("N", "in each estimate of the gradient (default: %(default)s)", type=positive)
+        int, Option("N", "samples per estimate of the gradient (default: %(default)s)", type=positive)
     ] = 10
 
 
@@ -83,13 +83,16 @@ def _frozen(options: ExampleOptions) -> int:
 EXAMPLES = (
     Command("sorting", SortingOptions, _sorting, "train the lecture's small model to sort numbers"),
     Command(
-        "baseline", BaselineOptions, _baseline, "two states, and the gradient noise that a baseline removes"
+        "baseline",
+        BaselineOptions,
+        _baseline,
+        "show on two states how much noise a baseline removes from the gradient",
     ),
     Command(
         "frozen",
         ExampleOptions,
         _frozen,
-        "a ratio with a denominator that is not frozen, and a ratio of log-probabilities",
+        "compare the frozen ratio with one that is not, and with one of log-probabilities",
     ),
 )
 PLAYGROUND = Command(
