@@ -1,7 +1,8 @@
 """Training under faults: a real run, into which faults are put at random moments, and an audit at its end.
 
     python profiling/chaos.py CONFIG [--faults 20] [--seed 0] [--seeds 1] [--kinds kill_learner,delay]
-        [--pause 4] [--baseline-seeds 0,1,2] [--folder runs/chaos] [--table docs/chaos.md] [section.key=value ...]
+        [--pause 4] [--baseline-seeds 0,1,2] [--folder runs/chaos] [--table docs/chaos.md]
+        [section.key=value ...]
 
 Each seed draws faults, moments and victims, and seeds its run, in FOLDER/seed-N. What follows a fault is read
 from the run's own files; the run ends a few steps after the last fault, and everything that it wrote is

@@ -1,8 +1,6 @@
 """Invalid data files and prompts: each has a defined outcome, which the user is told."""
 
 import json
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -313,13 +311,14 @@ def write_config(folder: Path, task: FileTaskConfig, model: Path) -> str:
     return str(folder / "run.yaml")
 
 
-def test_check_prints_a_refusal_without_a_traceback(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_check_prints_a_refusal_without_a_traceback(
+    tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     task = write_task(tmp_path, line("a?") + line("a?", "3"))
-    command = [sys.executable, "-m", "grpo_ray", "check", write_config(tmp_path, task, tiny_model())]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 2
-    assert f"grpo-ray: {task.train_path}, line 2: the question 'a?' has the answer '3'" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert main(["check", write_config(tmp_path, task, tiny_model())]) == 2
+    error = capsys.readouterr().err
+    assert f"grpo-ray: {task.train_path}, line 2: the question 'a?' has the answer '3'" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from any_reward_cli import ParityGrader
 from local_actors import LocalActors
 from local_runs import Killed, Recorder, Watcher, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
+from grpo_ray.actors import scorer
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.run.controller import Controller
@@ -79,14 +81,21 @@ def assert_same_run(one: RunDirectory, other: RunDirectory) -> None:
         assert all(torch.equal(tensors[name], other_tensors[name]) for name in tensors), file
 
 
-@pytest.mark.parametrize("interruption", ["stop", "kill"])
-@pytest.mark.parametrize("num_generators", [1, 2])
+@pytest.fixture(scope="module")
+def whole(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A synchronous run of one Generator that is left alone."""
+    run = RunDirectory(tmp_path_factory.mktemp("whole") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scorer, "Grader", ParityGrader)
+        train(make_config("weight_sync.max_lag=0"), run.path)
+    return run
+
+
+@pytest.mark.parametrize(("interruption", "num_generators"), [("stop", 1), ("stop", 2), ("kill", 1)])
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
-    tmp_path: Path, interruption: str, num_generators: int
+    tmp_path: Path, whole: RunDirectory, interruption: str, num_generators: int
 ) -> None:
     config = make_config("weight_sync.max_lag=0", f"generator.num_generators={num_generators}")
-    train(config, tmp_path / "whole")
-    whole = RunDirectory(tmp_path / "whole")
     audit(whole, config)
     assert any(row["optim/grad_norm"] > 0 for row in read_metrics(whole.metrics_path))
 
@@ -105,7 +114,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
             assert read_metrics(run.metrics_path)[-1]["step"] < config.algorithm.num_steps
             train(config, run.path)
         else:
-            recorder = train(make_config("weight_sync.max_lag=0"), run.path, once(meddle))
+            recorder = train(config, run.path, once(meddle))
             assert any("the run continues from step" in text for text in recorder.warnings)
             with_restores_forgotten(run)
         assert_same_run(whole, run)

@@ -30,7 +30,6 @@ def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("shared_ray")
 def test_a_run_of_real_actors_survives_five_faults_with_a_clean_audit(tmp_path: Path) -> None:
     kinds = {"fill_disk", "kill_generator", "kill_learner", "nan_gradient", "poison_reward"}
     slow = ["learner.slowdown_s=0.05", "generator.num_generators=2"]
