@@ -99,7 +99,7 @@ def test_raw_rewards_of_a_group_of_correct_answers_are_a_signal() -> None:
 
 
 def test_long_responses_lose_advantage_but_no_reward() -> None:
-    """Of 16 tokens, the last 4 cost up to 0.5: 12 tokens cost nothing, 14 half of it, 16 or more all of it."""
+    """The last 4 of 16 tokens cost up to 0.5: 12 tokens cost nothing, 14 half of it, 16 or more all of it."""
     config = AlgorithmConfig(
         samples_per_prompt=4, advantage="mean", overlong_buffer_tokens=4, overlong_penalty=0.5
     )

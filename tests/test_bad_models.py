@@ -80,7 +80,7 @@ def test_missing_shards_are_named(folder: Path, of_folder: Callable[..., Config]
         ("tokenizer.json", "{broken", "the tokenizer of {folder!r} cannot be loaded (JSONDecodeError: "),
         ("tokenizer.json", "{}", "the tokenizer of {folder!r} cannot be loaded (KeyError: 'added_tokens')"),
         ("tokenizer_config.json", "{broken", "the tokenizer of {folder!r} cannot be loaded (JSONDecode"),
-        ("tokenizer.json", None, "its tokenizer makes no token of the prompt of the question 'Sort "),
+        ("tokenizer.json", None, "its tokenizer turns the prompt of the question 'Sort "),
         ("generation_config.json", "{broken", "generation_config.json' is not a valid JSON file. Correct it"),
     ],
 )

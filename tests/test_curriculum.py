@@ -28,7 +28,7 @@ RATES = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(NUM_EXAMPLES)}  # by prom
 
 
 def outcome(pass_rate: float) -> GroupOutcome:
-    """Make the outcome of a group whose rewards are 0 and 1."""
+    """Make the outcome of a group with rewards of 0 and 1."""
     return GroupOutcome(pass_rate, has_signal=0 < pass_rate < 1)
 
 

@@ -624,7 +624,7 @@ def test_batch_that_cannot_be_kept_does_not_end_the_training(
     (tmp_path / "file").touch()
     learner._skipped_folder = tmp_path / "file" / "skipped"
     assert learner.train_step(poisoned(make_batch(learner))).version == 1
-    assert "step 1: its batch could not be kept: " in caplog.text
+    assert "step 1: the batch could not be kept: " in caplog.text
 
 
 def test_batch_without_groups_is_refused(make_learner: Callable[..., Learner]) -> None:

@@ -17,7 +17,7 @@ class Reference:
 
 
 class Handle:
-    """An actor whose methods all answer 7, in addition to a bulky result."""
+    """An actor with methods that all answer 7, in addition to a bulky result."""
 
     def __getattr__(self, _: str) -> Any:
         return self

@@ -19,5 +19,5 @@ def verdict(has_format: bool, is_right: bool) -> Scores:
 
 
 def scores(reward: float, has_format: bool, is_right: bool) -> Scores:
-    """Return scores whose reward is not simply 0 or 1."""
+    """Return scores with a reward other than 0 or 1."""
     return {"reward": float(reward), "format_reward": float(has_format), "answer_reward": float(is_right)}

@@ -90,7 +90,7 @@ def _distinct_problems(
 
 
 def _problem(config: ArithmeticTaskConfig, number: int) -> Problem:
-    """Return a problem by its number, whose mixed-radix digits are the terms and the operations."""
+    """Return a problem by its number: its mixed-radix digits are the terms and the operations."""
     operations = sorted(set(config.operations))
     number, term = divmod(number, 10**config.num_digits)
     problem = [str(term)]

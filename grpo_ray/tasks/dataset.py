@@ -1,4 +1,4 @@
-"""The kinds of tasks whose examples are read from files, here or in a dataset on the hub."""
+"""The kinds of tasks with examples from files, local or in a dataset on the hub."""
 
 from dataclasses import replace
 

@@ -26,7 +26,7 @@ def count_tokens(examples: Sequence[Example], prompter: Prompter) -> list[int]:
 
 
 def skip_long(examples: ExampleSets, lengths: Lengths, limit: int, paths: tuple[str, str]) -> ExampleSets:
-    """Leave out the examples whose prompts are longer than `limit` tokens.
+    """Leave out the examples with prompts longer than `limit` tokens.
 
     Args:
         paths: names of the train and the validation examples, for messages.

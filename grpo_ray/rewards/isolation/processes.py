@@ -31,7 +31,7 @@ class WorkerProcess:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._received = channel, b""
-        self.num_sent = self.num_settled = 0  # answers sent, and answers whose results have come
+        self.num_sent = self.num_settled = 0  # answers sent, and answers with a result
 
     def send(self, lines: list[bytes]) -> None:
         self.num_sent += len(lines)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER
 
-MAX_PARTS = 32  # of a list whose order does not matter: every part is compared with every other
+MAX_PARTS = 32  # of an unordered list: every part is compared with every other
 
 OPENING, CLOSING = ("(", "[", r"\{", r"\langle"), (")", "]", r"\}", r"\rangle")
 # Plain braces group in LaTeX: they nest as brackets do, but are none.

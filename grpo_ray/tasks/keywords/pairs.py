@@ -78,7 +78,7 @@ def pair_examples(train_path: str, validation_path: str, num_validation: int) ->
 
 
 def not_evaluated(train: Sequence[KeywordPair], validation: Sequence[KeywordPair]) -> list[KeywordPair]:
-    """Return the train pairs whose keywords no validation pair asks for."""
+    """Return the train pairs with keywords that no validation pair asks for."""
     evaluated = {_word_set(pair) for pair in validation}
     return [pair for pair in train if _word_set(pair) not in evaluated]
 

@@ -76,7 +76,7 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
 
 
 def _stage_share(rows: Sequence[Row], actor: str, stages: Collection[str]) -> float:
-    """Return the stages' share of the time of all actors whose name starts with `actor`."""
+    """Return the stages' share of the time of all actors with names that start with `actor`."""
     spent = whole = 0.0
     for row in rows:
         for name, seconds in row.items():

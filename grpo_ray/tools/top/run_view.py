@@ -76,8 +76,8 @@ def is_alive(state: RunState) -> bool:
     """Return True if the driver's process exists, and not another one with its pid; valid on its own host."""
     try:
         process = psutil.Process(state.pid)
-        is_same = abs(process.create_time() - state.process_started) < 2
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
+        is_same = bool(abs(process.create_time() - state.process_started) < 2)
+        return is_same and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.AccessDenied:  # users may not see each other's processes
         return True
     except psutil.NoSuchProcess:

@@ -56,7 +56,7 @@ def make_keyword_dataset(options: KeywordOptions) -> None:
 
 
 def _task(options: KeywordOptions) -> KeywordsTaskConfig:
-    """Make the configuration of the generated task whose prompts will be answered."""
+    """Make the configuration of the generated task that supplies the prompts."""
     prompt = options.prompt or (default_prompt(options.model) if options.model else "question_only")
     if options.num_pairs < FEWEST_PAIRS:
         raise ValueError(f"--num-pairs: {options.num_pairs} is too few; a dataset needs {FEWEST_PAIRS}")

@@ -31,7 +31,7 @@ class Point:
     kl: float
     """KL(policy || reference) of a response, in nats; before the reference is refreshed."""
     clip_fraction: float
-    """Share of tokens whose gradient was removed by the clip, at the step's last update."""
+    """Share of tokens that lost their gradient to the clip, at the step's last update."""
 
 
 def train_model(settings: Settings, task: SortingTask, seed: int) -> list[Point]:
@@ -95,7 +95,8 @@ def compute_loss(
 
 @torch.no_grad()
 def _frozen_log_probs(model: SortingModel, task: SortingTask) -> Tensor:
-    return model(task.prompts)
+    log_probs: Tensor = model(task.prompts)
+    return log_probs
 
 
 def _point(task: SortingTask, policy: Tensor, reference: Tensor, step: int, clip_fraction: float) -> Point:

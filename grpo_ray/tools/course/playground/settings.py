@@ -29,7 +29,7 @@ COMPARISONS: dict[str, tuple[str | float, ...]] = {
 
 
 class Settings(Section):
-    """Settings of a training run; the defaults are the lecture's, whose raw rewards are `deltas: rewards`."""
+    """Settings of a training run; the defaults are the lecture's, with raw rewards (`deltas: rewards`)."""
 
     deltas: Deltas = "centered"
     """how deltas are computed from the rewards of a prompt's responses"""
