@@ -25,7 +25,7 @@ HOSTILE = [
 def make_run(
     folder: Path, config: Config, num_steps: int = 6, steps: Sequence[Sequence[ScoredGroup]] | None = None
 ) -> RunDirectory:
-    """Write a run with rewards that rise by 0.1 per step; `steps` are each step's groups (default: one of two)."""
+    """Write a run with rewards that rise by 0.1 per step; `steps` are each step's groups (default: two)."""
     run = RunDirectory(folder)
     run.create(config)
     write_lines(run.metrics_path, [metrics_of(step) for step in range(1, num_steps + 1)])

@@ -12,7 +12,7 @@ from grpo_ray.types import GroupOutcome
 class CurriculumOrder(EpochOrder):
     """The epoch order, from which prompts that currently teach nothing are left out most of the time.
 
-    A group without advantages, such as one in which all responses earn the same reward (with rewards of 0 and 1:
+    A group without advantages, such as one in which all responses earn the same reward (with rewards 0 and 1:
     all right or all wrong), settles its prompt: an epoch then includes it with probability `min_weight`, drawn
     from the seed. Every epoch includes all other prompts, and those never seen. A settled prompt still occurs
     once in `1 / min_weight` epochs on average, and its new group decides how often it occurs after that.
