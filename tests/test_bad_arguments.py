@@ -13,8 +13,8 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.schema import sections_of
 from grpo_ray.config.section import Section
 from grpo_ray.tools.cli import main, parse
-from grpo_ray.tools.evaluation.arguments import EvaluationOptions, TaskChoice
-from grpo_ray.tools.submit.arguments import SubmitOptions
+from grpo_ray.tools.evaluation.options import EvaluationOptions, TaskChoice
+from grpo_ray.tools.submit.options import SubmitOptions
 
 # ---- the configuration ----
 

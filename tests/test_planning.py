@@ -27,7 +27,6 @@ from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.planning.arguments import PlanOptions
 from grpo_ray.tools.planning.gpu_memory import (
     GIB,
     Budget,
@@ -44,6 +43,7 @@ from grpo_ray.tools.planning.gpu_memory import (
 )
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape, shape_of
+from grpo_ray.tools.planning.options import PlanOptions
 from grpo_ray.tools.planning.step_time import MeasuredRun, best_split, measure, splits, step_time
 from grpo_ray.types import TrainBatch
 

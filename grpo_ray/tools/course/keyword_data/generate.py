@@ -18,8 +18,8 @@ from grpo_ray.tasks.examples import counted
 from grpo_ray.tasks.keywords.examples import make_example, task_keywords
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords, read_words
-from grpo_ray.tools.course.keyword_data.arguments import KeywordOptions
 from grpo_ray.tools.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, has_keywords
+from grpo_ray.tools.course.keyword_data.options import KeywordOptions
 from grpo_ray.tools.course.keyword_data.writers import (
     AnswerWriter,
     TemplateWriter,
