@@ -1,9 +1,9 @@
-"""Does the quickstart learn, whatever the seed, and only when it is allowed to?
+"""Check that the quickstart learns with every seed, and only with a learning rate.
 
     python profiling/learning.py [--seeds 0 1 2] [section.key=value ...]
 
-Runs the quickstart once a seed, and once more with learning rate 0 as the control; prints the validation
-reward (sampled at temperature 1) at each evaluation, the largest lag, and mean seconds a step.
+Runs the quickstart once per seed, and once with learning rate 0 as the control; prints the validation reward
+(sampled at temperature 1) at each evaluation, the largest lag, and the mean seconds per step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def run(name: str, overrides: list[str], folder: Path) -> None:
     seconds = statistics.fmean(row["timing/step_s"] for row in metrics[3:])
     largest = max(row["lag/max"] for row in metrics)
     print(
-        f"{name:<10} validation reward {', '.join(rewards)}  lag/max {largest:.0f}  {seconds:.2f} s a step",
+        f"{name:<10} validation reward {', '.join(rewards)}  lag/max {largest:.0f}  {seconds:.2f} s per step",
         flush=True,
     )
 

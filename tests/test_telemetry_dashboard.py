@@ -1,4 +1,4 @@
-"""The Grafana dashboard and Prometheus's configuration against what a run really exports."""
+"""The Grafana dashboard and Prometheus's configuration, compared with the metrics that a run exports."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ PROFILING = Path("profiling")
 
 
 def script() -> ModuleType:
-    """profiling/check_dashboard.py, which is no part of the package."""
+    """Import profiling/check_dashboard.py, which is not part of the package."""
     spec = importlib.util.spec_from_file_location("check_dashboard", PROFILING / "check_dashboard.py")
     assert spec is not None
     assert spec.loader is not None
@@ -30,7 +30,7 @@ def script() -> ModuleType:
 
 
 def exported() -> set[str]:
-    """What Prometheus is given, as profiling/check_dashboard.py found it: a histogram is three metrics."""
+    """Return the metrics that Prometheus gets, as check_dashboard.py found them: a histogram is three."""
     names = {f"ray_{name}" for name in ray_metrics.names()}
     for name, endings in (
         (f"ray_{ray_metrics.STAGE_SECONDS}", ("_bucket", "_sum", "_count")),
@@ -51,7 +51,7 @@ def test_every_query_reads_what_is_exported_and_everything_exported_is_read() ->
 
 
 def test_the_names_are_stable() -> None:
-    """Users' dashboards and alerts rely on them: change none without need."""
+    """Users' dashboards and alerts rely on these names."""
     assert all(re.fullmatch(r"grpo_ray_[a-z_]+", name) for name in ray_metrics.names())
     assert len(set(ray_metrics.names())) == len(ray_metrics.names())
     assert {"grpo_ray_stage_seconds", "grpo_ray_reward", "grpo_ray_lag_max", "grpo_ray_buffer_groups",
@@ -59,11 +59,11 @@ def test_the_names_are_stable() -> None:
             } <= set(ray_metrics.names())  # fmt: skip
 
 
-def test_every_gauge_is_of_a_metric_that_there_is() -> None:
+def test_every_gauge_has_a_metric() -> None:
     assert check_names(ray_metrics.GAUGES) == []
 
 
-def test_panels_do_not_lie_on_each_other_and_have_units() -> None:
+def test_panels_do_not_overlap_and_have_units() -> None:
     panels = json.loads((PROFILING / "grafana" / "grpo_ray.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -84,7 +84,7 @@ def test_prometheus_reads_rays_service_discovery() -> None:
 
 
 class FakeMetric:
-    """Keeps what it was told, in the place of Ray's."""
+    """Stand-in for Ray's metrics that keeps the values it gets."""
 
     told: ClassVar[dict[str, list[tuple[float, dict[str, str]]]]] = {}
 

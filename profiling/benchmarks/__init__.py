@@ -1,4 +1,4 @@
-"""What `profiling/bench.py` can measure: a module a benchmark, each with `TITLE` and `run(options)`.
+"""The benchmarks of `profiling/bench.py`: one module per benchmark, with `TITLE` and `run(options)`.
 
-`TAKES_OVERRIDES` is there where changes of the configuration mean something.
+A module also has `TAKES_OVERRIDES` if it takes changes to the configuration.
 """

@@ -1,7 +1,7 @@
-"""What a checkpoint costs a run: the same job without any and with one after every step.
+"""Cost of checkpoints: the same job without any and with one after every step.
 
-Its model is larger than the quickstart's (18M parameters, unless overridden) so that there is something to
-write, and random; half of its responses are rewarded, so that it trains and the optimizer has a state.
+The model is larger than the quickstart's (18M parameters, unless overridden), so that there is something to
+write, and random; half of its responses are rewarded, so that it trains and the optimizer has state.
 """
 
 import tempfile
@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.jobs import steady_means, train
 from benchmarks.results import Options, Row
 
-TITLE = "whole runs with a checkpoint after every step against none, seconds a step"
+TITLE = "whole runs with a checkpoint after every step against none, seconds per step"
 TAKES_OVERRIDES = True
 LARGER = [
     "model.tiny.hidden_size=512",
@@ -43,7 +43,7 @@ def run(options: Options) -> list[Row]:
                     files = [file for file in job.checkpoint_path(steps).rglob("*") if file.is_file()]
                     facts[name] = {
                         "MiB": sum(file.stat().st_size for file in files) / 2**20,
-                        "Learner stands still, s": means["timing/checkpoint/capture_s"],
-                        "written beside training, s": means["timing/checkpoint/write_s"],
+                        "Learner blocked, s": means["timing/checkpoint/capture_s"],
+                        "written during training, s": means["timing/checkpoint/write_s"],
                     }
     return [Row(name, tuple(values), WITHOUT, facts=facts[name]) for name, values in seconds.items()]

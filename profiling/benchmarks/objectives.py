@@ -1,4 +1,4 @@
-"""What an objective's options cost the Learner: a step with them against a step without."""
+"""Cost of an objective's options: a Learner's step with them against a step without."""
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import make_batch, make_learners, model_folder
