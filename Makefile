@@ -4,16 +4,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements/cpu.txt)
 READY  := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
-.PHONY: quickstart test lint format docs clean
+.PHONY: quickstart test quick lint format docs clean
 
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
-# In two processes, each file in one of them: what a file's tests share is started once. In the files' order, as
-# the default, those with the fewest tests last, leaves the longest to the end.
+# Everything, in two processes. A file's tests stay together, as they share what is expensive to start;
+# tests/conftest.py puts the files that take longest first.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# All that needs neither Ray nor vLLM.
+quick: $(READY)
+	$(PYTEST) -m "not ray and not vllm"
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -25,7 +30,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Into site/; a warning is an error. The tests build it too. The variable silences a notice of what comes after mkdocs.
+# Into site/; a warning is an error. The tests build it too. The variable silences a notice about mkdocs's successor.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -1,11 +1,11 @@
-"""Benchmarks of grpo_ray's parts, one entry point; see docs/profiling.md.
+"""Run benchmarks of grpo_ray's parts; see docs/profiling.md.
 
     python profiling/bench.py --list
     python profiling/bench.py learner_step --rounds 5 --out before.json
     python profiling/bench.py compare before.json after.json
 
-Within a benchmark the cases take turns, so that a drift of the machine's speed meets all alike; what is worth
-reading are the ratios.
+Within a benchmark the cases take turns, so that a drift in the machine's speed affects all of them equally;
+read the ratios rather than the seconds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from grpo_ray.tools.arguments import positive
 from grpo_ray.tools.cli import set_library_defaults
 
 RESULTS = Path(__file__).parent / "results"
-WIDTH = 200  # of the tables, whatever the terminal: a figure that is cut off is worth nothing
+WIDTH = 200  # of the tables, on any terminal: no figure is cut off
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,20 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a benchmark, or compare with two results' files"
+        "name", metavar="NAME", nargs="?", help="a benchmark, or `compare` followed by two result files"
     )
-    parser.add_argument("rest", metavar="KEY=VALUE|FILE", nargs="*", help="changes to what a benchmark trains")
-    parser.add_argument("--list", action="store_true", help="print the benchmarks and end")
+    parser.add_argument("rest", metavar="KEY=VALUE|FILE", nargs="*", help="changes to the configuration")
+    parser.add_argument("--list", action="store_true", help="print the benchmarks and exit")
     parser.add_argument(
-        "--rounds", type=positive, metavar="N", help="turns of each case (default: as it needs)"
+        "--rounds", type=positive, metavar="N", help="turns of each case (default: the benchmark's own number)"
     )
-    parser.add_argument("--quick", action="store_true", help="as small as can be: that it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="as small as possible, to see that it runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: profiling/results/NAME.json")
     return parser
 
 
 def modules() -> dict[str, ModuleType]:
-    """The benchmarks by name: the modules of the package that have a title."""
+    """Return the benchmarks by name: the modules of the package that have a title."""
     found = {
         info.name: importlib.import_module(f"benchmarks.{info.name}")
         for info in pkgutil.iter_modules(benchmarks.__path__)
@@ -76,15 +76,15 @@ def measure(options: argparse.Namespace, console: Console) -> Result:
     """Run a benchmark, print its table and write its file.
 
     Raises:
-        ValueError: there is no such benchmark, or it takes no changes.
+        ValueError: the benchmark does not exist, or takes no changes.
     """
     known = modules()
     if options.name not in known:
-        raise ValueError(f"{options.name!r} is no benchmark; there are {', '.join(known)}, and compare")
+        raise ValueError(f"{options.name!r} is not a benchmark; choose from {', '.join(known)}, or compare")
     if options.rest and not hasattr(known[options.name], "TAKES_OVERRIDES"):
-        raise ValueError(f"{options.name} takes no changes of the configuration ({' '.join(options.rest)})")
+        raise ValueError(f"{options.name} takes no changes to the configuration ({' '.join(options.rest)})")
     arguments = Options(options.rounds, options.quick, tuple(options.rest))
-    machine = describe_machine()  # its load before the benchmark's own
+    machine = describe_machine()  # with its load before the benchmark adds to it
     rows = known[options.name].run(arguments)
     result = Result(
         name=options.name,
@@ -111,7 +111,7 @@ def _list(console: Console) -> None:
 
 def _two_results(files: Sequence[str]) -> tuple[Result, Result]:
     if len(files) != 2:
-        raise ValueError(f"compare takes two results' files, not {len(files)}")
+        raise ValueError(f"compare takes two result files, not {len(files)}")
     before, after = (read_result(Path(file)) for file in files)
     return before, after
 

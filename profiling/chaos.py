@@ -1,13 +1,13 @@
-"""Training under faults: a real run, into which faults are put at random moments, and an audit at its end.
+"""Train under faults: inject faults into a real run at random moments, and audit it at the end.
 
     python profiling/chaos.py CONFIG [--faults 20] [--seed 0] [--seeds 1] [--kinds kill_learner,delay]
         [--pause 4] [--baseline-seeds 0,1,2] [--folder runs/chaos] [--table docs/chaos.md]
         [section.key=value ...]
 
-Each seed draws faults, moments and victims, and seeds its run, in FOLDER/seed-N. What follows a fault is read
-from the run's own files; the run ends a few steps after the last fault, and everything that it wrote is
-audited. The table is over all seeds in the folder, also those of earlier calls. The exit status is 1 if a
-fault was not recovered from, or ended otherwise than it must, or the audit finds something.
+Each seed draws faults, moments and victims, and seeds its run, in FOLDER/seed-N. The outcome of a fault is read
+from the run's own files; the run ends a few steps after the last fault, and everything it wrote is audited. The
+table covers all seeds in the folder, including those of earlier calls. The exit status is 1 if the run did not
+recover from a fault, if a fault had another outcome than it must, or if the audit finds a problem.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from grpo_ray.tools.audit.audit import audit
 
 ENDLESS = "algorithm.num_steps=1000000"  # until the last fault
 PAIR_PROBABILITY = 0.2  # two faults at once
-LONGEST_S = 300.0  # for a recovery
+LONGEST_S = 300.0  # for one recovery
 SETTINGS = [
     "checkpoint.every_num_steps=3",
     "recovery.max_restarts=10000",
@@ -41,7 +41,7 @@ SETTINGS = [
 
 
 class Campaign:
-    """One seed: its run, its faults, and what came of each."""
+    """One seed: its run, its faults and their outcomes."""
 
     def __init__(self, seed: int, folder: Path, kinds: Sequence[str], pause_s: float) -> None:
         self.seed, self.folder, self._pause_s = seed, folder, pause_s
@@ -53,24 +53,24 @@ class Campaign:
         self.run.start(config, [*SETTINGS, f"run.seed={self.seed}", *overrides, ENDLESS])
         self._wait_for_step(2)
 
-    def put_in(self, num_faults: int) -> None:
-        """Faults one after another, some of them in pairs, each recovered from before the next."""
-        num_put_in = 0
-        while num_put_in < num_faults:
+    def inject_all(self, num_faults: int) -> None:
+        """Inject faults one after another, some in pairs; the run recovers from each before the next."""
+        num_injected = 0
+        while num_injected < num_faults:
             faults = [FAULTS[next(self._kinds)]]
-            if num_faults - num_put_in > 1 and self._draw.random() < PAIR_PROBABILITY:
+            if num_faults - num_injected > 1 and self._draw.random() < PAIR_PROBABILITY:
                 other = FAULTS[next(self._kinds)]
                 if can_meet(faults[0], other):
                     faults = sorted([faults[0], other], key=lambda fault: fault.ends_driver)
                 else:
                     self._one_fault([faults[0]])
-                    num_put_in, faults = num_put_in + 1, [other]
-            num_put_in += self._one_fault(faults)
+                    num_injected, faults = num_injected + 1, [other]
+            num_injected += self._one_fault(faults)
 
     def end(self, every_num_steps: int) -> None:
-        """A few steps more, to the next evaluation, and the run's own end."""
+        """Train a few more steps, to the next evaluation, and let the run end by itself."""
         self.run.interrupt()
-        beyond = self.run.last_step() + 2  # the checkpoint may be of a step without a line as yet
+        beyond = self.run.last_step() + 2  # the checkpoint's step may have no line yet
         num_steps = (beyond // every_num_steps + 1) * every_num_steps
         self.run.resume(f"algorithm.num_steps={num_steps}")
         status = self.run.wait_for_end(900)
@@ -81,7 +81,7 @@ class Campaign:
         self.run.wait_for(lambda: self.run.last_step() >= step, timeout_s, f"step {step}")
 
     def _one_fault(self, faults: list[Fault]) -> int:
-        """Put them in at once, wait, and write down what came of them; returns how many there were."""
+        """Inject the faults at once, wait, and record the outcome; returns the number of faults."""
         time.sleep(self._draw.uniform(0.0, self._pause_s))
         step, began, since = self.run.last_step(), time.monotonic(), time.time()
         try:
@@ -94,7 +94,7 @@ class Campaign:
             left = self.run.bury_stopped()
         except (RunEnded, TimeoutError) as error:
             did, outcome, seconds, left = [str(error)], NOT_RECOVERED, time.monotonic() - began, []
-            self._go_on()
+            self._revive()
         done = [what for what in [*did, *left] if what]
         record = Record(self.seed, step, tuple(f.name for f in faults), "; ".join(done), outcome, seconds)
         add_record(self.folder, record)
@@ -102,7 +102,7 @@ class Campaign:
         return len(faults)
 
     def _inject(self, faults: list[Fault]) -> list[str | None]:
-        """All at once: some take seconds to be over."""
+        """Inject the faults in parallel, as some take seconds."""
         seeds = [self._draw.random() for _ in faults]
         with ThreadPoolExecutor(len(faults)) as pool:
             jobs = []
@@ -113,8 +113,8 @@ class Campaign:
             return [job.result() for job in jobs]
 
     def _recover(self, faults: list[Fault], step: int, since: float) -> str:
-        """Wait until the run has dealt with every fault and is further than it was; returns how it did."""
-        self.run.wait_for(lambda: self._is_dealt_with(faults, since), LONGEST_S, "an event that says so")
+        """Wait until the run has handled every fault and made progress; returns the outcome."""
+        self.run.wait_for(lambda: self._is_handled(faults, since), LONGEST_S, "an event about the fault")
         may_be_counted = any(COUNTED in fault.outcomes for fault in faults)
         self._wait_for_step(max(self.run.last_step(), step) + (3 if may_be_counted else 1))
         outcomes = [RESUMED] * any(fault.ends_driver for fault in faults)
@@ -122,7 +122,7 @@ class Campaign:
         outcomes += [COUNTED] * (may_be_counted and self.run.num_errors(step, since) > 0)
         return ", ".join(dict.fromkeys(outcomes)) or RODE_THROUGH
 
-    def _is_dealt_with(self, faults: list[Fault], since: float) -> bool:
+    def _is_handled(self, faults: list[Fault], since: float) -> bool:
         if any(self.run.triggers.iterdir()):
             return False
         last = {event["actor"]: event["kind"] for event in self.run.events(since)}
@@ -132,8 +132,8 @@ class Campaign:
         is_replacing = any(kind in ("generator_failed", "scorer_failed") for kind in last.values())
         return not is_replacing and all(fault.event is None or fault.event in kinds for fault in faults)
 
-    def _go_on(self) -> None:
-        """Act as an operator would after a run that ended or is stuck."""
+    def _revive(self) -> None:
+        """Restart a run that ended or is stuck, as an operator would."""
         for trigger in self.run.triggers.iterdir():
             trigger.unlink()
         step = self.run.last_step()
@@ -145,12 +145,12 @@ class Campaign:
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending the run
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run is ended, too
     kinds = options.kinds.split(",") if options.kinds else list(FAULTS)
     for seed in range(options.seed, options.seed + options.seeds):
         folder = Path(options.folder) / f"seed-{seed}"
         if (folder / "run").exists():
-            raise SystemExit(f"{folder} has a run already; give another --folder or --seed")
+            raise SystemExit(f"{folder} already has a run; give another --folder or --seed")
         one_seed(seed, folder, kinds, options)
     baselines = [int(seed) for seed in options.baseline_seeds.split(",") if seed]
     if baselines:
@@ -168,7 +168,7 @@ def one_seed(seed: int, folder: Path, kinds: Sequence[str], options: argparse.Na
     campaign = Campaign(seed, folder, kinds, options.pause)
     try:
         campaign.begin(options.config, options.overrides)
-        campaign.put_in(options.faults)
+        campaign.inject_all(options.faults)
         campaign.end(load_config(campaign.run.run.config_path).evaluation.every_num_steps)
     finally:
         campaign.run.end()
@@ -180,19 +180,19 @@ def one_seed(seed: int, folder: Path, kinds: Sequence[str], options: argparse.Na
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--faults", type=int, default=20, help="in each run")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--seeds", type=int, default=1, help="runs, one after another")
-    parser.add_argument("--kinds", default="", help=f"of {','.join(FAULTS)}; all by default")
+    parser.add_argument("--faults", type=int, default=20, help="faults per run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs, one after another")
+    parser.add_argument("--kinds", default="", help=f"some of {','.join(FAULTS)}; default: all")
     parser.add_argument("--pause", type=float, default=4.0, help="longest wait before a fault, in seconds")
-    parser.add_argument("--baseline-seeds", default="", help="undisturbed runs to compare the reward with")
-    parser.add_argument("--folder", default="runs/chaos", help="for the runs and what came of them")
-    parser.add_argument("--table", default="", help="a Markdown file, to put the table between its marks")
+    parser.add_argument("--baseline-seeds", default="", help="seeds of undisturbed runs to compare with")
+    parser.add_argument("--folder", default="runs/chaos", help="folder of the runs and their outcomes")
+    parser.add_argument("--table", default="", help="Markdown file; the table goes between its marks")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     unknown = set(filter(None, options.kinds.split(","))) - FAULTS.keys()
     if unknown:
-        parser.error(f"--kinds: no fault {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+        parser.error(f"--kinds: unknown fault {', '.join(sorted(unknown))}; choose from {', '.join(FAULTS)}")
     return options
 
 

@@ -1,4 +1,4 @@
-"""The same run left alone, and whether a disturbed one learned as much."""
+"""Undisturbed runs, to compare the reward of a disturbed run with."""
 
 import json
 import math
@@ -29,9 +29,9 @@ def rewards_of(run: Path) -> Rewards:
 
 
 def compare(folder: Path, baselines: Sequence[Rewards]) -> None:
-    """At the last evaluation that all have; writes comparison.json.
+    """Compare the rewards at the last evaluation that all runs have; writes comparison.json.
 
-    The rewards may differ by three standard errors of their difference, and by what seeds differ anyway.
+    They may differ by three standard errors of the difference plus the spread between undisturbed seeds.
     """
     disturbed = rewards_of(folder / "run")
     step = max(set(disturbed).intersection(*baselines))

@@ -1,9 +1,9 @@
-"""`grpo-ray`, with two faults that only the inside can make; profiling/chaos.py starts it in the CLI's place.
+"""`grpo-ray` with two faults that only the process itself can cause; profiling/chaos.py starts it.
 
     python profiling/chaos_driver.py train CONFIG [section.key=value ...]    or    resume RUN
 
-A file in the folder that GRPO_RAY_CHAOS_TRIGGERS names asks for one fault, and is removed as it happens:
-`poison_reward` (the grading of one response fails) or `nan_gradient` (one update's gradient is not a number).
+A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed as the fault happens:
+`poison_reward` (the grading of one response fails) or `nan_gradient` (the gradient of one update is NaN).
 """
 
 import os
@@ -25,8 +25,8 @@ from grpo_ray.tools.cli import main
 TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
 
 
-def is_asked_for(fault: str) -> bool:
-    """Once for each file."""
+def is_requested(fault: str) -> bool:
+    """Return True once per file."""
     try:
         (Path(os.environ[TRIGGERS]) / fault).unlink()
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def is_asked_for(fault: str) -> bool:
 class ChaosGrader(Grader):
     def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Any]:
         results = super().grade(task, pairs)
-        if is_asked_for("poison_reward"):
+        if is_requested("poison_reward"):
             results[0] = ScoringError("chaos: the grading of this response fails")
         return results
 
@@ -51,7 +51,7 @@ class ChaosScorer(Scorer):
 class ChaosLearner(Learner):
     def accumulate_gradient(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         sums = super().accumulate_gradient(sequences)
-        if is_asked_for("nan_gradient"):
+        if is_requested("nan_gradient"):
             weights = next(self.model.parameters())
             weights.grad = torch.full_like(weights, float("nan"))
         return sums

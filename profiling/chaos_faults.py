@@ -1,4 +1,4 @@
-"""The faults that profiling/chaos.py puts into a run, each by the operating system where that can make it."""
+"""The faults that profiling/chaos.py injects, by means of the operating system where possible."""
 
 import contextlib
 import random
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 from chaos_run import INTERRUPTED, ChaosRun
 
-# What happened to a fault, by the event that says so; RODE_THROUGH is what leaves none.
+# Outcomes by the event that reports them; RODE_THROUGH has no event.
 OUTCOMES = {"restored": "restored", "generator_back": "replaced", "scorer_back": "replaced"}
 OUTCOMES |= {"update_skipped": "skipped and counted", "set_aside": "set aside"}
 RODE_THROUGH, RESUMED, COUNTED = "rode through", "resumed", "counted"
@@ -19,12 +19,12 @@ RODE_THROUGH, RESUMED, COUNTED = "rode through", "resumed", "counted"
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of fault; `inject` returns, once it is done, what it did, or None if it could not."""
+    """One kind of fault; `inject` returns what it did when it is done, or None if it could not."""
 
     name: str
     inject: Callable[[ChaosRun, random.Random], str | None]
-    outcomes: tuple[str, ...]  # one of which must come of it, when it comes alone
-    event: str | None = None  # that says that the run has dealt with it
+    outcomes: tuple[str, ...]  # one of these must follow if the fault is alone
+    event: str | None = None  # reports that the run has handled it
     ends_driver: bool = False
 
 
@@ -51,13 +51,13 @@ def _kill(prefix: str) -> Callable[[ChaosRun, random.Random], str | None]:
 
 
 def _kill_worker(run: ChaosRun, draw: random.Random) -> str | None:
-    """A process that an actor started."""
+    """Kill a process that an actor started."""
     for prefix in draw.sample(["generator", "scorer"], 2):
         picked = _pick(run, draw, prefix)
         for child in picked[1].children() if picked else []:
             is_pythons_own = any("resource_tracker" in word for word in child.cmdline())
             if not is_pythons_own and _signal(child, signal.SIGKILL):
-                time.sleep(2.0)  # until it is noticed
+                time.sleep(2.0)  # until the actor notices
                 return f"SIGKILL to a child of {picked[0]}"  # type: ignore[index]
     return None
 
@@ -83,7 +83,7 @@ def _delay(run: ChaosRun, draw: random.Random) -> str | None:
 
 
 def _fill_disk(run: ChaosRun, draw: random.Random) -> str | None:
-    """No file of these processes may grow past a few bytes: writing gives EFBIG where a full disk's ENOSPC."""
+    """Limit the size of files of these processes: writing fails with EFBIG, as with ENOSPC on a full disk."""
     seconds, num_bytes = draw.uniform(2.0, 4.0), draw.randint(1, 100)
     found = [psutil.Process(run.driver_pid), run.actor("buffer"), run.actor("learner")]
     limited = [process for process in found if process and _limit_files(process, num_bytes)]
@@ -102,7 +102,7 @@ def _limit_files(process: psutil.Process, num_bytes: int | None) -> bool:
 
 
 def _trigger(name: str) -> Callable[[ChaosRun, random.Random], str | None]:
-    """From inside: see profiling/chaos_driver.py."""
+    """Request a fault from inside: see profiling/chaos_driver.py."""
 
     def inject(run: ChaosRun, draw: random.Random) -> str | None:
         (run.triggers / name).touch()
@@ -149,7 +149,7 @@ FAULTS = {
 
 
 def draws(kinds: list[str], draw: random.Random) -> Iterator[str]:
-    """Kinds at random without end, each as often as the others: a deck that is shuffled when it is used up."""
+    """Yield kinds at random without end, each equally often, from a deck that is reshuffled when empty."""
     while True:
         yield from draw.sample(kinds, len(kinds))
 

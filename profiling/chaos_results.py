@@ -22,11 +22,11 @@ class Record:
     """One fault, or two at once."""
 
     seed: int
-    step: int  # the newest line's, as it was put in
+    step: int  # of the newest line at the injection
     faults: tuple[str, ...]
-    what: str  # was done
+    what: str  # what was done
     outcome: str
-    seconds: float  # until the run was whole again, and further than it had been
+    seconds: float  # until the run had recovered and made progress
 
     def __str__(self) -> str:
         return f"{' + '.join(self.faults)}: {self.outcome} in {self.seconds:.1f} s ({self.what})"
@@ -37,7 +37,7 @@ class Record:
 
     @property
     def is_as_it_must_be(self) -> bool:
-        """Alone, a fault has one of its outcomes; of two at once the run must only recover."""
+        """True if a fault alone had one of its outcomes; after two at once the run need only recover."""
         if self.outcome == NOT_RECOVERED or "still there" in self.what or "instead of" in self.what:
             return False
         return len(self.faults) > 1 or self.outcome in FAULTS[self.faults[0]].outcomes
@@ -75,7 +75,7 @@ def _read_result(folder: Path) -> Result:
 
 
 def table(results: Sequence[Result]) -> tuple[str, bool]:
-    """Markdown, and whether all is as it must be."""
+    """Return the table in Markdown, and whether every outcome is as it must be."""
     records = [record for result in results for record in result.records]
     lines = ["| fault | times | outcome | seconds: median | largest |", "|---|---|---|---|---|"]
     by_name: dict[str, list[Record]] = defaultdict(list)
@@ -119,7 +119,7 @@ def _run_lines(results: Sequence[Result]) -> list[str]:
 
 
 def write_table(path: Path, text: str) -> None:
-    """Between the marks in the file, which are put at its end if it has none."""
+    """Write the table between the marks in the file, which are appended if it has none."""
     before = path.read_text() if path.exists() else ""
     if MARKS[0] not in before:
         before += f"\n{MARKS[0]}\n{MARKS[1]}\n"

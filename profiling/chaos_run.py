@@ -1,4 +1,4 @@
-"""A training run as its operator sees it: processes, signals, and files that grow."""
+"""A training run as its operator sees it: processes, signals and growing files."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class ChaosRun:
         self.run = RunDirectory(folder / "run")
         self.triggers = folder / "triggers"
         self.triggers.mkdir(parents=True, exist_ok=True)
-        self.stopped: list[psutil.Process] = []  # hung for good
+        self.stopped: list[psutil.Process] = []  # hung, never continued
         self._driver: subprocess.Popen[bytes] | None = None
 
     # The driver
@@ -81,7 +81,7 @@ class ChaosRun:
         return self._driver.pid
 
     def check_alive(self) -> None:
-        """Raises RunEnded, with what the driver said last, when it is gone; then `resume` may follow."""
+        """Raise RunEnded with the driver's last words if it is gone; `resume` may follow."""
         if self._driver is not None and self._driver.poll() is not None:
             status, self._driver = self._driver.returncode, None
             raise RunEnded(f"the driver ended with status {status}: {self.last_words()}")
@@ -91,7 +91,7 @@ class ChaosRun:
         return " / ".join(lines[-3:])[-500:]
 
     def kill(self) -> tuple[float, list[str]]:
-        """SIGKILL the driver; returns the seconds until all that it started was gone, and what stayed."""
+        """Kill the driver; returns the seconds until everything it started was gone, and what was left."""
         processes, shared = self.processes(), self._shared_memory()
         assert self._driver is not None
         started = time.monotonic()
@@ -103,7 +103,7 @@ class ChaosRun:
         return time.monotonic() - started, left
 
     def interrupt(self, timeout_s: float = 120.0) -> int:
-        """SIGTERM the driver; returns its exit status, or raises TimeoutError."""
+        """Send SIGTERM to the driver; returns its exit status, or raises TimeoutError."""
         assert self._driver is not None
         self._driver.send_signal(signal.SIGTERM)
         return self.wait_for_end(timeout_s)
@@ -118,7 +118,7 @@ class ChaosRun:
         return status
 
     def end(self) -> None:
-        """Whatever is left of the run, gently if it can be."""
+        """End what is left of the run, gently if possible."""
         if self._driver is None:
             return
         processes = self.processes()
@@ -130,7 +130,7 @@ class ChaosRun:
             process.kill()
 
     def bury_stopped(self) -> list[str]:
-        """End the hung processes that the run has not ended; says which."""
+        """Kill the hung processes that the run did not end; returns a message for each."""
         left = wait_until_gone(self.stopped, 15.0)
         for process in left:
             process.kill()
@@ -140,14 +140,14 @@ class ChaosRun:
     # Its processes
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that the driver started, itself not among it."""
+        """Return the processes that the driver started."""
         try:
             return psutil.Process(self.driver_pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def _shared_memory(self) -> set[str]:
-        """Names in /dev/shm that the run's processes have mapped."""
+        """Return the names in /dev/shm that the run's processes have mapped."""
         names: set[str] = set()
         for pid in [self.driver_pid, *(process.pid for process in self.processes())]:
             try:
@@ -161,7 +161,7 @@ class ChaosRun:
         return sorted(path.stem for path in self.run.logs.glob("*.pid"))
 
     def actor(self, name: str) -> psutil.Process | None:
-        """The actor's process, if it is there."""
+        """Return the actor's process, if it exists."""
         try:
             return psutil.Process(int((self.run.logs / f"{name}.pid").read_text().split()[1]))
         except (OSError, IndexError, psutil.NoSuchProcess):
@@ -186,13 +186,13 @@ class ChaosRun:
         return [row for row in rows if row["time"] >= since and (not kinds or row["kind"] in kinds)]
 
     def num_errors(self, step: int, since: float) -> int:
-        """Responses counted as not graded: in steps after `step`, and in evaluations written later."""
+        """Count responses that were not graded: in steps after `step`, and in later evaluations."""
         in_training = sum(row["reward/errors"] for row in self.metrics() if row["step"] > step)
         files = [path for path in self.run.evaluations.glob("step-*.parquet") if path.stat().st_mtime > since]
         return int(in_training) + sum(RolloutRows(f.name, read_rollouts(f)).num_errors for f in files)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Raises RunEnded when the driver ends first, or TimeoutError."""
+        """Wait for the condition; raises RunEnded if the driver ends first, or TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             self.check_alive()

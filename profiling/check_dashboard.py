@@ -1,10 +1,10 @@
-"""The Grafana dashboard on a real Prometheus: starts Ray, trains a short run, asks every panel's query.
+"""Check the Grafana dashboard with a real Prometheus: start Ray, train a short run, run every panel's query.
 
     python profiling/check_dashboard.py [section.key=value ...]
 
-Needs a `prometheus` (Debian: apt-get install prometheus). It also compares three accounts of where the time
-went: metrics.jsonl as the report has it, the timeline, and Prometheus. Ends with status 1 if a query has no
-data, the accounts differ, or an actor's stages do not add up to the time of the steps.
+Requires `prometheus` (Debian: apt-get install prometheus). It also compares three accounts of the time spent:
+the report's, from metrics.jsonl, the timeline's and Prometheus's. The exit status is 1 if a query has no data,
+the accounts differ, or an actor's stages do not add up to the time of the steps.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from grpo_ray.tools.report.stage_times import stage_times
 HERE = Path(__file__).parent
 DASHBOARD = HERE / "grafana" / "grpo_ray.json"
 CONFIG = HERE / "prometheus.yml"
-INTERVAL_S = 1  # of Ray's reports and of Prometheus's questions; the windows of the queries are longer
+INTERVAL_S = 1  # of Ray's reports and Prometheus's scrapes; the queries' windows are longer
 RUN = [
     "generator.engine=torch", "model.tiny.hidden_size=32", "model.tiny.num_layers=1", "model.tiny.warmup=null",
     "task.num_train_prompts=24", "task.num_validation_prompts=4", "sampling.max_tokens=6",
@@ -44,17 +44,17 @@ RUN = [
 ]  # fmt: skip
 
 Seconds = Mapping[tuple[str, str], float]  # by actor and stage
-Series = dict[str, Any]  # as Prometheus has it: {"metric": labels, "values": [[time, text], ...]}
+Series = dict[str, Any]  # Prometheus's form: {"metric": labels, "values": [[time, text], ...]}
 
 
 def queries(dashboard: Path = DASHBOARD) -> dict[str, list[str]]:
-    """The expressions of each panel, by its title."""
+    """Return each panel's expressions, by its title."""
     panels = json.loads(dashboard.read_text())["panels"]
     return {panel["title"]: [target["expr"] for target in panel["targets"]] for panel in panels}
 
 
 def metric_names(expression: str) -> set[str]:
-    """The metrics that a query reads: Ray's names for ours."""
+    """Return the metrics that a query reads, by Ray's names for ours."""
     return set(re.findall(r"\bray_\w+", expression))
 
 
@@ -68,7 +68,7 @@ def free_port() -> int:
 def started(
     command: list[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A program, and all its children, for as long as the block runs."""
+    """Run a program during the block; it ends with all its children."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
@@ -111,7 +111,7 @@ def ray_head(folder: Path) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def prometheus(folder: Path) -> Iterator[str]:
-    """Prometheus with profiling/prometheus.yml, but for the interval and where Ray is; gives its address."""
+    """Run Prometheus with profiling/prometheus.yml, but Ray's folder and interval; gives its address."""
     config = yaml.safe_load(CONFIG.read_text())
     config["global"]["scrape_interval"] = f"{INTERVAL_S}s"
     for job in config["scrape_configs"]:
@@ -140,7 +140,7 @@ def wait_for(
 
 
 def ask(address: str, query: str, since: float) -> list[Series]:
-    """The query's series from `since` (seconds since the epoch) on."""
+    """Return the query's series from `since` (seconds since the epoch) on."""
     span = {"query": query, "start": str(since), "end": str(time.time()), "step": str(INTERVAL_S)}
     with urllib.request.urlopen(f"{address}/api/v1/query_range?{urllib.parse.urlencode(span)}") as answer:
         result: list[Series] = json.load(answer)["data"]["result"]
@@ -148,7 +148,7 @@ def ask(address: str, query: str, since: float) -> list[Series]:
 
 
 def as_grafana_does(query: str) -> str:
-    """With the variables filled in: all runs, all actors."""
+    """Fill in the variables: all runs, all actors."""
     variables = {"$run": ".*", "$actor": ".*", "$__rate_interval": f"{15 * INTERVAL_S}s"}
     for name, value in variables.items():
         query = query.replace(name, value)
@@ -160,7 +160,7 @@ def num_values(series: list[Series]) -> int:
 
 
 def in_report(rows: list[dict[str, Any]]) -> Seconds:
-    """From the lines of metrics.jsonl, as the report shows them."""
+    """Return the seconds in metrics.jsonl, as the report shows them."""
     actors = stage_times(make_series(rows, {}, max_points=len(rows)).columns)
     return {(actor, stage): sum(s) for actor, stages in actors.items() for stage, s in stages.items()}
 
@@ -176,7 +176,7 @@ def in_timeline(path: Path) -> Seconds:
 
 
 def in_prometheus(address: str, since: float) -> tuple[int, Seconds]:
-    """The newest figures that Prometheus has, and up to which step they go."""
+    """Return Prometheus's last step, and its seconds up to that step."""
     step = max(int(float(text)) for s in ask(address, "ray_grpo_ray_step", since) for _, text in s["values"])
     series = ask(address, "sum by (actor, stage) (ray_grpo_ray_stage_time_seconds_total)", since)
     labels = [(each["metric"]["actor"], each["metric"]["stage"]) for each in series]
@@ -184,13 +184,13 @@ def in_prometheus(address: str, since: float) -> tuple[int, Seconds]:
 
 
 def compare(rows: list[dict[str, Any]], others: dict[str, Seconds]) -> bool:
-    """Prints how much of the time each account has.
+    """Print the share of the time that each account has.
 
-    Whether each actor's stages add up to it within 2%, and the accounts agree to a ten-thousandth of it.
+    Returns whether each actor's stages add up to the time within 2%, and the accounts agree to 0.01% of it.
     """
     reported, whole = in_report(rows), sum(row["timing/step_s"] for row in rows)
     accounts = {"report": reported, **others}
-    print(f"\nsteps 1 to {rows[-1]['step']}: {whole:.3f} s; what stands in", ", ".join(accounts))
+    print(f"\nsteps 1 to {rows[-1]['step']}: {whole:.3f} s; seconds in", ", ".join(accounts))
     incomplete = []
     for actor in sorted({actor for actor, _ in reported}):
         told = [sum(s for (name, _), s in seconds.items() if name == actor) for seconds in accounts.values()]
@@ -209,7 +209,7 @@ def compare(rows: list[dict[str, Any]], others: dict[str, Seconds]) -> bool:
 
 
 def check(folder: Path, overrides: list[str]) -> bool:
-    """Prints what each query came to; whether all is well."""
+    """Print the number of values per query; returns whether all is well."""
     since = time.time()
     with ray_head(folder) as environment, prometheus(folder) as address:
         train = [sys.executable, "-m", "grpo_ray", "train", "configs/quickstart.yaml", *RUN, *overrides]
@@ -232,7 +232,7 @@ def check(folder: Path, overrides: list[str]) -> bool:
 
 def main() -> int:
     if shutil.which("prometheus") is None:
-        print("no prometheus here; install it (Debian: apt-get install prometheus)", file=sys.stderr)
+        print("prometheus is not installed (Debian: apt-get install prometheus)", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="gp", ignore_cleanup_errors=True) as folder:
         return 0 if check(Path(folder), sys.argv[1:]) else 1

@@ -1,4 +1,4 @@
-"""Does the quickstart learn, whatever the seed, and only when it is allowed to?
+"""Check that the quickstart learns with every seed, and only with a learning rate.
 
     python profiling/learning.py [--seeds 0 1 2] [section.key=value ...]
 

@@ -1,4 +1,4 @@
-"""The command line with a reward that a random model earns half of the time: every step has a gradient."""
+"""The command line with a reward that a random model earns half of the time, so every step has a gradient."""
 
 import sys
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ def train_with_own_task_loss_and_engine(folder: Path) -> None:
         item = group.rollout.item
         assert item.prompt.split("Reverse ")[1][:4] == item.ground_truth[::-1]
         for completion in group.rollout.completions:
-            # Before the fifth token no end of the response is drawn.
+            # Before the fifth token the response cannot end.
             expected = [-math.log(num_tokens - (place < 4)) for place in range(len(completion.logprobs))]
             assert np.allclose(completion.logprobs, expected), completion
             versions |= set(completion.versions.tolist())

@@ -1,4 +1,4 @@
-"""A run in a process of its own: waiting for what it does, and finding its actors."""
+"""Waiting for a run in another process, and finding its actors."""
 
 import subprocess
 import time
@@ -10,7 +10,7 @@ def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], ti
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not get so far"
+        assert time.monotonic() < deadline, "the run did not get that far"
         time.sleep(0.02)
 
 
@@ -23,5 +23,5 @@ def num_lines(file: Path) -> int:
 
 
 def pid_of(folder: Path, name: str) -> int:
-    """Of the actor called so."""
+    """Return the pid of the actor `name`."""
     return int((folder / "logs" / f"{name}.pid").read_text().split()[1])

@@ -1,4 +1,4 @@
-"""profiling/bench.py: the benchmarks that cost little run, write what they found, and two results compare."""
+"""profiling/bench.py: cheap benchmarks run and write their results, and two results can be compared."""
 
 import io
 import json
@@ -17,7 +17,7 @@ OTHERS = {"checkpointing", "generation", "learner_step", "objectives", "pipeline
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    """`python profiling/bench.py` has its folder on the path, and so have the workers that grade."""
+    """Import bench.py with its folder on the path, as its own process and its workers have it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "profiling"))
         import bench
@@ -27,7 +27,7 @@ def bench() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def results(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each cheap benchmark wrote."""
+    """Results of the cheap benchmarks, by name."""
     folder, found = tmp_path_factory.mktemp("results"), {}
     for name in CHEAP:
         path = folder / f"{name}.json"
@@ -43,7 +43,7 @@ def test_every_module_is_listed(bench: ModuleType, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", CHEAP)
-def test_a_result_says_what_ran_where_and_how_long(name: str, results: dict[str, dict[str, Any]]) -> None:
+def test_a_result_names_its_machine_versions_and_seconds(name: str, results: dict[str, dict[str, Any]]) -> None:
     result = results[name]
     assert result["name"] == name
     assert result["machine"]["cores"] >= 1
@@ -127,7 +127,7 @@ def test_the_command_compares(bench: ModuleType, tmp_path: Path, capsys: pytest.
     assert "not measured in both" in shown
 
 
-def test_what_cannot_be_compared_or_measured_is_refused(
+def test_impossible_comparisons_and_measurements_are_refused(
     bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
@@ -135,10 +135,10 @@ def test_what_cannot_be_compared_or_measured_is_refused(
     make_result(bench, {"plain": (1.0,)}, name="buffer").write(other)
     for arguments, expected in (
         (["compare", str(one), str(other)], "packing and buffer are different benchmarks"),
-        (["compare", str(one)], "takes two results' files, not 1"),
-        (["compare", str(one), str(tmp_path / "none.json")], "no result that bench.py wrote"),
-        (["overlap"], "'overlap' is no benchmark; there are buffer, "),
-        (["logprobs", "model.dtype=float32"], "logprobs takes no changes of the configuration"),
+        (["compare", str(one)], "takes two result files, not 1"),
+        (["compare", str(one), str(tmp_path / "none.json")], "not a result that bench.py wrote"),
+        (["overlap"], "'overlap' is not a benchmark; choose from buffer, "),
+        (["logprobs", "model.dtype=float32"], "logprobs takes no changes to the configuration"),
     ):
         assert bench.main(arguments) == 2
         assert expected in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_means_of_a_run_leave_out_its_first_steps_and_its_last(bench: ModuleType
         steady_means(run)
 
 
-def test_what_was_skipped_is_said(bench: ModuleType) -> None:
+def test_skipped_cases_are_reported(bench: ModuleType) -> None:
     from benchmarks.results import Row, print_result
 
     result = make_result(bench, {"plain": (1.0,)})

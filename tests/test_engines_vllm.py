@@ -1,7 +1,7 @@
-"""vLLM itself: logprobs, versions and stops, before and after weights were replaced.
+"""Logprobs, versions and stops of vLLM itself, before and after its weights are replaced.
 
-One engine for a Qwen2 with tied embeddings and one for a TransformerLM without; each runs through `_record`
-once, and the tests look at what it recorded.
+There is one engine for a Qwen2 with tied embeddings and one for a TransformerLM without; each runs through
+`_record` once, and the tests check the record.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SETTINGS = make_settings(num_samples=8, temperature=0.7, min_tokens=3, max_token
 LONG = make_settings(num_samples=8, temperature=0.7, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
 STOPPING = make_settings(num_samples=100, min_tokens=2, max_tokens=40, stop=("an", "7"))
 SEEDED = make_settings(num_samples=2, max_tokens=12, seed=7)
-# For evaluation alone: what they drew cannot be trained on.
+# For evaluation alone: their tokens cannot be trained on.
 GREEDY = make_settings(temperature=0.0, max_tokens=12, end_token_ids=ENDS)
 NUCLEUS = make_settings(num_samples=200, top_p=0.2, max_tokens=1)
 
@@ -44,7 +44,7 @@ Groups = list[tuple[Completion, ...]]
 
 @dataclass
 class Record:
-    """What one engine did; `models[v]` are the weights of version v."""
+    """Outputs of one engine; `models[v]` has the weights of version v."""
 
     models: list[PolicyModel]
     path: Path
@@ -54,9 +54,9 @@ class Record:
     greedy: Groups
     nucleus: Groups  # of the first prompt
     synced: Groups  # after two syncs with nothing in flight
-    in_flight: Groups  # begun by version `old`; the next came meanwhile
+    in_flight: Groups  # begun by version `old`; the next version arrived during it
     old: int
-    refusal: str  # the error at a snapshot without one tensor
+    refusal: str  # the error for a snapshot that lacks a tensor
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["Qwen2, tied", "TransformerLM, untied"])
@@ -89,7 +89,7 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
         for version in (1, 2):
             await _sync(engine, models[version], version)
         synced = await _generate(engine, SETTINGS)
-        for version, delay_s in ((3, 0.2), (4, 0.05), (5, 1.0)):  # a machine may be too fast or too slow
+        for version, delay_s in ((3, 0.2), (4, 0.05), (5, 1.0)):  # whatever the machine's speed
             running = asyncio.create_task(_generate(engine, LONG))
             await asyncio.sleep(delay_s)
             await _sync(engine, models[version], version)
@@ -129,7 +129,7 @@ async def _refusal(engine: Engine, model: PolicyModel) -> str:
 def logprob_error(
     model: PolicyModel, prompt: Sequence[int], completion: Completion, settings: SamplingSettings
 ) -> Any:
-    """|vLLM - model| of every token, `[response_tokens]`; the model computes all of them at once."""
+    """Return |vLLM - model| per token, `[response_tokens]`; the model computes all of them at once."""
     with torch.no_grad():
         expected = plain_logprobs(
             model, prompt, completion.token_ids, settings.temperature, settings.min_tokens, ENDS
@@ -140,14 +140,14 @@ def logprob_error(
 def test_initial_weights_are_version_0(record: Record) -> None:
     assert [len(group) for group in record.fresh] == [8] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, record.fresh, strict=True):
-        assert len({tuple(c.token_ids.tolist()) for c in group}) == 8  # a group holds no copies
+        assert len({tuple(c.token_ids.tolist()) for c in group}) == 8  # no duplicates in a group
         for completion in group:
             assert (completion.versions == 0).all()
             assert logprob_error(record.models[0], prompt, completion, SETTINGS).max() < 1e-4
 
 
 def test_transformers_reads_the_same_model_from_the_folder(record: Record) -> None:
-    """Of a TransformerLM that makes three: its own code, vLLM's, and LlamaForCausalLM."""
+    """A TransformerLM is computed by three: its own code, vLLM's and LlamaForCausalLM."""
     model = load_policy(str(record.path))
     assert isinstance(record.models[0], TransformerLM) == isinstance(model, LlamaForCausalLM)
     for prompt, group in zip(PROMPTS, record.fresh, strict=True):
@@ -164,7 +164,7 @@ def test_two_syncs_later_every_token_is_the_new_weights(record: Record) -> None:
 
 
 def test_weights_replaced_in_flight(record: Record) -> None:
-    """Each token is of the version it carries, given all tokens before it."""
+    """Each token's version is the one it carries, given all tokens before it."""
     completions = [(prompt, c) for prompt, group in zip(PROMPTS, record.in_flight, strict=True) for c in group]
     assert len(completions) == 8 * len(PROMPTS)
     old, new = record.old, record.old + 1
@@ -217,7 +217,7 @@ def test_temperature_0_takes_the_likeliest_token(record: Record) -> None:
 
 
 def test_top_p_draws_from_the_nucleus_alone(record: Record) -> None:
-    """The fewest likeliest tokens that have the mass."""
+    """The nucleus is the smallest set of likeliest tokens that has the mass."""
     ((*completions,),) = record.nucleus
     with torch.no_grad():
         (row,) = plain_rows(record.models[0], PROMPTS[0], completions[0].token_ids.tolist())

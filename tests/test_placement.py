@@ -1,4 +1,4 @@
-"""Which bundles a configuration asks for, and what is said when nodes lack them; Ray is in test_launch.py."""
+"""Bundles that a configuration requests, and messages about missing resources; test_launch.py uses Ray."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ def test_an_engine_of_several_gpus_is_one_bundle() -> None:
     assert gpus_of(config) == 9
 
 
-def test_who_is_colocated_shares_one_gpu() -> None:
+def test_colocated_actors_share_one_gpu() -> None:
     turns = ("generator.num_generators=1", "generator.colocated=true", "weight_sync.max_lag=0")
     config = on_gpus(*turns, "scorer.num_cpus=1")
     assert bundles_of(config) == (
@@ -97,11 +97,11 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
         ]),
     ],
 )  # fmt: skip
-def test_what_is_lacking(overrides: tuple[str, ...], nodes: tuple[Node, ...], lines: list[str]) -> None:
+def test_what_is_missing(overrides: tuple[str, ...], nodes: tuple[Node, ...], lines: list[str]) -> None:
     assert shortfalls(on_gpus(*overrides), nodes) == lines
 
 
-def test_what_is_free_is_told_from_what_is_there() -> None:
+def test_free_and_existing_resources_differ() -> None:
     busy = Node("10.0.0.1", {"GPU": 3, "CPU": 96})
     assert shortfalls(on_gpus(), [busy], "free") == [
         "GPU: 8 needed (7 x 1 for Generators, 1 for the Learner), 3 free"
@@ -135,7 +135,7 @@ def test_an_empty_address_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class FakeRay:
-    """A cluster's nodes, and the placement groups that are asked for."""
+    """Stand-in for Ray: a cluster's nodes, and the placement groups that were requested."""
 
     def __init__(self, there: list[Node], free: list[Node] | None = None) -> None:
         self.there, self.free = there, free if free is not None else there
@@ -179,12 +179,12 @@ def test_an_actor_has_the_same_bundle_whenever_it_is_started(on: Callable[[FakeR
             options = placement.options(f"generator-{index}")
             assert (options["num_gpus"], options["num_cpus"]) == (4, 1)
             assert options["scheduling_strategy"].placement_group_bundle_index == index
-        assert placement.options("learner") == {"num_gpus": 0, "num_cpus": 0}  # where Ray likes
+        assert placement.options("learner") == {"num_gpus": 0, "num_cpus": 0}  # wherever Ray puts it
         assert ray.num_removed == 0
     assert ray.num_removed == 1
 
 
-def test_who_shares_a_gpu_is_in_one_bundle(on: Callable[[FakeRay], FakeRay]) -> None:
+def test_actors_that_share_a_gpu_are_in_one_bundle(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([LARGE]))
     turns = ("generator.num_generators=1", "generator.colocated=true", "weight_sync.max_lag=0")
     with session.placed(on_gpus(*turns)) as placement:
@@ -195,7 +195,7 @@ def test_who_shares_a_gpu_is_in_one_bundle(on: Callable[[FakeRay], FakeRay]) -> 
             assert options["scheduling_strategy"].placement_group_bundle_index == 0
 
 
-def test_what_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], FakeRay]) -> None:
+def test_a_request_that_can_never_fit_is_refused_without_a_group(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([SMALL]))
     message = r"the cluster lacks resources: GPU: 8 needed .* 2 there.* still coming, .* set placement\.wait_s"
     with pytest.raises(ResourceError, match=message):
@@ -212,7 +212,7 @@ def test_a_busy_cluster_says_what_is_free(on: Callable[[FakeRay], FakeRay]) -> N
     assert ray.num_removed == 1
 
 
-def test_nodes_that_are_coming_are_waited_for(on: Callable[[FakeRay], FakeRay]) -> None:
+def test_placed_waits_for_nodes_that_are_coming(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([SMALL], [SMALL]))
     message = r"after 60 s \(placement\.wait_s\) the cluster lacks resources: GPU: 8 needed"
     with pytest.raises(ResourceError, match=message):
@@ -221,7 +221,7 @@ def test_nodes_that_are_coming_are_waited_for(on: Callable[[FakeRay], FakeRay]) 
     assert ray.num_removed == 1
 
 
-def test_the_group_is_let_go_of_however_the_run_ends(on: Callable[[FakeRay], FakeRay]) -> None:
+def test_the_group_is_removed_however_the_run_ends(on: Callable[[FakeRay], FakeRay]) -> None:
     ray = on(FakeRay([LARGE]))
     with pytest.raises(KeyboardInterrupt), session.placed(on_gpus()):
         raise KeyboardInterrupt

@@ -10,6 +10,7 @@ from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.experiments.launch import PROGRAM
 
 
+@pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(420)

@@ -1,4 +1,4 @@
-"""The reaper and a process tree whose root dies: real processes, and no Ray."""
+"""The reaper of a process tree after its root has died: real processes, no Ray."""
 
 import contextlib
 import os

@@ -24,6 +24,7 @@ def kill_engine(folder: Path, generator: str) -> None:
     engine.kill()
 
 
+@pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(420)

@@ -43,7 +43,7 @@ def run(options: Options) -> list[Row]:
                     files = [file for file in job.checkpoint_path(steps).rglob("*") if file.is_file()]
                     facts[name] = {
                         "MiB": sum(file.stat().st_size for file in files) / 2**20,
-                        "Learner stands still, s": means["timing/checkpoint/capture_s"],
-                        "written beside training, s": means["timing/checkpoint/write_s"],
+                        "Learner blocked, s": means["timing/checkpoint/capture_s"],
+                        "written during training, s": means["timing/checkpoint/write_s"],
                     }
     return [Row(name, tuple(values), WITHOUT, facts=facts[name]) for name, values in seconds.items()]

@@ -1,4 +1,4 @@
-"""Two results of one benchmark beside each other."""
+"""Compare two results of one benchmark."""
 
 from rich.console import Console
 from rich.table import Table
@@ -7,10 +7,10 @@ from benchmarks.results import Result, Row
 
 
 def print_comparison(before: Result, after: Result, console: Console) -> None:
-    """Each case's seconds in both, and their ratio: below 1 the second is faster.
+    """Print each case's seconds in both, and their ratio: below 1 the second is faster.
 
     Raises:
-        ValueError: they are of different benchmarks.
+        ValueError: the results are from different benchmarks.
     """
     if before.name != after.name:
         raise ValueError(f"{before.name} and {after.name} are different benchmarks and cannot be compared")
@@ -42,7 +42,7 @@ def print_comparison(before: Result, after: Result, console: Console) -> None:
 
 
 def spread(before: Row, after: Row) -> tuple[float, float]:
-    """The ratio's range when each took what its middle half did."""
+    """Return the range of the ratio over the middle half of each case's seconds."""
     return after.low_s / before.high_s, after.high_s / before.low_s
 
 

@@ -1,4 +1,4 @@
-"""Sampling by both engines on this machine, by how many groups are asked for at a time."""
+"""Sampling by both engines on this machine, by the number of concurrent groups."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.types import SamplingSettings
 
-TITLE = "sampling by the vLLM and the torch engine, by groups at a time (quickstart's model, random)"
+TITLE = "sampling by the vLLM and the torch engine, by concurrent groups (quickstart's model, random)"
 SAMPLES, TOKENS, PROMPT_TOKENS = 8, 64, 12
 
 
@@ -54,7 +54,7 @@ async def _measure(name: str, folder: str, at_a_time: Sequence[int], rounds: int
 
 
 async def _sample(engine: Engine, num_groups: int) -> None:
-    """Different prompts, so that no prefix is cached; every response is as long as it may be."""
+    """Sample responses of full length to different prompts, so that no prefix is cached."""
     settings = SamplingSettings(
         num_samples=SAMPLES,
         temperature=1.0,

@@ -1,4 +1,4 @@
-"""Whole runs of the quickstart, as a user would start them, for benchmarks that compare runs."""
+"""Whole runs of the quickstart, started as a user would, for benchmarks that compare runs."""
 
 import statistics
 import subprocess
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
-SKIPPED_STEPS = 4  # the first batches warm both sides up
+SKIPPED_STEPS = 4  # warm-up of Generator and Learner
 
 
 def train(
     name: str, overrides: Sequence[str], folder: Path, program: Sequence[str] = ("-m", "grpo_ray")
 ) -> RunDirectory:
-    """Train the quickstart, changed so, by the command line that is `program`; raises when it fails."""
+    """Train the quickstart with `overrides` through the command line `program`; raises when it fails."""
     command = [sys.executable, *program, "train", "configs/quickstart.yaml", *overrides]
     command += [f"run.output_dir={folder}", f"run.name={name}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

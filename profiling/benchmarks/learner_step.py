@@ -1,4 +1,4 @@
-"""A whole step of the Learner: how its micro-batches are cut, and what checkpointing costs."""
+"""A whole step of the Learner, by the size of its micro-batches, with and without gradient checkpointing."""
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import make_batch, make_learners, model_folder

@@ -1,4 +1,4 @@
-"""Where a benchmark ran, and with what: figures of another machine are not to be compared."""
+"""Machine and versions of a benchmark: figures from different machines do not compare."""
 
 import os
 import platform
@@ -41,7 +41,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The commit, and whether files differ from it; the package's version where there is no git."""
+    """Return the commit, marked if files differ from it; without git, the package's version."""
     folder = Path(__file__).parent
     try:
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")

@@ -11,12 +11,12 @@ from benchmarks.turns import take_turns
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate, micro_batches
 
-TITLE = "micro-batches of sequences of many lengths: their order, their padding, a forward pass over them"
+TITLE = "micro-batches of sequences of different lengths: order, padding, a forward pass"
 OURS = "longest first (ours)"
 
 
 def make_sequences(num_sequences: int, longest: int) -> list[TrainSequence]:
-    """Prompts of 12 tokens; lengths of responses are log-normal, as those of real policies are."""
+    """Make sequences with prompts of 12 tokens and, as in real policies, log-normal response lengths."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(longest / 6), 0.9, num_sequences), 1, longest).astype(int)
     return [

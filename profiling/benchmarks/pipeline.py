@@ -1,7 +1,7 @@
-"""Whole runs, one version behind against synchronous: what the overlap of sampling and training saves.
+"""Whole runs, one version behind against synchronous: time saved by sampling and training in parallel.
 
-The quickstart with learning rate 0, so that every step does the same work, and with the Generator's processes
-held to one core and the Learner's to another, as to their own GPUs on a cluster.
+The quickstart has learning rate 0 here, so that every step does the same work; the Generator's processes are
+pinned to one core and the Learner's to another, as they would have GPUs of their own on a cluster.
 """
 
 import statistics

@@ -13,21 +13,21 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Options:
-    """`overrides` are for benchmarks that train a configuration."""
+    """Options of a benchmark; `overrides` are for those that train a configuration."""
 
     rounds: int | None = None  # None: the benchmark's own number
-    quick: bool = False  # as small as it can be: for a test, no figure of worth
+    quick: bool = False  # as small as possible, for a test: its figures mean nothing
     overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case: the seconds of each round in which it had its turn."""
+    """One case, with its seconds in each round."""
 
     case: str
     seconds: tuple[float, ...] = ()
-    baseline: str | None = None  # the case that it is compared with
-    work: float = 0.0  # what was done in those seconds, such as tokens; 0: nothing to count
+    baseline: str | None = None  # the case to compare with
+    work: float = 0.0  # number of `unit`s per round; 0: nothing to count
     unit: str = ""
     facts: dict[str, float] = field(default_factory=dict)
     skipped: str = ""  # why it could not be measured here
@@ -38,12 +38,12 @@ class Row:
 
     @property
     def low_s(self) -> float:
-        """A quarter of the rounds took no longer."""
+        """Lower quartile of the seconds."""
         return _quartiles(self.seconds)[0]
 
     @property
     def high_s(self) -> float:
-        """A quarter of the rounds took as long, or longer."""
+        """Upper quartile of the seconds."""
         return _quartiles(self.seconds)[1]
 
 
@@ -79,20 +79,24 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """Raises ValueError: the file is no result of a benchmark."""
+    """Read a result's file.
+
+    Raises:
+        ValueError: the file is not the result of a benchmark.
+    """
     try:
         data = json.loads(path.read_text())
         rows = [Row(**{**row, "seconds": tuple(row["seconds"])}) for row in data.pop("rows")]
         return Result(rows=rows, **data)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is no result that bench.py wrote: {error}") from error
+        raise ValueError(f"{path} is not a result that bench.py wrote: {error}") from error
 
 
 def print_result(result: Result, console: Console) -> None:
     facts = sorted({name for row in result.rows for name in row.facts})
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("case", no_wrap=True)
-    for heading in ("seconds", "middle half", "ratio", "a second", *facts):
+    for heading in ("seconds", "middle half", "ratio", "per second", *facts):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result.rows:
         if row.skipped:
@@ -114,4 +118,4 @@ def print_result(result: Result, console: Console) -> None:
     baselines = sorted({row.baseline for row in result.rows if row.baseline})
     if baselines:
         names = "\n  ".join(baselines)
-        console.print(f"ratio: the seconds to the baseline's in the same rounds; baselines:\n  {names}")
+        console.print(f"ratio: seconds relative to the baseline's in the same rounds; baselines:\n  {names}")

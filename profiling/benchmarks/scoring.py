@@ -72,14 +72,16 @@ def _measure(kind: str, pools: Sequence[RewardPool], num_pairs: int, rounds: int
 
 
 def _make_pairs(kind: str, fresh: Iterator[int], num_pairs: int) -> Pairs:
-    """Right answers in the format, with some thought before."""
+    """Make right answers in the format, after some reasoning."""
     answers = (KINDS[kind](n) for n in itertools.islice(fresh, num_pairs))
     return [(f" {'so ' * 100}</think> <answer> {answer} </answer>", truth) for answer, truth in answers]
 
 
 def _measure_killed(pool: RewardPool, num_times: int) -> list[Row]:
-    """A function of a user's that ends its process, against one that does not: several in a row, so that each
-    waits for the worker that takes the place of the one before."""
+    """Measure a user's function that ends its process against one that does not.
+
+    There are several calls in a row, so that each waits for the worker that replaces the previous one.
+    """
 
     def grade(answer: str) -> None:
         for _ in range(KILLED_IN_A_ROW):

@@ -1,4 +1,4 @@
-"""Learners of the quickstart's shapes with a random model, and batches for them."""
+"""Learners with a random model of the quickstart's shape, and batches for them."""
 
 import contextlib
 import tempfile
@@ -19,7 +19,7 @@ SMALL = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2"]  # fo
 
 @contextlib.contextmanager
 def model_folder(overrides: Sequence[str] = ()) -> Iterator[str]:
-    """A folder with the quickstart's model, random, and its tokenizer."""
+    """Write the quickstart's model with random weights, and its tokenizer, to a temporary folder."""
     config = load_config(QUICKSTART, list(overrides))
     assert config.model.tiny is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -30,7 +30,7 @@ def model_folder(overrides: Sequence[str] = ()) -> Iterator[str]:
 
 
 def make_learners(folder: str, variants: Mapping[str, Sequence[str]], quick: bool) -> dict[str, Learner]:
-    """A Learner for each of the named lists of overrides."""
+    """Make one Learner per named list of overrides."""
     ends = end_token_ids(folder, load_tokenizer(folder))
     common = SMALL if quick else []
     return {
@@ -40,7 +40,7 @@ def make_learners(folder: str, variants: Mapping[str, Sequence[str]], quick: boo
 
 
 def make_batch(config: Config, version: int, num_tokens: int = 16) -> TrainBatch:
-    """Random tokens and advantages; every response has `num_tokens`, sampled by `version`."""
+    """Make a batch of random tokens and advantages; responses have `num_tokens`, sampled by `version`."""
     rng, algorithm = np.random.default_rng(version), config.algorithm
     groups = []
     for group_id in range(algorithm.prompts_per_step):

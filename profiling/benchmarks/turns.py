@@ -1,4 +1,4 @@
-"""Cases that take turns, so that a drift of the machine's speed meets all alike."""
+"""Cases that take turns, so that a drift in the machine's speed affects all of them equally."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 def take_turns(
     cases: Mapping[str, Callable[[], object]], rounds: int, num_warmups: int = 1
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of each case in each round; the warm-up rounds are not counted."""
+    """Return each case's seconds in each round; warm-up rounds are left out."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(num_warmups + rounds):
         for name, run in cases.items():

@@ -1,7 +1,7 @@
-"""Weights from a Learner to a Generator in another process: by size of the model, transport and engine.
+"""Weights from a Learner to a Generator in another process, by model size, transport and engine.
 
-Real Ray actors, and the transaction of a run (pause, transfer, resume) by its own WeightSync, against a plain
-copy of the same bytes in memory.
+The actors are real, and a run's own WeightSync does the transaction (pause, transfer, resume); the baseline is
+a plain copy of the same bytes in memory.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.model import PolicyModel
 
-TITLE = "weight sync by size of the model, transport and engine, against a copy in memory"
+TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {
     "small": [],
     "medium": [
@@ -42,8 +42,8 @@ SIZES: dict[str, list[str]] = {
     ],
 }
 NOT_HERE = {
-    "nccl": "grpo_ray has no such transport; its weights go by object_store or ipc",
-    "ipc": "it needs a GPU that Learner and Generator share, in a whole run with generator.colocated; its "
+    "nccl": "grpo_ray has no such transport; weights travel by object_store or ipc",
+    "ipc": "it needs a GPU that Learner and Generator share, in a run with generator.colocated; the "
     "phases are that run's timing/weight_sync/*",
 }
 
@@ -104,11 +104,11 @@ async def _publish_all(
         ended = time.perf_counter()
         assert not report.failed, report.failed
         source = torch.from_numpy(snapshot.data)
-        target = torch.empty_like(source).fill_(0)  # its pages are there
+        target = torch.empty_like(source).fill_(0)  # touches its pages
         copying = time.perf_counter()
         target.copy_(source)
         copied = time.perf_counter()
-        if version == 1:  # it warms up
+        if version == 1:  # warm-up
             continue
         seconds["copy"].append(copied - copying)
         seconds["sync"].append(ended - started)
