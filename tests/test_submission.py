@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from small_run import QUICKSTART
 
+from grpo_ray.cluster.ray_internals import forget_cached_token
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.tools.cli import main
@@ -446,6 +447,8 @@ def test_a_head_that_takes_no_jobs(
     assert f"grpo-ray: {HERE}: the head node accepts no jobs" in capsys.readouterr().err
 
 
-def test_an_address_without_a_server() -> None:
+def test_an_address_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)  # Ray's client asks for a token first
+    forget_cached_token()  # of a test before this one
     with pytest.raises(RunError, match="no Ray dashboard answers at "):
         JobClient("http://127.0.0.1:1")
