@@ -44,7 +44,7 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 class ChaosRun:
-    """One run in `folder`/run, driven by a child process whose output is in `folder`/driver.log."""
+    """One run in `folder`/run, driven by a child process that logs to `folder`/driver.log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -170,7 +170,7 @@ class ChaosRun:
     # What it has written
 
     def last_step(self) -> int:
-        """Of the newest line in metrics.jsonl; 0 before there is one."""
+        """Return the step of the newest line in metrics.jsonl; 0 before there is one."""
         try:
             lines = self.run.metrics_path.read_bytes().split(b"\n")[:-1]
         except OSError:
