@@ -16,7 +16,6 @@ from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # for the shared Ray; read once, as Ray is imported
 
 Joining = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -38,21 +37,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def joining_ray() -> Iterator[Joining]:
     """`with joining_ray():` makes runs that start inside it join one Ray, which the tests of a worker share."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-
     environment = token_environment()
 
     @contextlib.contextmanager
     def joining() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", address)
-            patch.setenv("RAY_AUTH_TOKEN", environment["RAY_AUTH_TOKEN"])
-            AuthenticationTokenLoader.instance().reset_cache()
+            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+                patch.setenv(name, environment[name])
+            _read_environment_again()
             yield
-        AuthenticationTokenLoader.instance().reset_cache()
+        _read_environment_again()
 
     with ray_head(environment, "--num-cpus=4", "--include-dashboard=false") as (_, address):
         yield joining
+
+
+def _read_environment_again() -> None:
+    """Make Ray see a changed environment: it reads how to authenticate once, as it is imported."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @pytest.fixture
