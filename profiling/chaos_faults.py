@@ -36,11 +36,7 @@ def _signal(process: psutil.Process, number: int) -> bool:
 
 
 def _pick(run: ChaosRun, draw: random.Random, prefix: str = "") -> tuple[str, psutil.Process] | None:
-<<<<<<< HEAD
     """Draw an actor that is not stopped and has a name with this prefix."""
-=======
-    """Pick one of the actors that are not stopped, by the beginning of their names."""
->>>>>>> suite
     found = [(name, run.actor(name)) for name in run.actors() if name.startswith(prefix)]
     present = [(name, process) for name, process in found if process and process not in run.stopped]
     return draw.choice(present) if present else None

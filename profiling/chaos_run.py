@@ -44,11 +44,7 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 class ChaosRun:
-<<<<<<< HEAD
     """One run in `folder`/run, driven by a child process with its output in `folder`/driver.log."""
-=======
-    """One run in `folder`/run, driven by a child process that logs to `folder`/driver.log."""
->>>>>>> suite
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -174,11 +170,7 @@ class ChaosRun:
     # What it has written
 
     def last_step(self) -> int:
-<<<<<<< HEAD
         """Return the step of the newest line in metrics.jsonl; 0 before the first."""
-=======
-        """Return the step of the newest line in metrics.jsonl; 0 before there is one."""
->>>>>>> suite
         try:
             lines = self.run.metrics_path.read_bytes().split(b"\n")[:-1]
         except OSError:
