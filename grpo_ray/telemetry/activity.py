@@ -1,9 +1,9 @@
 """Time and memory of every actor between two steps, read from all of them at the same time."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.run_log import Metrics
@@ -53,16 +53,22 @@ class Window:
         return metrics
 
 
+class TimedActor(Protocol):
+    """Anything with a stage clock that can be read through a call."""
+
+    def take_stats(self) -> Awaitable[ActorStats]: ...
+
+
 class Activity:
     """Reads the clocks of all actors and of the driver; a dead or silent actor does not delay the others."""
 
     def __init__(self, clock: StageClock, answer_s: float = ANSWER_S) -> None:
         """Start with no reading yet; `clock` is the driver's."""
         self._clock, self._answer_s = clock, answer_s
-        self._asked: dict[str, tuple[Any, asyncio.Task[ActorStats]]] = {}
-        self._read: dict[str, Any] = {}  # the actors that answered in time at the last reading
+        self._asked: dict[str, tuple[TimedActor, asyncio.Task[ActorStats]]] = {}
+        self._read: dict[str, TimedActor] = {}  # the actors that answered in time at the last reading
 
-    async def read(self, clients: Mapping[str, Any]) -> Window:
+    async def read(self, clients: Mapping[str, TimedActor]) -> Window:
         """Return the window since the last reading.
 
         Args:
@@ -79,7 +85,7 @@ class Activity:
             is_complete=clients.keys() <= whole.keys(),
         )
 
-    async def _ask(self, clients: Mapping[str, Any]) -> dict[str, ActorStats]:
+    async def _ask(self, clients: Mapping[str, TimedActor]) -> dict[str, ActorStats]:
         """Return the answers that came in time. An actor that still owes an answer is not asked again."""
         new: dict[asyncio.Task[ActorStats], str] = {}
         for name, client in clients.items():
@@ -92,9 +98,8 @@ class Activity:
         return {new[answer]: answer.result() for answer in done if answer.exception() is None}
 
 
-async def _stats_of(client: Any) -> ActorStats:
-    stats: ActorStats = await client.take_stats()
-    return stats
+async def _stats_of(client: TimedActor) -> ActorStats:
+    return await client.take_stats()
 
 
 def _look_at_error(answer: "asyncio.Task[ActorStats]") -> None:
