@@ -76,8 +76,12 @@ class Killed(BaseException):
     """The death of the driver's process: none of its code runs any more, not even its clean-up."""
 
 
-def kill_after(seconds: float) -> Watcher:
+def kill_after(num_steps: int, seconds: float) -> Watcher:
+    """Kill the driver `seconds` after `num_steps` more steps, on a slow machine and on a fast one alike."""
+
     async def kill(actors: LocalActors, controller: Controller) -> None:
+        version = controller._version + num_steps
+        await until(lambda: controller._version >= version)
         await asyncio.sleep(seconds)
         raise Killed
 
