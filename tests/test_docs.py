@@ -247,6 +247,7 @@ def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_task_a_loss_an_engine_and_a_transport_of_ones_own(tmp_path: Path) -> None:
     """The page's changes apply to a copy of the package, and work there (extended_job.py)."""
     shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray", ignore=shutil.ignore_patterns("__pycache__"))
