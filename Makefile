@@ -16,9 +16,9 @@ quickstart: $(READY)
 test: $(READY)
 	$(PYTEST)
 
-# All that needs neither Ray nor vLLM.
+# What needs neither Ray nor vLLM, but for tests that are slow by nature: many whole runs, a browser, real waits.
 quick: $(READY)
-	$(PYTEST) -m "not ray and not vllm"
+	$(PYTEST) -m "not ray and not vllm and not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

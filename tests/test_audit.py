@@ -120,6 +120,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)
 def test_a_clean_run_of_any_schedule_is_clean(
     finished_run: Callable[..., RunDirectory], changes: tuple[str, ...]

@@ -91,6 +91,7 @@ def whole(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> RunDir
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interruption", "num_generators"), [("stop", 1), ("stop", 2), ("kill", 1)])
 def test_a_synchronous_run_that_is_interrupted_is_the_same_run(
     tmp_path: Path, whole: RunDirectory, interruption: str, num_generators: int
@@ -138,6 +139,7 @@ def with_restores_forgotten(run: RunDirectory) -> None:
     run.metrics_path.write_text(text.replace('"recovery/restores": 1', '"recovery/restores": 0'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [1, 3])
 def test_no_prompt_is_skipped_or_trained_twice_over_ten_kills(tmp_path: Path, max_lag: int) -> None:
     config = make_config(
@@ -152,6 +154,7 @@ def test_no_prompt_is_skipped_or_trained_twice_over_ten_kills(tmp_path: Path, ma
     audit(run, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_lag", "num_generators", "slow", "in_flight"),
     [(1, 1, "learner", False), (1, 2, "generator", True), (3, 2, "learner", False), (3, 2, "learner", True)],
@@ -255,6 +258,7 @@ def test_a_scorer_that_dies_is_replaced_and_scores_again(tmp_path: Path) -> None
     assert len(events(run, "scorer_failed")) == len(events(run, "scorer_back")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["learner", "buffer", "weight_sync"])
 @pytest.mark.parametrize("version", [0, 5])
 def test_a_run_restores_itself_when_an_actor_dies_that_cannot_be_replaced(

@@ -283,6 +283,7 @@ def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_task_a_loss_an_engine_a_transport_and_a_command_of_ones_own(tmp_path: Path) -> None:
     """Apply the page's diffs to a copy of the package, and use them there (extended_job.py)."""
     shutil.copytree(ROOT / "grpo_ray", tmp_path / "grpo_ray", ignore=shutil.ignore_patterns("__pycache__"))

@@ -13,6 +13,8 @@ import pytest
 from grpo_ray.cluster import reaper
 from grpo_ray.cluster.reaper import LOOK_S, start_reaper
 
+pytestmark = pytest.mark.slow
+
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(120)"]
 # Each has a session of its own, as Ray's processes do: the end of one does not end those below it.
 MIDDLE = """

@@ -192,6 +192,7 @@ def with_ages(groups: Sequence[ScoredGroup], young: Sequence[ScoredGroup]) -> li
 # ---- resume ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
 @pytest.mark.parametrize("resume_after", [1, 3])

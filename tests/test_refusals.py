@@ -33,6 +33,7 @@ def test_a_mistake_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_last_check_refuses_within_seconds_too(tmp_path: Path) -> None:
     no_gpu = "generator.num_gpus=1"  # where no device is visible
     command = [*PROGRAM, "train", QUICKSTART, f"run.output_dir={tmp_path}", no_gpu]

@@ -155,6 +155,7 @@ SLOW_MATHS = {
 MATHS = {**dict.fromkeys(NOT_GRADED, True), **dict.fromkeys(WRONG, False)}
 
 
+@pytest.mark.slow
 def test_the_pool_survives_a_thousand_hostile_inputs_with_the_right_counts(pool: RewardPool) -> None:
     words = {
         **dict.fromkeys({**DEADLY, **RAISING, **HARMLESS}, 20),

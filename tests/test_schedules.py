@@ -13,7 +13,7 @@ from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
-pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache", "any_reward")]
 
 SCHEDULES: dict[str, list[str]] = {
     "synchronous": ["weight_sync.max_lag=0"],

@@ -344,6 +344,7 @@ def configs(draw: st.DrawFn) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(config=configs(), pace=paces(), resume_after=st.none() | st.integers(1, 5))
 def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(

@@ -45,6 +45,7 @@ async def stop_after_three(actors: LocalActors, controller: Controller) -> None:
     controller.stop()
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_and_its_audit_is_clean(config: Callable[..., Config], tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(config(MIXTURE, "weight_sync.max_lag=0"), run.path)
@@ -101,6 +102,7 @@ def test_a_model_built_here_trains_on_arithmetic(tmp_path: Path) -> None:
 CURRICULUM = ("task.num_train_prompts=8", "task.curriculum.min_weight=0.1", "algorithm.num_steps=10")
 
 
+@pytest.mark.slow
 def test_a_curriculum_resumes_as_the_same_run(tmp_path: Path) -> None:
     config = make_config(*CURRICULUM, "weight_sync.max_lag=0")
     whole, other = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "other")

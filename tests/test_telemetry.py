@@ -357,6 +357,7 @@ def scored_groups(draw: st.DrawFn) -> ScoredGroup:
     return ScoredGroup(rollout, *scores, errors=draw(st.dictionaries(st.integers(0, len(sizes) - 1), TEXT)))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(scored_groups(), max_size=4))
 def test_groups_come_back_bit_for_bit(groups: list[ScoredGroup]) -> None:
