@@ -26,6 +26,7 @@ from grpo_ray.tools.experiments.resources import GpuPool, cores_of, default_jobs
 from grpo_ray.tools.experiments.run_experiment import run_experiment
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run_cli.py")))
+pytestmark = pytest.mark.slow  # each starts processes that stand in for runs
 LOW_HIGH = Experiment(
     "rates",
     "Low or high?",

@@ -427,6 +427,7 @@ def test_clips_are_those_of_the_configuration(make_learner: Callable[..., Learne
 # ---- tokens of another distribution ----
 
 
+@pytest.mark.slow  # many combinations, each of them quick
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "gspo"])

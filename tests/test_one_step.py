@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "one_step.py"
 
@@ -16,6 +18,7 @@ sys.exit(bool({{"ray", "vllm"}} & set(sys.modules)))
 """
 
 
+@pytest.mark.slow
 def test_one_step_of_grpo_raises_the_reward_without_ray_and_vllm(tmp_path: Path) -> None:
     environment = {"GRPO_RAY_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)

@@ -25,6 +25,7 @@ from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.pool import RewardPool, ScoringError
 from grpo_ray.rewards.isolation.worker import try_to_grade
 
+pytestmark = pytest.mark.slow  # workers are started, killed and waited for
 OWN = "hostile_rewards:obey"
 REWARDS = {"maths": "r1_zero", "own": OWN}
 TIMEOUT_S = 1.0

@@ -561,6 +561,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_wandb(tmp_path: Path) -> None:
     from grpo_ray.telemetry.trackers.wandb_tracker import WandbTracker
@@ -690,6 +691,7 @@ async def until_version(controller: Controller, version: int) -> None:
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline", "model_cache")
 def test_a_resumed_and_restored_run_is_one_run_in_every_tracker(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

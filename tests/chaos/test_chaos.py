@@ -32,6 +32,6 @@ def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(600)
 def test_a_run_of_real_actors_survives_five_faults_with_a_clean_audit(tmp_path: Path) -> None:
     kinds = {"fill_disk", "kill_generator", "kill_learner", "nan_gradient", "poison_reward"}
-    slow = ["learner.slowdown_s=0.05", "generator.num_generators=2"]
-    records = chaos(tmp_path / "chaos", ",".join(sorted(kinds)), len(kinds), *SMALL, *slow)
+    # One Generator: tests/test_run_vllm.py kills one of two.
+    records = chaos(tmp_path / "chaos", ",".join(sorted(kinds)), len(kinds), *SMALL, "learner.slowdown_s=0.05")
     assert {fault for record in records for fault in record["faults"]} == kinds
