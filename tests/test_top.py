@@ -538,19 +538,25 @@ def test_a_job_that_resumes_a_run_is_watched_despite_its_earlier_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", make_state(ending=Ending(kind="stopped")), [step(1)])
-    statuses = iter(["PENDING", "RUNNING", "SUCCEEDED"])
+    statuses = ["PENDING", "RUNNING", "SUCCEEDED"]
 
     class Resumed(FakeJobs):
         def status(self, job_id: str) -> str:
-            return next(statuses)
+            return statuses[0]
+
+    def next_frame(seconds: float) -> str:
+        statuses.pop(0)  # the job's status changes between two frames
+        return ""
 
     job = job_of(Resumed({"run": str(run.path)}), "raysubmit_1")
     monkeypatch.setattr("grpo_ray.tools.top.watch_run.find_job", lambda name, address: job)
-    monkeypatch.setattr("grpo_ray.tools.top.watch_run.JOB_EVERY_S", 0.05)
+    monkeypatch.setattr("grpo_ray.tools.top.watch_run.JOB_EVERY_S", 0.0)
+    monkeypatch.setattr("grpo_ray.tools.top.watch_run.keys", lambda: contextlib.nullcontext(next_frame))
     console = Console(width=80, height=24, force_terminal=True, file=io.StringIO())
     top(TopOptions("raysubmit_1", None, False, 0.01), console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(f"raysubmit_1: {status}" in shown for status in ("PENDING", "RUNNING", "SUCCEEDED"))
+    assert statuses == ["SUCCEEDED"]
 
 
 @pytest.mark.parametrize("part", ["_read", "_find", "draw_frame"])
