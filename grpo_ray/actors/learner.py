@@ -104,6 +104,11 @@ class Learner:
     def __repr__(self) -> str:
         return f"Learner(version={self.version}, {self._clock.current})"
 
+    @property
+    def _step(self) -> int:
+        """The step that the next batch is trained in."""
+        return self.version + 1
+
     def ready(self) -> bool:
         return True
 
@@ -123,7 +128,7 @@ class Learner:
         """
         if not batch.groups:
             raise ValueError(f"the batch of version {self.version} has no groups to train on")
-        with self._clock.stage("train", f"step {self.version + 1}, {len(batch.groups)} groups") as duration:
+        with self._clock.stage("train", f"step {self._step}, {len(batch.groups)} groups") as duration:
             metrics = self._train_on(batch.groups)
         metrics["timing/train_s"] = duration.seconds
         self._last_report = StepReport(self.version, metrics, self._write_profile())
@@ -138,7 +143,7 @@ class Learner:
 
     def _train_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics = self._check_lag(groups)
-        with self._profiler.step(self.version + 1):
+        with self._profiler.step(self._step):
             metrics |= self._update_on(groups)
         if metrics["optim/skipped_updates"]:
             self._keep_skipped(groups)
@@ -206,7 +211,7 @@ class Learner:
         }
 
     def _keep_skipped(self, groups: Sequence[ScoredGroup]) -> None:
-        step = self.version + 1
+        step = self._step
         if self._skipped_folder is None:
             return
         try:
@@ -230,7 +235,7 @@ class Learner:
 
     def _set_learning_rate(self) -> float:
         config = self._config.learner
-        rate = config.learning_rate * min(1.0, (self.version + 1) / max(1, config.warmup_steps))
+        rate = config.learning_rate * min(1.0, self._step / max(1, config.warmup_steps))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         return rate

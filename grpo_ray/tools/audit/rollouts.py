@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_ray.actors.scorer import UNGRADED, advantages_of
+from grpo_ray.actors.staleness import version_trained_at
 from grpo_ray.config import Config
 from grpo_ray.rewards.base import Scores
 from grpo_ray.rewards.grader import Grader
@@ -145,7 +146,8 @@ def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterat
 
 def _lag(rows: RolloutRows, step: int) -> int:
     """Return the lag of the oldest token."""
-    return step - 1 - min(_versions(rows), default=step - 1)
+    version = version_trained_at(step)
+    return version - min(_versions(rows), default=version)
 
 
 def _versions(rows: RolloutRows) -> list[int]:
