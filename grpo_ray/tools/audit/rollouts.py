@@ -140,7 +140,7 @@ def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterat
     lag, newest = _lag(rows, metrics["step"]), max(_versions(rows), default=0)
     if lag > bound:
         yield f"a token is {lag} versions old; {name} is {bound}"
-    if newest > metrics["step"] - 1:
+    if newest > version_trained_at(metrics["step"]):
         yield f"a token is of version {newest}, which did not exist yet"
 
 
