@@ -1,7 +1,7 @@
 """The messages that travel between the stages: one small frozen dataclass each.
 
-    PromptItem -> RolloutGroup(Completion...) -> ScoredGroup -> TrainBatch -> StepReport
-    (ledger)      (Generator)                   (Scorer)       (buffer)      (Learner)
+    PromptItem -> RolloutGroup(Completion...) -> Verdict -> TrainBatch(ScoredGroup...) -> StepReport
+    (ledger)      (Generator)                   (Scorer)   (buffer)                      (Learner)
 
 and, in the other direction, WeightSnapshot from the Learner to the Generators.
 
@@ -11,7 +11,8 @@ completed and published, so the initial weights are version 0, and step n turns 
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -83,16 +84,44 @@ class Completion:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt and its G completions, from one Generator."""
+    """A prompt and its G completions, from one Generator.
+
+    It travels as one array of each kind, end to end: in a message, an array costs about as much as a thousand
+    tokens. On arrival the completions' arrays are views of these.
+    """
 
     item: PromptItem
     completions: tuple[Completion, ...]
     generator: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = self.completions
+        texts, reasons = tuple(c.text for c in rows), tuple(c.finish_reason for c in rows)
+        bounds = (0, *accumulate(len(c.token_ids) for c in rows))
+        arrays = [[c.token_ids for c in rows], [c.logprobs for c in rows], [c.versions for c in rows]]
+        joined = tuple(np.concatenate(kind) for kind in arrays) if rows else ()
+        return _unpacked_group, (self.item, self.generator, texts, reasons, bounds, joined)
+
     @property
     def oldest_version(self) -> int:
         """The smallest version that sampled any token of the group."""
         return min(int(completion.versions.min()) for completion in self.completions)
+
+
+def _unpacked_group(
+    item: PromptItem,
+    generator: str,
+    texts: tuple[str, ...],
+    reasons: tuple[str, ...],
+    bounds: tuple[int, ...],
+    joined: tuple[np.ndarray, ...],
+) -> RolloutGroup:
+    """Return the group that `RolloutGroup.__reduce__` packed; `joined` are three arrays `[group_tokens]`."""
+    completions = []
+    for text, reason, (start, end) in zip(texts, reasons, pairwise(bounds), strict=True):
+        token_ids, logprobs, versions = (array[start:end] for array in joined)
+        completions.append(Completion(text, token_ids, logprobs, versions, reason))
+    return RolloutGroup(item, tuple(completions), generator)
 
 
 @dataclass(frozen=True)
@@ -104,19 +133,37 @@ class GroupOutcome:
 
 
 @dataclass(frozen=True)
-class ScoredGroup:
-    """A group with its rewards; every array is `[G]` float32.
+class Verdict:
+    """The rewards and advantages of a group; every array is `[G]` float32.
 
-    A response that could not be graded is listed in `errors`, with reward 0 and advantage 0. The group's mean
-    and standard deviation exclude it, so it contributes nothing to the gradient.
+    A response that the grader failed on is listed in `errors`, with reward 0 and advantage 0. The group's mean
+    and standard deviation exclude it, so it contributes nothing to the gradient. A response that made its own
+    grading impossible is listed in `ungradable`; it has the reward of a wrong one, and takes part.
     """
+
+    rewards: np.ndarray
+    format_rewards: np.ndarray
+    answer_rewards: np.ndarray
+    advantages: np.ndarray
+    errors: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it could not be graded
+    ungradable: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it counts as wrong
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group with the fields of its verdict."""
 
     rollout: RolloutGroup
     rewards: np.ndarray
     format_rewards: np.ndarray
     answer_rewards: np.ndarray
     advantages: np.ndarray
-    errors: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it could not be graded
+    errors: Mapping[int, str] = field(default_factory=dict)
+    ungradable: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rollout: RolloutGroup, verdict: Verdict) -> "ScoredGroup":
+        return cls(rollout, **vars(verdict))
 
     @property
     def group_id(self) -> int:
@@ -183,6 +230,8 @@ class StepReport:
     version: int  # the Learner's version after the step
     metrics: dict[str, float]
     profile_error: str | None = None  # the reason that the step's trace could not be written
+    out_of_memory: str | None = None  # how micro-batches were reduced after the GPU's memory ran out
+    unshared_prompts: str | None = None  # the reason for the padded layout, after the Learner's first step
 
 
 @dataclass(frozen=True)

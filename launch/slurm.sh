@@ -36,7 +36,11 @@ RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not inherit it from sbatch
 resources=("--num-cpus=${SLURM_CPUS_PER_TASK:-1}" "--num-gpus=${SLURM_GPUS_ON_NODE:-0}")
-folder=--temp-dir=/tmp/ray-$SLURM_JOB_ID
+# Ray makes world-writable folders in the one that it is given, so that one lies in a folder of the user's alone. Its
+# name cannot be known before the job runs; on the other nodes, the step that joins makes the same one.
+private=$(mktemp -d /tmp/grpo_ray-XXXXXXXXXX)
+folder=--temp-dir=$private/ray
+in_private='[[ -d $0 && -O $0 && ! -L $0 ]] || mkdir -m 700 "$0"; exec "$@"'
 
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   launch/start_head.sh --block --node-ip-address="$address" --port="$port" --dashboard-port=$((port + 1)) \
@@ -49,7 +53,7 @@ done
 if [[ ${#nodes[@]} -gt 1 ]]; then
   others=$((${#nodes[@]} - 1))
   srun --overlap --nodes="$others" --ntasks="$others" --exclude="$head" \
-    launch/join.sh "$address:$port" --block "${resources[@]}" "$folder" &
+    bash -ec "$in_private" "$private" launch/join.sh "$address:$port" --block "${resources[@]}" "$folder" &
   steps+=($!)
 fi
 

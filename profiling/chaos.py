@@ -1,13 +1,16 @@
-"""Train under faults: inject faults into a real run at random moments, and audit it at the end.
+"""Train under faults: inject faults into real runs at random moments, and audit each run at its end.
 
-    python profiling/chaos.py CONFIG [--faults 20] [--seed 0] [--seeds 1] [--kinds kill_learner,delay]
-        [--pause 4] [--baseline-seeds 0,1,2] [--folder runs/chaos] [--table docs/chaos.md]
+    python profiling/chaos.py CONFIG [--scenarios torch,replay] [--faults 10] [--seed 0]
+        [--kinds kill_learner,delay] [--pause 3] [--folder runs/chaos] [--table docs/chaos.md]
         [section.key=value ...]
 
-Each seed draws faults, moments and victims, and seeds its run, in FOLDER/seed-N. The outcome of a fault is read
-from the run's own files; the run ends a few steps after the last fault, and everything it wrote is audited. The
-table covers all seeds in the folder, including those of earlier calls. The exit status is 1 if the run did not
-recover from a fault, if a fault had another outcome than it must, or if the audit finds a problem.
+Each scenario (chaos_scenarios.py; `replay+mixture` is both at once) is one run in FOLDER/SCENARIO-SEED with
+FAULTS faults, each of a kind that the campaign has drawn least so far. The outcome of a fault is read from the
+run's own files; the run is interrupted after the last fault, and everything it wrote is audited.
+FOLDER/results.jsonl has a line per fault and per audit: a campaign that was interrupted continues with the
+same command, and --faults 0 only writes the table. The exit status is 1 if the run did not recover from a
+fault, if a fault had another outcome than it must, or if an audit finds a problem. Faults of disks and memory
+need root; without it they are not drawn.
 """
 
 import argparse
@@ -19,91 +22,105 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from chaos_baseline import compare, run_baseline
-from chaos_faults import COUNTED, FAULTS, OUTCOMES, RESUMED, RODE_THROUGH, Fault, can_meet, draws
-from chaos_results import NOT_RECOVERED, Record, add_record, read_results, table, write_audit, write_table
-from chaos_run import ChaosRun, RunEnded
-
-from grpo_ray.config.loading import load_config
-from grpo_ray.tools.audit.audit import audit
+from chaos_cluster import Cluster
+from chaos_disk import Disk, in_own_namespace
+from chaos_faults import COUNTED, FAULTS, OUTCOMES, RESUMED, RODE_THROUGH, Fault, can_meet, possible
+from chaos_memory import Memory
+from chaos_results import (
+    BUDGET_USED_UP,
+    NOT_POSSIBLE,
+    NOT_RECOVERED,
+    Record,
+    Results,
+    commit,
+    table,
+    write_table,
+)
+from chaos_run import INTERRUPTED, ChaosRun, RunEnded
+from chaos_scenarios import SCENARIOS, Scenario, overrides_of, scenario_of
 
 ENDLESS = "algorithm.num_steps=1000000"  # until the last fault
-PAIR_PROBABILITY = 0.2  # two faults at once
-LONGEST_S = 300.0  # for one recovery
-SETTINGS = [
-    "checkpoint.every_num_steps=3",
-    "recovery.max_restarts=10000",
-    "recovery.max_restores=10000",
-    "recovery.restart_backoff_s=0",
-    "recovery.stall_timeout_s=20",
-    "weight_sync.phase_timeout_s=10",
-]
+PAIR_PROBABILITY = 0.25  # two faults at once
+LONGEST_S = 900.0  # for one recovery, on a machine that others use
 
 
 class Campaign:
-    """One seed: its run, its faults and their outcomes."""
+    """One scenario with one seed: its run, its faults and their outcomes."""
 
-    def __init__(self, seed: int, folder: Path, kinds: Sequence[str], pause_s: float) -> None:
-        self.seed, self.folder, self._pause_s = seed, folder, pause_s
-        self.run = ChaosRun(folder)
-        self._draw = random.Random(f"chaos/{seed}")
-        self._kinds = draws(list(kinds), self._draw)
+    def __init__(self, name: str, run: ChaosRun, results: Results, options: argparse.Namespace) -> None:
+        self._scenario, self._seed, self._pause_s = name, options.seed, options.pause
+        self.run, self._results = run, results
+        abilities = set(scenario_of(name).words)
+        abilities |= {name for name, tool in (("disk", run.disk), ("memory", run.memory)) if tool}
+        self._has_default_budgets = "default-budgets" in abilities
+        self._kinds = possible(options.kinds.split(",") if options.kinds else list(FAULTS), abilities)
 
     def begin(self, config: str, overrides: Sequence[str]) -> None:
-        self.run.start(config, [*SETTINGS, f"run.seed={self.seed}", *overrides, ENDLESS])
-        self._wait_for_step(2)
+        """Start the run, or continue the one of a campaign that was interrupted."""
+        if self.run.run.config_path.exists():
+            self.run.resume(ENDLESS)
+            self._wait_for_step(self.run.last_step() + 1)
+        else:
+            self.run.start(config, [*overrides, ENDLESS])
+            self._wait_for_step(2)
 
     def inject_all(self, num_faults: int) -> None:
         """Inject faults one after another, some in pairs; the run recovers from each before the next."""
-        num_injected = 0
-        while num_injected < num_faults:
-            faults = [FAULTS[next(self._kinds)]]
-            if num_faults - num_injected > 1 and self._draw.random() < PAIR_PROBABILITY:
-                other = FAULTS[next(self._kinds)]
-                if can_meet(faults[0], other):
-                    faults = sorted([faults[0], other], key=lambda fault: fault.ends_driver)
-                else:
-                    self._one_fault([faults[0]])
-                    num_injected, faults = num_injected + 1, [other]
-            num_injected += self._one_fault(faults)
+        while self._num_injected() < num_faults:
+            draw = random.Random(f"{self._seed}/{self._scenario}/{len(self._results.records)}")
+            faults = [self._draw(draw, self._kinds)]
+            meeting = [kind for kind in self._kinds if can_meet(faults[0], FAULTS[kind])]
+            if meeting and num_faults - self._num_injected() > 1 and draw.random() < PAIR_PROBABILITY:
+                faults.append(self._draw(draw, meeting))
+            self._one_fault(faults, draw)
 
-    def end(self, every_num_steps: int) -> None:
-        """Train a few more steps, to the next evaluation, and let the run end by itself."""
-        self.run.interrupt()
-        beyond = self.run.last_step() + 2  # the checkpoint's step may have no line yet
-        num_steps = (beyond // every_num_steps + 1) * every_num_steps
-        self.run.resume(f"algorithm.num_steps={num_steps}")
-        status = self.run.wait_for_end(900)
-        if status:
-            raise RunEnded(f"the last part ended with status {status}: {self.run.last_words()}")
+    def _num_injected(self) -> int:
+        ours = [r for r in self._results.records if (r.scenario, r.seed) == (self._scenario, self._seed)]
+        return sum(len(record.faults) for record in ours)
+
+    def _draw(self, draw: random.Random, kinds: Sequence[str]) -> Fault:
+        """Draw among the kinds that were drawn least."""
+        drawn = self._results.num_drawn()
+        least = min(drawn[kind] for kind in kinds)
+        return FAULTS[draw.choice([kind for kind in kinds if drawn[kind] == least])]
+
+    def end(self) -> None:
+        """Let the run end with a checkpoint of its last step."""
+        status = self.run.interrupt()
+        if status != INTERRUPTED:
+            raise RunEnded(f"the run ended with status {status}: {self.run.last_words()}")
 
     def _wait_for_step(self, step: int, timeout_s: float = LONGEST_S) -> None:
         self.run.wait_for(lambda: self.run.last_step() >= step, timeout_s, f"step {step}")
 
-    def _one_fault(self, faults: list[Fault]) -> int:
-        """Inject the faults at once, wait, and record the outcome; returns the number of faults."""
-        time.sleep(self._draw.uniform(0.0, self._pause_s))
+    def _one_fault(self, faults: list[Fault], draw: random.Random) -> None:
+        """Inject the faults at once, wait, and record the outcome."""
+        time.sleep(draw.uniform(0.0, self._pause_s))
         step, began, since = self.run.last_step(), time.monotonic(), time.time()
+        did: list[str | None] = []
         try:
-            did = self._inject(faults)
-            faults = [fault for fault, what in zip(faults, did, strict=True) if what]
-            if not faults:
-                return 0  # there is no such process in this run
-            outcome = self._recover(faults, step, since)
+            did = self._inject(faults, draw)
+            faults = [fault for fault, what in zip(faults, did, strict=True) if what] or faults
+            outcome = self._recover(faults, step, since) if any(did) else NOT_POSSIBLE
             seconds = time.monotonic() - began
-            left = self.run.bury_stopped()
-        except (RunEnded, TimeoutError) as error:
-            did, outcome, seconds, left = [str(error)], NOT_RECOVERED, time.monotonic() - began, []
+            self.run.bury_stopped()
+        except (RunEnded, TimeoutError, OSError) as error:
+            outcome, seconds = NOT_RECOVERED, time.monotonic() - began
+            if self._has_default_budgets and self.run.has_used_up_a_budget():
+                outcome = BUDGET_USED_UP
+            else:
+                self.run.wrong.append(str(error))
             self._revive()
-        done = [what for what in [*did, *left] if what]
-        record = Record(self.seed, step, tuple(f.name for f in faults), "; ".join(done), outcome, seconds)
-        add_record(self.folder, record)
-        print(f"seed {self.seed}, step {step}: {record}", flush=True)
-        return len(faults)
+        names, what = tuple(fault.name for fault in faults), "; ".join(filter(None, did))
+        wrong, self.run.wrong = tuple(self.run.wrong), []
+        record = Record(self._scenario, self._seed, commit(), step, names, what, outcome, wrong, seconds)
+        self._results.add(record)
+        mark = "" if record.is_as_it_must_be else "  <-- NOT AS IT MUST BE"
+        print(f"{time.strftime('%H:%M:%S')} {self._scenario}, step {step}: {record}{mark}", flush=True)
 
-    def _inject(self, faults: list[Fault]) -> list[str | None]:
+    def _inject(self, faults: list[Fault], draw: random.Random) -> list[str | None]:
         """Inject the faults in parallel, as some take seconds."""
-        seeds = [self._draw.random() for _ in faults]
+        seeds = [draw.random() for _ in faults]
         with ThreadPoolExecutor(len(faults)) as pool:
             jobs = []
             for fault, seed in zip(faults, seeds, strict=True):
@@ -115,10 +132,11 @@ class Campaign:
     def _recover(self, faults: list[Fault], step: int, since: float) -> str:
         """Wait until the run has handled every fault and made progress; returns the outcome."""
         self.run.wait_for(lambda: self._is_handled(faults, since), LONGEST_S, "an event about the fault")
-        may_be_counted = any(COUNTED in fault.outcomes for fault in faults)
+        may_be_counted = any(COUNTED in (*fault.outcomes, *fault.or_else) for fault in faults)
         self._wait_for_step(max(self.run.last_step(), step) + (3 if may_be_counted else 1))
         outcomes = [RESUMED] * any(fault.ends_driver for fault in faults)
-        outcomes += [OUTCOMES[event["kind"]] for event in self.run.events(since, *OUTCOMES)]
+        if not outcomes:
+            outcomes += [OUTCOMES[event["kind"]] for event in self.run.events(since, *OUTCOMES)]
         outcomes += [COUNTED] * (may_be_counted and self.run.num_errors(step, since) > 0)
         return ", ".join(dict.fromkeys(outcomes)) or RODE_THROUGH
 
@@ -136,63 +154,74 @@ class Campaign:
         """Restart a run that ended or is stuck, as an operator would."""
         for trigger in self.run.triggers.iterdir():
             trigger.unlink()
-        step = self.run.last_step()
+        self.run.heal()
         if self.run.is_driven:
             self.run.kill()
+        step = self.run.last_step()
         self.run.resume()
         self._wait_for_step(step + 1)
 
 
+def one_run(name: str, options: argparse.Namespace, results: Results, has_own_mounts: bool) -> None:
+    scenario: Scenario = scenario_of(name)
+    folder = Path(options.folder).resolve() / f"{name}-{options.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    disk = Disk(folder) if has_own_mounts else None
+    memory = Memory(folder) if has_own_mounts and Memory.is_possible() else None
+    if disk:
+        disk.mount()
+    run = ChaosRun(folder, disk, memory)
+    try:
+        if scenario.num_nodes:
+            run.cluster = Cluster(scenario.num_nodes)
+        campaign = Campaign(name, run, results, options)
+        campaign.begin(options.config, overrides_of(scenario, options.config, options.overrides))
+        campaign.inject_all(options.faults)
+        campaign.end()
+        from grpo_ray.tools.audit.audit import audit  # it imports torch, which takes a while
+
+        report = audit(run.run)
+        print(f"{name}, seed {options.seed}: {report}", flush=True)
+        results.add_audit(name, options.seed, report)
+    finally:
+        run.end()
+        if run.cluster:
+            run.cluster.stop()
+        if disk:
+            disk.unmount()
+
+
 def main() -> int:
     options = _options()
+    has_own_mounts = in_own_namespace(sys.argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run is ended, too
-    kinds = options.kinds.split(",") if options.kinds else list(FAULTS)
-    for seed in range(options.seed, options.seed + options.seeds):
-        folder = Path(options.folder) / f"seed-{seed}"
-        if (folder / "run").exists():
-            raise SystemExit(f"{folder} already has a run; give another --folder or --seed")
-        one_seed(seed, folder, kinds, options)
-    baselines = [int(seed) for seed in options.baseline_seeds.split(",") if seed]
-    if baselines:
-        runs = [run_baseline(Path(options.folder), options.config, options.overrides, s) for s in baselines]
-        for seed in range(options.seed, options.seed + options.seeds):
-            compare(Path(options.folder) / f"seed-{seed}", runs)
-    text, is_good = table(read_results(Path(options.folder)))
+    results = Results(Path(options.folder))
+    for name in options.scenarios.split(",") if options.faults else []:
+        if not results.is_audited(name, options.seed):
+            one_run(name, options, results, has_own_mounts)
+    text, is_good = table(results)
     print(text)
     if options.table:
         write_table(Path(options.table), text)
     return 0 if is_good else 1
 
 
-def one_seed(seed: int, folder: Path, kinds: Sequence[str], options: argparse.Namespace) -> None:
-    campaign = Campaign(seed, folder, kinds, options.pause)
-    try:
-        campaign.begin(options.config, options.overrides)
-        campaign.inject_all(options.faults)
-        campaign.end(load_config(campaign.run.run.config_path).evaluation.every_num_steps)
-    finally:
-        campaign.run.end()
-    report = audit(campaign.run.run)
-    print(f"seed {seed}: {report}", flush=True)
-    write_audit(folder, report)
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--scenarios", default="torch", help=f"some of {','.join(SCENARIOS)}")
     parser.add_argument("--faults", type=int, default=20, help="faults per run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
-    parser.add_argument("--seeds", type=int, default=1, help="number of runs, one after another")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     parser.add_argument("--kinds", default="", help=f"some of {','.join(FAULTS)}; default: all")
-    parser.add_argument("--pause", type=float, default=4.0, help="longest wait before a fault, in seconds")
-    parser.add_argument("--baseline-seeds", default="", help="seeds of undisturbed runs to compare with")
-    parser.add_argument("--folder", default="runs/chaos", help="folder of the runs and their outcomes")
-    parser.add_argument("--table", default="", help="Markdown file; the table goes between its marks")
+    parser.add_argument("--pause", type=float, default=3.0, help="longest wait before a fault, in seconds")
+    parser.add_argument("--folder", default="runs/chaos", help="folder of the runs and their results")
+    parser.add_argument("--table", default="", help="Markdown file; the tables go between its marks")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
-    unknown = set(filter(None, options.kinds.split(","))) - FAULTS.keys()
-    if unknown:
-        parser.error(f"--kinds: unknown fault {', '.join(sorted(unknown))}; choose from {', '.join(FAULTS)}")
+    for option, given, known in (("kinds", options.kinds, FAULTS), ("scenarios", options.scenarios, SCENARIOS)):
+        unknown = set(filter(None, given.replace("+", ",").split(","))) - set(known)
+        if unknown:
+            parser.error(f"--{option}: unknown: {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     return options
 
 

@@ -1,34 +1,42 @@
-"""`grpo-ray` with two faults that only the process itself can cause; profiling/chaos.py starts it.
+"""`grpo-ray` with faults that only the process itself can cause; profiling/chaos.py starts it.
 
     python profiling/chaos_driver.py train CONFIG [section.key=value ...]    or    resume RUN
 
 A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed as the fault happens:
-`poison_reward` (the grading of one response fails) or `nan_gradient` (the gradient of one update is NaN).
+`poison_reward` (the grading of one response fails), `scorer_error` (the scoring of one group raises),
+`nan_gradient` (the gradient of one update is NaN), `hang_generator_start` and `hang_scorer_start` (the next one
+hangs as it starts).
 """
 
+import errno
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cluster import hosting
+from grpo_ray.engines.base import Engine
 from grpo_ray.policy.microbatch import TrainSequence
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.tools.cli import main
+from grpo_ray.types import RolloutGroup, Verdict
 
-TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
+FOLDER = os.environ.get("GRPO_RAY_CHAOS_TRIGGERS", "")  # travels to the actors with the functions that use it
+FOREVER_S = 1e6
 
 
 def is_requested(fault: str) -> bool:
     """Return True once per file."""
     try:
-        (Path(os.environ[TRIGGERS]) / fault).unlink()
+        (Path(FOLDER) / fault).unlink()
     except FileNotFoundError:
         return False
     return True
@@ -44,8 +52,22 @@ class ChaosGrader(Grader):
 
 class ChaosScorer(Scorer):
     def __init__(self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int) -> None:
+        if is_requested("hang_scorer_start"):
+            time.sleep(FOREVER_S)
         super().__init__({}, algorithm, config, max_tokens)
         self._grader = ChaosGrader(rewards, config)
+
+    def _score(self, group: RolloutGroup) -> Verdict:
+        if is_requested("scorer_error"):
+            raise OSError(errno.EMFILE, "chaos: too many open files")
+        return super()._score(group)
+
+
+class ChaosGenerator(Generator):
+    def __init__(self, name: str, engine: Engine, slowdown_s: float = 0.0, version: int = 0) -> None:
+        if is_requested("hang_generator_start"):
+            time.sleep(FOREVER_S)
+        super().__init__(name, engine, slowdown_s, version)
 
 
 class ChaosLearner(Learner):
@@ -59,4 +81,5 @@ class ChaosLearner(Learner):
 
 if __name__ == "__main__":  # classes of __main__ travel to the actors by value
     hosting.Scorer, hosting.Learner = ChaosScorer, ChaosLearner  # type: ignore[misc,assignment]
+    hosting.Generator = ChaosGenerator  # type: ignore[misc,assignment]
     sys.exit(main())

@@ -1,20 +1,23 @@
-"""The faults that profiling/chaos.py injects, by means of the operating system where possible."""
+"""The faults that profiling/chaos.py injects, and what must follow from each."""
 
-import contextlib
+import errno
 import random
-import resource
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import psutil
-from chaos_run import INTERRUPTED, ChaosRun
+import chaos_cluster_faults as cluster
+import chaos_disk_faults as disk
+import chaos_moment_faults as moment
+import chaos_process_faults as process
+from chaos_process_faults import Inject
 
 # Outcomes by the event that reports them; RODE_THROUGH has no event.
 OUTCOMES = {"restored": "restored", "generator_back": "replaced", "scorer_back": "replaced"}
-OUTCOMES |= {"update_skipped": "skipped and counted", "set_aside": "set aside"}
+OUTCOMES |= {"update_skipped": "skipped and counted", "group_failed": "retried", "set_aside": "set aside"}
 RODE_THROUGH, RESUMED, COUNTED = "rode through", "resumed", "counted"
+RESTORED, SKIPPED = ("restored",), ("skipped and counted",)
+REPLACED, WITH_OTHERS = ("replaced",), ("replaced, restored", "restored")  # if others were killed, too
+NODE_LOST = ("replaced", "replaced, restored")  # if it had Generators or the Scorer alone
 
 
 @dataclass(frozen=True)
@@ -22,130 +25,112 @@ class Fault:
     """One kind of fault; `inject` returns what it did when it is done, or None if it could not."""
 
     name: str
-    inject: Callable[[ChaosRun, random.Random], str | None]
-    outcomes: tuple[str, ...]  # one of these must follow if the fault is alone
+    inject: Inject
+    outcomes: tuple[str, ...]  # each of these must follow if the fault is alone, or one of `or_else`
     event: str | None = None  # reports that the run has handled it
-    ends_driver: bool = False
+    needs: str = ""  # `disk`, `memory`, or a word of the scenario
+    or_else: tuple[str, ...] = ()
+    is_plain: bool = False  # may come together with another plain one
+
+    @property
+    def ends_driver(self) -> bool:
+        return RESUMED in self.outcomes
+
+    def is_as_it_must_be(self, outcome: str) -> bool:
+        return outcome == ", ".join(self.outcomes) or outcome in self.or_else
 
 
-def _signal(process: psutil.Process, number: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
-        return True
-    return False
+def _replaced(name: str, inject: Inject, needs: str = "", is_plain: bool = False) -> Fault:
+    back = "scorer_back" if "scorer" in name else "generator_back"
+    return Fault(name, inject, ("replaced",), back, needs, is_plain=is_plain)
 
 
-def _pick(run: ChaosRun, draw: random.Random, prefix: str = "") -> tuple[str, psutil.Process] | None:
-    """Draw an actor that is not stopped and has a name with this prefix."""
-    found = [(name, run.actor(name)) for name in run.actors() if name.startswith(prefix)]
-    present = [(name, process) for name, process in found if process and process not in run.stopped]
-    return draw.choice(present) if present else None
+def _restored(name: str, inject: Inject, needs: str = "", is_plain: bool = False) -> Fault:
+    return Fault(name, inject, RESTORED, "restored", needs, is_plain=is_plain)
 
 
-def _kill(prefix: str) -> Callable[[ChaosRun, random.Random], str | None]:
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        picked = _pick(run, draw, prefix)
-        return f"SIGKILL to {picked[0]}" if picked and _signal(picked[1], signal.SIGKILL) else None
-
-    return inject
+def _resumed(name: str, inject: Inject, needs: str = "") -> Fault:
+    return Fault(name, inject, (RESUMED,), None, needs)
 
 
-def _kill_worker(run: ChaosRun, draw: random.Random) -> str | None:
-    """Kill a process that an actor started."""
-    for prefix in draw.sample(["generator", "scorer"], 2):
-        picked = _pick(run, draw, prefix)
-        for child in picked[1].children() if picked else []:
-            is_pythons_own = any("resource_tracker" in word for word in child.cmdline())
-            if not is_pythons_own and _signal(child, signal.SIGKILL):
-                time.sleep(2.0)  # until the actor notices
-                return f"SIGKILL to a child of {picked[0]}"  # type: ignore[index]
-    return None
+def _ridden(name: str, inject: Inject, needs: str = "", or_else: tuple[str, ...] = ()) -> Fault:
+    return Fault(name, inject, (RODE_THROUGH,), None, needs, or_else)
 
 
-def _hang(prefix: str) -> Callable[[ChaosRun, random.Random], str | None]:
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        picked = _pick(run, draw, prefix)
-        if picked is None or not _signal(picked[1], signal.SIGSTOP):
-            return None
-        run.stopped.append(picked[1])
-        return f"SIGSTOP to {picked[0]}"
+_ALL = (
+    # Processes
+    _replaced("kill_generator", process.kill("generator"), is_plain=True),
+    _replaced("kill_scorer", process.kill("scorer"), is_plain=True),
+    _restored("kill_buffer", process.kill("buffer"), is_plain=True),
+    _restored("kill_learner", process.kill("learner"), is_plain=True),
+    _restored("kill_weight_sync", process.kill("weight_sync"), is_plain=True),
+    _replaced("hang_generator", process.hang("generator"), is_plain=True),
+    _replaced("hang_scorer", process.hang("scorer"), is_plain=True),
+    _restored("hang_buffer", process.hang("buffer")),
+    _restored("hang_learner", process.hang("learner")),
+    _restored("hang_weight_sync", process.hang("weight_sync")),
+    Fault("delay", process.delay, (RODE_THROUGH,), is_plain=True),
+    Fault("stop_generators", process.stop_generators, REPLACED, or_else=(RODE_THROUGH,)),
+    _ridden("stop_driver", process.stop_driver),
+    _resumed("kill_driver", process.kill_driver),
+    _resumed("hang_up", process.hang_up),
+    _resumed("interrupt", process.interrupt),
+    _resumed("interrupt_twice", process.interrupt_twice),
+    _ridden("second_driver", process.second_driver),
+    _resumed("kill_raylet", process.rays_own("raylet"), "local"),
+    _resumed("kill_gcs", process.rays_own("gcs_server"), "local"),
+    _replaced("kill_engine", process.kill_child("generator-0"), "vllm"),
+    _replaced("hang_engine", process.hang_child("generator-0"), "vllm"),
+    _ridden("kill_grader", process.kill_child("scorer", is_leaf=True), "graders", (COUNTED,)),
+    _ridden("hang_grader", process.hang_child("scorer", is_leaf=True), "graders", (COUNTED,)),
+    _ridden("kill_fork_server", process.kill_child("scorer"), "graders", (COUNTED, "replaced")),
+    # Memory and files
+    _replaced("kernel_kill_generator", process.kernel_kill("generator"), "memory"),
+    _replaced("kernel_kill_scorer", process.kernel_kill("scorer"), "memory"),
+    _restored("kernel_kill_learner", process.kernel_kill("learner"), "memory"),
+    Fault("monitor_kill_generator", process.memory_monitor("generator"), REPLACED, None, "memory", WITH_OTHERS),
+    Fault("monitor_kill_scorer", process.memory_monitor("scorer"), REPLACED, None, "memory", WITH_OTHERS),
+    _restored("monitor_kill", process.memory_monitor(""), "memory"),
+    _ridden("few_files", process.few_files, or_else=("retried", "replaced", COUNTED)),
+    # The run's files
+    Fault("fill_disk", disk.fill_disk, (RODE_THROUGH,), is_plain=True),
+    _ridden("full_disk", disk.full_disk, "disk"),
+    _ridden("read_only", disk.read_only, "disk"),
+    _ridden("io_error", disk.covered(errno.EIO), "disk"),
+    _ridden("stale_handle", disk.covered(errno.ESTALE), "disk"),
+    _ridden("hung_folder", disk.covered(None), "disk", ("restored",)),
+    _ridden("frozen_disk", disk.frozen_disk, "disk", ("restored",)),
+    _resumed("interrupt_on_frozen_disk", disk.interrupt_on_frozen_disk, "disk"),
+    _resumed("power_cut", disk.power_cut, "disk"),
+    _resumed("damaged_checkpoint", disk.damaged_checkpoint),
+    _resumed("flipped_checkpoint", disk.flipped_checkpoint),
+    _resumed("torn_logs", disk.torn_logs),
+    _ridden("delete_logs", disk.delete_logs),
+    _replaced("hang_generator_with_empty_pids", disk.empty_pids),
+    _restored("delete_checkpoint", disk.delete_checkpoint),
+    # Bad moments
+    _restored("die_again", moment.die_again),
+    _resumed("interrupt_restore", moment.interrupt_restore),
+    _resumed("kill_restore", moment.kill_restore),
+    _resumed("interrupt_start", moment.interrupt_start),
+    _resumed("kill_start", moment.kill_start),
+    _resumed("interrupt_checkpoint", moment.interrupt_checkpoint),
+    _resumed("kill_checkpoint", moment.kill_checkpoint),
+    _replaced("hang_generators_replacement", moment.hang_replacement("generator")),
+    _replaced("hang_scorers_replacement", moment.hang_replacement("scorer")),
+    # From inside
+    Fault("poison_reward", moment.trigger("poison_reward"), (COUNTED,), is_plain=True),
+    Fault("scorer_error", moment.trigger("scorer_error"), ("retried",), "group_failed"),
+    Fault("nan_gradient", moment.trigger("nan_gradient"), SKIPPED, "update_skipped", is_plain=True),
+    # Nodes
+    Fault("lose_node", cluster.lose_node, RESTORED, None, "cluster", NODE_LOST),
+    Fault("lose_nodes_for_a_while", cluster.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),
+)
+FAULTS = {fault.name: fault for fault in _ALL}
 
-    return inject
 
-
-def _delay(run: ChaosRun, draw: random.Random) -> str | None:
-    seconds, picked = draw.uniform(0.5, 2.0), _pick(run, draw)
-    if picked is None or not _signal(picked[1], signal.SIGSTOP):
-        return None
-    time.sleep(seconds)
-    _signal(picked[1], signal.SIGCONT)
-    return f"{picked[0]} stopped for {seconds:.1f} s"
-
-
-def _fill_disk(run: ChaosRun, draw: random.Random) -> str | None:
-    """Limit the size of files of these processes: writing fails with EFBIG, as with ENOSPC on a full disk."""
-    seconds, num_bytes = draw.uniform(2.0, 4.0), draw.randint(1, 100)
-    found = [psutil.Process(run.driver_pid), run.actor("buffer"), run.actor("learner")]
-    limited = [process for process in found if process and _limit_files(process, num_bytes)]
-    time.sleep(seconds)
-    for process in limited:
-        _limit_files(process, None)
-    return f"no file longer than {num_bytes} bytes for {seconds:.1f} s"
-
-
-def _limit_files(process: psutil.Process, num_bytes: int | None) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        _, hard = process.rlimit(resource.RLIMIT_FSIZE)
-        process.rlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
-        return True
-    return False
-
-
-def _trigger(name: str) -> Callable[[ChaosRun, random.Random], str | None]:
-    """Request a fault from inside: see profiling/chaos_driver.py."""
-
-    def inject(run: ChaosRun, draw: random.Random) -> str | None:
-        (run.triggers / name).touch()
-        return name
-
-    return inject
-
-
-def _kill_driver(run: ChaosRun, draw: random.Random) -> str | None:
-    seconds, left = run.kill()
-    run.resume()
-    return f"SIGKILL to the driver; {', '.join(left) or 'nothing'} left after {seconds:.1f} s"
-
-
-def _interrupt(run: ChaosRun, draw: random.Random) -> str | None:
-    started = time.monotonic()
-    status = run.interrupt()
-    seconds = time.monotonic() - started
-    run.resume()
-    wrong = "" if status == INTERRUPTED else f" instead of {INTERRUPTED}: {run.last_words()}"
-    return f"SIGTERM to the driver; exit status {status}{wrong} after {seconds:.1f} s"
-
-
-REPLACED, RESTORED, SKIPPED = ("replaced",), ("restored",), ("skipped and counted",)
-FAULTS = {
-    fault.name: fault
-    for fault in (
-        Fault("kill_generator", _kill("generator"), REPLACED, "generator_back"),
-        Fault("kill_scorer", _kill("scorer"), REPLACED, "scorer_back"),
-        Fault("kill_buffer", _kill("buffer"), RESTORED, "restored"),
-        Fault("kill_learner", _kill("learner"), RESTORED, "restored"),
-        Fault("kill_weight_sync", _kill("weight_sync"), RESTORED, "restored"),
-        Fault("kill_worker", _kill_worker, (RODE_THROUGH, COUNTED, *REPLACED)),
-        Fault("kill_driver", _kill_driver, (RESUMED,), ends_driver=True),
-        Fault("interrupt", _interrupt, (RESUMED,), ends_driver=True),
-        Fault("hang_generator", _hang("generator"), REPLACED, "generator_back"),
-        Fault("hang_learner", _hang("learner"), RESTORED, "restored"),
-        Fault("delay", _delay, (RODE_THROUGH,)),
-        Fault("fill_disk", _fill_disk, (RODE_THROUGH,)),
-        Fault("poison_reward", _trigger("poison_reward"), (COUNTED,)),
-        Fault("nan_gradient", _trigger("nan_gradient"), SKIPPED, "update_skipped"),
-    )
-}
+def possible(kinds: list[str], abilities: set[str]) -> list[str]:
+    return [kind for kind in kinds if not FAULTS[kind].needs or FAULTS[kind].needs in abilities]
 
 
 def draws(kinds: list[str], draw: random.Random) -> Iterator[str]:
@@ -155,7 +140,4 @@ def draws(kinds: list[str], draw: random.Random) -> Iterator[str]:
 
 
 def can_meet(first: Fault, second: Fault) -> bool:
-    """Return whether two faults may come at once: a driver ends once, and a last checkpoint needs a disk."""
-    pair = {first.name, second.name}
-    both_end = first.ends_driver and second.ends_driver
-    return len(pair) == 2 and not both_end and pair != {"fill_disk", "interrupt"}
+    return first.is_plain and second.is_plain and first is not second

@@ -1,19 +1,22 @@
-"""The outcomes of the faults: one line per fault in FOLDER/seed-N/faults.jsonl, and a table of all."""
+"""The outcomes of a campaign: FOLDER/results.jsonl, one line per fault and per audited run, and tables."""
 
 import json
 import re
 import statistics
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chaos_faults import FAULTS
 
-from grpo_ray.tools.audit.audit import AuditReport
+if TYPE_CHECKING:
+    from grpo_ray.tools.audit.audit import AuditReport
 
-NOT_RECOVERED = "NOT RECOVERED"
+NOT_RECOVERED, NOT_POSSIBLE = "NOT RECOVERED", "not possible"
+BUDGET_USED_UP = "ended by its budget, resumed"  # with default budgets, which are per hour
 MARKS = "<!-- chaos -->", "<!-- /chaos -->"
 
 
@@ -21,75 +24,114 @@ MARKS = "<!-- chaos -->", "<!-- /chaos -->"
 class Record:
     """One fault, or two at once."""
 
+    scenario: str
     seed: int
+    commit: str
     step: int  # of the newest line at the injection
     faults: tuple[str, ...]
     what: str  # what was done
     outcome: str
+    wrong: tuple[str, ...]  # what must not be
     seconds: float  # until the run had recovered and made progress
 
     def __str__(self) -> str:
-        return f"{' + '.join(self.faults)}: {self.outcome} in {self.seconds:.1f} s ({self.what})"
-
-    @property
-    def place(self) -> str:
-        return f"{' + '.join(self.faults)}: {self.outcome} (seed {self.seed}, after step {self.step})"
+        wrong = f"; WRONG: {'; '.join(self.wrong)}" if self.wrong else ""
+        return f"{' + '.join(self.faults)}: {self.outcome} in {self.seconds:.1f} s ({self.what}){wrong}"
 
     @property
     def is_as_it_must_be(self) -> bool:
-        """True if a fault alone had one of its outcomes; after two at once the run need only recover."""
-        if self.outcome == NOT_RECOVERED or "still there" in self.what or "instead of" in self.what:
+        """True if a fault alone had its outcome; after two at once the run need only recover."""
+        if self.outcome == NOT_RECOVERED or self.wrong:
             return False
-        return len(self.faults) > 1 or self.outcome in FAULTS[self.faults[0]].outcomes
+        return (
+            len(self.faults) > 1
+            or self.outcome == BUDGET_USED_UP
+            or FAULTS[self.faults[0]].is_as_it_must_be(self.outcome)
+        )
 
 
 @dataclass(frozen=True)
-class Result:
-    """One seed's run."""
+class Audited:
+    """One run of the campaign at its end."""
 
-    name: str
-    records: tuple[Record, ...]
-    audit: dict[str, Any] | None  # AuditReport's fields
-    comparison: dict[str, Any] | None
-
-
-def add_record(folder: Path, record: Record) -> None:
-    with (folder / "faults.jsonl").open("a") as file:
-        file.write(json.dumps(asdict(record)) + "\n")
+    scenario: str
+    seed: int
+    commit: str
+    num_steps: int
+    num_groups: int
+    num_completions: int
+    problems: tuple[str, ...]
 
 
-def write_audit(folder: Path, report: AuditReport) -> None:
-    (folder / "audit.json").write_text(json.dumps(asdict(report), indent=1))
+class Results:
+    """The file of a campaign's results; it grows, so that an interrupted campaign continues."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "results.jsonl"
+
+    def add(self, result: Record | Audited) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+    def add_audit(self, scenario: str, seed: int, report: "AuditReport") -> None:
+        counts = report.num_steps, report.num_groups, report.num_completions
+        self.add(Audited(scenario, seed, commit(), *counts, tuple(report.problems)))
+
+    @property
+    def records(self) -> list[Record]:
+        return [Record(**_tuples(row)) for row in self._rows() if "faults" in row]
+
+    @property
+    def audits(self) -> list[Audited]:
+        return [Audited(**_tuples(row)) for row in self._rows() if "problems" in row]
+
+    def is_audited(self, scenario: str, seed: int) -> bool:
+        return any((audited.scenario, audited.seed) == (scenario, seed) for audited in self.audits)
+
+    def num_drawn(self) -> Counter[str]:
+        return Counter(fault for record in self.records for fault in record.faults)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        return [json.loads(line) for line in self._path.read_text().splitlines()]
 
 
-def read_results(folder: Path) -> list[Result]:
-    return [_read_result(seed) for seed in sorted(folder.glob("seed-*")) if (seed / "faults.jsonl").exists()]
+def commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _read_result(folder: Path) -> Result:
-    rows = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
-    records = tuple(Record(**{**row, "faults": tuple(row["faults"])}) for row in rows)
-    files = (folder / "audit.json", folder / "comparison.json")
-    audit, comparison = (json.loads(file.read_text()) if file.exists() else None for file in files)
-    return Result(folder.name, records, audit, comparison)
+def _tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
-def table(results: Sequence[Result]) -> tuple[str, bool]:
-    """Return the table in Markdown, and whether every outcome is as it must be."""
-    records = [record for result in results for record in result.records]
-    lines = ["| fault | times | outcome | seconds: median | largest |", "|---|---|---|---|---|"]
-    by_name: dict[str, list[Record]] = defaultdict(list)
+def table(results: Results) -> tuple[str, bool]:
+    """Return the tables in Markdown, and whether every outcome is as it must be and every audit clean."""
+    records = [record for record in results.records if record.outcome != NOT_POSSIBLE]
+    alone: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        by_name[record.faults[0] if len(record.faults) == 1 else "two at once"].append(record)
-    lines += [_line(name, by_name[name]) for name in [*FAULTS, "two at once"] if name in by_name]
-    pairs = [f"{' + '.join(r.faults)} ({r.outcome})" for r in by_name["two at once"]]
-    lines += ["", f"Two at once: {'; '.join(pairs)}."] if pairs else []
-    lines += ["", *_run_lines(results)]
+        alone[record.faults[0] if len(record.faults) == 1 else "two at once"].append(record)
+    kinds = {fault for record in records for fault in record.faults}
+    num_faults = sum(len(record.faults) for record in records)
     odd = [record for record in records if not record.is_as_it_must_be]
-    lines += ["", "Not as it must be:", "", *(f"- {record.place}" for record in odd)] if odd else []
-    audited = all(result.audit is not None and not result.audit["problems"] for result in results)
-    compared = all(result.comparison is None or result.comparison["is_within"] for result in results)
-    return "\n".join(lines), not odd and audited and compared
+    lines = [f"{num_faults} faults of {len(kinds)} kinds, {len(odd)} not as they must be.", ""]
+    lines += ["| fault | times | outcome | seconds: median | largest |", "|---|---|---|---|---|"]
+    lines += [_line(name, alone[name]) for name in [*FAULTS, "two at once"] if name in alone]
+    pairs = [f"{' + '.join(r.faults)} ({r.outcome})" for r in alone["two at once"]]
+    lines += ["", f"Two at once: {'; '.join(pairs)}."] if pairs else []
+    lines += ["", *_run_lines(results, records)]
+    lines += ["", "Not as it must be:", "", *(f"- {_place(record)}" for record in odd)] if odd else []
+    is_clean = all(not audited.problems for audited in results.audits)
+    return "\n".join(lines), not odd and is_clean
+
+
+def _place(record: Record) -> str:
+    wrong = "; ".join([record.what, *record.wrong])
+    return (
+        f"{' + '.join(record.faults)}: {record.outcome} ({record.scenario}, after step {record.step}): {wrong}"
+    )
 
 
 def _line(name: str, records: Sequence[Record]) -> str:
@@ -101,25 +143,22 @@ def _line(name: str, records: Sequence[Record]) -> str:
     return f"| {name} | {len(records)} | {said} | {statistics.median(seconds):.1f} | {max(seconds):.1f} |"
 
 
-def _run_lines(results: Sequence[Result]) -> list[str]:
-    lines = ["| run | faults | steps | groups | completions | audit | validation reward | undisturbed |"]
+def _run_lines(results: Results, records: Sequence[Record]) -> list[str]:
+    lines = ["| scenario | seed | commit | faults | steps | groups | completions | audit |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
-    for result in results:
-        num_faults = sum(len(record.faults) for record in result.records)
-        audit, comparison = result.audit, result.comparison
-        if audit is None:
-            lines.append(f"| {result.name} | {num_faults} | | | | not done | | |")
-            continue
-        found = f"{len(audit['problems'])} problems" if audit["problems"] else "clean"
-        reward = f"{comparison['reward']:.3f} ± {comparison['error']:.3f}" if comparison else ""
-        others = f"{comparison['others']}, step {comparison['step']}" if comparison else ""
-        counts = f"{audit['num_steps']} | {audit['num_groups']} | {audit['num_completions']}"
-        lines.append(f"| {result.name} | {num_faults} | {counts} | {found} | {reward} | {others} |")
+    for audited in results.audits:
+        ours = [
+            record for record in records if (record.scenario, record.seed) == (audited.scenario, audited.seed)
+        ]
+        num_faults = sum(len(record.faults) for record in ours)
+        found = f"{len(audited.problems)} problems" if audited.problems else "clean"
+        counts = f"{num_faults} | {audited.num_steps} | {audited.num_groups} | {audited.num_completions}"
+        lines.append(f"| {audited.scenario} | {audited.seed} | {audited.commit} | {counts} | {found} |")
     return lines
 
 
 def write_table(path: Path, text: str) -> None:
-    """Write the table between the marks in the file, which are appended if it has none."""
+    """Write the tables between the marks in the file, which are appended if it has none."""
     before = path.read_text() if path.exists() else ""
     if MARKS[0] not in before:
         before += f"\n{MARKS[0]}\n{MARKS[1]}\n"

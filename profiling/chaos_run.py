@@ -1,5 +1,6 @@
 """A training run as its operator sees it: processes, signals and growing files."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,19 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_driver import TRIGGERS
+import pyarrow.parquet as pq
+from chaos_cluster import Cluster
+from chaos_disk import Disk
+from chaos_memory import Memory
 
-from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.audit.rollouts import RolloutRows
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
+TRIGGERS = "GRPO_RAY_CHAOS_TRIGGERS"
 INTERRUPTED = 130
+NOT_NICE = {"RAY_worker_niceness": "0"}  # Ray's 15 starves the actors on a machine that is shared
 
 
 class RunEnded(RuntimeError):
@@ -44,31 +50,44 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 class ChaosRun:
-    """One run in `folder`/run, driven by a child process with its output in `folder`/driver.log."""
+    """One run, driven by a child process with its output in `folder`/driver.log.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run = RunDirectory(folder / "run")
+    It lies in `folder`/run, or on the disk that `mount` puts there. `wrong` collects what must not be.
+    """
+
+    def __init__(self, folder: Path, disk: Disk | None = None, memory: Memory | None = None) -> None:
+        self.folder, self.disk, self.memory = folder, disk, memory
+        self.path = (disk.path if disk else folder) / "run"  # as the driver knows it
+        self.run = RunDirectory((disk.view if disk else folder) / "run")
         self.triggers = folder / "triggers"
         self.triggers.mkdir(parents=True, exist_ok=True)
+        for trigger in self.triggers.iterdir():  # of a campaign that was interrupted
+            trigger.unlink()
+        self.environment = {**os.environ, TRIGGERS: str(self.triggers.resolve()), **NOT_NICE}
+        self.cluster: Cluster | None = None
         self.stopped: list[psutil.Process] = []  # hung, never continued
+        self.wrong: list[str] = []
         self._driver: subprocess.Popen[bytes] | None = None
 
     # The driver
 
     def start(self, config: str, overrides: list[str]) -> None:
-        self._begin("train", config, *overrides, f"run.output_dir={self.folder}", "run.name=run")
+        self._begin("train", config, *overrides, f"run.output_dir={self.path.parent}", "run.name=run")
 
     def resume(self, *overrides: str) -> None:
-        self._begin("resume", str(self.run.path), *overrides)
+        self._begin("resume", str(self.path), *overrides)
 
     def _begin(self, *arguments: str) -> None:
         assert self._driver is None, "one driver at a time"
-        with (self.folder / "driver.log").open("ab") as log:
-            self._driver = subprocess.Popen(
+        self._driver = self.launch(*arguments, log=self.folder / "driver.log")
+
+    def launch(self, *arguments: str, log: Path) -> subprocess.Popen[bytes]:
+        """Start the command line, with its output appended to `log`."""
+        with log.open("ab") as output:
+            return subprocess.Popen(
                 [sys.executable, str(DRIVER), *arguments],
-                env={**os.environ, TRIGGERS: str(self.triggers.resolve())},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=self.environment | (self.cluster.environment if self.cluster else {}),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     @property
@@ -90,22 +109,36 @@ class ChaosRun:
         lines = (self.folder / "driver.log").read_text(errors="replace").strip().splitlines()
         return " / ".join(lines[-3:])[-500:]
 
-    def kill(self) -> tuple[float, list[str]]:
-        """Kill the driver; returns the seconds until everything it started was gone, and what was left."""
-        processes, shared = self.processes(), self._shared_memory()
-        assert self._driver is not None
+    def has_used_up_a_budget(self) -> bool:
+        """Return whether the driver's output ends with the error of a budget."""
+        lines = (self.folder / "driver.log").read_text(errors="replace").splitlines()
+        return any("within an hour are used up" in line for line in lines[-6:])
+
+    def kill(self, number: int = signal.SIGKILL) -> str:
+        """Kill the driver; everything that it started must be gone soon, also in /dev/shm."""
+        with self.gone_afterwards() as gone:
+            self.signal(number)
+            self.wait_for_end(60.0)
+        return gone[0]
+
+    @contextlib.contextmanager
+    def gone_afterwards(self) -> Iterator[list[str]]:
+        """Wait until all that the driver has started is gone; what is left is wrong. Yields what to say."""
+        processes, shared, said = self.processes(), self._shared_memory(), [""]
+        yield said
         started = time.monotonic()
-        self._driver.kill()
-        self._driver.wait()
-        self._driver = None
-        left = [f"process {process.pid}" for process in wait_until_gone(processes, 60.0)]
-        left += [f"/dev/shm/{name}" for name in sorted(shared) if (Path("/dev/shm") / name).exists()]
-        return time.monotonic() - started, left
+        self.wrong += [f"process {process.pid} was still there" for process in wait_until_gone(processes, 60.0)]
+        here = Path("/dev/shm")
+        self.wrong += [f"{here / name} was still there" for name in sorted(shared) if (here / name).exists()]
+        said[0] = f"all gone after {time.monotonic() - started:.1f} s"
+
+    def signal(self, number: int) -> None:
+        assert self._driver is not None
+        self._driver.send_signal(number)
 
     def interrupt(self, timeout_s: float = 120.0) -> int:
         """Send SIGTERM to the driver; returns its exit status, or raises TimeoutError."""
-        assert self._driver is not None
-        self._driver.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         return self.wait_for_end(timeout_s)
 
     def wait_for_end(self, timeout_s: float) -> int:
@@ -125,26 +158,42 @@ class ChaosRun:
         try:
             self.interrupt()
         except TimeoutError:
-            self.kill()
+            self.signal(signal.SIGKILL)
+            self.wait_for_end(60.0)
         for process in wait_until_gone(processes, 20.0):
             process.kill()
 
-    def bury_stopped(self) -> list[str]:
-        """Kill the hung processes that the run did not end; returns a message for each."""
-        left = wait_until_gone(self.stopped, 15.0)
-        for process in left:
+    def bury_stopped(self) -> None:
+        """Kill the hung processes that the run did not end, which is wrong."""
+        for process in wait_until_gone(self.stopped, 15.0):
             process.kill()
+            self.wrong.append(f"the stopped process {process.pid} was still there")
         self.stopped = []
-        return [f"the stopped process {process.pid} was still there" for process in left]
+
+    def heal(self) -> None:
+        """Undo what a fault that failed half-way may have left."""
+        if self.disk:
+            self.disk.heal(self.path)
+        for process in self.stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.stopped = []
+        if self._driver is not None:
+            self.signal(signal.SIGCONT)
+            if self._driver.poll() is not None:
+                self._driver = None
 
     # Its processes
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes that the driver started."""
-        try:
-            return psutil.Process(self.driver_pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        """Return the processes that the driver started, and on a cluster the actors'."""
+        found = {actor for name in self.actors() if (actor := self.actor(name))}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= set(psutil.Process(self.driver_pid).children(recursive=True))
+        for process in list(found):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= set(process.children(recursive=True))
+        return list(found)
 
     def _shared_memory(self) -> set[str]:
         """Return the names in /dev/shm that the run's processes have mapped."""
@@ -161,9 +210,10 @@ class ChaosRun:
         return sorted(path.stem for path in self.run.logs.glob("*.pid"))
 
     def actor(self, name: str) -> psutil.Process | None:
-        """Return the actor's process, if it exists."""
+        """Return the actor's process, if it exists and is a Ray worker (the file may be an ended actor's)."""
         try:
-            return psutil.Process(int((self.run.logs / f"{name}.pid").read_text().split()[1]))
+            process = psutil.Process(int((self.run.logs / f"{name}.pid").read_text().split()[1]))
+            return process if "ray::" in " ".join(process.cmdline()) else None
         except (OSError, IndexError, psutil.NoSuchProcess):
             return None
 
@@ -189,13 +239,34 @@ class ChaosRun:
         """Count responses that were not graded: in steps after `step`, and in later evaluations."""
         in_training = sum(row["reward/errors"] for row in self.metrics() if row["step"] > step)
         files = [path for path in self.run.evaluations.glob("step-*.parquet") if path.stat().st_mtime > since]
-        return int(in_training) + sum(RolloutRows(f.name, read_rollouts(f)).num_errors for f in files)
+        tables = [pq.read_table(path, columns=["error"]) for path in files]
+        return int(in_training) + sum(len(table) - table["error"].null_count for table in tables)
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], timeout_s: float, what: str, every_s: float = 0.1
+    ) -> None:
         """Wait for the condition; raises RunEnded if the driver ends first, or TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             self.check_alive()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: not within {timeout_s:g} s")
-            time.sleep(0.1)
+            time.sleep(every_s)
+
+    # Its limits
+
+    @property
+    def phase_timeout_s(self) -> float:
+        return self._config.weight_sync.phase_timeout_s
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return self._config.recovery.stall_timeout_s
+
+    @property
+    def on_preemption_s(self) -> float:
+        return self._config.run.on_preemption_s
+
+    @property
+    def _config(self) -> Config:
+        return load_config(self.run.config_path)

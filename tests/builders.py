@@ -17,7 +17,7 @@ from grpo_ray.actors.replay import ReplayMemory
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.config import Config
 from grpo_ray.config.schedule import ReplayConfig
-from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 
 
 def make_completion(
@@ -60,6 +60,12 @@ def simple_group(group_id: int, versions: int | list[int] = 0, has_signal: bool 
     """Make a group of two responses of three tokens, with rewards 1 and 0; without signal both are 0."""
     completions = [make_completion([5, 6, 7], versions=versions)] * 2
     return make_group(make_item(group_id), completions, [has_signal, 0], [has_signal, -float(has_signal)])
+
+
+def parts(group: ScoredGroup) -> tuple[RolloutGroup, Verdict]:
+    """Take a scored group apart, for `TrajectoryBuffer.put`."""
+    of_verdict = {field.name: getattr(group, field.name) for field in fields(Verdict)}
+    return group.rollout, Verdict(**of_verdict)
 
 
 def make_buffer(
@@ -112,7 +118,7 @@ def plain_rows(
 ) -> list[torch.Tensor]:
     """Compute the log-distribution `[vocab]` that each response token was drawn from, without padding."""
     prompt, response = [int(token) for token in prompt], [int(token) for token in response]
-    logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+    logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0].float()
     rows = []
     for index in range(len(response)):
         row = logits[len(prompt) + index - 1] / temperature
@@ -182,8 +188,8 @@ def own_logprobs(learner: Learner, prompt: Sequence[int], response: Sequence[int
 
 
 def gradient(learner: Learner) -> torch.Tensor:
-    """Return the flat gradient, 0 for weights that have none."""
-    parameters = list(learner.model.parameters())
+    """Return the flat gradient of the float32 weights, 0 for those that have none."""
+    parameters = learner.masters.parameters
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().clone() for p in parameters]
     )

@@ -132,7 +132,7 @@ def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     from any_reward_cli import ParityGrader
 
     from grpo_ray.actors import scorer
-    from grpo_ray.tools.audit import audit
+    from grpo_ray.tools.audit import regrader
 
     monkeypatch.setattr(scorer, "Grader", ParityGrader)
-    monkeypatch.setattr(audit, "Grader", ParityGrader)
+    monkeypatch.setattr(regrader, "Grader", ParityGrader)

@@ -108,7 +108,7 @@ def own_transport() -> None:
 
 
 class _Anything:
-    hf_text_config = None
+    hf_text_config = quantization = None
 
 
 if __name__ == "__main__":

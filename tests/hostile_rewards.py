@@ -1,9 +1,12 @@
 """A user's reward functions that do whatever a response asks for; they run only in the pool's workers."""
 
+import contextlib
 import ctypes
 import math
 import os
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
@@ -53,6 +56,82 @@ def _print() -> None:
     os.write(1, b"[" * 100_000)
 
 
+def _channel() -> socket.socket:
+    """Find the worker's socket to the pool."""
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, os.dup(number))
+    raise AssertionError("the worker has no channel")
+
+
+def _drip() -> None:
+    channel = _channel()
+    while True:
+        channel.send(b"x")
+        time.sleep(0.1)
+
+
+def _flood() -> None:
+    channel = _channel()
+    while True:
+        channel.sendall(b"x" * 2**16)
+
+
+def _fill() -> None:
+    channel = _channel()
+    channel.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            channel.send(b"x" * 2**10)
+    os._exit(0)
+
+
+def _later(action: Any) -> None:
+    """Act while the worker waits for the next answer."""
+    signal.signal(signal.SIGALRM, lambda *_: action())
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
+def _forget() -> None:
+    """Pretend that no answer was begun, and end."""
+    frame = sys._getframe()
+    while "num_begun" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    frame.f_locals["num_begun"][:] = bytes(8)
+    os._exit(0)
+
+
+def _forge(line: bytes) -> Any:
+    return lambda: _channel().sendall(line + b"\n")
+
+
+SCORES = b'["scores", {"reward": %s, "format_reward": 1, "answer_reward": %s}]'
+FORGERIES = {
+    "no-json": b"garbage",
+    "no-text": b"\xff\xfe",
+    "nested": b"[" * 60_000,
+    "empty": b"[]",
+    "number": b"5",
+    "unknown": b'["hello", "x"]',
+    "unhashable": b'[["scores"], {}]',
+    "missing": b'["scores", {"reward": 1}]',
+    "no-scores": b'["scores", [1, 1, 1]]',
+    "of-text": SCORES % (b'"1"', b"1"),
+    "true": SCORES % (b"true", b"1"),
+    "nan": SCORES % (b"NaN", b"1"),
+    "infinite": SCORES % (b"1e999", b"1"),
+    "too-large": SCORES % (b"1e300", b"1"),
+    "digits": SCORES % (b"9" * 400, b"1"),
+    "many-digits": SCORES % (b"9" * 5000, b"1"),
+    "half": SCORES % (b"1", b"0.5"),
+    "null": b'["error", null]',
+    "ready": b'["ready", 1]',
+    "failed": b'["failed", "x"]',
+    "ended-short": b'["ended"]',
+    "ended-types": b'["ended", 1, 2, 3]',
+}
 KEPT: list[Any] = []
 ENDLESS = {
     "loop": _loop,
@@ -60,15 +139,18 @@ ENDLESS = {
     "binomial": lambda: math.comb(10**9, 5 * 10**8),  # no Python code can interrupt it
     "power": lambda: 10**10**10,
 }
+UNGRADABLE = {
+    **ENDLESS,
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "allocate": lambda: bytearray(2**40),
+    "grow": _grow,
+}
 DEADLY = {
     "exit": lambda: os._exit(0),
     "exit-3": lambda: os._exit(3),
     "sys-exit": sys.exit,
-    "segfault": lambda: ctypes.string_at(0),
-    "abort": os.abort,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "allocate": lambda: bytearray(2**40),
-    "grow": _grow,
     "close-all": lambda: os.closerange(0, 1000),
     "interrupt": lambda: _raise(KeyboardInterrupt()),
 }
@@ -87,4 +169,16 @@ HARMLESS = {
     "doze": lambda: time.sleep(0.3),
     "handle": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
-ACTIONS: dict[str, Any] = {**ENDLESS, **DEADLY, **RAISING, **HARMLESS}
+TAKEN_OVER = {
+    "drip": _drip,
+    "flood": _flood,
+    "fill": _fill,
+    "fill-later": lambda: _later(_fill),
+    "deaf-later": lambda: _later(_sleep_without_an_alarm),
+    "forget": _forget,
+    "real-time-signal": lambda: os.kill(os.getpid(), 35),
+    "forge-right": lambda: _forge(SCORES % (b"1", b"1"))(),
+    "forge-surrogate": lambda: _forge(b'["error", "\\ud800 \\ud800"]')(),
+    **{f"forge-{name}": _forge(line) for name, line in FORGERIES.items()},
+}
+ACTIONS: dict[str, Any] = {**UNGRADABLE, **DEADLY, **RAISING, **HARMLESS, **TAKEN_OVER}

@@ -15,6 +15,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
+from grpo_ray.cluster.placement import scorer_names
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.errors import ActorDied
@@ -107,13 +108,13 @@ class LocalActors:
         training = checkpoint.training_path if checkpoint else None
 
         def generator(name: str) -> Generator:
-            engine = make_engine(config, model, start.max_model_len, int(name.rpartition("-")[2]))
+            engine = make_engine(config, model, start.max_model_len, config.run.seed)
             return Generator(name, engine, config.generator.slowdown_s, version)
 
         self._generator = generator
         names = [f"generator-{index}" for index in range(config.generator.num_generators)]
         self.generators = {name: self._new_generator(name) for name in names}
-        self.scorer = self._new_scorer()
+        self.scorers = {name: self._new_scorer(name) for name in scorer_names(config)}
         self.learner = LocalClient(
             "learner",
             lambda: Learner(model, config, start.end_token_ids, training, run.skipped, start.path, run.profile),
@@ -129,16 +130,16 @@ class LocalActors:
         self.num_stack_dumps = 0
 
     def by_name(self) -> dict[str, LocalClient]:
-        others = (self.learner, self.scorer, self.buffer, self.weight_sync)
-        return {**self.generators, **{client.name: client for client in others}}
+        others = (self.learner, self.buffer, self.weight_sync)
+        return {**self.generators, **self.scorers, **{client.name: client for client in others}}
 
     def _new_generator(self, name: str) -> LocalClient:
         return LocalClient(name, lambda: self._generator(name))
 
-    def _new_scorer(self) -> LocalClient:
+    def _new_scorer(self, name: str) -> LocalClient:
         config = self._config
         return LocalClient(
-            "scorer",
+            name,
             lambda: Scorer(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens),
         )
 
@@ -147,10 +148,10 @@ class LocalActors:
         self.generators[name] = self._new_generator(name)
         return self.generators[name]
 
-    def restart_scorer(self) -> LocalClient:
-        self.scorer.die()
-        self.scorer = self._new_scorer()
-        return self.scorer
+    def restart_scorer(self, name: str) -> LocalClient:
+        self.scorers[name].die()
+        self.scorers[name] = self._new_scorer(name)
+        return self.scorers[name]
 
     async def fetch(self, reference: Any) -> Any:
         return await reference

@@ -50,10 +50,10 @@ class LocalServing:
         names = [f"generator-{index}" for index in range(config.generator.num_generators)]
         self.generators = {name: LocalClient(name, lambda name=name: generator(name)) for name in names}  # type: ignore[misc]
         scorer = (config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
-        self.scorer = LocalClient("scorer", lambda: Scorer(*scorer))
+        self.scorers = {"scorer": LocalClient("scorer", lambda: Scorer(*scorer))}
 
     def by_name(self) -> dict[str, LocalClient]:
-        return {**self.generators, "scorer": self.scorer}
+        return {**self.generators, **self.scorers}
 
     def restart_generator(self, name: str) -> LocalClient:
         self.generators[name].die()
@@ -80,7 +80,7 @@ def serve_locally(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LocalSe
         ) -> Iterator[LocalServing]:
             started.append(LocalServing(config, model, answers))
             yield started[-1]
-            started[-1].scorer.actor.close()
+            started[-1].scorers["scorer"].actor.close()
 
         monkeypatch.setattr(evaluate, "serving", serving)
         monkeypatch.setattr(evaluate.session, "connected", lambda needs_hub: contextlib.nullcontext())

@@ -79,4 +79,6 @@ def add_checkpoint(run: RunDirectory, step: int, model: Path) -> Path:
     store = CheckpointStore(run, keep=5, keep_best=False)
     folder = store.begin(step)
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    return store.commit(step, CheckpointState(step, {}, {})).path
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    return store.commit(step, CheckpointState(step, {}, {}), sizes).path

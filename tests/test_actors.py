@@ -36,8 +36,8 @@ def score(
     sizes = lengths or [1] * len(texts)
     completions = tuple(make_completion([5] * size, text=text) for text, size in zip(texts, sizes, strict=True))
     rollout = RolloutGroup(make_item(truth="01258"), completions, "generator-0")
-    scored, _ = Scorer({"": "exact_match"}, config, ScorerConfig(), max_tokens).score(rollout)
-    return scored
+    verdict = Scorer({"": "exact_match"}, config, ScorerConfig(), max_tokens).score(rollout)
+    return ScoredGroup.of(rollout, verdict)
 
 
 def test_scorer_reports_its_seconds_and_memory() -> None:
@@ -362,9 +362,9 @@ def test_a_response_that_cannot_be_graded_is_an_error_and_has_no_advantage() -> 
     scorer = Scorer(rewards, AlgorithmConfig(std="population"), ScorerConfig(num_workers=2), 16)
     completions = tuple(make_completion([5, 6], text=text) for text in ("exit 72", "72", "missing", "71", "71"))
     item = replace(make_item(truth="72"), task="own")
-    scored, _ = scorer.score(RolloutGroup(item, completions, "generator-0"))
+    scored = scorer.score(RolloutGroup(item, completions, "generator-0"))
     scorer.close()
-    assert scored.num_errors == 2
+    assert len(scored.errors) == 2
     assert scored.errors[0] == "exit status 0"
     assert scored.errors[2].startswith("KeyError: 'no such key'")
     assert scored.rewards.tolist() == [0, 1, 0, 0, 0]
@@ -386,3 +386,24 @@ def test_advantages_compare_only_graded_responses(kind: str) -> None:
     for few in ([False] * 4, [True] + [False] * 3):
         worth = advantages_of(rewards, lengths, np.array(few), config, max_tokens=10)
         assert worth.tolist() == [float(kind in ("max_only", "raw") and few[0]), 0, 0, 0]
+
+
+def test_an_ungradable_response_is_no_better_off_than_a_wrong_one() -> None:
+    rewards = {"maths": "r1_zero", "own": "hostile_rewards:obey"}
+    config = ScorerConfig(num_workers=1, timeout_s=1.0, ungradable_reward=-1.0)
+    scorer = Scorer(rewards, AlgorithmConfig(), config, 16)
+    long = "</think> <answer> " + "1+" * 600 + "1 </answer>"
+    texts = ("</think> <answer> 72 </answer>", "</think> <answer> 71 </answer>", long)
+    item = replace(make_item(truth="72"), task="maths")
+    completions = tuple(make_completion([5, 6], text=text) for text in texts)
+    scored = scorer.score(RolloutGroup(item, completions, "generator-0"))
+    assert not scored.errors
+    assert dict(scored.ungradable) == {2: "longer than 1000 characters, and not the truth itself"}
+    assert scored.format_rewards.tolist() == [1, 1, 1]
+    assert scored.advantages[2] == scored.advantages[1] < 0
+    completions = tuple(make_completion([5, 6], text=text) for text in ("72", "71", "loop 72"))
+    scored = scorer.score(RolloutGroup(replace(item, task="own"), completions, "generator-0"))
+    scorer.close()
+    assert dict(scored.ungradable) == {2: "longer than 1 s (scorer.timeout_s)"}
+    assert scored.rewards.tolist() == [1, 0, -1]
+    assert scored.advantages[2] < scored.advantages[1]

@@ -8,6 +8,7 @@ import torch
 
 from grpo_ray.algorithms import (
     Correction,
+    correction_sums,
     effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
@@ -38,6 +39,30 @@ def test_weights_by_hand(correction, expected):
     # exp(log(5)) may round to more than 5
     weights = weights_of(correction, band=(0.5 - 1e-9, 5.0 + 1e-9))
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        # num_corrected, num_limited, sum, smallest, largest
+        ("truncate_token", (6, 3, 0.25 + 1.5 + 2 + 2 + 0.5 + 2, 0.25, 2.0)),
+        ("truncate_sequence", (6, 6, 12.0, 2.0, 2.0)),
+        ("mask_band", (6, 2, 1.5 + 3 + 0.5 + 5, 0.0, 5.0)),
+    ],
+)
+def test_summary_of_the_weights_by_hand(correction, expected):
+    weights = weights_of(correction, band=(0.5 - 1e-9, 5.0 + 1e-9))
+    sums = correction_sums(weights, BEHAVIOUR, MASK, correction, CAP)
+    assert [value.item() for value in sums.values()] == pytest.approx(expected)
+
+
+def test_tokens_without_a_weight_are_in_no_summary():
+    behaviour = BEHAVIOUR.clone()
+    behaviour[0, 2:] = float("nan")
+    weights = weights_of("mask_band", behaviour=behaviour, band=(0.5 - 1e-9, 5.0 + 1e-9))
+    sums = correction_sums(weights, behaviour, MASK, "mask_band", CAP)
+    assert (sums["num_corrected"], sums["num_limited"]) == (4, 1)
+    assert correction_sums(weights, behaviour, 0 * MASK, "mask_band", CAP) == {}
 
 
 def test_a_sequence_weight_below_its_cap_is_the_product():
@@ -135,7 +160,6 @@ def test_sums_accumulate_over_micro_batches_and_carry_no_gradient():
 
 
 def test_effective_sample_fraction_at_its_ends():
-    assert effective_sample_fraction(0.0, 0.0, 0) == 1.0
     assert effective_sample_fraction(3 * 0.7, 3 * 0.49, 3) == pytest.approx(1.0)  # equal weights
     one_rules = effective_sample_sums(torch.tensor([[30.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
     fraction = effective_sample_fraction(**{name: value.item() for name, value in one_rules.items()})

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from grpo_ray.algorithms import (
+    Objective,
     compute_cispo_loss,
     compute_grpo_clip_loss,
     compute_gspo_loss,
     compute_unclipped_loss,
 )
+from grpo_ray.config.algorithm import AlgorithmConfig
 
 LOW, HIGH, DUAL = 0.2, 0.5, 2.0
 RATIO_LOSSES = ["unclipped", "grpo_clip", "dual_clip", "gspo", "cispo"]
@@ -97,6 +99,24 @@ def test_cispo_by_hand_keeps_a_gradient_outside_the_clip(ratio, weight, is_clipp
     # log pi = -1: the loss is weight * A, its derivative -weight * A
     expected = (pytest.approx(weight * advantage), pytest.approx(-weight * advantage), is_clipped)
     assert one_token("cispo", ratio, advantage) == expected
+
+
+@pytest.mark.parametrize(("options", "shrinks"), [({}, True), ({"cliprange": 0.2}, False)])
+def test_cispo_pushes_a_token_down_ever_less_as_its_weight_shrinks(options, shrinks):
+    """Eight equally likely tokens, of which one has A = -1: without a floor its weight is the ratio itself.
+
+    With a floor of 0.8 each update would push as hard as the first (log ratios -4.4, -23 and -91).
+    """
+    objective = Objective.from_config(AlgorithmConfig(loss="cispo", **options))
+    logits, old, log_ratios = torch.zeros(8, requires_grad=True), torch.tensor([[1 / 8]]).log(), []
+    for _ in range(200):
+        log_prob = logits.log_softmax(0)[None, :1]
+        (loss, _) = objective.policy_gradient_loss(log_prob, torch.ones(1, 1), torch.tensor([[-1.0]]), old)
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
+        logits = (logits - 0.5 * gradient).detach().requires_grad_()
+        log_ratios.append((logits.log_softmax(0)[0] - old).item())
+    expected = (-1.91, -3.39, -4.75) if shrinks else (-4.38, -22.66, -91.23)
+    assert [log_ratios[n - 1] for n in (10, 50, 200)] == pytest.approx(expected, rel=0.01)
 
 
 def test_gspo_by_hand():

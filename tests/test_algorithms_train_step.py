@@ -1,6 +1,7 @@
 """The micro-batch step against a plain loop over responses, and invariances of its gradient."""
 
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def core_gradient(tensors, sizes, aggregation, num_dropped=0):
     policy = tensors["policy_log_probs"].clone().requires_grad_()
     names = ("response_mask", "advantages", "old_log_probs")
     parts = {name: tensors[name].split(sizes) for name in names}
-    totals: dict[str, float] = {"loss": 0.0, "num_tokens": 0, "num_clipped": 0}
+    totals: dict[str, float] = defaultdict(float)
     for index, rows in enumerate(policy.split(sizes)):
         loss, metadata = policy_gradient_step(
             rows,
@@ -190,8 +191,27 @@ def test_clipped_tokens_are_counted_inside_the_mask_only():
         advantages=torch.ones(1, 1),
         old_log_probs=torch.tensor([[0.0, 1.0, float("nan"), 0.0]]),
     )
-    assert metadata["num_tokens"].item() == 2
+    assert metadata["num_tokens"].item() == metadata["num_ratios"].item() == 2
     assert metadata["num_clipped"].item() == 1
+
+
+def test_clipped_tokens_are_told_apart_by_their_bound_and_counted_where_there_is_an_advantage():
+    """Ratios 1, e, 1/e and e^2: with A > 0 the upper bound clips, with A < 0 the lower, and with A = 0 none."""
+    for advantage, dual_clip, expected in (
+        (1, None, (4, 2, 0)),
+        (-1, None, (4, 1, 1)),
+        (-1, 4, (4, 2, 1)),
+        (0, None, (0, 0, 0)),
+    ):
+        _, sums = policy_gradient_step(
+            torch.tensor([[0.0, 1.0, -1.0, 2.0]]),
+            torch.ones(1, 4),
+            objective=Objective("grpo_clip", "constant", CLIPRANGE, dual_clip=dual_clip),
+            denominator=4,
+            advantages=torch.tensor([[float(advantage)]]),
+            old_log_probs=torch.zeros(1, 4),
+        )
+        assert tuple(sums[name].item() for name in ("num_ratios", "num_clipped", "num_clipped_low")) == expected
 
 
 def test_bad_arguments_are_refused():

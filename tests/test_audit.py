@@ -563,3 +563,29 @@ def test_an_unfinished_run_is_audited_up_to_its_current_step(run: RunDirectory) 
     report = audit(run)
     assert report.problems == []
     assert report.notes == ["the run is at step 8 of 12"]
+
+
+@pytest.mark.parametrize(("step", "then"), [(5, "its rows are lost"), (8, "a resume removes it")])
+def test_a_damaged_file_of_rollouts_is_named(run: RunDirectory, step: int, then: str) -> None:
+    """A power cut leaves files of length 0; those behind the checkpoint do no harm."""
+    run.rollouts_path(step).write_bytes(b"")
+    if step == 8:
+        shutil.rmtree(run.checkpoints / "step-000008")
+    problems = [text for text in audit(run).problems if f"step-{step:06d}.parquet is damaged" in text]
+    assert len(problems) == 1
+    assert then in problems[0]
+
+
+def test_the_checkpoint_of_an_interrupted_run_may_be_a_step_ahead_of_its_lines(run: RunDirectory) -> None:
+    text = run.config_path.read_text()
+    run.config_path.write_text(text.replace("num_steps: 8\n", "num_steps: 12\n"))
+    lines = run.metrics_path.read_text().splitlines(keepends=True)
+    run.metrics_path.write_text("".join(lines[:-1]))
+    state_path = run.checkpoint_path(8) / "training" / "state.json"
+    state = json.loads(state_path.read_text())
+    state_path.write_text(json.dumps({**state, "metrics": json.loads(lines[-1])}))
+    summary = run.evaluations_summary_path.read_text().splitlines(keepends=True)
+    run.evaluations_summary_path.write_text("".join(summary[:-1]))
+    report = audit(run)
+    assert report.problems == []
+    assert report.notes == ["the run is at step 7 of 12"]

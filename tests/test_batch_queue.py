@@ -110,6 +110,55 @@ def test_queue_of_a_resumed_run_is_never_stuck(
     assert queue.batch(finished[size:]) == tuple(finished[size : 2 * size])
 
 
+class Counted(dict[int, bool]):
+    """Finished groups that count how often they are looked at."""
+
+    num_looks = 0
+
+    def __contains__(self, group_id: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(group_id)
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_looks += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("size", [10, 1000])
+@pytest.mark.parametrize("options", [{}, {"lookahead": 4}, {"first_come": True}])
+def test_a_group_costs_the_same_for_a_batch_of_any_size(
+    size: int, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer asks whether a group is awaited, and for a batch, with every group that it is given."""
+    num_held, holds = 0, BatchQueue.holds
+
+    def counted_holds(queue: BatchQueue, group_id: int) -> bool:
+        nonlocal num_held
+        num_held += 1
+        return holds(queue, group_id)
+
+    monkeypatch.setattr(BatchQueue, "holds", counted_holds)
+    queue, finished = BatchQueue(size, **options), Counted()
+    last = queue.window()[-1]
+    for number, group_id in enumerate(range(last, 0, -1), start=1):  # 0 is missing to the last
+        assert queue.is_awaited(group_id)
+        finished[group_id] = True
+        assert (queue.batch(finished) is None) == (number < size or not options)
+    assert num_held <= 6 * last
+    assert finished.num_looks <= 6 * last
+
+
+def test_a_group_that_was_missing_completes_the_batch() -> None:
+    queue, finished = BatchQueue(2), {1: True, 2: True}
+    assert queue.batch(finished) is None
+    assert queue.batch(finished | {0: True}) == (0, 1)
+    queue.leave([0])
+    assert queue.batch(finished) == (1, 2)
+    queue.begin([1, 5], next_id=6)
+    assert queue.batch(finished) is None
+    assert queue.batch({1: True, 5: True}) == (1, 5)
+
+
 # ---- groups without signal ----
 
 

@@ -11,8 +11,17 @@ import pytest
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
-CHEAP = ("buffer", "logprobs", "packing", "scoring")
-OTHERS = {"checkpointing", "generation", "learner_step", "objectives", "pipeline", "weight_sync"}
+CHEAP = ("buffer", "head_memory", "learner_shared", "logprobs", "packing", "scoring")
+OTHERS = {
+    "checkpointing",
+    "generation",
+    "learner_step",
+    "long_run",
+    "objectives",
+    "pipeline",
+    "sampling",
+    "weight_sync",
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +70,8 @@ def test_a_result_names_its_machine_versions_and_seconds(name: str, results: dic
 def test_less_padding_where_sequences_are_sorted(results: dict[str, dict[str, Any]]) -> None:
     padding = {row["case"]: row["facts"].get("padding") for row in results["packing"]["rows"]}
     assert padding["one at a time"] == 0
-    assert 0 < padding["longest first (ours)"] < padding["in the order they come"] < 1
+    assert padding["packed, without padding (ours)"] == 0
+    assert 0 < padding["padded, longest first"] < padding["padded, in the order they come"] < 1
 
 
 def test_every_way_to_log_probabilities_gives_the_same(bench: ModuleType) -> None:
@@ -157,6 +167,31 @@ def test_means_of_a_run_leave_out_its_first_steps_and_its_last(bench: ModuleType
     run.metrics_path.write_text("\n".join(lines[:5]) + "\n")
     with pytest.raises(ValueError, match="needs 6 steps or more"):
         steady_means(run)
+
+
+def test_a_synthetic_run_is_as_training_would_leave_it(bench: ModuleType, tmp_path: Path) -> None:
+    """Its audit is clean, its catalog complete, and only its first steps have files of their own."""
+    from benchmarks.long_run import SMALL
+    from benchmarks.synthetic_run import SyntheticRun
+
+    from grpo_ray.config.loading import load_config
+    from grpo_ray.telemetry.metrics_catalog import check_names
+    from grpo_ray.telemetry.run_files import read_metrics
+    from grpo_ray.tools.audit.audit import audit
+
+    changes = ["algorithm.num_steps=12", "generator.num_generators=3", "evaluation.every_num_steps=5"]
+    config = load_config("configs/quickstart.yaml", [*SMALL, *changes])
+    report = audit(SyntheticRun(config, tmp_path / "whole", num_whole_steps=12).write())
+    assert report.is_clean, str(report)
+    assert (report.num_steps, report.num_groups, report.num_evaluations) == (12, 48, 4)
+    run = SyntheticRun(config, tmp_path / "linked", num_whole_steps=5).write()
+    rows = read_metrics(run.metrics_path)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert check_names(rows[0].keys() - {"step"}) == []
+    assert "time/generator-2/generate_s" in rows[0]
+    assert len({path.stat().st_ino for path in run.rollouts.iterdir()}) == 5
+    assert len(list(run.rollouts.iterdir())) == 12
+    assert len(list(run.evaluations.glob("*.parquet"))) == 4
 
 
 def test_skipped_cases_are_reported(bench: ModuleType) -> None:

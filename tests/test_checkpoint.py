@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,13 @@ def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
     (folder / "model.safetensors").write_bytes(b"weights" * 10)
     (folder / "training" / "optimizer.safetensors").write_bytes(b"moments" * 20)
     (folder / "training" / "groups.parquet").write_bytes(b"groups")
-    return store.commit(step, make_state(step, mark))
+    return store.commit(step, make_state(step, mark), sizes(folder))
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Return what the writers report."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def names(folder: Path) -> list[str]:
@@ -63,7 +71,8 @@ def test_an_empty_store(tmp_path: Path) -> None:
 def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     folder = store.begin(40)
-    assert folder == tmp_path / "checkpoints" / "unfinished-step-000040"
+    assert re.fullmatch(r"unfinished-step-000040-[0-9a-f]{8}", folder.name)
+    assert folder.parent == tmp_path / "checkpoints"
     assert (folder / "training").is_dir()
     assert store.latest() is None
     written = write(store, 40)
@@ -86,7 +95,7 @@ def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.begin(1)
     metrics = {"loss/policy": math.nan, "optim/grad_norm": math.inf, "reward/mean": np.float32(0.25)}
-    store.commit(1, CheckpointState(1, {}, metrics))
+    store.commit(1, CheckpointState(1, {}, metrics), {})
     text = (tmp_path / "checkpoints" / "step-000001" / "training" / "state.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     found = store.latest()
@@ -98,14 +107,44 @@ def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
 
 def test_leftovers_are_removed(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    (store.begin(20) / "model.safetensors").write_bytes(b"half")
-    assert names(tmp_path) == ["unfinished-step-000020"]
+    first = store.begin(20)
+    (first / "model.safetensors").write_bytes(b"half")
     folder = store.begin(20)
+    assert first != folder
+    assert names(tmp_path) == [folder.name]
     assert os.listdir(folder) == ["training"]
-    store.begin(40)  # leftovers of a failed one are deleted
-    assert names(tmp_path) == ["unfinished-step-000040"]
+    (tmp_path / "checkpoints" / "unfinished-step-000030").mkdir()  # as earlier versions named it
+    folder = store.begin(40)  # leftovers of a failed one are deleted
+    assert names(tmp_path) == [folder.name]
     store.discard_unfinished()
     assert names(tmp_path) == []
+
+
+def test_only_the_bytes_that_were_reported_become_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node's file may be hidden or shorter for a while; then the checkpoint waits for it."""
+    store = make_store(tmp_path)
+    monkeypatch.setattr("grpo_ray.telemetry.checkpoint.VISIBLE_S", 0.3)
+    for size in (None, 5):
+        file = store.begin(1) / "model.safetensors"
+        if size is not None:
+            file.write_bytes(b"x" * size)
+        with pytest.raises(OSError, match=f"its writer reports 9 bytes, and {size or 0} are seen here"):
+            store.commit(1, make_state(1), {file.name: 9})
+    assert store.latest() is None
+
+    monkeypatch.setattr("grpo_ray.telemetry.checkpoint.VISIBLE_S", 30.0)
+    cut_off = store.begin(1)
+    folder = store.begin(1)
+    cut_off.mkdir()  # by an actor of the first attempt, which still writes
+    (cut_off / file.name).write_bytes(b"old")
+    late = threading.Timer(0.3, lambda: (folder / file.name).write_bytes(b"x" * 9))
+    late.start()
+    written = store.commit(1, make_state(1), {file.name: 9})
+    late.join()
+    assert (written.path / file.name).read_bytes() == b"x" * 9
+    assert json.loads((written.training_path / "state.json").read_text())["files"] == {file.name: 9}
 
 
 # ---- damage ----
@@ -226,12 +265,13 @@ def test_the_best_is_only_kept_on_request(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000020"]
 
 
-def test_evaluations_that_cannot_be_read_delete_nothing(tmp_path: Path) -> None:
+def test_a_damaged_evaluation_costs_only_itself(tmp_path: Path) -> None:
+    """Pruning goes on, and the best of the evaluations that can be read is kept."""
     store = make_store(tmp_path, keep=1)
-    write_summary(tmp_path, '{"step": 10, "rew\n')
-    for step in (10, 20):
+    write_summary(tmp_path, '{"step": 5, "reward": 0.5}\n{"step": 10, "rew\n{"step": 20, "reward": 0.2}\n')
+    for step in (5, 10, 20, 30):
         write(store, step)
-    assert names(tmp_path) == ["step-000010", "step-000020"]
+    assert names(tmp_path) == ["step-000005", "step-000030"]
     write_summary(tmp_path, '{"step": 10}\n{"step": 20, "reward": null}\n')
     write(store, 30)  # without a reward there is no best one
     assert names(tmp_path) == ["step-000030"]
@@ -323,7 +363,7 @@ write(store, 20)
 store.begin(40)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
 try:
-    store.commit(40, make_state(40))
+    store.commit(40, make_state(40), {})
 except OSError as error:
     print(error.strerror)
 assert store.latest().state.step == 20 and not store.damaged

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ray.algorithms import Objective
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.schema import describe, nearest_name, resolve
@@ -48,11 +49,30 @@ def test_defaults_are_the_handouts(tmp_path: Path) -> None:
         (["algorithm.loss=gspo", "algorithm.cliprange=0.1"], (0.1, 0.1)),
         (["algorithm.cliprange=0.1"], (0.1, 0.1)),
         (["algorithm.cliprange_high=0.28"], (0.2, 0.28)),
+        (["algorithm.loss=cispo"], (1.0, 4.0)),  # no floor
+        (["algorithm.loss=cispo", "algorithm.cliprange=0.2"], (0.2, 0.2)),
+        (["algorithm.loss=cispo", "algorithm.cliprange_high=2"], (1.0, 2.0)),
     ],
 )
 def test_clip_range_by_loss(tmp_path: Path, overrides: list[str], epsilons: tuple[float, float]) -> None:
     config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"), overrides)
     assert config.algorithm.clip_epsilons == epsilons
+
+
+@pytest.mark.parametrize(
+    ("overrides", "aggregation"),
+    [
+        ([], "sequence_mean"),
+        (["algorithm.loss=gspo"], "sequence_mean"),
+        (["algorithm.loss=cispo"], "token_mean"),
+        (["algorithm.loss=cispo", "algorithm.aggregation=sequence_mean"], "sequence_mean"),
+        (["algorithm.aggregation=constant"], "constant"),
+    ],
+)
+def test_aggregation_by_loss(tmp_path: Path, overrides: list[str], aggregation: str) -> None:
+    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"), overrides)
+    assert config.algorithm.loss_aggregation == aggregation
+    assert Objective.from_config(config.algorithm).aggregation == aggregation
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -146,6 +166,18 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         ),
         (["algorithm.train_batch_size=100"], ["algorithm: train_batch_size (100) must divide", "(256)"]),
         (["algorithm.dual_clip=3", "algorithm.loss=gspo"], ["dual_clip belongs to `grpo_clip`", "`gspo`"]),
+        (
+            ["algorithm.dual_clip=1.05"],
+            ["dual_clip is 1.05, inside the clip range, which ends at 1 + cliprange_high = 1.2; give at least"],
+        ),
+        (
+            ["algorithm.dual_clip=1.2", "algorithm.cliprange_high=0.28"],
+            ["dual_clip is 1.2, inside", "= 1.28"],
+        ),
+        (
+            ["sampling.temperature=0.005"],
+            ["sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"],
+        ),
         (["algorithm.correction_band=[2, 1]"], ["correction_band is (2, 1): the first must be the smaller"]),
         (
             ["algorithm.off_policy_correction=mask_band"],

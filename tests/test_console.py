@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from grpo_ray.telemetry.console import RunConsole
+from grpo_ray.telemetry.console import RunConsole, step_line
+from grpo_ray.telemetry.metrics_catalog import SYNC
 
 
 def test_a_log_on_a_full_disk_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +28,15 @@ def test_a_reader_that_went_away_does_not_end_a_run(monkeypatch: pytest.MonkeyPa
         with RunConsole(num_steps=2) as console:
             console.status("training")
             console.print("a line that is longer than any buffer " * 1000)
+
+
+def test_a_step_without_some_measurements_still_has_its_line() -> None:
+    metrics = dict.fromkeys(
+        (
+            "reward/mean", "lag/max", "loss/policy", "throughput/sampled_tokens_per_s", "timing/step_s",
+            "timing/wait_for_batch_s", "timing/train_s", *SYNC,
+        ),
+        1.0,
+    )  # fmt: skip
+    assert "entropy nan" in step_line(metrics)
+    assert "entropy 0.125" in step_line(metrics | {"policy/entropy": 0.125})

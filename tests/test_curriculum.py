@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import make_buffer, make_completion, make_group, make_item, simple_group
+from builders import make_buffer, make_completion, make_group, make_item, parts, simple_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,7 +173,7 @@ def test_the_buffer_reports_outcomes_of_trained_and_dropped_groups() -> None:
     async def facts() -> BatchFacts:
         buffer = make_buffer(2, max_dropped=2)
         for group_id, has_signal in enumerate([True, False, True]):
-            await buffer.put(simple_group(group_id, has_signal=has_signal))
+            await buffer.put(*parts(simple_group(group_id, has_signal=has_signal)))
         return (await buffer.take(1, 0))[1]
 
     found = asyncio.run(facts())

@@ -63,6 +63,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the site ----
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
     for page in DOCS.glob("*.md"):
         name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"

@@ -12,8 +12,8 @@ import torch
 from builders import make_settings, perturb, plain_logprobs
 from transformers import PreTrainedModel
 
-from grpo_ray.config import Config
-from grpo_ray.engines import make_engine, sampling_batch
+from grpo_ray.config import Config, GeneratorConfig
+from grpo_ray.engines import engine_seed, make_engine, sampling_batch
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.policy.loading import load_policy, load_tokenizer
@@ -33,7 +33,7 @@ def make_torch_engine(tiny_config: Config, tiny_model: Callable[..., Path]) -> C
         sync = tiny_config.weight_sync.model_copy(update={"max_lag": max_lag})
         model = tiny_config.model.model_copy(update={"implementation": "grpo_ray" if own else "transformers"})
         config = tiny_config.model_copy(update={"generator": changed, "weight_sync": sync, "model": model})
-        engine = make_engine(config, str(tiny_model(tied, own=own)), max_model_len=128, index=index)
+        engine = make_engine(config, str(tiny_model(tied, own=own)), max_model_len=128, seed=index)
         assert isinstance(engine._model, TransformerLM) == own
         assert isinstance(engine, TorchEngine)
         return engine
@@ -111,6 +111,18 @@ def test_draws_follow_the_distribution(
     chi_square, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
     assert freedom > 30
     assert chi_square < freedom + 3.1 * np.sqrt(2 * freedom)  # exceeded once in about a thousand times
+
+
+def test_serving_in_bfloat16_rounds_parameters_and_no_buffers(tiny_model: Callable[..., Path]) -> None:
+    """Rotary frequencies in bfloat16 would be 1.2 rad off at position 1,000."""
+    path = str(tiny_model())
+    served = TorchEngine(path, GeneratorConfig(engine="torch", num_gpus=0), "bfloat16", seed=0)._model
+    assert {parameter.dtype for parameter in served.parameters()} == {torch.bfloat16}
+    buffers = dict(load_policy(path).named_buffers())
+    assert buffers
+    for name, buffer in served.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+    assert served.lm_head.weight is served.model.embed_tokens.weight
 
 
 def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
@@ -422,3 +434,17 @@ def test_snapshot_that_fits_changes_every_weight(
     asyncio.run(engine.update_weights(pack_weights(model.named_parameters(), 1, torch.float32)))
     new = dict(model.named_parameters())
     assert all(torch.equal(weight, new[name]) for name, weight in weights_of(engine).items())
+
+
+def test_a_replaced_engine_draws_other_noise() -> None:
+    """With its predecessor's seed it would repeat that one's stream; so would the engines of a resumed run."""
+    first = engine_seed(7, "generator-0", version=0, num_starts=0)
+    assert first == engine_seed(7, "generator-0", version=0, num_starts=0)
+    others = [
+        engine_seed(8, "generator-0", 0, 0),
+        engine_seed(7, "generator-1", 0, 0),
+        engine_seed(7, "generator-0", 20, 0),
+        engine_seed(7, "generator-0", 0, 1),
+    ]
+    assert len({first, *others}) == 5
+    assert all(0 <= seed < 2**32 for seed in [first, *others])

@@ -35,6 +35,7 @@ SETTINGS = make_settings(num_samples=8, temperature=0.7, min_tokens=3, max_token
 LONG = make_settings(num_samples=8, temperature=0.7, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
 STOPPING = make_settings(num_samples=100, min_tokens=2, max_tokens=40, stop=("an", "7"))
 SEEDED = make_settings(num_samples=2, max_tokens=12, seed=7)
+DETOKENIZED = make_settings(num_samples=2, max_tokens=12, seed=7, stop=("no response has this text",))
 # For evaluation alone: their tokens cannot be trained on.
 GREEDY = make_settings(temperature=0.0, max_tokens=12, end_token_ids=ENDS)
 NUCLEUS = make_settings(num_samples=200, top_p=0.2, max_tokens=1)
@@ -50,6 +51,7 @@ class Record:
     path: Path
     fresh: Groups  # by version 0
     again: Groups  # SEEDED, twice
+    detokenized: Groups  # the same, with texts that vLLM itself makes token by token
     stopping: Groups
     greedy: Groups
     nucleus: Groups  # of the first prompt
@@ -79,11 +81,12 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> R
 
 
 async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
-    engine = make_engine(config, str(path), max_model_len=384, index=0)
+    engine = make_engine(config, str(path), max_model_len=384, seed=0)
     try:
         await engine.start(0)
         fresh = await _generate(engine, SETTINGS)
         again = [*await _generate(engine, SEEDED, 1), *await _generate(engine, SEEDED, 1)]
+        detokenized = await _generate(engine, DETOKENIZED, 1)
         stopping = await _generate(engine, STOPPING, 1)
         greedy, nucleus = await _generate(engine, GREEDY), await _generate(engine, NUCLEUS, 1)
         for version in (1, 2):
@@ -98,7 +101,18 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
                 break
         refusal = await _refusal(engine, models[0])
         return Record(
-            models, path, fresh, again, stopping, greedy, nucleus, synced, in_flight, version - 1, refusal
+            models,
+            path,
+            fresh,
+            again,
+            detokenized,
+            stopping,
+            greedy,
+            nucleus,
+            synced,
+            in_flight,
+            version - 1,
+            refusal,
         )
     finally:
         await engine.shutdown()
@@ -207,6 +221,14 @@ def test_request_seed_repeats_the_draws(record: Record) -> None:
     first, second = ([c.token_ids.tolist() for c in group] for group in record.again)
     assert first == second
     assert first[0] != first[1]
+
+
+def test_texts_are_vllms_own(record: Record) -> None:
+    mine, its = (
+        [(c.token_ids.tolist(), c.text) for c in group] for group in (*record.again[:1], *record.detokenized)
+    )
+    assert mine == its
+    assert all(text for _, text in mine)
 
 
 def test_temperature_0_takes_the_likeliest_token(record: Record) -> None:

@@ -91,10 +91,9 @@ def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, fol
         with pytest.raises(ActorDied, match="generator-1 died: ") as died:
             await sampled
         assert died.value.name == "generator-1"
-        _, graded = actors.scorer.score(group)
         with pytest.raises(DataLost, match="scorer: "):
-            await graded
-        assert await actors.scorer.ready()
+            await actors.scorers["scorer"].score(group)
+        assert await actors.scorers["scorer"].ready()
 
         fresh = actors.restart_generator("generator-1")
         assert await fresh.ready()
@@ -106,13 +105,13 @@ def test_lost_data_and_a_dead_actor_are_different_errors(actors: ActorGroup, fol
 def test_a_stopped_process_is_killed_all_the_same(actors: ActorGroup, folder: Path) -> None:
     pid = pid_of(folder, "scorer")
     os.kill(pid, signal.SIGSTOP)
-    actors.restart_scorer()
+    actors.restart_scorer("scorer")
     wait_for(
         lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     )
 
     async def run() -> bool:
-        return bool(await actors.scorer.ready())
+        return bool(await actors.scorers["scorer"].ready())
 
     assert asyncio.run(run())
 

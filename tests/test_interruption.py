@@ -55,7 +55,7 @@ def used_by(driver: subprocess.Popen[str]) -> tuple[list[psutil.Process], set[st
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:
-    timed = ("time/", "timing/", "throughput/", "utilization/", "memory/")
+    timed = ("time/", "timing/", "throughput/", "utilization/", "memory/", "perf/")
     return {name: value for name, value in row.items() if not name.startswith(timed)}
 
 

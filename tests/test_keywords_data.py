@@ -181,8 +181,8 @@ def scripted(
     def install(script: Script) -> ScriptedEngine:
         engine = ScriptedEngine(load_tokenizer(str(tiny_model())), script)
 
-        def make_engine(config: Config, model_path: str, max_model_len: int, index: int) -> ScriptedEngine:
-            assert (model_path, index) == (str(tiny_model()), 0)
+        def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) -> ScriptedEngine:
+            assert (model_path, seed) == (str(tiny_model()), 0)
             assert max_model_len > config.sampling.max_tokens
             return engine
 

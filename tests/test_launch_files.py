@@ -1,5 +1,6 @@
 """The files that start clusters elsewhere, checked against the options of the program and of Ray."""
 
+import os
 import re
 import shlex
 import shutil
@@ -185,6 +186,10 @@ options=()
 while [[ $1 == --* ]]; do options+=("$1"); shift; done
 case $1 in
   hostname) echo "10.0.0.1 fe80::1" ;;
+  bash)  # a step that makes the job's folder first, on another node: there it does not exist yet
+    rmdir "$4"
+    "${@:1:4}" true && echo "folder|$(stat -c %a "$4")" >>calls
+    echo "step|${options[*]}|${*:5}|$RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}" >>calls; exec sleep 60 ;;
   *) echo "step|${options[*]}|$*|$RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}" >>calls; exec sleep 60 ;;
 esac
 """,
@@ -244,9 +249,15 @@ def test_slurm_starts_a_head_and_the_other_nodes_and_trains(
     assert head[2].startswith("launch/start_head.sh --block --node-ip-address=10.0.0.1 --port=33824 ")
     assert others[2].startswith(f"launch/join.sh {address} --block ")
     for step in (head, others):
-        assert {"--num-cpus=32", "--num-gpus=4", "--temp-dir=/tmp/ray-123456"} <= set(step[2].split())
+        assert {"--num-cpus=32", "--num-gpus=4"} <= set(step[2].split())
         assert options_in(step[2]) <= start_options()
         assert step[3] == "token 64"  # all have the job's own token
+
+    assert ["folder", "700"] in calls
+    temp_dirs = {word for step in (head, others) for word in step[2].split() if word.startswith("--temp-dir=")}
+    (temp_dir,) = temp_dirs  # one for all steps
+    assert re.fullmatch(r"--temp-dir=/tmp/grpo_ray-\w{10}/ray", temp_dir)
+    Path(temp_dir.removeprefix("--temp-dir=")).parent.rmdir()
 
     (check, train) = [call for call in calls if call[0] == "grpo-ray"]
     assert check[2] == f"check {EIGHT_GPUS} algorithm.num_steps=3"
@@ -265,6 +276,18 @@ def test_slurm_ends_with_a_checkpoint(
     assert status == 130
     assert ["checkpoint"] in calls
     assert (["scontrol", "requeue 123456"] in calls) == is_requeued
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_slurm_joins_from_no_folder_of_another_user(tmp_path: Path) -> None:
+    script = re.findall(r"^in_private='(.*)'$", (LAUNCH / "slurm.sh").read_text(), re.M)[0]
+    folder, target = tmp_path / "folder", tmp_path / "target"
+    target.mkdir()
+    for make in (lambda: os.chown(folder.mkdir() or folder, 65534, 65534), lambda: folder.symlink_to(target)):
+        make()
+        assert subprocess.run(["bash", "-ec", script, folder, "touch", tmp_path / "joined"]).returncode != 0
+        assert not (tmp_path / "joined").exists()
+        folder.unlink() if folder.is_symlink() else folder.rmdir()
 
 
 def test_slurm_asks_for_what_the_job_wants_and_stops_it_in_time() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from builders import (
 )
 
 from grpo_ray.actors.learner import Learner
+from grpo_ray.algorithms import group_advantages
 from grpo_ray.config import Config
 from grpo_ray.policy.microbatch import TrainSequence, sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
@@ -91,9 +93,9 @@ class SlowLoss:
         num_tokens = sum(map(len, per_response))
         total: Any = 0.0
         for losses in per_response:
-            if self.algorithm.aggregation == "sequence_mean":
+            if self.algorithm.loss_aggregation == "sequence_mean":
                 total = total + (sum(losses) / len(losses) / len(sequences) if losses else 0.0)
-            elif self.algorithm.aggregation == "token_mean":
+            elif self.algorithm.loss_aggregation == "token_mean":
                 total = total + sum(losses) / num_tokens
             else:
                 total = total + sum(losses) / (len(sequences) * MAX_TOKENS)
@@ -111,7 +113,7 @@ class SlowLoss:
         kept = [t for t in range(len(tokens)) if not is_ratio or math.isfinite(old[t])]
         new = [row[token] for row, token in zip(rows, tokens, strict=True)]
         weights = self.weights(first, behaviour)
-        below, above = (3e-4, 4e-4) if algorithm.loss == "gspo" else (0.2, 0.2)
+        below, above = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}.get(algorithm.loss, (0.2, 0.2))
         low = 1 - (algorithm.cliprange or below)
         high = 1 + (algorithm.cliprange_high or algorithm.cliprange or above)
 
@@ -264,6 +266,7 @@ def test_later_updates_compare_with_the_policy_before_the_first(
     make_learner: Callable[..., Learner], loss: str
 ) -> None:
     options = {"loss": loss, "old_log_probs": "proximal", "epochs_per_batch": 2, "train_batch_size": 6}
+    options |= {"cliprange": 0.01} if loss == "cispo" else {}  # by default it hardly ever clips
     learner = make_learner(algorithm=options)
     updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
     assert len(updates) == 4
@@ -329,7 +332,9 @@ def test_training_with_several_updates_resumes_from_a_checkpoint_bit_for_bit(
         all_metrics = []
         for seed in seeds:
             metrics = step(learner, make_batch(learner, seed=seed, versions=learner.version))
-            all_metrics.append({n: v for n, v in metrics.items() if not n.startswith(("timing/", "memory/"))})
+            all_metrics.append(
+                {n: v for n, v in metrics.items() if not n.startswith(("timing/", "memory/", "perf/"))}
+            )
         return all_metrics
 
     straight, first = make_learner(algorithm=options), make_learner(algorithm=options)
@@ -506,6 +511,138 @@ def test_mismatch_is_measured_before_the_policy_moves(
         assert single["mismatch/kl"] > 0.01
 
 
+MISMATCH = ("mismatch/kl", "mismatch/logprob_diff/max", "mismatch/ess_frac")
+POPULATION = {  # everything that decides which responses are computed, and when
+    "one update": {},
+    "without a ratio": {"loss": "reinforce_with_baseline"},
+    "several epochs": {"epochs_per_batch": 2},
+    "proximal": {"old_log_probs": "proximal"},
+    "proximal, several epochs": {"old_log_probs": "proximal", "epochs_per_batch": 2},
+    "truncated": {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"},
+    "masked, several epochs": {
+        "old_log_probs": "proximal", "off_policy_correction": "mask_band", "epochs_per_batch": 2,
+    },
+    "with KL": {"kl": {"reference": "initial", "coefficient": 0.1}},
+    "with an entropy bonus": {"entropy_bonus": 0.1},
+}  # fmt: skip
+
+
+def mismatch_by_hand(learner: Learner, sequences: Sequence[TrainSequence]) -> list[float]:
+    """Compute k3, the largest difference and Kish's share over the tokens with an advantage."""
+    slow, differences = SlowLoss(learner), []
+    for s in sequences:
+        if s.advantage:
+            differences += [
+                a - b for a, b in zip(slow.log_probs(slow.first, s), s.behaviour_logprobs, strict=True)
+            ]
+    log_ratios = np.array(differences)
+    weights = np.exp(log_ratios)
+    kish = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+    return [(weights - 1 - log_ratios).mean(), np.abs(log_ratios).max(), kish]
+
+
+@pytest.mark.parametrize("options", POPULATION.values(), ids=POPULATION)
+def test_mismatch_is_of_the_same_tokens_in_every_configuration(
+    make_learner: Callable[..., Learner], options: dict
+) -> None:
+    """Groups 1 and 3 have no signal: some configurations compute them, and their mismatch is another."""
+    learner = make_learner(algorithm=options, learner={"learning_rate": 0.0})
+    groups = make_batch(learner)
+    for completion in groups[1].rollout.completions:
+        completion.logprobs[:] -= 2.0
+    expected = mismatch_by_hand(learner, sequences_of(groups))
+    metrics = step(learner, groups)
+    assert [metrics[name] for name in MISMATCH] == pytest.approx(expected, rel=1e-3)
+    assert metrics["policy/entropy/exact"] == pytest.approx(
+        mean_entropy(learner, [groups[0], groups[2]]), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("old", ["behaviour", "proximal"])
+def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: Callable[..., Learner], old: str) -> None:
+    learner = make_learner(algorithm={"old_log_probs": old, "train_batch_size": 6})
+    groups = [*all_with_signal(make_batch(learner))[:3], make_batch(learner)[3]]  # the last has no signal
+    first_policy = make_learner()
+    updates, metrics = updates_of(learner, groups)
+    expected = mismatch_by_hand(first_policy, updates[0].sequences)
+    assert [metrics[name] for name in MISMATCH] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("options", [*POPULATION.values(), {"train_batch_size": 6}])
+def test_what_was_not_measured_is_absent(make_learner: Callable[..., Learner], options: dict) -> None:
+    """Without signal no token has an advantage: no 0 and no 1 stands for a measurement."""
+    learner = make_learner(algorithm=options)
+    groups = make_batch(learner)
+    metrics = step(learner, [groups[1], groups[3]])
+    measured = ("mismatch/", "correction/", "loss/clip_frac", "policy/entropy")
+    assert not [name for name in metrics if name.startswith(measured)]
+    assert ("loss/kl_ref" in metrics) == ("kl" in options)
+
+
+def test_clipping_is_measured_of_the_same_tokens_with_kl_and_without(
+    make_learner: Callable[..., Learner],
+) -> None:
+    kl = {"reference": "initial", "coefficient": 0.1}
+    plain, with_kl = make_learner(), make_learner(algorithm={"kl": kl})
+    names = ("loss/clip_frac", "loss/clip_frac/low", "loss/clip_frac/high")
+    both = [step(learner, make_batch(learner)) for learner in (plain, with_kl)]
+    assert [both[1][name] for name in names] == pytest.approx([both[0][name] for name in names])
+    assert both[0]["loss/clip_frac/low"] > 0
+    assert both[0]["loss/clip_frac/high"] > 0
+
+
+@pytest.mark.parametrize("tokens", [1, 100_000])
+@pytest.mark.parametrize(("kind", "limited"), [("truncate_token", [1.65]), ("mask_band", [0.0])])
+def test_weights_of_a_correction_by_hand(
+    make_learner: Callable[..., Learner], kind: str, limited: list[float], tokens: int
+) -> None:
+    """The smallest and the largest weight come from different micro-batches, if each holds one response."""
+    options = {"old_log_probs": "proximal", "off_policy_correction": kind}
+    options |= {"correction_cap": 1.65, "correction_band": (0.3, 1.65)}
+    learner = make_learner(algorithm=options, learner={"micro_batch_tokens": tokens})
+    low, high = (by_log_ratios(learner, np.array(log_ratios)) for log_ratios in ([-0.5, 0.0], [0.0, 0.5, 1.0]))
+    metrics = step(learner, [low, high])
+    weights = [math.exp(-0.5), 1.0, 1.0, math.exp(0.5), *limited]
+    assert metrics["correction/weight/mean"] == pytest.approx(np.mean(weights), rel=1e-4)
+    assert metrics["correction/weight/min"] == pytest.approx(min(weights), rel=1e-4)
+    assert metrics["correction/weight/max"] == pytest.approx(max(weights), rel=1e-4)
+    assert metrics["correction/limited_frac"] == pytest.approx(1 / 5)
+
+
+# ---- recipes ----
+
+
+def recipe(name: str) -> dict[str, str]:
+    """Return the settings of a row of the documentation's table "Where to start"."""
+    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {name}")]
+    return dict(re.findall(r"`(\w+): (\w+)`", row))
+
+
+def test_recipe_of_rloo_is_the_papers_gradient(make_learner: Callable[..., Learner]) -> None:
+    """The completion is one action: A times the SUM of its tokens' gradients (arXiv:2402.14740, Eq. 8)."""
+    learner = make_learner(algorithm=recipe("RLOO"))
+    groups = []
+    for group, rewards in zip(
+        make_batch(learner, noise=0.0), ([1, 0, 0], [0, 2, 1], [0, 1, 1], [3, 1, 0]), strict=True
+    ):
+        advantages = [r - (sum(rewards) - r) / 2 for r in rewards]
+        groups.append(make_group(group.rollout.item, group.rollout.completions, rewards, advantages))
+    options = learner._config.algorithm
+    advantages = group_advantages(torch.tensor([[3.0, 1.0, 0.0]]), options.advantage_kind)
+    assert advantages[0].tolist() == pytest.approx(groups[3].advantages.tolist())
+    total: Any = 0.0
+    sequences = sequences_of(groups)
+    for s in sequences:
+        log_probs = own_logprobs(learner, s.prompt_token_ids, s.response_token_ids.tolist())
+        total = total - s.advantage * log_probs.sum() / len(sequences)
+    gradients = torch.autograd.grad(total, list(learner.model.parameters()))
+    expected = torch.cat([g.flatten() for g in gradients])
+    learner.accumulate_gradient(sequences)
+    assert torch.cosine_similarity(gradient(learner), expected, dim=0).item() == pytest.approx(1.0, abs=1e-5)
+    assert relative_difference(gradient(learner) * MAX_TOKENS, expected) < 1e-5
+
+
 # ---- responses that were cut off ----
 
 
@@ -600,8 +737,16 @@ def test_groups_without_signal_have_the_added_terms(make_learner: Callable[..., 
 def test_entropy_bonus_raises_the_entropy(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(algorithm={"entropy_bonus": 1.0}, learner={"learning_rate": 3e-4})
     batch = [make_batch(learner)[place] for place in (1, 3)]  # nothing else to learn
-    entropies = [step(learner, batch)["policy/entropy"] for _ in range(2)]
-    assert entropies[1] > entropies[0] + 1e-3
+    before = mean_entropy(learner, batch)
+    step(learner, batch)
+    assert mean_entropy(learner, batch) > before + 1e-3
+
+
+def mean_entropy(learner: Learner, groups: Sequence[ScoredGroup]) -> float:
+    slow = SlowLoss(learner)
+    with torch.no_grad():
+        rows = [row for s in sequences_of(groups) for row in slow.rows(learner.model, s)]
+    return float(np.mean([torch.distributions.Categorical(logits=row).entropy().item() for row in rows]))
 
 
 def test_everything_at_once(make_learner: Callable[..., Learner]) -> None:

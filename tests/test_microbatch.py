@@ -1,20 +1,26 @@
-"""Padded micro-batches, and logprobs that do not depend on the padding."""
+"""Sequences, minibatches, and the layouts of micro-batches, by hand-made examples and properties."""
 
-from collections.abc import Callable
+import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from builders import make_completion, make_group, make_item, plain_logprobs
+from builders import make_completion, make_group, make_item
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray.algorithms import token_log_probs
-from grpo_ray.policy.loading import load_policy
-from grpo_ray.policy.microbatch import TrainSequence, collate, micro_batches, minibatches, sequences_of
-from grpo_ray.policy.response_logits import response_logits
+from grpo_ray.policy.attention import BlockAttention
+from grpo_ray.policy.microbatch import (
+    MicroBatch,
+    TrainSequence,
+    collate_packed,
+    collate_padded,
+    minibatches,
+    plan,
+    sequences_of,
+)
+from grpo_ray.policy.segments import SegmentTree
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 0.0) -> TrainSequence:
@@ -30,36 +36,79 @@ def with_logprobs(sequence: TrainSequence, proximal: list[float], reference: lis
 # ---- collate ----
 
 
-def test_collate_two_sequences_of_different_shapes() -> None:
+def two_sequences() -> list[TrainSequence]:
     long_prompt, long_response = (
         make_sequence([11, 12, 13], [14, 15], 0.5),
         make_sequence([21], [22, 23, 24], -2.0),
     )
-    first = with_logprobs(long_prompt, proximal=[-0.5, -0.25], reference=[-7, -8])
-    second = with_logprobs(long_response, proximal=[-3, -4, -5], reference=[-9, -10, -11])
-    batch = collate([first, second])
-    no = False
-    expected = {
-        "input_ids": [[11, 12, 13, 14, 15], [21, 22, 23, 24, 0]],
-        # from position 1, where the shorter prompt ends
-        "labels": [[12, 13, 14, 15], [22, 23, 24, 0]],
-        "response_mask": [[no, no, True, True], [True, True, True, no]],
-        "response_position": [[-1, -1, 0, 1], [0, 1, 2, -1]],
-        "behaviour_logprobs": [[0.0, 0.0, -1.0, -2.0], [-1.0, -2.0, -3.0, 0.0]],
-        "advantages": [[0.5], [-2.0]],
-        "proximal_logprobs": [[0.0, 0.0, -0.5, -0.25], [-3.0, -4.0, -5.0, 0.0]],
-        "reference_logprobs": [[0.0, 0.0, -7.0, -8.0], [-9.0, -10.0, -11.0, 0.0]],
-    }
-    assert {name: tensor.tolist() for name, tensor in vars(batch).items()} == expected
-    dtypes = {name: tensor.dtype for name, tensor in vars(batch).items()}
+    return [
+        with_logprobs(long_prompt, proximal=[-0.5, -0.25], reference=[-7, -8]),
+        with_logprobs(long_response, proximal=[-3, -4, -5], reference=[-9, -10, -11]),
+    ]
+
+
+OF_RESPONSES = {
+    "labels": [14, 15, 22, 23, 24],
+    "places": [0, 1, 3, 4, 5],
+    "response_mask": [[True, True, False], [True, True, True]],
+    "behaviour_logprobs": [[-1.0, -2.0, 0.0], [-1.0, -2.0, -3.0]],
+    "advantages": [[0.5], [-2.0]],
+    "proximal_logprobs": [[-0.5, -0.25, 0.0], [-3.0, -4.0, -5.0]],
+    "reference_logprobs": [[-7.0, -8.0, 0.0], [-9.0, -10.0, -11.0]],
+}
+
+
+def values_of(batch: MicroBatch) -> dict[str, object]:
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     assert dtypes.pop("response_mask") is torch.bool
-    assert {dtypes.pop(name) for name in ("input_ids", "labels", "response_position")} == {torch.int64}
+    integers = {"input_ids", "position_ids", "labels", "sources", "places"} & dtypes.keys()
+    assert {dtypes.pop(name) for name in integers} == {torch.int64}
     assert set(dtypes.values()) == {torch.float32}
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def test_two_sequences_of_different_shapes_padded() -> None:
+    batch = collate_padded(two_sequences())
+    input_ids = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 0]]
+    assert values_of(batch) == OF_RESPONSES | {"input_ids": input_ids, "sources": [2, 3, 5, 6, 7]}
+    assert (batch.num_prompt_tokens, batch.num_padding_tokens) == (4, 1)
+
+
+def test_two_prompts_and_three_responses_packed() -> None:
+    first, second = two_sequences()
+    sibling = with_logprobs(make_sequence([11, 12, 13], [16, 17, 18, 19]), [-1] * 4, [-2] * 4)
+    trees: list[SegmentTree] = []
+
+    def attention(tree: SegmentTree) -> BlockAttention:
+        trees.append(tree)
+        return BlockAttention.of(tree)
+
+    batch = collate_packed([first, second, sibling], attention)
+    assert trees == [SegmentTree((3, 4, 2, 1, 3), (-1, 0, 0, -1, 3))]
+    assert batch.input_ids.tolist() == [[11, 12, 13, 16, 17, 18, 19, 14, 15, 21, 22, 23, 24]]
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 3, 4, 0, 1, 2, 3]]
+    # The first token of a response is predicted at the end of its prompt.
+    assert batch.sources.tolist() == [2, 7, 9, 10, 11, 2, 3, 4, 5]
+    assert batch.labels.tolist() == [14, 15, 22, 23, 24, 16, 17, 18, 19]
+    assert batch.places.tolist() == [0, 1, 4, 5, 6, 8, 9, 10, 11]
+    assert (batch.num_prompt_tokens, batch.num_padding_tokens) == (4, 0)
+
+
+def test_values_of_labels_return_to_their_responses() -> None:
+    batch = collate_padded(two_sequences())
+    flat = torch.arange(1.0, 6.0, requires_grad=True)
+    rows = batch.to_responses(flat)
+    assert rows.tolist() == [[1, 2, 0], [3, 4, 5]]
+    rows.square().sum().backward()
+    assert flat.grad is not None
+    assert flat.grad.tolist() == [2, 4, 6, 8, 10]
 
 
 def test_logprobs_that_were_not_computed_are_none() -> None:
     sequence = make_sequence([11], [14, 15])
-    batch = collate([sequence])
+    batch = collate_padded([sequence])
     assert (batch.proximal_logprobs, batch.reference_logprobs) == (None, None)
     moved = batch.to(torch.device("cpu"))
     assert (moved.proximal_logprobs, moved.reference_logprobs) == (None, None)
@@ -133,68 +182,44 @@ def test_shuffling_depends_on_the_seed_alone() -> None:
     assert shuffle("0/minibatches/0")[0] == [5, 3, 2, 4]  # the same in every process
 
 
-# ---- micro_batches ----
+# ---- plan ----
 
 
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), max_size=30), budget=st.integers(1, 60)
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), max_size=30),
+    num_prompts=st.integers(1, 5),
+    budget=st.integers(1, 60),
+    shares_prompts=st.booleans(),
 )
 def test_micro_batches_hold_every_sequence_once_within_the_budget(
-    lengths: list[tuple[int, int]], budget: int
+    lengths: list[tuple[int, int]], num_prompts: int, budget: int, shares_prompts: bool
 ) -> None:
-    # the first response token identifies the sequence
-    sequences = [make_sequence([7] * p, [100 + i] + [8] * (r - 1)) for i, (p, r) in enumerate(lengths)]
-    seen = []
-    for indices, batch in micro_batches(sequences, budget):
-        rows, width = batch.input_ids.shape
-        assert rows * width <= budget or rows == 1
-        assert batch.labels[batch.response_position == 0].tolist() == [100 + index for index in indices]
-        seen += indices
-    assert sorted(seen) == list(range(len(lengths)))
+    sequences = [
+        make_sequence([place % num_prompts] * (p if num_prompts == 5 else 4), [8] * r)
+        for place, (p, r) in enumerate(lengths)
+    ]
+    planned = plan(sequences, budget, shares_prompts)
+    for indices in planned:
+        taken = [sequences[index] for index in indices]
+        batch = collate_packed(taken, BlockAttention.of) if shares_prompts else collate_padded(taken)
+        assert batch.input_ids.numel() <= budget or len(indices) == 1
+    assert sorted(itertools.chain(*planned)) == list(range(len(lengths)))
 
 
 def test_too_long_sequence_goes_alone_and_others_fill_the_budget() -> None:
     sizes = [(2, 2), (2, 18), (2, 2), (2, 3), (2, 3)]
-    batches = [b for _, b in micro_batches([make_sequence([1] * p, [2] * r) for p, r in sizes], 10)]
-    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 20), (2, 5), (2, 4)]
-    assert list(micro_batches([], 10)) == []
+    sequences = [make_sequence([place] * p, [2] * r) for place, (p, r) in enumerate(sizes)]
+    assert plan(sequences, 10, shares_prompts=False) == [[1], [3, 4], [0, 2]]
+    assert plan(sequences, 10, shares_prompts=True) == [[1], [3, 4], [0, 2]]
+    assert plan([], 10, shares_prompts=True) == plan([], 10, shares_prompts=False) == []
 
 
-# ---- logprobs ----
-
-
-@pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 0), (1.0, 3), (0.7, 3)])
-@pytest.mark.parametrize("tied", [True, False])
-def test_padded_logprobs_are_those_of_each_sequence_alone(
-    tiny_model: Callable[..., Path], tied: bool, temperature: float, min_tokens: int
-) -> None:
-    model = load_policy(str(tiny_model(tied)))
-    rng = np.random.default_rng(0)
-    shapes = [(3, 9), (11, 2), (6, 6), (1, 1), (4, 14)]
-    sequences = [make_sequence(*(rng.integers(1, 280, n).tolist() for n in shape)) for shape in shapes]
-    ends = (0, 17)
-    batch = collate(sequences)
-    with torch.no_grad():
-        logits = response_logits(model, batch, temperature, min_tokens, ends)
-        logprobs = token_log_probs(logits, batch.labels)
-        for row, s in enumerate(sequences):
-            expected = plain_logprobs(
-                model, s.prompt_token_ids, s.response_token_ids, temperature, min_tokens, ends
-            )
-            assert expected.isfinite().all()
-            torch.testing.assert_close(logprobs[row][batch.response_mask[row]], expected, atol=1e-5, rtol=0)
-
-
-def test_end_tokens_are_ruled_out_before_min_tokens_only(tiny_model: Callable[..., Path]) -> None:
-    model = load_policy(str(tiny_model()))
-    batch = collate([make_sequence([5, 6, 7], [8, 9, 10, 11])])
-    ends = (0, 17)
-    with torch.no_grad():
-        free = response_logits(model, batch, 1.0, 0, ends)[0]
-        held = response_logits(model, batch, 1.0, 2, ends)[0]
-    probabilities = held.softmax(-1)[:, list(ends)]  # [4, 2]
-    assert (probabilities[:2] == 0).all()
-    assert (probabilities[2:] > 0).all()
-    others = [token for token in range(held.shape[1]) if token not in ends]
-    assert torch.equal(held[:, others], free[:, others])
-    assert torch.equal(held[2:], free[2:])
+def test_whole_groups_are_packed_and_a_large_one_is_split() -> None:
+    first, second, third = ([make_sequence([p], [2] * n) for n in lengths] for p, lengths in enumerate([
+        [3, 4, 5], [2, 2], [3]
+    ]))  # fmt: skip
+    sequences = [*second, *first, *third]  # with their prompts 5, 13 and 4 tokens
+    assert plan(sequences, 22, shares_prompts=True) == [[4, 3, 2, 0, 1, 5]]
+    assert plan(sequences, 18, shares_prompts=True) == [[4, 3, 2, 0, 1], [5]]
+    assert plan(sequences, 10, shares_prompts=True) == [[4, 3], [2, 0, 1], [5]]
+    assert plan(sequences, 1, shares_prompts=True) == [[4], [3], [2], [0], [1], [5]]

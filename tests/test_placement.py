@@ -17,12 +17,22 @@ from grpo_ray.tools.experiments.resources import gpus_of
 EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
 
 
+def test_each_scorer_reserves_its_own() -> None:
+    several = quickstart(
+        "scorer.num_scorers=3", "scorer.num_cpus=2", "learner.num_cpus=0", "generator.num_cpus=0"
+    )
+    names = ["scorer-0", "scorer-1", "scorer-2"]
+    assert bundles_of(several) == tuple(Bundle((name,), {"CPU": 2}) for name in names)
+    (line,) = shortfalls(several, [Node("a", {"CPU": 5})])
+    assert line == "CPU: 6 needed (3 x 2 for Scorers), 5 there"
+
+
 def quickstart(*overrides: str) -> Config:
     return load_config(QUICKSTART, overrides)
 
 
 def on_gpus(*overrides: str) -> Config:
-    return load_config(EIGHT_GPUS, overrides)
+    return load_config(EIGHT_GPUS, ["learner.num_cpus=1", *overrides])
 
 
 def test_every_actor_that_reserves_something_has_a_bundle() -> None:

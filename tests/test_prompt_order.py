@@ -104,6 +104,47 @@ def test_a_part_of_a_mixture_can_have_a_curriculum() -> None:
     assert set(asked) == set(range(10))
 
 
+def sized(order: MixtureOrder) -> int:
+    """Return the number of items in all containers of the order."""
+    return sum(len(value) for value in vars(order).values() if isinstance(value, list | dict | set))
+
+
+def test_a_mixture_remembers_only_groups_that_are_not_done() -> None:
+    """A run of 100,000 steps has millions of groups that are done."""
+    order, whole = make_mixture(), make_mixture()
+    for group in range(5000):
+        assert order.index(group) == whole.index(group)
+        if group >= 10:
+            order.forget([group - 10])
+    assert sized(order) < 50
+    assert len(json.dumps(order.state_dict())) < 10_000
+
+
+def test_a_resumed_mixture_continues_and_knows_the_groups_that_are_not_done() -> None:
+    whole, order = make_mixture(), make_mixture()
+    expected = [whole.index(group) for group in range(300)]
+    for group in range(200):
+        order.index(group)
+        if group not in (7, 150, 199):
+            order.forget([group])
+    state = json.loads(json.dumps(order.state_dict()))
+    resumed = make_mixture()
+    for later in (resumed, order):  # in a new process, and in one that goes back after some more steps
+        later.load_state_dict(state)
+        assert [later.index(group) for group in (150, 7, 199)] == [expected[g] for g in (150, 7, 199)]
+        assert [later.index(group) for group in range(200, 300)] == expected[200:]
+        later.forget(range(200, 300))
+
+
+def test_a_mixture_resumes_from_a_checkpoint_of_an_earlier_version() -> None:
+    state = make_mixture().state_dict()
+    earlier = {name: state[name] for name in ("names", "weights", "parts")}
+    whole, order = make_mixture(), make_mixture()
+    order.index(50)
+    order.load_state_dict(earlier)
+    assert [order.index(group) for group in (40, 100)] == [whole.index(group) for group in (40, 100)]
+
+
 def test_no_examples_are_refused() -> None:
     with pytest.raises(ValueError, match="no training examples"):
         EpochOrder(0, seed=0)

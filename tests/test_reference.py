@@ -11,6 +11,9 @@ from builders import (
     changed,
     flat_weights,
     make_batch,
+    make_completion,
+    make_group,
+    make_item,
     own_logprobs,
     perturb,
     plain_logprobs,
@@ -23,6 +26,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import KLConfig
 from grpo_ray.policy.loading import load_policy
+from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.reference import Reference
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.types import ScoredGroup, TrainBatch
@@ -45,14 +49,16 @@ def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callab
 
 def reference_weights(learner: Learner) -> torch.Tensor:
     assert learner._reference is not None
-    return flat_weights(learner._reference.model)
+    return torch.cat([master.detach().flatten().clone() for master in learner._reference.masters.parameters])
 
 
 def step(learner: Learner, seed: int) -> dict[str, float]:
     groups = make_batch(learner, seed=seed, versions=learner.version)
     metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
     assert check_names(metrics) == []
-    return {name: value for name, value in metrics.items() if not name.startswith(("timing/", "memory/"))}
+    return {
+        name: value for name, value in metrics.items() if not name.startswith(("timing/", "memory/", "perf/"))
+    }
 
 
 # ---- movement ----
@@ -99,18 +105,39 @@ def test_reference_has_no_gradient_and_shares_no_memory(make_learner: Callable[.
     assert not learner._reference.model.training
 
 
-def test_frozen_reference_is_held_as_it_is_served_and_an_average_in_full(
-    make_learner: Callable[..., Learner],
+@pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
+def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float32(
+    make_learner: Callable[..., Learner], kl: dict
 ) -> None:
-    dtypes = {}
-    for kind, kl in (("frozen", FROZEN), ("refreshed", REFRESHED), ("average", AVERAGE)):
-        learner = make_learner(kl, model={"dtype": "bfloat16"})
-        step(learner, 0)
-        step(learner, 1)
-        assert learner._reference is not None
-        (dtypes[kind],) = {parameter.dtype for parameter in learner._reference.model.parameters()}
-        assert flat_weights(learner.model).dtype is torch.float32
-    assert dtypes == {"frozen": torch.bfloat16, "refreshed": torch.bfloat16, "average": torch.float32}
+    learner = make_learner(kl, model={"dtype": "bfloat16"})
+    step(learner, 0)
+    step(learner, 1)
+    reference = learner._reference
+    assert reference is not None
+    assert {p.dtype for p in reference.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in reference.masters.parameters} == {
+        torch.float32 if kl is AVERAGE else torch.bfloat16
+    }
+    assert torch.equal(flat_weights(reference.model), reference_weights(learner).bfloat16())
+    if kl is REFRESHED:
+        assert torch.equal(flat_weights(reference.model), flat_weights(learner.model))
+
+
+@pytest.mark.parametrize("kl", [FROZEN, AVERAGE])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "grpo_ray"])
+def test_distance_in_bfloat16_is_0_at_version_0_on_long_responses(
+    tiny_config: Config, tiny_model: Callable[..., Path], family: str, tied: bool, kl: dict
+) -> None:
+    """Rotary frequencies in bfloat16 would be 1.2 rad off at position 1,000."""
+    model = {"dtype": "bfloat16", "implementation": "grpo_ray" if family == "grpo_ray" else "transformers"}
+    changes = {"model": model, "algorithm": {"kl": kl}, "learner": {"micro_batch_tokens": 2500}}
+    learner = Learner(str(tiny_model(tied, own=family != "qwen2")), changed(tiny_config, **changes), ENDS)
+    tokens = torch.randint(20, 280, (2, 2000), generator=torch.Generator().manual_seed(0))
+    completions = [make_completion(row.tolist()) for row in tokens]
+    group = make_group(make_item(0, [1, 2]), completions, [1, 0], [1.0, -1.0])
+    metrics = learner.train_step(TrainBatch((group,))).metrics
+    assert metrics["loss/kl_ref"] == metrics["loss/kl_ref_k3"] == 0.0
 
 
 def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
@@ -119,9 +146,11 @@ def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
     reference = Reference(policy, KLConfig(reference="ema", ema_decay=0.999), torch.bfloat16)
     before = flat_weights(policy)
     perturb(policy, seed=1, scale=1e-2)
+    masters = MasterWeights(policy, torch.float32)
     for number in range(1, 101):
-        reference.follow(policy, number)
-    moved = (flat_weights(reference.model) - before).norm() / (flat_weights(policy) - before).norm()
+        reference.follow(masters, number)
+    average = torch.cat([master.detach().flatten() for master in reference.masters.parameters])
+    moved = (average - before).norm() / (flat_weights(policy) - before).norm()
     assert moved.item() == pytest.approx(1 - 0.999**100, rel=1e-2)
 
 

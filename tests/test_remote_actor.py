@@ -5,7 +5,22 @@ import gc
 import warnings
 from typing import Any
 
-from grpo_ray.cluster.remote_actor import Client
+import pytest
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
+
+from grpo_ray.cluster.remote_actor import Client, result_of
+from grpo_ray.errors import ActorDied, DataLost
 
 
 class Reference:
@@ -44,6 +59,51 @@ def test_an_answer_can_be_awaited_gathered_and_given_a_time_limit() -> None:
         assert await asyncio.wait_for(actor.ready(), 1.0) == 7
 
     asyncio.run(run())
+
+
+class Failing:
+    """A reference to an error of Ray's."""
+
+    def __init__(self, error: RayError) -> None:
+        self._error = error
+
+    def __await__(self) -> Any:
+        yield from asyncio.sleep(0).__await__()
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("Task was killed due to the node running low on memory."),
+        NodeDiedError("the node is gone"),
+        LocalRayletDiedError("the raylet is gone"),
+        ActorUnschedulableError("no node has room for its bundle"),
+        RuntimeEnvSetupError("pip failed"),
+        ActorDiedError(),
+        ActorUnavailableError("the connection is gone", b"0" * 16),
+    ],
+)
+def test_every_end_of_an_actor_is_its_death(error: RayError) -> None:
+    """Only some of Ray's errors for it are a RayActorError; a kill for memory is none."""
+
+    async def run() -> None:
+        await result_of("scorer", Failing(error))
+
+    with pytest.raises(ActorDied, match="scorer died: ") as caught:
+        asyncio.run(run())
+    assert caught.value.name == "scorer"
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError("of the Generator that made it"), ObjectLostError("0" * 56, None, "")]
+)
+def test_an_argument_that_died_with_its_owner_is_no_death_of_the_actor(error: RayError) -> None:
+    async def run() -> None:
+        await result_of("scorer", Failing(RayTaskError("score", "traceback", error)))
+
+    with pytest.raises(DataLost, match="scorer: "):
+        asyncio.run(run())
 
 
 def test_an_answer_need_not_be_awaited() -> None:

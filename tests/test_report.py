@@ -1,6 +1,7 @@
 """The run's reward curve as PNG and as text, and the ending that shows it."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,21 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path:
     assert "Samples at step 5:\n  reward 1  'prompt 0' -> 'response at 5'" in text
     assert f"resume {tmp_path} algorithm.num_steps=10" in text
     assert (tmp_path / "reward_curve.png").exists()
+
+
+def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, None)
+    many = {f"time/generator-{index}/generate_s": 0.125 for index in range(300)}
+    with run.metrics_path.open("w") as file:
+        for step in range(1, 2001):
+            file.write(json.dumps({"step": step, "reward/mean": 0.5, **TIMES, **many}) + "\n")
+    ending(run)  # imports and caches what the drawing needs
+    tracemalloc.start()
+    text = "\n".join(ending(run))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "algorithm.num_steps=4000" in text
+    assert peak < run.metrics_path.stat().st_size  # 23 MB
 
 
 def test_ending_lists_the_groups_that_were_set_aside_each_once(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The data of the web page: bounded series, sampled rollouts, token texts and log-ratios."""
 
+import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
 
 def test_a_short_run_keeps_every_step() -> None:
     rows = [{"step": 1, "a": 1.5, "text": "x"}, {"step": 2, "a": None}, {"step": 3, "a": 2, "b": True}]
-    series = make_series(rows, {"a": {1: 0.25, 3: 0.5}}, max_points=3)
+    series = make_series(rows, len(rows), {"a": {1: 0.25, 3: 0.5}}, max_points=3)
     assert (series.steps, series.bin_size) == ([1.0, 2.0, 3.0], 1)
     assert series.columns == {"a": [1.5, None, 2.0]}
     assert series.standard_errors == {"a": [0.25, None, 0.5]}
@@ -46,7 +48,7 @@ def test_a_short_run_keeps_every_step() -> None:
 def test_bins_have_means_largest_values_and_the_errors_of_means() -> None:
     rows = [{"step": step, "a": float(step), "lag/max": float(step)} for step in (1, 2, 3, 4, 5)]
     rows[1]["a"] = math.nan
-    series = make_series(rows, {"a": {1: 3.0, 2: 4.0, 3: 1.0}}, max_points=3)
+    series = make_series(rows, len(rows), {"a": {1: 3.0, 2: 4.0, 3: 1.0}}, max_points=3)
     assert (series.steps, series.bin_size) == ([1.5, 3.5, 5.0], 2)
     assert series.columns == {"a": [1.0, 3.5, 5.0], "lag/max": [2.0, 4.0, 5.0]}
     assert series.standard_errors == {"a": [2.5, None, None]}  # sqrt(9 + 16) / 2; steps 4 and 5 have none
@@ -55,7 +57,7 @@ def test_bins_have_means_largest_values_and_the_errors_of_means() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 99, 100, 101, 12_345])
 def test_points_are_bounded(num_steps: int) -> None:
     rows = [{"step": step, "a": 1.0} for step in range(num_steps)]
-    series = make_series(rows, {}, max_points=100)
+    series = make_series(rows, len(rows), {}, max_points=100)
     assert len(series.steps) <= 100
     assert len(series.steps) * series.bin_size >= num_steps
     assert all(len(column) == len(series.steps) for column in series.columns.values())
@@ -90,9 +92,70 @@ def test_replayed_groups_are_counted_but_not_in_the_error(tmp_path: Path, tiny_c
     run = make_run(tmp_path / "run", tiny_config, num_steps=1)
     groups = [make_group(make_item(i), [make_completion([5])], [reward]) for i, reward in enumerate([0, 1, 9])]
     write_rollouts(run.rollouts_path(1), 1, groups, uses=[1, 0, 2])
-    (file,) = step_files(run)
+    (file,) = step_files(run).inspected
     assert (file.step, file.num_rollouts) == (1, 3)
     assert file.standard_error == pytest.approx(0.5)  # of 0 and 1: std 0.7071, over sqrt(2)
+
+
+def test_a_long_run_is_reported_from_a_sample_of_its_files(
+    tmp_path: Path, tiny_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_sample, "MAX_FILES", 4)
+    run = many_steps(tmp_path / "run", tiny_config, num_steps=10, size=3)
+    (run.rollouts / ".step-000011.parquet.partial").touch()
+    rewards = {1: [0, 1], 4: [0, 0], 7: [1, 1], 10: [0, 0.5]}
+    for step, values in rewards.items():
+        groups = [make_group(make_item(i), [make_completion([5])], [value]) for i, value in enumerate(values)]
+        write_rollouts(run.rollouts_path(step), step, groups)
+    for step in {2, 3, 5, 6, 8, 9}:
+        run.rollouts_path(step).write_bytes(b"no step outside the sample is opened")
+    files = step_files(run)
+    assert [file.step for file in files.inspected] == [1, 4, 7, 10]  # the first and the last are always there
+    assert files.steps == list(range(1, 11))
+    assert files.num_rollouts == 20  # an estimate: 2 of each file that was opened, in 10 steps
+    errors = files.standard_errors()  # those of the nearest step
+    assert [errors[step] for step in (1, 2, 9, 10)] == pytest.approx([0.5, 0.5, 0.25, 0.25])
+    assert [errors[step] for step in (3, 4, 5, 6, 7, 8)] == [0] * 6
+    data = run_data(run, "run", ALL, None)
+    assert data["facts"]["rollouts"] == "about 20"
+    assert {row["step"] for row in data["rollouts"]} == {1, 4, 7, 10}
+    assert data["sample"] == {
+        "num_rollouts": 20, "num_steps": 10, "num_sampled_steps": 4, "num_inspected_steps": 4, "seed": 0,
+    }  # fmt: skip
+    assert data == run_data(run, "run", ALL, None)
+
+
+def test_files_are_in_the_order_of_their_steps_beyond_a_million(tmp_path: Path, tiny_config: Config) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1)
+    for step in (999_999, 1_000_000):
+        write_rollouts(run.rollouts_path(step), step, [group(step)])
+    assert [file.step for file in step_files(run).inspected] == [1, 999_999, 1_000_000]
+
+
+def test_metrics_are_read_as_a_stream(tmp_path: Path, tiny_config: Config) -> None:
+    """One bin of rows is in memory at a time: the whole file of a long run would take gigabytes."""
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1)
+    with run.metrics_path.open("w") as file:
+        for step in range(1, 4001):
+            values = {f"time/generator-{index}/generate_s": step / 7 for index in range(60)}
+            file.write(
+                json.dumps({"step": step, "timing/step_s": 0.5, "reward/mean": step / 4000, **values}) + "\n"
+            )
+    tracemalloc.start()
+    data = run_data(run, "run", Bounds(max_points=40, max_rollouts=1, seed=0), "none")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * 2**20
+    assert run.metrics_path.stat().st_size > 8 * 2**20
+    series = data["series"][0]
+    assert (len(series["steps"]), series["bin_size"]) == (40, 100)
+    assert series["columns"]["reward/mean"][:2] == [
+        pytest.approx(50.5 / 4000, rel=1e-4),
+        pytest.approx(0.037625),
+    ]
+    assert data["facts"]["training reward"] == "0.000 → 1.000"
+    assert data["facts"]["time in steps"] == "33 min 20 s"
+    assert data["facts"]["steps"] == "4,000"
 
 
 def many_steps(folder: Path, config: Config, num_steps: int, size: int) -> RunDirectory:

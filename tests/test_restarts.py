@@ -4,15 +4,14 @@ import itertools
 
 import pytest
 
-from grpo_ray.errors import RunError
-from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget
 
 
 def pauses(at: list[float], backoff_s: float = 2.0, max_restarts: int = 100) -> list[float]:
     """Return the pause before each restart, for deaths at these seconds."""
     times = iter(at)
-    budget = RestartBudget(max_restarts, backoff_s, clock=lambda: next(times))
-    return [budget.spend("it died") for _ in at]
+    budget = RestartBudget("recovery.max_restarts", max_restarts, backoff_s, clock=lambda: next(times))
+    return [budget.spend("scorer", "it died") for _ in at]
 
 
 def test_pause_doubles_up_to_a_minute() -> None:
@@ -43,22 +42,47 @@ def test_long_backoff_is_a_minute_at_most() -> None:
 
 
 def test_used_up_budget_shows_the_first_error_and_not_its_consequences() -> None:
-    clock = itertools.count(step=10_000)  # every restart counts, even in a new series
-    budget = RestartBudget(2, 1.0, clock=lambda: float(next(clock)))
-    for error in ("generator-0 died: out of memory", "scorer died: killed"):
-        budget.spend(error)
-    for _ in range(2):
-        with pytest.raises(RunError) as caught:
-            budget.spend("generator-1 died: killed")
-        assert str(caught.value) == (
-            "recovery.max_restarts: 2 restarts are used up. "
-            "The first error was: generator-0 died: out of memory"
-        )
-    assert budget.num_restarts == 2
+    clock = itertools.count(step=1000)  # every restart counts, even in a new series
+    budget = RestartBudget("recovery.max_restarts", 2, 1.0, clock=lambda: float(next(clock)))
+    budget.spend("generator-0", "generator-0 died: out of memory")
+    budget.spend("scorer", "scorer died: killed")
+    with pytest.raises(BudgetUsedUp) as caught:
+        budget.spend("generator-1", "generator-1 died: killed")
+    assert str(caught.value) == (
+        "recovery.max_restarts: 2 restarts within an hour are used up. "
+        "The first error was: generator-0 died: out of memory"
+    )
 
 
 def test_budget_of_zero_shows_the_only_error() -> None:
-    budget = RestartBudget(0, 1.0)
-    with pytest.raises(RunError, match=r"0 restarts are used up. The first error was: scorer died"):
-        budget.spend("scorer died")
-    assert budget.num_restarts == 0
+    budget = RestartBudget("recovery.max_restores", 0, 1.0)
+    with pytest.raises(BudgetUsedUp, match=r"0 restores within an hour .* The first error was: scorer died"):
+        budget.spend("scorer", "scorer died")
+
+
+def test_budget_refills_after_an_hour() -> None:
+    """One death per day never ends a run, and neither do `max_per_hour` deaths per hour."""
+    pauses([86_400.0 * day for day in range(400)], max_restarts=1)
+    pauses([1800.0 * n for n in range(1000)], max_restarts=2)
+    with pytest.raises(BudgetUsedUp):
+        pauses([1799.0 * n for n in range(1000)], max_restarts=2)
+
+
+def test_different_actors_that_die_at_about_the_same_time_count_once() -> None:
+    """One hiccup of the network makes all 64 Generators miss the same sync."""
+    now = [0.0]
+    budget = RestartBudget("recovery.max_restarts", 2, 1.0, clock=lambda: now[0])
+    for now[0] in (0.0, 1000.0):
+        assert {budget.spend(f"generator-{i}", "missed the sync") for i in range(64)} == {1.0}
+    now[0] = 1000.0 + 29.9
+    assert budget.spend("scorer", "also of that cause") == 1.0
+    now[0] = 1000.0 + 30.1
+    with pytest.raises(BudgetUsedUp):
+        budget.spend("generator-99", "another cause")
+
+
+def test_an_actor_that_dies_again_counts_again_however_soon() -> None:
+    budget = RestartBudget("recovery.max_restarts", 3, 1.0, clock=lambda: 0.0)
+    assert [budget.spend("generator-0", "it crashes at its start") for _ in range(3)] == [1.0, 2.0, 4.0]
+    with pytest.raises(BudgetUsedUp):
+        budget.spend("generator-0", "it crashes at its start")

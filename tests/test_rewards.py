@@ -8,7 +8,7 @@ import pytest
 from grpo_ray.config.reward import REWARD_NAMES
 from grpo_ray.rewards import REWARDS, get_reward_fn
 from grpo_ray.rewards.answer_formats import read_boxed
-from grpo_ray.rewards.base import NotGraded
+from grpo_ray.rewards.base import NotGraded, Ungradable
 from grpo_ray.rewards.builtin import exact_match_reward_fn, question_only_reward_fn, r1_zero_reward_fn
 
 NO_FORMAT = {"reward": 0.0, "format_reward": 0.0, "answer_reward": 0.0}
@@ -132,16 +132,24 @@ def test_wrong_answers(answer: str, truth: str) -> None:
         "x" * 1000,
         "1+" * 499 + "1",
         "9" * 1001,
-        ", ".join(map(str, range(33))) + ", 72",
     ],
 )
-def test_answers_that_would_take_forever_are_not_wrong(answer: str) -> None:
-    truth = ", ".join(map(str, range(1, 35))) if "," in answer else "72"
+def test_what_would_take_forever_is_the_answers_doing_or_the_truths(answer: str) -> None:
     start = time.monotonic()
+    with pytest.raises(Ungradable):
+        r1_zero_reward_fn(respond(answer), "72")
     with pytest.raises(NotGraded):
-        r1_zero_reward_fn(respond(answer), truth)
+        r1_zero_reward_fn(respond("72"), answer)
     assert time.monotonic() - start < 5
     assert r1_zero_reward_fn(respond(answer), answer) == RIGHT
+
+
+def test_a_long_list_is_the_truths_doing() -> None:
+    truth = ", ".join(map(str, range(1, 35)))
+    with pytest.raises(NotGraded, match="a list of more than 32 parts"):
+        r1_zero_reward_fn(respond(", ".join(map(str, range(33))) + ", 72"), truth)
+    assert r1_zero_reward_fn(respond("1, 2"), truth) == WRONG
+    assert r1_zero_reward_fn(respond(truth), truth) == RIGHT
 
 
 def test_a_truth_that_cannot_be_parsed_gives_no_verdict() -> None:
@@ -222,7 +230,7 @@ def test_an_answer_is_boxed_once_or_the_same_each_time(response: str, scores: di
 
 
 def test_many_boxes_that_are_all_right_are_not_all_compared() -> None:
-    with pytest.raises(NotGraded, match="more than 16 boxes"):
+    with pytest.raises(Ungradable, match="more than 16 boxes"):
         question_only_reward_fn("".join(rf"\boxed{{72.{'0' * n}}}" for n in range(17)) + r"\boxed{72}", "72")
 
 

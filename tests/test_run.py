@@ -47,7 +47,7 @@ def run_actors(config: Config, folder: Path) -> RunDirectory:
         session.placed(config) as placement,
         running(placement, config, prepared.model, folder) as actors,
     ):
-        log, budget = RunLog(run, Silent()), RestartBudget(0, 0.0)
+        log, budget = RunLog(run, Silent()), RestartBudget("recovery.max_restarts", 0, 0.0)
         asyncio.run(Controller(config, prepared, actors, log, store, budget).run())
     return run
 
@@ -93,7 +93,8 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(tmp_path: Path) -> None
     for tid, name in names.items():
         told = sum(v for row in metrics for k, v in row.items() if k.startswith(f"time/{name}/"))
         drawn = sum(row["dur"] / 1e6 for row in rows if row["ph"] == "X" and row["tid"] == tid)
-        assert told == pytest.approx(whole, rel=0.02), name
+        # On a busy machine the first and the last question to an actor are late by some tens of milliseconds.
+        assert told == pytest.approx(whole, rel=0.02, abs=0.2), name
         assert drawn == pytest.approx(told, abs=0.001), name
 
     assert not check_names({k: v for row in metrics for k, v in row.items() if k != "step"})

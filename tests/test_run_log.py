@@ -26,6 +26,11 @@ class Display:
         return taken
 
 
+def settle(log: RunLog) -> None:
+    """Wait for the thread that writes."""
+    assert log.writer.wait(5)
+
+
 @pytest.fixture
 def display() -> Display:
     return Display()
@@ -56,12 +61,14 @@ def test_a_line_that_cannot_be_written_is_a_warning_until_it_is_written(log: Run
     path = log.run.metrics_path
     path.mkdir()  # nothing can be appended to it
     log.line(1, {"reward/mean": 0.5})
+    settle(log)
     log.show_warnings()
     (shown,) = display.take()
     assert str(path) in shown
     assert "1 lines wait in memory" in shown
     path.rmdir()
     log.line(2, {"reward/mean": 0.75})
+    settle(log)
     log.show_warnings()
     assert display.take() == []
     assert read_metrics(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
@@ -73,6 +80,7 @@ def test_event_is_written_with_its_step_and_shown(log: RunLog, display: Display)
     log.event("set_aside", None, "group 9 is set aside", group_id=9)
     log.event("scorer_back", "scorer", "scores again", seconds=1.5)
     log.event("generator_failed", "generator-1", "generator-1 died: killed")
+    settle(log)
     first, second, third = read_metrics(log.run.events_path)
     assert before <= first.pop("time") <= second.pop("time") <= third.pop("time") <= time.time()
     assert first == {
@@ -89,10 +97,12 @@ def test_an_event_that_cannot_be_written_is_counted_shown_and_kept(log: RunLog, 
     log.event("stalled", None, "nothing moves")
     assert display.take() == ["nothing moves"]
     assert log.num_events("stalled") == 1
+    settle(log)
     log.show_warnings()
     assert len(display.take()) == 1
     log.run.events_path.rmdir()
     log.event("waits", None, "the scorer works")
+    settle(log)
     assert [row["kind"] for row in read_metrics(log.run.events_path)] == ["stalled", "waits"]
     display.take()
     log.show_warnings()
@@ -102,6 +112,7 @@ def test_an_event_that_cannot_be_written_is_counted_shown_and_kept(log: RunLog, 
 def test_events_of_earlier_processes_count(log: RunLog, display: Display) -> None:
     for kind in ("generator_failed", "set_aside", "generator_failed", "scorer_failed"):
         log.event(kind, None, "?")
+    settle(log)
     later = RunLog(log.run, display)
     assert later.num_events("generator_failed", "scorer_failed") == 3
     later.event("generator_failed", None, "?")
@@ -112,11 +123,13 @@ def test_events_of_earlier_processes_count(log: RunLog, display: Display) -> Non
 
 def test_a_truncated_event_is_not_counted_and_does_not_corrupt_the_next(log: RunLog, display: Display) -> None:
     log.event("restored", None, "?")
+    settle(log)
     with log.run.events_path.open("a") as file:
         file.write('{"kind": "resto')
     later = RunLog(log.run, display)
     assert later.num_events("restored") == 1
     later.event("restored", None, "?")
+    settle(later)
     assert RunLog(log.run, display).num_events("restored") == 2
 
 
@@ -129,8 +142,13 @@ def test_an_event_that_the_disk_refused_is_retried_after_the_next_step(
     with monkeypatch.context() as patch:
         patch.setattr("grpo_ray.telemetry.json_lines._write_whole", full)
         log.event("scorer_back", "scorer", "scores again")
+        settle(log)
         log.show_warnings()
         assert any("1 lines wait in memory" in text for text in display.take())
-    log.show_warnings()  # without another event
+    settle(log)
+    log.show_warnings()  # which retries without another event
+    settle(log)
+    display.take()
+    log.show_warnings()
     assert display.take() == []
     assert [event["kind"] for event in read_metrics(tmp_path / "events.jsonl")] == ["scorer_back"]

@@ -84,7 +84,7 @@ def test_a_synchronous_run_that_is_interrupted_is_the_same_run(tmp_path: Path, n
         train(config, parts.path, kill_at_step_5)
     train(config, parts.path)
     for one, other in zip(read_metrics(whole.metrics_path), read_metrics(parts.metrics_path), strict=True):
-        timed = ("timing/", "throughput/", "utilization/", "memory/", "recovery/", "buffer/", "time")
+        timed = ("timing/", "throughput/", "utilization/", "memory/", "perf/", "recovery/", "buffer/", "time")
         assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
             k: v for k, v in other.items() if not k.startswith(timed)
         }

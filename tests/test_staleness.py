@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_completion, make_group
+from builders import make_completion, make_group, parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import Admitted, BatchFacts, PromptItem, ScoredGroup
+from grpo_ray.types import Admitted, BatchFacts, PromptItem, RolloutGroup, Verdict
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
@@ -116,10 +116,11 @@ class Pace:
     slow: Mapping[int, int] = field(default_factory=dict)  # by group: more turns before its last token
     has_signal: Sequence[bool] = (True,)
     never_finishes: frozenset[int] = frozenset()
+    room: Sequence[int] = (0,)  # until a Generator has room for a group
 
     def __post_init__(self) -> None:
         self._cycles = {
-            name: itertools.cycle(getattr(self, name)) for name in ("token", "train", "load", "travel")
+            name: itertools.cycle(getattr(self, name)) for name in ("token", "train", "load", "travel", "room")
         }
 
     def of(self, name: str) -> Iterator[int]:
@@ -160,8 +161,12 @@ class PacedPool:
     def __init__(self, generators: Sequence[VersionedGenerator], pace: Pace) -> None:
         self._generators, self._pace = generators, pace
 
-    async def sample(self, item: PromptItem, num_samples: int, purpose: str) -> ScoredGroup | None:
+    async def sample(
+        self, item: PromptItem, num_samples: int, purpose: str, on_dispatch: Callable[[], None]
+    ) -> tuple[RolloutGroup, Verdict] | None:
         pace, group_id = self._pace, item.group_id
+        await turns(next(pace.of("room")))  # until a Generator has room
+        on_dispatch()
         generator, versions = self._generators[group_id % 2], []
         for token in range(3):
             await turns(next(pace.of("token")) + pace.slow.get(group_id, 0) * (token == 2))
@@ -170,7 +175,7 @@ class PacedPool:
             return None
         signal = float(pace.has_signal[(group_id + item.num_cuts) % len(pace.has_signal)])
         completions = [make_completion([5, 6, 7], versions=versions)] * num_samples
-        return make_group(item, completions, [1, 0], [signal, -signal])
+        return parts(make_group(item, completions, [1, 0], [signal, -signal]))
 
 
 class NoLog:
@@ -319,7 +324,8 @@ def paces(draw: st.DrawFn) -> Pace:
     aside = draw(st.sets(st.integers(0, 12), max_size=2))
     slow = draw(st.dictionaries(st.integers(0, 12), st.integers(100, 600), max_size=2))
     travel = draw(st.lists(st.integers(0, 8), min_size=1, max_size=7))
-    return Pace(draw(SPEEDS), draw(SPEEDS), draw(SPEEDS), travel, slow, signals, frozenset(aside))
+    speeds = draw(SPEEDS), draw(SPEEDS), draw(SPEEDS)
+    return Pace(*speeds, travel, slow, signals, frozenset(aside), draw(SPEEDS))
 
 
 @st.composite

@@ -12,6 +12,7 @@ from zipfile import ZipFile
 
 import aiohttp
 import pytest
+import yaml
 from small_run import QUICKSTART
 
 from grpo_ray.cluster.ray_internals import forget_cached_token
@@ -19,9 +20,11 @@ from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.submit import job_client
+from grpo_ray.tools.submit.credential_files import CREDENTIALS
+from grpo_ray.tools.submit.ignore_list import uploaded_files
 from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 from grpo_ray.tools.submit.submission import SENT_ALONG, SubmissionContext, resumption_job, training_job
-from grpo_ray.tools.submit.upload import LIMIT_BYTES, check_upload, uploaded_files
+from grpo_ray.tools.submit.upload import LIMIT_BYTES, check_upload
 
 HERE = "http://127.0.0.1:8265"
 ELSEWHERE = "http://head.example:8265"
@@ -125,7 +128,7 @@ def listed(folder: Path, excludes: Sequence[str]) -> set[str]:
 
 def test_ray_uploads_neither_secrets_nor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own packaging, on a folder like a checkout after some work."""
-    secret = ["key.pem", ".env", ".env.local", "config/id.key", ".netrc"]
+    secret = ["key.pem", ".env", ".env.local", "config/id.key", ".netrc", "bundled/.git/config"]
     heavy = [".venv/lib/a", "runs/a/metrics.jsonl", "out/b/metrics.jsonl", "__pycache__/a.pyc", ".git/config"]
     wanted = ["configs/mine.yaml", "grpo_ray/runs/code.py", "data/train.jsonl"]
     write_files(tmp_path, [*secret, *heavy, *wanted], Path(QUICKSTART).read_text())
@@ -133,6 +136,90 @@ def test_ray_uploads_neither_secrets_nor_runs(tmp_path: Path, monkeypatch: pytes
     job = training_job("configs/mine.yaml", ["run.output_dir=out"], make_context())
     assert packed(tmp_path, job.runtime_env["excludes"]) == set(wanted)
     assert listed(tmp_path, job.runtime_env["excludes"]) == set(wanted)
+
+
+PEM = "-----BEGIN {}PRIVATE KEY-----\nMIIE\n-----END {}PRIVATE KEY-----\n"
+ACCOUNT = '{"type": "service_account", "project_id": "p", "private_key": "-----BEGIN"}'
+CREDENTIAL_FILES = (
+    ".ssh/id_rsa", ".ssh/config", "id_ed25519", "deploy/id_rsa", "ID_RSA", ".aws/credentials",
+    ".git-credentials", ".npmrc", "web/.npmrc", ".pypirc", ".netrc", "_netrc", ".huggingface/token",
+    ".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".kube/config", ".docker/config.json",
+    "sub/.docker/config.json", "me.p12", "me.PFX", "store.jks", "app.keystore", "putty.ppk", "key.pem",
+    "tls/server.key", "service-account.json", "service-account-prod.json", "my-credentials.json",
+    "application_default_credentials.json", "prod.env", ".env", ".env.local", ".envrc", ".auth_token",
+    "auth_token", ".config/gcloud/credentials.db", ".azure/azureProfile.json", "secrets.yaml",
+    "client_secret_1.json", "kubeconfig", "vault.kdbx", ".pgpass", "vendored/.git/config",
+)  # fmt: skip
+BY_CONTENT = {
+    "notes": PEM.format("", ""),
+    "data/old key [1].txt": PEM.format("OPENSSH ", "OPENSSH "),
+    "rsa.txt": "\ufeff\n" + PEM.format("RSA ", "RSA "),
+    "chain.crt": "-----BEGIN CERTIFICATE-----\nMIIE\n-----END CERTIFICATE-----\n" + PEM.format("EC ", "EC "),
+    "bags.txt": "Bag Attributes\n    friendlyName: me\n" + PEM.format("ENCRYPTED ", "ENCRYPTED "),
+    "p.txt": "PuTTY-User-Key-File-3: ssh-ed25519\n",
+    "cloud.json": ACCOUNT,
+    "adc.txt": '{"client_id": "c", "refresh_token": "r", "type": "authorized_user"}',
+}
+HARMLESS = {
+    "mine.yaml": "",
+    "src/secrets.py": "import secrets\n",
+    "src/test_keys.py": f'KEY = """\n{PEM.format("", "")}"""\n',
+    "README.md": f"A key begins like this:\n\n{PEM.format('', '')}",
+    "ca.crt": "-----BEGIN CERTIFICATE-----\nMIIE\n-----END CERTIFICATE-----\n",
+    "public.txt": "-----BEGIN PUBLIC KEY-----\nMIIE\n-----END PUBLIC KEY-----\n",
+    "train.jsonl": '{"question": "what is a private_key?", "answer": "service_account"}\n',
+    "model/tokenizer_config.json": '{"type": "x", "bos_token": "<s>"}',
+    "model/special_tokens_map.json": "{}",
+    "keyboard.py": "",
+    "environment.yml": "name: base\n",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working directory with credentials of every kind, and files that only resemble them."""
+    folder = tmp_path / "work"
+    write_files(folder, CREDENTIAL_FILES)
+    for name, text in (BY_CONTENT | HARMLESS | {"mine.yaml": Path(QUICKSTART).read_text()}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_ray_uploads_no_credential(checkout: Path) -> None:
+    excludes = training_job("mine.yaml", [], make_context()).runtime_env["excludes"]
+    assert packed(checkout, excludes) == set(HARMLESS)
+    assert listed(checkout, excludes) == set(HARMLESS)
+
+
+def test_a_link_to_a_key_elsewhere_is_not_followed(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(PEM.format("", ""))
+    (checkout / "innocent").symlink_to(tmp_path / "key")
+    excludes = training_job("mine.yaml", [], make_context()).runtime_env["excludes"]
+    assert packed(checkout, excludes) == set(HARMLESS)
+
+
+def test_the_files_that_are_left_out_are_named(
+    checkout: Path, jobs: "FakeJobs", capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (*CREDENTIAL_FILES, *BY_CONTENT):
+        if name not in ("prod.env", ".ssh/id_rsa", "cloud.json"):
+            (checkout / name).unlink()
+    (checkout / "bad\x1b[2J.pem").touch()
+    assert main(["submit", "mine.yaml", "--no-wait"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "not uploaded" in line]
+    assert line.endswith(r": .ssh/id_rsa, bad\x1b[2J.pem, cloud.json, prod.env")
+    (checkout / "cloud.json").rename(checkout / "data" / "task.jsonl")
+    data = ["task={kind: file, train_path: data/task.jsonl, validation_path: data/task.jsonl}"]
+    assert main(["submit", "mine.yaml", "model.tiny=null", "model.path=model", *data]) == 2
+
+
+def test_the_autoscaler_copies_no_credential_either() -> None:
+    """Ray copies the cluster's token and its own SSH key by rsync as well, which some names would stop."""
+    excluded = yaml.safe_load(Path("launch/cluster.yaml").read_text())["rsync_exclude"]
+    left = [name for name in CREDENTIALS if name not in excluded]
+    assert left == ["auth_token", *[name for name in CREDENTIALS if name.startswith("id_")], "*.pem"]
 
 
 TREE = (
@@ -362,6 +449,16 @@ def test_a_job_that_fails_is_a_command_that_fails(jobs: FakeJobs, capsys: pytest
     jobs.ending = "FAILED"
     assert main(["submit", QUICKSTART]) == 1
     assert capsys.readouterr().out.endswith("step 2\njob job-1: failed: exit code 2\n")
+
+
+def test_a_jobs_output_is_shown_and_not_obeyed(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
+    shown = r"\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
+    jobs.output, jobs.ending = [f"step 1 {hostile}\n"], "FAILED"
+    assert main(["submit", QUICKSTART, "--no-wait"]) == 0
+    jobs.jobs["job-1"].message = hostile
+    assert main(["submit", "--follow", "job-1"]) == 1
+    assert capsys.readouterr().out.endswith(f"step 1 {shown}\njob job-1: failed: {shown}\n")
 
 
 def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:

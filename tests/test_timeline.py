@@ -61,6 +61,7 @@ def test_events_by_hand(tmp_path: Path) -> None:
 def test_every_actor_has_a_row_of_its_own() -> None:
     names = ["driver", "learner", "buffer", "scorer", "weight_sync", *(f"generator-{i}" for i in range(12))]
     assert [row_of(name) for name in names] == list(range(1, 18))
+    assert row_of("generator-99") < row_of("scorer-0") < row_of("scorer-1")
 
 
 def test_the_file_is_whole_after_each_append_and_continues(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from grpo_ray.tools.top.bottleneck import bottleneck, hints, time_shares
 from grpo_ray.tools.top.frame import draw_frame, stage_shares
 from grpo_ray.tools.top.job import job_of
 from grpo_ray.tools.top.keys import keys
+from grpo_ray.tools.top.learner_figures import learner_figures
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
 from grpo_ray.tools.top.watch_run import TopOptions, top
 
@@ -420,6 +421,23 @@ def test_a_frame_is_as_wide_and_as_high_as_its_terminal(tmp_path: Path) -> None:
         assert max(sum(segment.cell_length for segment in line) for line in lines) <= width
     assert "0.875" in drawn(view_of(run), 140)
     assert "0.875" not in drawn(view_of(run), 80)
+
+
+def test_the_learners_figures_are_one_line_of_those_that_there_are(tmp_path: Path) -> None:
+    rows = [
+        step(
+            number, perf__mfu=mfu, perf__tokens_per_s_per_device=1000.0 * number, perf__prompt_frac=0.25,
+            perf__padding_frac=0.02, memory__learner_device_peak_bytes=number * 2.0**30,
+        )
+        for number, mfu in ((2, 0.4), (3, 0.5))
+    ]  # fmt: skip
+    assert learner_figures(rows) == (
+        "Learner: 45.0% MFU, 2,500 tokens/s per device, up to 3.0 GiB, 25% of the computed tokens are prompts, "
+        "2% are padding"
+    )
+    assert learner_figures([step(2)]) == ""
+    on_a_cpu = make_run(tmp_path / "run", make_state(), [step(2, perf__tokens_per_s_per_device=1500.0)])
+    assert "Learner: 1,500 tokens/s per device\n" in re.sub(" +\n", "\n", drawn(view_of(on_a_cpu)))
 
 
 def test_an_actors_recent_time() -> None:

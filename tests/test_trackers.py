@@ -323,6 +323,7 @@ def test_a_broken_tracker_is_an_event_and_is_shown_once(run: RunDirectory) -> No
     for step in (2, 3):
         log.show_warnings()
         log.line(step, {"reward/mean": 0.5})
+    assert log.writer.wait(5)
     line = "a: OSError: no route to host; the run goes on without it"
     assert display.warnings == [line]
     assert [(event["kind"], event["text"]) for event in read_metrics(run.events_path)] == [
@@ -338,6 +339,7 @@ def test_a_tracker_that_does_not_keep_up_is_a_warning_until_it_does(run: RunDire
     log = RunLog(run, display, trackers)
     for step in (1, 2, 3):
         log.line(step, {})
+        assert log.writer.wait(5)
         log.show_warnings()
     assert display.warnings == [f"a does not keep up: {n} messages were dropped" for n in (1, 2)]
     tracker.released.set()

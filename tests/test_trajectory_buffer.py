@@ -14,6 +14,7 @@ from builders import (
     make_completion,
     make_group,
     make_item,
+    parts,
     same_groups,
     simple_group,
 )
@@ -51,7 +52,7 @@ def test_batches_are_in_group_order_whatever_the_arrival(arrival: tuple[int, ...
     async def run() -> list[tuple[TrainBatch, BatchFacts]]:
         buffer = make_buffer(2)
         for group_id in arrival:
-            assert await buffer.put(simple_group(group_id)) == KEPT
+            assert await buffer.put(*parts(simple_group(group_id))) == KEPT
         return [await buffer.take(step, oldest_version=0) for step in (1, 2)]
 
     batches = asyncio.run(run())
@@ -68,9 +69,9 @@ def test_take_waits_for_the_slowest_group() -> None:
         buffer = make_buffer(2)
         taken = asyncio.create_task(buffer.take(1, oldest_version=0))
         for group_id in (1, 2, 3):  # the next batch is complete already, but does not overtake
-            await buffer.put(simple_group(group_id))
+            await buffer.put(*parts(simple_group(group_id)))
             assert await is_done(taken) == [False]
-        await buffer.put(simple_group(0))
+        await buffer.put(*parts(simple_group(0)))
         batch, facts = await asyncio.wait_for(taken, 5)
         assert ids(batch.groups) == [0, 1]
         assert facts.metrics["buffer/groups"] == 2.0
@@ -82,13 +83,13 @@ def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
     async def run() -> None:
         buffer = make_buffer(2, lookahead=2)
         taken = asyncio.create_task(buffer.take(1, oldest_version=0))
-        await buffer.put(simple_group(3))
-        await buffer.put(simple_group(2))
+        await buffer.put(*parts(simple_group(3)))
+        await buffer.put(*parts(simple_group(2)))
         assert await is_done(taken) == [False]  # 3 is beyond the window
-        await buffer.put(simple_group(1))
+        await buffer.put(*parts(simple_group(1)))
         batch, _ = await asyncio.wait_for(taken, 5)
         assert ids(batch.groups) == [1, 2]
-        await buffer.put(simple_group(0))
+        await buffer.put(*parts(simple_group(0)))
         batch, _ = await asyncio.wait_for(buffer.take(2, oldest_version=0), 5)
         assert ids(batch.groups) == [0, 3]
 
@@ -98,9 +99,9 @@ def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
 def test_group_that_arrives_twice_is_refused() -> None:
     async def run() -> None:
         buffer = make_buffer(1)
-        await buffer.put(simple_group(4))
+        await buffer.put(*parts(simple_group(4)))
         with pytest.raises(ValueError, match="group 4 came twice"):
-            await buffer.put(simple_group(4))
+            await buffer.put(*parts(simple_group(4)))
 
     asyncio.run(run())
 
@@ -109,9 +110,9 @@ def test_stale_groups_are_rejected_and_the_rest_stay() -> None:
     async def run() -> None:
         buffer = make_buffer(3)
         await buffer.begin((3, 4, 5), next_id=6)
-        await buffer.put(simple_group(3, versions=4))
-        await buffer.put(simple_group(4, versions=[4, 3, 5]))  # one token too old
-        await buffer.put(simple_group(5, versions=5))
+        await buffer.put(*parts(simple_group(3, versions=4)))
+        await buffer.put(*parts(simple_group(4, versions=[4, 3, 5])))  # one token too old
+        await buffer.put(*parts(simple_group(5, versions=5)))
         batch, facts = await buffer.take(2, oldest_version=4)
         assert batch.groups == ()
         assert facts.group_ids == ()
@@ -120,7 +121,7 @@ def test_stale_groups_are_rejected_and_the_rest_stay() -> None:
 
         again = asyncio.create_task(buffer.take(2, oldest_version=4))
         assert await is_done(again) == [False]
-        await buffer.put(simple_group(4, versions=5))
+        await buffer.put(*parts(simple_group(4, versions=5)))
         batch, facts = await asyncio.wait_for(again, 5)
         assert ids(batch.groups) == [3, 4, 5]
         assert batch.groups[1].rollout.oldest_version == 5
@@ -165,6 +166,7 @@ def test_rollout_metrics_by_hand() -> None:
         "reward/format": 3 / 4,
         "reward/answer": 1 / 4,
         "reward/errors": 3.0,
+        "reward/ungradable": 0.0,
         # rewards 1 and 0: their sample variance, 1/2, divided by 2; rewards 0 and 0: 0
         "reward/baseline_variance": (1 / 4 + 0) / 2,
         "rollout/response_tokens/mean": (4 + 10 + 3 + 3) / 4,
@@ -172,8 +174,21 @@ def test_rollout_metrics_by_hand() -> None:
         "rollout/truncated_frac": 1 / 4,
         "rollout/zero_variance_groups": 1.0,
         "rollout/dropped_groups": 1.0,
+        "policy/entropy": 1.0,  # every token has logprob -1
     }
     assert check_names(metrics) == []
+
+
+def test_entropy_is_that_of_all_sampled_tokens_and_absent_without_logprobs() -> None:
+    """Groups without signal count as well; tokens without a logprob do not."""
+    mixed = make_group(
+        make_item(0), [make_completion([5, 6], [-1.0, -2.0]), make_completion([7], [-0.3])], [1, 0]
+    )
+    solved = make_group(make_item(1), [make_completion([5, 6, 7], [-0.1, np.nan, -np.inf])] * 2, [1, 1], [0, 0])
+    entropy = rollout_metrics([mixed, solved], num_dropped=1)["policy/entropy"]
+    assert entropy == pytest.approx((1.0 + 2.0 + 0.3 + 0.1 + 0.1) / 5)
+    blind = make_group(make_item(2), [make_completion([5, 6], [np.nan, -np.inf])] * 2)
+    assert "policy/entropy" not in rollout_metrics([blind])
 
 
 def test_one_response_has_no_baseline_variance() -> None:
@@ -198,7 +213,7 @@ def test_taken_batches_are_written(tmp_path: Path) -> None:
     async def run() -> None:
         buffer = make_buffer(2, PLENTY, tmp_path)
         for group_id in (3, 2, 1, 0):
-            await buffer.put(simple_group(group_id, versions=group_id // 2))
+            await buffer.put(*parts(simple_group(group_id, versions=group_id // 2)))
         await buffer.take(1, oldest_version=0)
         _, facts = await buffer.take(2, oldest_version=0)
         assert facts.write_error is None
@@ -221,17 +236,17 @@ def test_taken_batches_are_written(tmp_path: Path) -> None:
 def test_group_set_aside_is_not_waited_for_and_another_takes_its_slot() -> None:
     async def run() -> None:
         buffer = make_buffer(3)
-        await buffer.put(simple_group(0))
+        await buffer.put(*parts(simple_group(0)))
         taken = asyncio.create_task(buffer.take(1, oldest_version=0))
-        await buffer.put(simple_group(2))
+        await buffer.put(*parts(simple_group(2)))
         assert await is_done(taken) == [False]
         assert await buffer.set_aside(1) == 0  # its own slot is not counted
         assert await is_done(taken) == [False]  # the batch keeps its size
-        await buffer.put(simple_group(3))
+        await buffer.put(*parts(simple_group(3)))
         batch, facts = await asyncio.wait_for(taken, 5)
         assert ids(batch.groups) == list(facts.group_ids) == [0, 2, 3]
         with pytest.raises(ValueError, match="group 1 came after it was trained, dropped or set aside"):
-            await buffer.put(simple_group(1))
+            await buffer.put(*parts(simple_group(1)))
 
     asyncio.run(run())
 
@@ -240,7 +255,7 @@ def test_stale_groups_are_found_after_another_was_set_aside() -> None:
     async def run() -> None:
         buffer = make_buffer(1)
         await buffer.set_aside(0)
-        await buffer.put(simple_group(1, versions=2))
+        await buffer.put(*parts(simple_group(1, versions=2)))
         _, facts = await buffer.take(1, oldest_version=3)
         assert facts.rejected_ids == (1,)
 
@@ -250,10 +265,10 @@ def test_stale_groups_are_found_after_another_was_set_aside() -> None:
 def test_group_that_arrives_after_its_batch_is_refused() -> None:
     async def run() -> None:
         buffer = make_buffer(1)
-        await buffer.put(simple_group(0))
+        await buffer.put(*parts(simple_group(0)))
         await buffer.take(1, oldest_version=0)
         with pytest.raises(ValueError, match="group 0 came after it was trained"):
-            await buffer.put(simple_group(0))
+            await buffer.put(*parts(simple_group(0)))
 
     asyncio.run(run())
 
@@ -264,7 +279,9 @@ def test_groups_without_signal_give_their_slots_to_others(tmp_path: Path) -> Non
     async def run() -> None:
         buffer = make_buffer(2, PLENTY, tmp_path, max_dropped=2)
         signals = {0: False, 1: True, 2: False, 3: True, 4: False, 5: False, 6: False, 7: True}
-        slots = [(await buffer.put(simple_group(g, has_signal=s))).num_slots for g, s in signals.items()]
+        slots = [
+            (await buffer.put(*parts(simple_group(g, has_signal=s)))).num_slots for g, s in signals.items()
+        ]
         assert slots == [1, 0, 1, 0, 0, 0, 0, 0]
         assert await buffer.group_ids() == tuple(range(8))  # dropped groups are remembered until the batch
         batch, facts = await buffer.take(1, oldest_version=0)
@@ -276,7 +293,7 @@ def test_groups_without_signal_give_their_slots_to_others(tmp_path: Path) -> Non
         batch, facts = await buffer.take(2, oldest_version=0)
         assert (facts.group_ids, facts.dropped_ids, facts.num_slots) == ((6, 7), (4, 5), 0)
         with pytest.raises(ValueError, match="group 4 came after it was trained, dropped"):
-            await buffer.put(simple_group(4))
+            await buffer.put(*parts(simple_group(4)))
         await buffer.flush()
 
     asyncio.run(run())
@@ -290,7 +307,7 @@ def test_setting_a_group_aside_can_make_the_drop_of_another_certain() -> None:
     async def run() -> None:
         buffer = make_buffer(2, max_dropped=1)
         await buffer.put(
-            simple_group(1, has_signal=False)
+            *parts(simple_group(1, has_signal=False))
         )  # if 0 had no signal either, only 0 would be dropped
         assert (await buffer.group_ids(), await buffer.set_aside(0)) == ((1,), 1)
 
@@ -303,20 +320,20 @@ def test_groups_that_arrive_too_late_are_cut_off() -> None:
     async def run() -> None:
         buffer = make_buffer(1, first_come=True, cut_max_lag=1)
         for group_id, version in ((2, 0), (0, 0), (3, 1)):
-            assert await buffer.put(simple_group(group_id, versions=version)) == KEPT
+            assert await buffer.put(*parts(simple_group(group_id, versions=version))) == KEPT
         _, facts = await buffer.take(1, oldest_version=-1)
         assert (facts.group_ids, facts.cut_ids) == ((2,), ())
         _, facts = await buffer.take(2, oldest_version=0)
         assert (facts.group_ids, facts.cut_ids) == ((0,), ())  # 3 is new enough for step 3
-        assert await buffer.put(simple_group(1, versions=[1, 0, 1])) == PutReceipt(is_kept=False)
-        assert await buffer.put(simple_group(4, versions=1)) == KEPT
-        assert await buffer.put(simple_group(5, versions=2)) == KEPT
+        assert await buffer.put(*parts(simple_group(1, versions=[1, 0, 1]))) == PutReceipt(is_kept=False)
+        assert await buffer.put(*parts(simple_group(4, versions=1))) == KEPT
+        assert await buffer.put(*parts(simple_group(5, versions=2))) == KEPT
         _, facts = await buffer.take(3, oldest_version=1)
         assert (facts.group_ids, facts.cut_ids) == ((3,), (4,))
         assert facts.metrics["buffer/bytes"] == simple_group(5).num_bytes
         assert await buffer.group_ids() == (5,)
         for group_id in (1, 4):  # sampled again, by a newer version
-            assert await buffer.put(simple_group(group_id, versions=2)) == KEPT
+            assert await buffer.put(*parts(simple_group(group_id, versions=2))) == KEPT
 
     asyncio.run(run())
 
@@ -329,7 +346,7 @@ def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_path: P
         replay = {"sampling": "recent", "max_uses": 2, "max_age": 9}
         buffer = make_buffer(2, PLENTY, tmp_path, num_replayed=1, replay=replay)
         for group_id in range(8):
-            await buffer.put(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4))
+            await buffer.put(*parts(simple_group(group_id, versions=group_id // 2, has_signal=group_id < 4)))
         batches = [await buffer.take(step, oldest_version=0) for step in range(1, 5)]
         await buffer.flush()
         return batches
@@ -349,13 +366,13 @@ def test_batch_has_its_fresh_groups_first_and_then_the_replayed_ones(tmp_path: P
 def test_rejected_batch_draws_nothing() -> None:
     async def run() -> None:
         buffer = make_buffer(1, num_replayed=1, replay={"max_uses": 2})
-        await buffer.put(simple_group(0))
+        await buffer.put(*parts(simple_group(0)))
         await buffer.take(1, oldest_version=0)
-        await buffer.put(simple_group(1, versions=0))
+        await buffer.put(*parts(simple_group(1, versions=0)))
         for _ in range(3):
             batch, facts = await buffer.take(2, oldest_version=1)
             assert (batch.groups, facts.rejected_ids) == ((), (1,))
-            await buffer.put(simple_group(1, versions=0))
+            await buffer.put(*parts(simple_group(1, versions=0)))
         batch, _ = await buffer.take(2, oldest_version=0)
         assert ids(batch.groups) == [1, 0]
 
@@ -376,11 +393,11 @@ def test_groups_wait_outside_while_there_is_no_room() -> None:
         size = simple_group(0).num_bytes
         buffer = make_buffer(2, max_bytes=3 * size)
         for group_id in (5, 6, 7):
-            await buffer.put(simple_group(group_id))
-        later = [asyncio.create_task(buffer.put(simple_group(g))) for g in (2, 3, 4)]
+            await buffer.put(*parts(simple_group(group_id)))
+        later = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in (2, 3, 4)]
         assert await is_done(*later) == [False, False, False]
         for group_id in (1, 0):  # groups of the next batch are let in all the same
-            await asyncio.wait_for(buffer.put(simple_group(group_id)), 5)
+            await asyncio.wait_for(buffer.put(*parts(simple_group(group_id))), 5)
         assert await buffer.group_ids() == (0, 1, 5, 6, 7)
         _, facts = await buffer.take(1, oldest_version=0)
         assert facts.metrics["buffer/bytes"] == 3 * size
@@ -396,7 +413,7 @@ def test_next_batch_is_let_in_however_little_room_there_is() -> None:
     async def run() -> None:
         buffer = make_buffer(2, max_bytes=1)
         await buffer.begin((80, 81, 82), next_id=83)
-        puts = [asyncio.create_task(buffer.put(simple_group(g))) for g in (80, 81, 82)]
+        puts = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in (80, 81, 82)]
         assert await is_done(*puts) == [True, True, False]
         _, facts = await asyncio.wait_for(buffer.take(41, oldest_version=0), 5)
         assert facts.group_ids == (80, 81)
@@ -409,10 +426,10 @@ def test_next_batch_is_let_in_however_little_room_there_is() -> None:
 def test_group_that_gets_the_slot_of_another_is_let_in(leaves: str) -> None:
     async def run() -> None:
         buffer = make_buffer(1, max_bytes=1, max_dropped=1)
-        put = asyncio.create_task(buffer.put(simple_group(1)))
+        put = asyncio.create_task(buffer.put(*parts(simple_group(1))))
         assert await is_done(put) == [False]
         if leaves == "dropped":
-            assert await buffer.put(simple_group(0, has_signal=False)) == PutReceipt(True, 1)
+            assert await buffer.put(*parts(simple_group(0, has_signal=False))) == PutReceipt(True, 1)
         else:
             await buffer.set_aside(0)
         assert await is_done(put) == [True]
@@ -424,7 +441,7 @@ def test_group_that_gets_the_slot_of_another_is_let_in(leaves: str) -> None:
 def test_put_that_waits_is_refused_when_its_group_is_set_aside() -> None:
     async def run() -> None:
         buffer = make_buffer(1, max_bytes=1)
-        put = asyncio.create_task(buffer.put(simple_group(9)))
+        put = asyncio.create_task(buffer.put(*parts(simple_group(9))))
         assert await is_done(put) == [False]
         await buffer.set_aside(9)
         with pytest.raises(ValueError, match="group 9 came after it was trained, dropped or set aside"):
@@ -449,7 +466,9 @@ def test_no_size_and_no_order_stops_the_buffer(
         buffer = make_buffer(size, max_groups * simple_group(0).num_bytes, lookahead=lookahead)
 
         async def produce(group_id: int) -> None:
-            await (buffer.set_aside(group_id) if group_id in aside else buffer.put(simple_group(group_id)))
+            await (
+                buffer.set_aside(group_id) if group_id in aside else buffer.put(*parts(simple_group(group_id)))
+            )
 
         puts = [asyncio.create_task(produce(group_id)) for group_id in order]
         trained: list[int] = []
@@ -476,11 +495,11 @@ def test_no_size_and_no_order_stops_the_buffer(
 def test_take_that_is_cancelled_loses_nothing() -> None:
     async def run() -> None:
         buffer = make_buffer(2)
-        await buffer.put(simple_group(0))
+        await buffer.put(*parts(simple_group(0)))
         taken = asyncio.create_task(buffer.take(1, oldest_version=0))
         assert await is_done(taken) == [False]
         taken.cancel()
-        await buffer.put(simple_group(1))
+        await buffer.put(*parts(simple_group(1)))
         _, facts = await asyncio.wait_for(buffer.take(1, oldest_version=0), 5)
         assert facts.group_ids == (0, 1)
 
@@ -497,10 +516,10 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
         buffer = make_buffer(2)
         await buffer.begin((2, 3, 4, 5, 6), next_id=7)
         for group in groups.values():
-            await buffer.put(group)
+            await buffer.put(*parts(group))
         assert await buffer.capture(99) == (2, 3, 4, 5, 6)
         await buffer.take(2, oldest_version=0)  # changes after the capture do not matter
-        await buffer.put(simple_group(7))
+        await buffer.put(*parts(simple_group(7)))
         await buffer.write_captured(tmp_path)
 
     async def read() -> None:
@@ -511,7 +530,7 @@ def test_captured_groups_are_restored(tmp_path: Path) -> None:
         assert same_groups(batch.groups, (groups[2], groups[3]))
         assert facts.metrics["buffer/bytes"] == sum(groups[g].num_bytes for g in (4, 5, 6))
         with pytest.raises(ValueError, match="group 6 came twice"):
-            await buffer.put(groups[6])
+            await buffer.put(*parts(groups[6]))
 
     asyncio.run(write())
     assert sorted(os.listdir(tmp_path)) == ["groups.parquet", "replay.parquet"]
@@ -527,7 +546,7 @@ def test_dropped_groups_are_dropped_again_after_a_resume(tmp_path: Path) -> None
         buffer = make_buffer(2, max_dropped=2)
         num_slots = 0
         for group_id in (0, 1, 2):
-            receipt = await buffer.put(simple_group(group_id, has_signal=group_id != 1))
+            receipt = await buffer.put(*parts(simple_group(group_id, has_signal=group_id != 1)))
             num_slots += receipt.num_slots
         assert await buffer.capture(99) == (0, 1, 2)
         await buffer.write_captured(tmp_path)
@@ -550,7 +569,7 @@ def test_groups_to_replay_are_restored_with_their_uses(tmp_path: Path) -> None:
     async def run() -> None:
         buffer = make_buffer(2, **options)
         for group_id in range(12):
-            await buffer.put(simple_group(group_id))
+            await buffer.put(*parts(simple_group(group_id)))
         for step in (1, 2, 3):
             await buffer.take(step, oldest_version=0)
         await buffer.capture(99)
@@ -578,7 +597,7 @@ def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
         assert await resumed.group_ids() == ()
         assert await resumed.begin((), next_id=8) == 0
         with pytest.raises(ValueError, match="group 7 came after it was trained"):
-            await resumed.put(simple_group(7))
+            await resumed.put(*parts(simple_group(7)))
 
     asyncio.run(run())
 
@@ -586,7 +605,7 @@ def test_empty_buffer_can_be_captured(tmp_path: Path) -> None:
 def test_captured_groups_that_cannot_be_written_raise_an_oserror(tmp_path: Path) -> None:
     async def run() -> None:
         buffer = make_buffer(1)
-        await buffer.put(simple_group(0))
+        await buffer.put(*parts(simple_group(0)))
         await buffer.capture(99)
         with pytest.raises(OSError, match="missing"):
             await buffer.write_captured(tmp_path / "missing")
@@ -632,7 +651,7 @@ def test_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
         buffer = make_buffer(1, rollouts=tmp_path)
 
         async def step(k: int) -> str | None:
-            await buffer.put(simple_group(k))
+            await buffer.put(*parts(simple_group(k)))
             _, facts = await buffer.take(k + 1, 0)
             assert facts.group_ids == (k,)
             return facts.write_error
@@ -683,7 +702,7 @@ def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     async def run() -> None:
         buffer = make_buffer(1, PLENTY, tmp_path)
         for step in (1, 2, 3):
-            await buffer.put(simple_group(step - 1))
+            await buffer.put(*parts(simple_group(step - 1)))
             await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
         flushed = asyncio.create_task(buffer.flush())
         assert await is_done(flushed) == [False]
@@ -703,7 +722,7 @@ def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
     async def run() -> None:
         buffer = make_buffer(1, simple_group(0).num_bytes, tmp_path)
         for step in (1, 2, 3):
-            await buffer.put(simple_group(step - 1))
+            await buffer.put(*parts(simple_group(step - 1)))
             taken = asyncio.create_task(buffer.take(step, oldest_version=0))
             assert await is_done(taken) == [step < 3]
         may_write()
@@ -723,7 +742,7 @@ def test_bug_in_writing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     async def run() -> None:
         buffer = make_buffer(1, PLENTY, tmp_path)
         for group_id in range(2):
-            await buffer.put(simple_group(group_id))
+            await buffer.put(*parts(simple_group(group_id)))
         await buffer.take(1, oldest_version=0)
         await asyncio.sleep(0.05)
         with pytest.raises(TypeError, match="a mistake"):

@@ -72,7 +72,7 @@ def _section(heading: str, section: type[Section]) -> str:
         lines += [" ".join(section.__doc__.split()), ""]
     lines += ["| field | values | default | |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        cells = [f"`{name}`", _values(field), _default(field), _meaning(section, name)]
+        cells = [f"`{name}`", _values(field), _default(section, field), _meaning(section, name)]
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines)
 
@@ -94,8 +94,11 @@ def _meaning(section: type[Section], name: str) -> str:
     return written[0] if written else (inside[0].__doc__ or "" if len(inside) == 1 else "")
 
 
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
+def _default(section: type[Section], field: FieldInfo) -> str:
+    others = {
+        name: other.default for name, other in section.model_fields.items()
+    }  # some defaults depend on these
+    value = field.get_default(call_default_factory=True, validated_data=others)
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, Section):

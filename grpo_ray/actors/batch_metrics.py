@@ -12,18 +12,26 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
     """Return metrics of the rewards and responses of a step's fresh groups, dropped ones included."""
     completions = [completion for group in groups for completion in group.rollout.completions]
     lengths = np.array([len(completion.token_ids) for completion in completions])
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
+    is_sampled = np.isfinite(logprobs)
+    # Under the sampling policy the mean of -log p is the entropy, up to the noise of the sample.
+    entropy = (
+        {"policy/entropy": float(-logprobs[is_sampled].mean(dtype=np.float64))} if is_sampled.any() else {}
+    )
     means = np.array([group.rewards.mean() for group in groups])
     return {
         "reward/mean": float(means.mean()),
         "reward/format": float(np.mean([group.format_rewards.mean() for group in groups])),
         "reward/answer": float(np.mean([group.answer_rewards.mean() for group in groups])),
         "reward/errors": float(sum(group.num_errors for group in groups)),
+        "reward/ungradable": float(sum(len(group.ungradable) for group in groups)),
         "reward/baseline_variance": float(np.mean([baseline_variance(group.rewards) for group in groups])),
         "rollout/response_tokens/mean": float(lengths.mean()),
         "rollout/response_tokens/max": float(lengths.max()),
         "rollout/truncated_frac": float(np.mean([c.is_truncated for c in completions])),
         "rollout/zero_variance_groups": float(sum(not group.has_signal for group in groups)),
         "rollout/dropped_groups": float(num_dropped),
+        **entropy,
     }
 
 

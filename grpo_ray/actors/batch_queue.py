@@ -12,9 +12,12 @@ Groups without signal are dropped from the queue, at most `max_dropped` per batc
 arXiv:2503.14476, Section 3.2, Eq. 11). In strict order a group is dropped only once it is certain that the
 groups before it neither fill the batch nor use up the limit, so the drops do not depend on the order in which
 groups finish.
+
+The buffer asks for a batch whenever a group finishes, so the window and the due groups are kept until the queue
+changes, and the usual answer, that some group is missing, costs the same for a batch of any size.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import count, islice, takewhile
 
 
@@ -29,6 +32,13 @@ class BatchQueue:
         self._trained: set[int] = set()  # only ids after the head
         self._dropped: set[int] = set()  # dropped or set aside; only ids after the head
         self._num_dropped = 0  # since the last batch
+        self._changed()
+
+    def _changed(self) -> None:
+        """Discard what was computed from the queue before it changed."""
+        self._window: list[int] | None = None
+        self._due: frozenset[int] | None = None
+        self._missing: int | None = None  # a due group that had not finished
 
     def begin(self, waiting: Iterable[int], next_id: int) -> None:
         """Restore the queue of a resumed run: the groups `waiting`, and all from `next_id` on."""
@@ -36,6 +46,7 @@ class BatchQueue:
         self._head = min(waiting, default=next_id)
         # Some others may have been dropped; counting all as trained makes groups due sooner, never later.
         self._trained, self._dropped = set(range(self._head, next_id)) - waiting, set()
+        self._changed()
 
     def holds(self, group_id: int) -> bool:
         """Return whether the group has not been trained, dropped or set aside."""
@@ -43,7 +54,9 @@ class BatchQueue:
 
     def window(self) -> list[int]:
         """Return the groups that the next batch can take, in strict or look-ahead order."""
-        return list(islice(self._ids(), self._size + self._lookahead - 1))
+        if self._window is None:
+            self._window = list(islice(self._ids(), self._size + self._lookahead - 1))
+        return self._window
 
     def is_awaited(self, group_id: int) -> bool:
         """Return whether the next batch can take the group."""
@@ -65,34 +78,42 @@ class BatchQueue:
             self._trained.discard(self._head)
             self._dropped.discard(self._head)
             self._head += 1
+        self._changed()
 
-    def batch(self, finished: Iterable[int]) -> tuple[int, ...] | None:
+    def batch(self, finished: Collection[int]) -> tuple[int, ...] | None:
         """Return the next batch, in order of ids; None while it is not complete.
 
         Args:
-            finished: groups that may be taken, in the order of their arrival.
+            finished: groups that may be taken, in the order of their arrival; membership should be cheap.
         """
+        if len(finished) < self._size or (self._missing is not None and self._missing not in finished):
+            return None
         if self._first_come:
             chosen = list(islice(filter(self.holds, finished), self._size))
         else:
-            present, due = set(finished), self._due()
-            if not due <= present:
+            due = self._due_groups()
+            self._missing = next((group_id for group_id in due if group_id not in finished), None)
+            if self._missing is not None:
                 return None
-            others = [group_id for group_id in self.window() if group_id in present - due]
-            chosen = [*due, *others[: self._size - len(due)]]
+            others = (g for g in self.window() if g in finished and g not in due)
+            chosen = [*due, *islice(others, self._size - len(due))]
         return tuple(sorted(chosen)) if len(chosen) == self._size else None
 
-    def _due(self) -> set[int]:
+    def _due_groups(self) -> frozenset[int]:
         """Return the groups that the next batch must take: one batch later would exceed `_max_delay`.
 
         In strict order the group at position p is in batch `p // size`. As many groups have been trained as the
         earlier batches have positions, so the groups before position `num_trained + (1 - max_delay) * size` are
         due; those are never more than a batch holds.
         """
-        num_before = len(self._trained) + (1 - self._max_delay) * self._size  # positions count from the head
-        positions = islice((g for g in count(self._head) if g not in self._dropped), max(0, num_before))
-        waiting = (group_id for group_id in positions if group_id not in self._trained)
-        return set(islice(waiting, self._size))  # only after `begin` can there seem to be more
+        if self._due is None:
+            num_before = (
+                len(self._trained) + (1 - self._max_delay) * self._size
+            )  # positions count from the head
+            positions = islice((g for g in count(self._head) if g not in self._dropped), max(0, num_before))
+            waiting = (group_id for group_id in positions if group_id not in self._trained)
+            self._due = frozenset(islice(waiting, self._size))  # only after `begin` can there seem to be more
+        return self._due
 
     def drop(self, has_signal: Mapping[int, bool]) -> tuple[int, ...]:
         """Remove the groups that leave the queue for lack of signal, and return them.
@@ -116,7 +137,8 @@ class BatchQueue:
             else:
                 dropped.append(group_id)
                 self._num_dropped += 1
-        self.leave(dropped)
+        if dropped:
+            self.leave(dropped)
         return tuple(dropped)
 
     def _ids(self) -> Iterator[int]:

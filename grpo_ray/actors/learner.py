@@ -5,6 +5,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,22 @@ import torch
 from torch.profiler import record_function
 
 from grpo_ray.actors.clients import bulk_and_facts
-from grpo_ray.actors.staleness import StaleBatchError, oldest_allowed
+from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_on_device, pack_weights
-from grpo_ray.policy.device import hold_to_cores, move_optimizer
+from grpo_ray.policy.blocks import compile_blocks, recompute_in_backward
+from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
 from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
 from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.optimizer import make_optimizer, move_optimizer, warm_up_learning_rate
+from grpo_ray.policy.out_of_memory import SmallerMicroBatches
 from grpo_ray.policy.reference import Reference
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.performance import Performance
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
@@ -33,7 +39,7 @@ STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "writ
 
 
 class Learner:
-    """The policy (float32 master weights) and its optimizer; `version` is the number of completed steps."""
+    """The policy, its float32 weights and their optimizer; `version` is the number of completed steps."""
 
     def __init__(
         self,
@@ -59,21 +65,19 @@ class Learner:
             hold_to_cores(config.learner.cpu_cores)
         self._dtype = getattr(torch, config.model.dtype)
         self._forward_backward = ForwardBackward(config, end_token_ids, self._device)
+        self._performance = Performance(config, self._device)
+        self._memory = SmallerMicroBatches(self._forward_backward)
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
         # When colocated, the Generators have the device first.
         self._home = torch.device("cpu") if config.generator.colocated else self._device
         self.model = self._load(model_path)
-        if config.learner.gradient_checkpointing:
-            self.model.train()  # transformers checkpoints in training mode only; the models have no dropout
-            self.model.gradient_checkpointing_enable()
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.learner.learning_rate,
-            betas=config.learner.betas,
-            eps=config.learner.adam_eps,
-            weight_decay=config.learner.weight_decay,
-        )
         self._reference = self._make_reference(initial_path or model_path, model_path)
+        recompute_in_backward(self.model, config.learner.gradient_checkpointing)
+        for model in [self.model, *([self._reference.model] if self._reference else [])]:
+            if config.learner.compile:
+                compile_blocks(model)
+        self.masters = MasterWeights(self.model, self._dtype)
+        self._optimizer = make_optimizer(self.masters.parameters, config.learner)
         self._clock = StageClock(STAGES, rest="wait_for_batch")
         torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state
         self.version = 0
@@ -82,9 +86,10 @@ class Learner:
         self._profiler = StepProfiler(config.learner.profile_steps, profile_folder)
         self._last_report: StepReport | None = None
         self._captured: TrainingState | None = None
+        self._spare: TrainingState | None = None  # a written state; the next takes its memory
         self._shared: torch.Tensor | None = None  # the bytes of the last snapshot, on the device
         if checkpoint is not None:
-            counters = restore_state(checkpoint, self.model, self._optimizer, self._reference)
+            counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
 
     def _load(self, path: str) -> PolicyModel:
@@ -116,6 +121,10 @@ class Learner:
         """Return the stage times since the last call, and the memory; another thread may be training."""
         return ActorStats(self._clock.take(), resident_bytes())
 
+    def work_done(self) -> int:
+        """Return the number of micro-batches computed so far; another thread may be training."""
+        return self._forward_backward.num_micro_batches
+
     def train_step(self, batch: TrainBatch) -> StepReport:
         """Update on one batch: once, unless `epochs_per_batch` or `train_batch_size` asks for more updates.
 
@@ -130,8 +139,14 @@ class Learner:
             raise ValueError(f"the batch of version {self.version} has no groups to train on")
         with self._clock.stage("train", f"step {self._step}, {len(batch.groups)} groups") as duration:
             metrics = self._train_on(batch.groups)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()  # otherwise the step is timed and reported before it is done
         metrics["timing/train_s"] = duration.seconds
-        self._last_report = StepReport(self.version, metrics, self._write_profile())
+        metrics |= self._performance.take(self._forward_backward.work, duration.seconds)
+        self._last_report = StepReport(
+            self.version, metrics, self._write_profile(), self._memory.take_report(),
+            self._forward_backward.take_obstacle(),
+        )  # fmt: skip
         return self._last_report
 
     def _write_profile(self) -> str | None:
@@ -142,14 +157,14 @@ class Learner:
             return self._profiler.write()
 
     def _train_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        metrics = self._check_lag(groups)
+        metrics = lag_metrics(groups, self.version, self._config)
         with self._profiler.step(self._step):
             metrics |= self._update_on(groups)
         if metrics["optim/skipped_updates"]:
             self._keep_skipped(groups)
         self.version += 1
         if self._reference is not None:
-            self._reference.follow(self.model, self.version)
+            self._reference.follow(self.masters, self.version)
         if self._config.learner.slowdown_s:
             time.sleep(self._config.learner.slowdown_s)
         return metrics
@@ -161,16 +176,18 @@ class Learner:
         sums: Sums = defaultdict(float)
         if self._reference is not None:
             with self._clock.stage("logprobs", "reference"):
-                sequences = self._forward_backward.with_reference(self._reference.model, sequences)
+                look_up = partial(self._forward_backward.with_reference, self._reference.model)
+                sequences = self._memory.retry(look_up, sequences)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
         is_single = num_epochs == 1 and (size is None or size >= len(sequences))
         if not is_single and self._forward_backward.needs_proximal:
             with self._clock.stage("logprobs", "before the first update"):
-                sequences, sums = self._forward_backward.with_proximal(self.model, sequences)
+                look_up = partial(self._forward_backward.with_proximal, self.model)
+                sequences = self._memory.retry(look_up, sequences)
         updates: list[dict[str, float]] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
-            of_this = self.accumulate_gradient(minibatch)
+            of_this = self._memory.retry(self.accumulate_gradient, minibatch)
             if updates:  # from then on it would measure the policy's change, not the engines' difference
                 of_this = {name: value for name, value in of_this.items() if name not in MISMATCH}
             with self._clock.stage("optimizer"):
@@ -195,15 +212,14 @@ class Learner:
 
     def _update(self, loss: float) -> dict[str, float]:
         """Take an optimizer step, unless loss or gradient is not finite."""
-        learning_rate = self._set_learning_rate()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.learner.max_grad_norm)
-        grad_norm = float(norm)
+        learning_rate = warm_up_learning_rate(self._optimizer, self._config.learner, self._step)
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters, self._config.learner.max_grad_norm)
+        grad_norm = norm.item()  # the only wait for the device per update
         is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not is_skipped:
             with record_function("optimizer"):
                 self._optimizer.step()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()  # otherwise the step is timed and reported before it is done
+                self.masters.refresh()
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": learning_rate,
@@ -219,26 +235,6 @@ class Learner:
             write_rollouts(self._skipped_folder / f"{step_name(step)}.parquet", step, groups)
         except OSError as error:
             logging.warning("step %d: the batch could not be kept: %s", step, error)
-
-    def _check_lag(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Apply the second guard of staleness.py; return lag/mean and lag/max over all tokens, replayed too."""
-        versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
-        max_age = self._config.max_token_age
-        if versions.min() < oldest_allowed(self.version, max_age):
-            name = "buffer.replay.max_age" if self._config.replayed_per_step else "weight_sync.max_lag"
-            raise StaleBatchError(
-                f"a token of version {versions.min()} reached the Learner at version {self.version}; "
-                f"{name} is {max_age}"
-            )
-        lag = self.version - versions
-        return {"lag/mean": float(lag.mean()), "lag/max": float(lag.max())}
-
-    def _set_learning_rate(self) -> float:
-        config = self._config.learner
-        rate = config.learning_rate * min(1.0, self._step / max(1, config.warmup_steps))
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     @bulk_and_facts
     def snapshot(self) -> tuple[WeightSnapshot, int]:
@@ -269,22 +265,22 @@ class Learner:
     def _move(self, device: torch.device) -> None:
         with self._clock.stage("move", f"to {device}"):
             self._optimizer.zero_grad()  # otherwise the last gradient would move as well
-            self.model.to(device)
+            self.masters.to(device)
             move_optimizer(self._optimizer, device)
             if self._reference is not None:
-                self._reference.model.to(device)
+                self._reference.masters.to(device)
 
     def capture(self) -> StepReport | None:
         """Copy the whole state to host memory, for `write_captured`; return the last step's report."""
         counters = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
-        self._captured = None  # free an unwritten one first
+        spare, self._spare, self._captured = self._captured or self._spare, None, None
         with self._clock.stage("capture", f"version {self.version}"):
             reference = self._reference.weights() if self._reference is not None else {}
-            self._captured = capture_state(self.model, self._optimizer, counters, reference)
+            self._captured = capture_state(self.masters, self._optimizer, counters, reference, spare)
         return self._last_report
 
-    def write_captured(self, folder: Path) -> None:
-        """Write the captured state to an existing folder, and forget it.
+    def write_captured(self, folder: Path) -> dict[str, int]:
+        """Write the captured state to an existing folder, and forget it; return the size of each file.
 
         Reads no live weight, so another thread may train at the same time.
 
@@ -294,4 +290,8 @@ class Learner:
         captured, self._captured = self._captured, None
         assert captured is not None, "capture first"
         with self._clock.stage("write_checkpoint"):
-            write_state(captured, self.model, self._tokenizer, folder)
+            try:
+                return write_state(captured, self.model, self._tokenizer, folder)
+            finally:
+                if self._device.type == "cuda":  # page-locked, see host_memory
+                    self._spare = captured

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.algorithms import group_advantages, overlong_penalties
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards.base import verdict
+from grpo_ray.rewards.base import Ungradable, verdict
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.types import RolloutGroup, ScoredGroup
+from grpo_ray.types import RolloutGroup, Verdict
 
 UNGRADED = verdict(has_format=False, is_right=False)
 
@@ -51,25 +50,30 @@ class Scorer:
         """
         with self._clock.stage("start"):
             self._grader.start()
+        for notice in self._grader.notices:
+            logging.warning("%s", notice)
         return True
 
-    @bulk_and_facts
-    def score(self, group: RolloutGroup) -> tuple[ScoredGroup, int]:
-        """Return the group with rewards and advantages, and how many completions could not be graded."""
+    def score(self, group: RolloutGroup) -> Verdict:
+        """Return the group's rewards and advantages."""
         with self._clock.stage("score", f"group {group.item.group_id}"):
-            scored = self._score(group)
-        return scored, scored.num_errors
+            return self._score(group)
 
-    def _score(self, group: RolloutGroup) -> ScoredGroup:
+    def _score(self, group: RolloutGroup) -> Verdict:
         item = group.item
         pairs = [(completion.text, item.ground_truth) for completion in group.completions]
-        scores, errors = [], {}
+        scores, errors, ungradable = [], {}, {}
         for sample, result in enumerate(self._grader.grade(item.task, pairs)):
             if isinstance(result, ScoringError):
                 errors[sample] = str(result)
                 tail = pairs[sample][0][-200:]
                 logging.warning("group %d: not graded: %s: ...%r", item.group_id, result, tail)
-            scores.append(UNGRADED if isinstance(result, ScoringError) else result)
+                scores.append(UNGRADED)
+            elif isinstance(result, Ungradable):
+                ungradable[sample] = str(result)
+                scores.append(result.scores)
+            else:
+                scores.append(result)
         rewards, formats, answers = (
             np.array([score[name] for score in scores], dtype=np.float32)
             for name in ("reward", "format_reward", "answer_reward")
@@ -77,7 +81,7 @@ class Scorer:
         lengths = np.array([len(completion.token_ids) for completion in group.completions])
         is_graded = np.array([sample not in errors for sample in range(len(scores))])
         advantages = advantages_of(rewards, lengths, is_graded, self._algorithm, self._max_tokens)
-        return ScoredGroup(group, rewards, formats, answers, advantages, errors)
+        return Verdict(rewards, formats, answers, advantages, errors, ungradable)
 
     def take_stats(self) -> ActorStats:
         """Return the stage times since the last call, and the process's memory."""
@@ -94,7 +98,7 @@ def advantages_of(
     """Return a group's advantages, `[G]` float32.
 
     Overlong responses lose reward first, so a group of correct answers can still prefer the shorter ones.
-    Responses that were not graded get 0, and the others are compared among themselves.
+    Responses that were not graded, through no fault of theirs, get 0; the others are compared among themselves.
 
     Args:
         rewards: `[G]`.

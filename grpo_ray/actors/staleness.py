@@ -19,7 +19,13 @@ The first implies the second; the second would catch a mistake in the first. The
   not train on are cut off and sampled again, so none comes late.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ray.config import Config
+from grpo_ray.types import ScoredGroup
 
 
 @dataclass
@@ -60,3 +66,20 @@ def oldest_allowed(learner_version: int, max_lag: int) -> int:
 
 class StaleBatchError(RuntimeError):
     """A batch that reached the Learner with a token older than the schedule allows."""
+
+
+def lag_metrics(groups: Sequence[ScoredGroup], version: int, config: Config) -> dict[str, float]:
+    """Apply the second guard; return lag/mean and lag/max over all tokens, replayed ones too.
+
+    Raises:
+        StaleBatchError: a token is older than the schedule allows.
+    """
+    versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
+    max_age = config.max_token_age
+    if versions.min() < oldest_allowed(version, max_age):
+        name = "buffer.replay.max_age" if config.replayed_per_step else "weight_sync.max_lag"
+        raise StaleBatchError(
+            f"a token of version {versions.min()} reached the Learner at version {version}; {name} is {max_age}"
+        )
+    lag = version - versions
+    return {"lag/mean": float(lag.mean()), "lag/max": float(lag.max())}

@@ -15,7 +15,7 @@ from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.types import BatchFacts, PutReceipt, ScoredGroup, TrainBatch
+from grpo_ray.types import BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch, Verdict
 
 GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
 STAGES = ("write_rollouts", "write_checkpoint", "make_batch", "wait_for_groups")
@@ -77,12 +77,13 @@ class TrajectoryBuffer:
             self._memory.forget(waiting)  # a batch that was taken but not trained
             return self._settle()
 
-    async def put(self, group: ScoredGroup) -> PutReceipt:
-        """Add the group once there is room; a group that the next batch waits for is added at once.
+    async def put(self, rollout: RolloutGroup, verdict: Verdict) -> PutReceipt:
+        """Add a scored group once there is room; a group that the next batch waits for is added at once.
 
         Raises:
             ValueError: the group is in the buffer already, or is no longer to be trained.
         """
+        group = ScoredGroup.of(rollout, verdict)
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room(group))
             if group.rollout.oldest_version < self._oldest_kept:
@@ -206,8 +207,8 @@ class TrajectoryBuffer:
         self._captured = (*self._groups.values(), *self._dropped), self._memory.contents(version)
         return group_ids
 
-    async def write_captured(self, folder: Path) -> None:
-        """Write the remembered groups to a checkpoint's training folder, and forget them.
+    async def write_captured(self, folder: Path) -> dict[str, int]:
+        """Write the remembered groups to a training folder, and forget them; return the files' sizes.
 
         Raises:
             OSError: they could not be written.
@@ -219,6 +220,7 @@ class TrajectoryBuffer:
         with self._clock.stage("write_checkpoint"):
             await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
             await write(write_rollouts, folder / REPLAY, None, [r.group for r in replayed], uses, fsync=True)
+            return {name: (folder / name).stat().st_size for name in (GROUPS, REPLAY)}
 
     def _restore(self, folder: Path) -> None:
         for group in read_groups(folder / GROUPS):
@@ -228,7 +230,7 @@ class TrajectoryBuffer:
         self._memory.restore(ReplayedGroup(*pair) for pair in zip(groups, uses, strict=True))
 
     async def flush(self) -> str | None:
-        """Wait until the batches taken so far are written; return the error if they cannot be (a full disk)."""
+        """Wait until the batches taken so far are on disk; return the error if they cannot be (a full disk)."""
         return None if self._writer is None else await self._writer.flush()
 
 

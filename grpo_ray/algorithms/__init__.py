@@ -4,9 +4,9 @@
            (advantages.py)   (losses.py)      (aggregation.py)
 
 `objective.py` says which loss, aggregation and further terms a run uses, and `train_step.py` joins them over
-one micro-batch. `logprobs.py` computes the log-probabilities that go in, `correction.py` the weights of tokens
-from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and between sampler and
-Learner. The names that functions choose by (`LossType`, ...) are the configuration's.
+one micro-batch. `logprobs.py` and `chunked.py` compute the log-probabilities that go in, `correction.py` the
+weights of tokens from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and
+between sampler and Learner. The names that functions choose by (`LossType`, ...) are the configuration's.
 """
 
 from grpo_ray.algorithms.advantages import (
@@ -15,7 +15,9 @@ from grpo_ray.algorithms.advantages import (
     overlong_penalties,
 )
 from grpo_ray.algorithms.aggregation import aggregate_loss, loss_denominator, masked_mean, masked_normalize
+from grpo_ray.algorithms.chunked import chunked_log_probs
 from grpo_ray.algorithms.correction import (
+    correction_sums,
     effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
@@ -55,6 +57,7 @@ __all__ = [
     "LossType",
     "Objective",
     "aggregate_loss",
+    "chunked_log_probs",
     "compute_cispo_loss",
     "compute_entropy",
     "compute_group_normalized_rewards",
@@ -63,6 +66,7 @@ __all__ = [
     "compute_naive_policy_gradient_loss",
     "compute_policy_gradient_loss",
     "compute_unclipped_loss",
+    "correction_sums",
     "effective_sample_fraction",
     "effective_sample_sums",
     "get_response_log_probs",

@@ -62,6 +62,39 @@ def importance_weights(
 
 
 @torch.no_grad()
+def correction_sums(
+    weights: Tensor, behaviour_log_probs: Tensor, mask: Tensor, correction: Correction, cap: float
+) -> dict[str, Tensor]:
+    """Summarise the weights of a micro-batch; add up the sums, and take the smallest and largest.
+
+    Args:
+        weights: `[batch, seq]`, of `importance_weights` with this correction and cap.
+        behaviour_log_probs: `[batch, seq]`; tokens where it is not finite have no weight.
+        mask: `[batch, seq]`, bool or 0/1.
+        correction: one of `Correction`, not `none`.
+        cap: the largest truncated weight.
+
+    Returns:
+        Scalars: `num_corrected` (tokens that have a weight), `num_limited` (those truncated, or masked by the
+        band), `correction_weight_sum`, `_min` and `_max`; nothing if no token has a weight.
+    """
+    mask = mask.bool() & behaviour_log_probs.isfinite()
+    weights = weights[mask]
+    if not weights.numel():
+        return {}
+    # In the weights' own dtype, to which the cap was rounded.
+    is_limited = weights == 0 if correction == "mask_band" else weights >= cap
+    weights = weights.double()
+    return {
+        "num_corrected": mask.sum(),
+        "num_limited": is_limited.sum(),
+        "correction_weight_sum": weights.sum(),
+        "correction_weight_min": weights.min(),
+        "correction_weight_max": weights.max(),
+    }
+
+
+@torch.no_grad()
 def effective_sample_sums(
     learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
@@ -91,13 +124,11 @@ def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_w
     Args:
         weight_sum: sum of the weights.
         weight_square_sum: sum of their squares.
-        num_weights: n.
+        num_weights: n, at least 1.
 
     Returns:
-        From 1 / n to 1; 1 if all weights are equal, or there are none.
+        From 1 / n to 1; 1 if all weights are equal.
     """
-    if num_weights == 0:
-        return 1.0
     return float(weight_sum) ** 2 / (float(num_weights) * float(weight_square_sum))
 
 

@@ -24,7 +24,8 @@ T = TypeVar("T")
 def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
     """Compute REINFORCE: `-A * log pi` at every token.
 
-    (Williams 1992; DeepSeekMath arXiv:2402.03300, Appendix A.1.)
+    (Williams 1992; in DeepSeekMath's unified analysis, arXiv:2402.03300, Appendix A.1, the gradient coefficient
+    is then the reward or the advantage.)
 
     Args:
         raw_rewards_or_advantages: `[batch, 1]`, one scalar per response.

@@ -29,7 +29,7 @@ class Objective:
         low, high = config.clip_epsilons
         return cls(
             loss_type=config.loss,
-            aggregation=config.aggregation,
+            aggregation=config.loss_aggregation,
             cliprange=low,
             cliprange_high=high,
             dual_clip=config.dual_clip,

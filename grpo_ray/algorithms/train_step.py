@@ -43,8 +43,9 @@ def policy_gradient_step(
 
     Returns:
         The scalar loss, and scalar tensors without gradient to sum over micro-batches: `num_tokens` (kept by
-        mask and old logprobs); for the ratio losses `num_clipped` of them; and with reference_log_probs
-        `kl_k1_sum` and `kl_k3_sum` over them (nats, float64).
+        mask and old logprobs); with reference_log_probs `kl_k1_sum` and `kl_k3_sum` over them (nats, float64);
+        and for the ratio losses `num_ratios`, of the tokens with an advantage other than 0, `num_clipped` of
+        them, and `num_clipped_low` of those, with a ratio below 1.
 
     Raises:
         ValueError: an argument that the objective needs is missing, or a shape differs; see also
@@ -69,8 +70,11 @@ def policy_gradient_step(
     if weights is not None:
         per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
     sums = {"num_tokens": mask.sum()}
-    if "clipped" in details:
-        sums["num_clipped"] = (details["clipped"] & mask).sum()
+    if "clipped" in details and advantages is not None:
+        has_gradient = mask & (advantages != 0)  # whatever other groups the added terms bring along
+        is_clipped = details["clipped"] & has_gradient
+        sums |= {"num_ratios": has_gradient.sum(), "num_clipped": is_clipped.sum()}
+        sums["num_clipped_low"] = (is_clipped & (details["ratio"] < 1)).sum()
     if reference_log_probs is not None:
         reference_log_probs = reference_log_probs.masked_fill(~mask, 0.0)
         sums |= kl_sums(policy_log_probs, reference_log_probs, mask)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,12 +26,14 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
-from grpo_ray.cluster.placement import LEARNER, SCORER, generator_names
+from grpo_ray.cluster.placement import LEARNER, generator_names, scorer_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
+from grpo_ray.cluster.reaper import Process, process_at
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor, result_of
 from grpo_ray.cluster.session import Placement
+from grpo_ray.cluster.spilling import SpilledBytes
 from grpo_ray.config import Config
-from grpo_ray.engines import make_engine
+from grpo_ray.engines import engine_seed, make_engine
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.ray_metrics import RayMetrics, are_on
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -40,7 +43,7 @@ T = TypeVar("T")
 
 
 class ServingGroup:
-    """Generators and the Scorer: the actors that sample and grade, started at the same time."""
+    """Generators and Scorers: the actors that sample and grade, started at the same time."""
 
     def __init__(
         self, placement: Placement, config: Config, model: StartingModel, logs: Path, version: int = 0
@@ -52,11 +55,13 @@ class ServingGroup:
         self._placement, self._config, self._model = placement, config, model
         self._logs, self._version = logs, version
         self._clients: dict[str, Client] = {}  # each actor's current one, by its name
+        self._num_starts: Counter[str] = Counter()  # of engines, by their Generator's name
+        self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
         self.generators = {name: self._start_generator(name) for name in generator_names(config)}
-        self.scorer = self._start_scorer()
+        self.scorers = {name: self._start_scorer(name) for name in scorer_names(config)}
 
     def by_name(self) -> dict[str, ActorClient]:
-        return {**self.generators, self.scorer.name: self.scorer}
+        return {**self.generators, **self.scorers}
 
     def restart_generator(self, name: str) -> GeneratorClient:
         """Start a fresh Generator in place of `name`, with the weights that the run began with."""
@@ -64,11 +69,11 @@ class ServingGroup:
         self.generators[name] = self._start_generator(name)
         return self.generators[name]
 
-    def restart_scorer(self) -> ScorerClient:
-        """Start a fresh Scorer in place of the current one."""
-        ray.kill(self._clients[SCORER].handle)
-        self.scorer = self._start_scorer()
-        return self.scorer
+    def restart_scorer(self, name: str) -> ScorerClient:
+        """Start a fresh Scorer in place of `name`."""
+        ray.kill(self._clients[name].handle)
+        self.scorers[name] = self._start_scorer(name)
+        return self.scorers[name]
 
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""
@@ -79,22 +84,25 @@ class ServingGroup:
         return cast("Ref[T]", ray.put(data))
 
     def spilled_bytes(self) -> int:
-        """Return the bytes that object stores have written to disk so far, because their memory was full."""
-        return sum(spilled_bytes_of(node) for node in ray.nodes() if node["Alive"])
+        """Return the bytes that object stores have written to disk, by their newest answers; waits for none."""
+        return self._spilled.total()
 
     def dump_stacks(self) -> None:
-        """Make every actor write its threads' Python stacks into its log, even if it is stuck."""
+        """Make every actor write its threads' Python stacks into its log, even if it is stuck.
+
+        Actors without a process to be found are left out: this is a diagnosis, which must break nothing.
+        """
         here = ray.get_runtime_context().get_node_id()
         for name in self.by_name():
-            path = self._logs / f"{name}.pid"
-            if path.exists():
-                node, pid = path.read_text().split()
+            with contextlib.suppress(OSError, ValueError):  # no file; or an empty one, from a full disk
+                node, pid, start_time = (self._logs / f"{name}.pid").read_text().split()
+                process = int(pid), start_time
                 if node == here:
-                    _send_stack_signal(int(pid))
+                    send_stack_signal(process)
                 else:  # on that node or nowhere: elsewhere the pid is another process's
                     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-                    task = ray.remote(_send_stack_signal)
-                    task.options(num_cpus=0, scheduling_strategy=affinity).remote(int(pid))
+                    task = ray.remote(send_stack_signal)
+                    task.options(num_cpus=0, scheduling_strategy=affinity).remote(process)
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the engines' own processes, then the actors; a Generator that is not up yet is just killed.
@@ -111,21 +119,22 @@ class ServingGroup:
 
     def _start_generator(self, name: str) -> GeneratorClient:
         config, model = self._config, self._model
-        index = int(name.rpartition("-")[2])
-        engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, index))
+        seed = engine_seed(config.run.seed, name, self._version, self._num_starts[name])
+        self._num_starts[name] += 1
+        engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed))
         actor = self._host(Generator, name).options(**self._placement.options(name), max_concurrency=10_000)
         handle = actor.remote(name, engine, config.generator.slowdown_s, self._version)
         return cast(GeneratorClient, self._client(Generator, name, handle))
 
-    def _start_scorer(self) -> ScorerClient:
+    def _start_scorer(self, name: str) -> ScorerClient:
         config = self._config
-        actor = self._host(Scorer, SCORER, beside=("take_stats",)).options(
-            **self._placement.options(SCORER),
+        actor = self._host(Scorer, name, beside=("take_stats",)).options(
+            **self._placement.options(name),
             max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
             allow_out_of_order_execution=True,  # a slow group delays no other
         )
         handle = actor.remote(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
-        return cast(ScorerClient, self._client(Scorer, SCORER, handle))
+        return cast(ScorerClient, self._client(Scorer, name, handle))
 
     def _host(self, cls: type, name: str, beside: tuple[str, ...] = ()) -> ActorClass[Any]:
         return as_actor(cls, name, self._logs, beside)
@@ -182,7 +191,7 @@ class ActorGroup(ServingGroup):
         return self._checkpoint.training_path if self._checkpoint else None
 
     def _start_learner(self) -> LearnerClient:
-        actor = self._host(Learner, LEARNER, beside=("write_captured", "take_stats"))
+        actor = self._host(Learner, LEARNER, beside=("write_captured", "take_stats", "work_done"))
         handle = actor.options(**self._placement.options(LEARNER)).remote(
             self._model.path,
             self._config,
@@ -230,7 +239,7 @@ def running(
 
 @contextlib.contextmanager
 def serving(placement: Placement, config: Config, model: StartingModel, logs: Path) -> Iterator[ServingGroup]:
-    """Start Generators with the model, and the Scorer, and end them however the block is left."""
+    """Start Generators with the model, and Scorers, and end them however the block is left."""
     actors = ServingGroup(placement, config, model, logs)
     try:
         yield actors
@@ -238,6 +247,17 @@ def serving(placement: Placement, config: Config, model: StartingModel, logs: Pa
         actors.stop()
 
 
-def _send_stack_signal(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR1)
+def _living_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def send_stack_signal(process: Process) -> None:
+    """Send SIGUSR1 to a process, unless it has ended: its pid may be another process's by now."""
+    pid, _ = process
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        descriptor = os.pidfd_open(pid)  # whatever the pid means later, the signal goes to this process
+        try:
+            if process_at(pid) == process:
+                signal.pidfd_send_signal(descriptor, signal.SIGUSR1)
+        finally:
+            os.close(descriptor)

@@ -33,14 +33,21 @@ def generator_names(config: Config) -> list[str]:
     return [f"generator-{index}" for index in range(config.generator.num_generators)]
 
 
+def scorer_names(config: Config) -> list[str]:
+    """Return the Scorers' names: `scorer`, or `scorer-0` and so on if there are several."""
+    number = config.scorer.num_scorers
+    return [SCORER] if number == 1 else [f"{SCORER}-{index}" for index in range(number)]
+
+
 def reservations(config: Config) -> dict[str, dict[str, float]]:
     """Return the resources that each actor reserves in Ray, by its name; actors left out reserve nothing."""
     learner, generator = config.learner, config.generator
     one = {"GPU": config.gpus_per_generator, "CPU": generator.num_cpus}
+    of_scorer = {"GPU": 0.0, "CPU": config.scorer.num_cpus}
     return {
         **dict.fromkeys(generator_names(config), one),  # first, so that `spread` places these first
         LEARNER: {"GPU": config.gpus_of_learner, "CPU": learner.num_cpus},
-        SCORER: {"GPU": 0, "CPU": config.scorer.num_cpus},
+        **dict.fromkeys(scorer_names(config), of_scorer),
     }
 
 
@@ -54,7 +61,7 @@ def bundles_of(config: Config) -> tuple[Bundle, ...]:
     if config.placement.strategy == "colocate":
         together = set(wanted)
     elif config.generator.colocated:
-        together = set(wanted) - {SCORER}
+        together = set(wanted) - set(scorer_names(config))
     else:
         together = set()
     shared = tuple(name for name in wanted if name in together)
@@ -106,10 +113,13 @@ def _no_node_for(bundle: Bundle, there: str) -> str:
 def _shares(config: Config, resource: str) -> str:
     """Return the amounts per actor, such as `2 x 1 for Generators, 1 for the Learner`."""
     amounts = {name: amounts[resource] for name, amounts in reservations(config).items()}
+    names = scorer_names(config)
+    several = len(names) > 1
+    scorers = f"{len(names)} x " if several else "", amounts[names[0]], "Scorers" if several else "the Scorer"
     shares = [
         (f"{config.generator.num_generators} x ", amounts[generator_names(config)[0]], "Generators"),
         ("", amounts[LEARNER], "the Learner"),
-        ("", amounts[SCORER], "the Scorer"),
+        scorers,
     ]
     return ", ".join(f"{times}{amount:g} for {actors}" for times, amount, actors in shares if amount)
 

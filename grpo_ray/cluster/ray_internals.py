@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-import grpc
 from ray._private.internal_api import node_stats
 from ray._private.state import available_resources_per_node
 
@@ -14,16 +13,16 @@ def free_resources_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def spilled_bytes_of(node: Mapping[str, Any]) -> int:
-    """Return the bytes that a node's object store has spilled to disk so far; 0 if the node does not answer.
+    """Return the bytes that a node's object store has spilled to disk so far; waits 30 s for a node that hangs.
 
     Args:
         node: an entry of `ray.nodes()`.
+
+    Raises:
+        grpc.RpcError: the node does not answer.
     """
     address = node["NodeManagerAddress"], node["NodeManagerPort"]
-    try:
-        stats = node_stats(*address, include_memory_info=False)
-    except grpc.RpcError:
-        return 0
+    stats = node_stats(*address, include_memory_info=False)
     return int(stats.store_stats.spilled_bytes_total)
 
 

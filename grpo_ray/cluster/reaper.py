@@ -104,7 +104,13 @@ def _descendants(ancestors: list[int]) -> set[Process]:
 
 
 def _alive(processes: set[Process]) -> set[Process]:
-    return {process for process in processes if (stat := _stat(str(process[0]))) and stat[1] == process}
+    return {process for process in processes if process_at(process[0]) == process}
+
+
+def process_at(pid: int) -> Process | None:
+    """Return the process that has this pid, or None when it has ended."""
+    stat = _stat(str(pid))
+    return stat[1] if stat else None
 
 
 def _stat(pid: str) -> tuple[int, Process] | None:

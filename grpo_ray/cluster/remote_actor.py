@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from dataclasses import dataclass
@@ -17,18 +16,44 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorClass, ActorHandle, ActorMethod
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
 
+from grpo_ray.cluster.actor_log import redirect_output
+from grpo_ray.cluster.reaper import process_at
 from grpo_ray.errors import ActorDied, DataLost
 
 T = TypeVar("T")
+
+# Ray's errors for an actor that has ended or cannot start. Most of them are not RayActorErrors.
+DEATHS = (
+    RayActorError,
+    OutOfMemoryError,  # killed by Ray's memory monitor
+    NodeDiedError,
+    LocalRayletDiedError,
+    WorkerCrashedError,
+    ActorUnschedulableError,
+    ActorPlacementGroupRemoved,
+    RuntimeEnvSetupError,
+)
 
 
 class Client:
     """The client of one actor, with the calls that the Protocols of actors/clients.py declare.
 
-    Awaiting an answer raises what the method raised, ActorDied if the actor's process is gone, or DataLost if
-    the value of an argument is. Cancelling a task that awaits a call of an async actor cancels the call.
+    Awaiting an answer raises what the method raised, ActorDied if the actor's process is gone or cannot start,
+    or DataLost if the value of an argument is gone. Cancelling a task that awaits a call of an async actor
+    cancels the call.
     """
 
     def __init__(self, name: str, handle: ActorHandle, bulk_methods: Iterable[str] = ()) -> None:
@@ -75,7 +100,7 @@ async def result_of(name: str, reference: Awaitable[T]) -> T:
         if isinstance(error.cause, RayError):  # the argument's: this actor is alive
             raise DataLost(f"{name}: {_last_line(error.cause)}") from error
         raise error.cause from error
-    except RayActorError as error:
+    except DEATHS as error:
         raise ActorDied(name, _last_line(error)) from error
     except RayError as error:
         raise DataLost(f"{name}: {_last_line(error)}") from error
@@ -98,6 +123,8 @@ class Deferred:
 def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> ActorClass[Any]:
     """Return `cls` as a Ray actor class that writes its and its child processes' output to `logs/<name>.log`.
 
+    The log's size is bounded (actor_log.py).
+
     Ray's dashboard shows it by its name, and its replacements as `<name> (2)`, `<name> (3)` and so on. Its
     `repr` is only the name: Ray reads it once, so it cannot show the current state.
 
@@ -106,10 +133,10 @@ def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> 
     """
 
     def __init__(self: object, *args: object) -> None:
-        _redirect_output(logs / f"{name}.log")
+        redirect_output(logs / f"{name}.log")
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before the pid is known elsewhere
         with contextlib.suppress(OSError):  # a full disk
-            (logs / f"{name}.pid").write_text(f"{ray.get_runtime_context().get_node_id()} {os.getpid()}")
+            (logs / f"{name}.pid").write_text(_address())
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
         cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
 
@@ -131,11 +158,8 @@ def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> 
 _num_started: Counter[str] = Counter()  # by this process
 
 
-def _redirect_output(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+def _address() -> str:
+    """Return this process's node, pid and start time."""
+    process = process_at(os.getpid())
+    assert process is not None
+    return f"{ray.get_runtime_context().get_node_id()} {process[0]} {process[1]}"

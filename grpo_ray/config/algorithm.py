@@ -19,6 +19,9 @@ OldLogProbs = Literal["behaviour", "proximal"]
 Correction = Literal["none", "truncate_token", "truncate_sequence", "mask_band"]
 KLReference = Literal["none", "initial", "ema"]
 KLEstimator = Literal["k1", "k2", "k3"]
+# Epsilon below and above a ratio of 1, where it is not 0.2. CISPO's ratio is a weight, capped at 5 and with no
+# floor: a floor would keep pushing down a token however improbable it has become.
+CLIP_EPSILONS: dict[LossType, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
 
 class KLConfig(Section):
@@ -29,7 +32,8 @@ class KLConfig(Section):
     coefficient: NonNegativeFloat = 0.0
     """Weight of the KL penalty in the loss (beta); 0 only measures."""
     estimator: KLEstimator = "k3"
-    """Schulman's estimator used for the penalty."""
+    """Schulman's estimator used for the penalty. As a penalty k1 has no gradient on average, k2 has that of
+    KL(policy || reference), and k3 that of KL(reference || policy)."""
     refresh_every_num_steps: PositiveInt | None = None
     """Copy the policy into the reference every N steps (`initial` only)."""
     ema_decay: Decay = 0.99
@@ -62,39 +66,42 @@ class AlgorithmConfig(Section):
     loss: LossType = "grpo_clip"
     """Policy-gradient loss per token; `no_baseline` takes raw rewards, regardless of `advantage`."""
     cliprange: PositiveFloat | None = None
-    """Epsilon: ratios are clipped to 1 - epsilon and 1 + epsilon. Default: 0.2; for `gspo`, with ratios
-    averaged over a response, 3e-4 below and 4e-4 above."""
+    """Epsilon: ratios are clipped to 1 - epsilon and 1 + epsilon; from 1 on there is no lower bound. Default:
+    0.2; for `gspo`, with ratios averaged over a response, 3e-4 below and 4e-4 above; for `cispo`, with ratios
+    that are weights, none below and 4 above."""
     cliprange_high: PositiveFloat | None = None
     """Separate epsilon for the upper bound (DAPO's clip-higher); default: that of `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound on the ratio where the advantage is negative (dual-clip PPO; `grpo_clip` only)."""
-    aggregation: Aggregation = "sequence_mean"
+    """Upper bound on the ratio where the advantage is negative (dual-clip PPO; `grpo_clip` only); at least
+    1 + the epsilon above."""
+    aggregation: Aggregation | None = None
     """From token losses to one number. `sequence_mean`: mean over each response, then over responses;
     `token_mean`: mean over all tokens; `constant`: sum over each response divided by `sampling.max_tokens`,
-    then mean over responses."""
+    then mean over responses. Default: `token_mean` for `cispo`, `sequence_mean` for every other loss."""
     epochs_per_batch: PositiveInt = 1
     """Passes over each rollout batch (the handout's epochs_per_rollout_batch)."""
     train_batch_size: PositiveInt | None = None
     """Responses per optimizer update; default: the rollout batch, so one update per epoch."""
     old_log_probs: OldLogProbs = "behaviour"
     """Denominator of the ratio: logprobs assigned by the sampler (`behaviour`), or by the Learner before its
-    first update on the batch (`proximal`)."""
+    first update on the batch (`proximal`; with one update per batch every ratio is then 1)."""
     off_policy_correction: Correction = "none"
     """Weights on token losses, proximal / behaviour: truncated per token, truncated per response, or 0 outside
-    a band (`mask_band`, IcePop)."""
+    a band (`mask_band`, IcePop). A token without a sampler's logprob has weight 0, and is still counted."""
     correction_cap: PositiveFloat = 2.0
     """Largest truncated weight."""
     correction_band: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 5.0)
     """Smallest and largest weight that `mask_band` keeps."""
     entropy_bonus: NonNegativeFloat = 0.0
-    """Weight of the mean token entropy, which is maximised."""
+    """Weight of the token entropies, which are maximised; they are aggregated like the loss."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """Length of the zone before `sampling.max_tokens` in which each further token costs reward (DAPO's soft
     overlong punishment); 0 turns it off."""
     overlong_penalty: NonNegativeFloat = 1.0
     """Reward subtracted at `sampling.max_tokens`; less within the zone, in proportion."""
     mask_truncated: bool = False
-    """Do not train on responses cut off at `sampling.max_tokens` (their rewards still count in the group)."""
+    """Do not train on responses cut off at `sampling.max_tokens` (their rewards still count in the group). They
+    are left out of the loss's denominator as well."""
     dynamic_sampling_tries: NonNegativeInt = 0
     """Replace groups without signal by further prompts (DAPO), at most N batches of them per step."""
     oversample_frac: NonNegativeFloat = 0.0
@@ -108,9 +115,14 @@ class AlgorithmConfig(Section):
         return "raw" if self.loss == "no_baseline" else self.advantage
 
     @property
+    def loss_aggregation(self) -> Aggregation:
+        """The aggregation in effect: CISPO's own (arXiv:2506.13585, Eq. 4) divides by tokens."""
+        return self.aggregation or ("token_mean" if self.loss == "cispo" else "sequence_mean")
+
+    @property
     def clip_epsilons(self) -> tuple[float, float]:
         """Epsilon below and above a ratio of 1."""
-        low, high = (3e-4, 4e-4) if self.loss == "gspo" else (0.2, 0.2)
+        low, high = CLIP_EPSILONS.get(self.loss, (0.2, 0.2))
         low = self.cliprange or low
         return low, self.cliprange_high or (self.cliprange or high)
 
@@ -127,6 +139,12 @@ class AlgorithmConfig(Section):
     def _dual_clip_belongs_to_grpo_clip(self) -> "AlgorithmConfig":
         if self.dual_clip is not None and self.loss != "grpo_clip":
             raise ValueError(f"dual_clip belongs to `grpo_clip`, and loss is `{self.loss}`; set it to null")
+        _, high = self.clip_epsilons
+        if self.dual_clip is not None and self.dual_clip < 1 + high:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip:g}, inside the clip range, which ends at 1 + cliprange_high = "
+                f"{1 + high:g}; give at least that (dual-clip PPO uses 3), or null"
+            )
         return self
 
     @model_validator(mode="after")

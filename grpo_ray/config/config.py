@@ -100,6 +100,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _attention_is_possible(self) -> "Config":
+        attention = self.model.attention
+        if attention not in ("auto", "sdpa") and not (self.learner.num_gpus and self.model.dtype == "bfloat16"):
+            raise ValueError(
+                f"model.attention: `{attention}` runs on GPUs in bfloat16 (learner.num_gpus is "
+                f"{self.learner.num_gpus}, model.dtype {self.model.dtype}); use `auto`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ipc_is_possible(self) -> "Config":
         if self.weight_sync.transport != "ipc":
             return self

@@ -1,12 +1,15 @@
 """The configuration of the Learner: the optimizer, micro-batches, devices and the profiler."""
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
 
 MAX_PROFILED_STEPS = 20
+LARGEST_BETA_IN_BFLOAT16 = 0.99
+
+Recomputation = Literal["none", "full", "selective"]
 
 
 class LearnerConfig(Section):
@@ -24,8 +27,18 @@ class LearnerConfig(Section):
     """Gradient norm above which gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt = 8192
     """Tokens (padding included) per forward and backward pass; the gradient does not depend on it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    share_prompts: Literal["auto", "never"] = "auto"
+    """`auto` computes a prompt once for all its responses in a micro-batch, if the model's attention can be
+    replaced; `never` pads one row per response."""
+    gradient_checkpointing: Recomputation = "none"
+    """Activations to recompute in the backward pass: `full` keeps only the blocks' inputs, for a third more
+    time; `selective` also keeps the outputs of matrix products and attention, and recomputes the cheap rest.
+    `true` and `false` are accepted for `full` and `none`."""
+    compile: bool = False
+    """Compile each block with torch.compile; the first steps take longer. A CPU needs a C++ compiler for it."""
+    moments: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """Data type of AdamW's two moments, of 4, 2 or 1 bytes each per parameter. `bfloat16` needs betas of at
+    most 0.99; `8bit` needs the package bitsandbytes."""
     num_gpus: Annotated[int, Field(ge=0, le=1)] = 1
     """1, or 0 to run on the CPU."""
     num_cpus: NonNegativeFloat = 1
@@ -36,8 +49,35 @@ class LearnerConfig(Section):
     """Cores that the Learner's process is pinned to (CPU only); default: any."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per step in seconds, for experiments with schedules."""
+    peak_tflops: PositiveFloat | None = None
+    """The device's peak in 10^12 FLOP/s in `model.dtype`, for `perf/mfu`; default: the data sheet's, for a GPU
+    that `telemetry/flops.py` lists."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to record with torch's profiler (traces in `profile/`); these steps take longer."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _accept_booleans(cls, value: object) -> object:
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _recomputation_is_possible(self) -> Self:
+        if self.compile and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "gradient_checkpointing: a compiled block hides its operations from `selective`, and "
+                "recomputes the cheap ones by itself; with learner.compile choose none or full"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _moments_are_possible(self) -> Self:
+        if self.moments == "bfloat16" and max(self.betas) > LARGEST_BETA_IN_BFLOAT16:
+            raise ValueError(
+                f"moments: a bfloat16 moment rounds away changes of less than 1 in 128, as with betas "
+                f"{list(self.betas)}; set learner.betas to at most {LARGEST_BETA_IN_BFLOAT16}, or moments to "
+                "float32"
+            )
+        return self
 
     _check_cores = field_validator("cpu_cores")(refuse_no_cores)
 

@@ -7,6 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from grpo_ray.config.section import Section
 
+Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"]
 Implementation = Literal["transformers", "grpo_ray"]
 
 
@@ -73,6 +74,10 @@ class ModelConfig(Section):
     which computes any plain Llama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the served weights and of the Learner's forward pass (master weights are float32)."""
+    attention: Attention = "auto"
+    """Kernel of the Learner's attention: `sdpa` is torch's scaled_dot_product_attention, `varlen` torch's
+    FlashAttention for packed rows, `flash_attention_2` and `flash_attention_3` the packages of those names.
+    `auto` is `varlen` on GPUs in bfloat16, and `sdpa` elsewhere."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model."""
 

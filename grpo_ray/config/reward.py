@@ -3,7 +3,16 @@
 from math import isfinite
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, PositiveFloat, PositiveInt, Tag
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+)
 
 from grpo_ray.config.section import NonNegativeFloat, Section
 
@@ -77,11 +86,17 @@ Reward = Annotated[
 
 
 class ScorerConfig(Section):
+    num_scorers: PositiveInt = 1
+    """Scorer actors; each group goes to the least busy."""
     num_cpus: NonNegativeFloat = 0
-    """CPUs that the Scorer reserves in Ray."""
+    """CPUs that each Scorer reserves in Ray."""
     num_workers: PositiveInt = 4
-    """Processes that grade mathematics or run a function of yours; the other rewards need none."""
+    """Processes per Scorer that grade mathematics or run a function of yours; the other rewards need none."""
     timeout_s: PositiveFloat = 5.0
-    """Seconds to grade one response; then its worker is killed, and the response counts in `reward/errors`."""
+    """Seconds to grade one response; then its worker is killed, and the response counts as a wrong one."""
     memory_gib: PositiveFloat = 2.0
     """Memory to grade one response, in GiB (libraries excluded); with more, its worker is killed as well."""
+    ungradable_reward: FiniteFloat | None = 0.0
+    """Reward taken for a function of yours that exceeds these limits; null: an error, left out of its group."""
+    readable_paths: tuple[str, ...] = ()
+    """Files and folders that a function of yours reads while it grades; modules can be read anyway."""

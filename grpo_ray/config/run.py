@@ -19,7 +19,10 @@ class RunConfig(Section):
     if_exists: Literal["refuse", "resume"] = "refuse"
     """Behaviour of `train` if the run directory exists; `resume` lets a resubmitted job continue."""
     on_preemption_s: PositiveFloat = 30.0
-    """Seconds from SIGTERM to a written checkpoint and exit; work that takes longer is abandoned."""
+    """Seconds from SIGTERM to a written checkpoint; then the work is abandoned, and the last checkpoint counts.
+    The rest of the current step must fit, and a checkpoint (`timing/checkpoint/capture_s` and `write_s`; the
+    run reports a first one that takes longer). A validation of the step before is skipped. The grace period of
+    the SIGTERM's sender should be 60 s longer: a clean-up that hangs is ended then."""
 
 
 class EvaluationConfig(Section):
@@ -42,16 +45,24 @@ class RecoveryConfig(Section):
     """Limits and timeouts for handling failures."""
 
     max_restarts: NonNegativeInt = 20
-    """Restarts of Generators and Scorers per run, all together; beyond it the run ends with a checkpoint."""
+    """Restarts of Generators and Scorers per hour, all together; beyond it the run ends with a checkpoint.
+    Actors that die within half a minute of each other count once."""
     restart_backoff_s: NonNegativeFloat = 1.0
-    """Seconds before an actor is restarted; doubled for each further restart within ten minutes."""
+    """Seconds before an actor is restarted, or a failed group retried; doubled each time, up to a minute, and
+    reset after ten minutes without a death."""
     max_restores: NonNegativeInt = 3
-    """Times that a run restores its last checkpoint by itself (after the Learner or the buffer died)."""
+    """Times per hour that a run restores its last checkpoint by itself (after the Learner or the buffer died),
+    and times in a row without a new step in between."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Seconds for an actor to start: room on the cluster, loading the model, compiling."""
     group_timeout_s: PositiveFloat = 1800.0
-    """Seconds to sample one group; then it is aborted and its prompt retried."""
+    """Seconds to sample one group, from when its engine has room for it; then it is aborted and retried."""
     max_group_retries: NonNegativeInt = 3
-    """Retries per prompt; then it is set aside and reported at the end."""
+    """Retries per prompt after an error; then it is set aside and reported at the end."""
+    max_group_losses: NonNegativeInt = 10
+    """Times that a group may be lost with an actor or a node; then its prompt is set aside."""
     stall_timeout_s: PositiveFloat = 1800.0
-    """Seconds without progress before the run reports what it is waiting for and replaces stuck actors."""
+    """Seconds without progress before the run reports what it is waiting for and replaces stuck actors. A
+    Learner that works through its micro-batches makes progress; a group that is retried does not."""
     max_skipped_updates: PositiveInt = 3
     """Consecutive steps without a finite update that end the run with a checkpoint of the last good weights."""

@@ -1,15 +1,17 @@
 """The configuration of sampling: the distribution of responses, and the Generators that draw them."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from grpo_ray.config.engine_args import refuse_decided
 from grpo_ray.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
 
 
 class SamplingConfig(Section):
-    temperature: PositiveFloat = 1.0
-    """Divisor of the logits, in the engine and in the Learner."""
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """Divisor of the logits, in the engine and in the Learner; at least 0.01, which vLLM would use instead of
+    anything lower."""
     top_p: Fraction = 1.0
     """Nucleus mass; training requires 1.0 (the error message says why)."""
     min_tokens: NonNegativeInt = 4
@@ -44,8 +46,8 @@ class GeneratorConfig(Section):
     """Share of the device's memory that vLLM may use; on a CPU, share of RAM."""
     max_model_len: PositiveInt | None = None
     """Maximum length of prompt plus response in tokens; default: longest prompt + `sampling.max_tokens`."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences that the engine runs at the same time."""
+    max_num_seqs: PositiveInt = Field(default_factory=lambda given: 512 if given.get("num_gpus") else 256)
+    """Sequences that the engine runs at the same time; default: 512 on GPUs, 256 on a CPU."""
     enforce_eager: bool = False
     """Skip graph capture and compilation: faster startup, slower sampling."""
     kv_cache_gib: PositiveFloat = 0.5
@@ -58,5 +60,23 @@ class GeneratorConfig(Section):
     """Generators and Learner share the devices and take turns (synchronous runs only)."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per group in seconds, for experiments with schedules."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, such as `{quantization: fp8, enable_expert_parallel: true}`.
+    `max_num_batched_tokens` is 8192 on GPUs unless given. What the run decides (the model, its dtype, the seed,
+    the distribution of responses) is refused here."""
 
     _check_cores = field_validator("cpu_cores")(refuse_no_cores)
+
+    @field_validator("engine_args")
+    @classmethod
+    def _leave_what_the_run_decides(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        refuse_decided(arguments)
+        return arguments
+
+    @model_validator(mode="after")
+    def _arguments_have_an_engine(self) -> "GeneratorConfig":
+        if self.engine_args and self.engine != "vllm":
+            raise ValueError(
+                f"engine_args are vLLM's, and generator.engine is `{self.engine}`: remove them, or use `vllm`"
+            )
+        return self

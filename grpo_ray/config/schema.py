@@ -16,7 +16,14 @@ from grpo_ray.config import Config
 from grpo_ray.config.section import Section
 
 BOUND_SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
-TYPE_NAMES = {float: "number", int: "integer", bool: "true or false", str: "text", NoneType: "null"}
+TYPE_NAMES = {
+    float: "number",
+    int: "integer",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    Any: "any value",
+}
 
 
 def field_names(section: type[Section]) -> tuple[str, ...]:

@@ -9,13 +9,21 @@ import sys
 from collections.abc import Collection, Mapping
 
 SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(?:API|ACCESS|PRIVATE)_?KEY|^AWS_", re.IGNORECASE
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|WEBHOOK|CONN(?:ECTION)?_?STR|(?:API|ACCESS|PRIVATE)_?KEY|^AWS_"
+    # A word that ends the name: OPENAI_KEY, OPENAI_KEY_2; but neither MONKEY nor KEYBOARD, PWD nor PATH.
+    r"|(?:^|_)(?:KEY|PAT|PASS|DSN|JWT|AUTH|SAS)(?:_?\d+)?$|_PWD(?:_?\d+)?$"
+    # No credential itself, but any process that reaches the agent's socket signs with the user's keys.
+    r"|^SSH_AUTH_SOCK$",
+    re.IGNORECASE,
 )
 SECRET_VALUE = re.compile(r"://[^/?#\s@]+@")  # a URL with user:password@, or with a token for a user
 
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-# Not credentials: TOKENIZERS_PARALLELISM, HF_TOKEN_PATH, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS.
-SETTING = re.compile(r"^TOKENIZERS_|^HF_(?:HUB_DISABLE_IMPLICIT_TOKEN|\w*TOKENS?_PATH)$|^VLLM_(?!API_KEY)")
+# Not credentials: TOKENIZERS_PARALLELISM, TIKTOKEN_CACHE_DIR, HF_TOKEN_PATH, VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+# RAY_TLS_SERVER_KEY (a path, which Ray's processes need).
+SETTING = re.compile(
+    r"^TOKENIZERS_|^TIKTOKEN_|^RAY_TLS_|^HF_(?:HUB_DISABLE_IMPLICIT_TOKEN|\w*TOKENS?_PATH)$|^VLLM_(?!API_KEY)"
+)
 # Needed to fetch a gated model, including a proxy's password.
 HUB_ACCESS = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT",

@@ -1,12 +1,24 @@
 """Inference engines behind one protocol: `vllm` for production, and `torch` as the reference."""
 
+import hashlib
+
 from grpo_ray.config import Config
 from grpo_ray.engines.base import Engine
 
 
-def make_engine(config: Config, model_path: str, max_model_len: int, index: int) -> Engine:
-    """Return the configured engine of Generator `index`, which also determines its seed."""
-    seed = config.run.seed + 1000 * index
+def engine_seed(run_seed: int, generator: str, version: int, num_starts: int) -> int:
+    """Return the seed of an engine; a replacement, or the engine of a resumed run, draws different noise.
+
+    Args:
+        version: of the weights that the engine starts with.
+        num_starts: engines that this process has started under the Generator's name before.
+    """
+    text = f"{run_seed}/{generator}/{version}/{num_starts}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) -> Engine:
+    """Return the configured engine."""
     options = config.generator, config.model.dtype
     if config.generator.engine == "torch":
         from grpo_ray.engines.torch_engine import TorchEngine

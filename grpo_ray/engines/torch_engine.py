@@ -13,7 +13,7 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import Implementation
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.engines.snapshot import as_tensor, unpack_weights
-from grpo_ray.policy.device import hold_to_cores
+from grpo_ray.policy.device import cast_parameters, hold_to_cores
 from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
@@ -37,7 +37,8 @@ class TorchEngine:
             hold_to_cores(config.cpu_cores)
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
         model = load_policy(model_path, trust_remote_code, implementation)
-        self._model = model.to(device, getattr(torch, dtype))
+        self._model = model.to(device)
+        cast_parameters(self._model.parameters(), getattr(torch, dtype))
         self._version = 0
         self._seeds = itertools.count(seed << 32)
         self._max_num_seqs = config.max_num_seqs

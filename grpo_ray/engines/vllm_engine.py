@@ -27,34 +27,33 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+        from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
         from grpo_ray.engines.weight_transfer import BACKEND, SharedBuffer, register
 
         register()
-        options: dict[str, Any] = {}
-        if on_cpu:
-            options["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model_path,
-                trust_remote_code=trust_remote_code,
-                load_format="safetensors",  # never a pickle
-                dtype=dtype,
-                seed=seed,
-                max_model_len=max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                gpu_memory_utilization=config.gpu_memory_utilization,
-                tensor_parallel_size=max(1, config.num_gpus),
-                # Saves a process. Given by its class, because on a CPU vLLM reads the name "uni" as "mp".
-                distributed_executor_backend=UniProcExecutor if config.num_gpus <= 1 else "mp",
-                enforce_eager=config.enforce_eager or on_cpu,
-                generation_config="vllm",  # the model's own sampling defaults would change the distribution
-                logprobs_mode="processed_logprobs",  # at the sampling temperature, like the draws
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                disable_log_stats=True,
-                enable_sleep_mode=self._sleeps,
-                **options,
-            )
-        )
+        omit_texts_of_logprobs()
+        arguments = {
+            **_defaults(config),
+            **config.engine_args,
+            "model": model_path,
+            "load_format": "safetensors",  # never a pickle
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30) if on_cpu else None,
+            "tensor_parallel_size": max(1, config.num_gpus),
+            # Saves a process. Given by its class, because on a CPU vLLM reads the name "uni" as "mp".
+            "distributed_executor_backend": UniProcExecutor if config.num_gpus <= 1 else "mp",
+            "enforce_eager": config.enforce_eager or on_cpu,
+            "generation_config": "vllm",  # the model's own sampling defaults would change the distribution
+            "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "disable_log_stats": True,
+            "enable_sleep_mode": self._sleeps,
+        }
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust_remote_code, **arguments))
         self._buffer = SharedBuffer()
         self._request_ids = itertools.count()
 
@@ -63,11 +62,18 @@ class VllmEngine:
     ) -> tuple[Completion, ...]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        from grpo_ray.engines.vllm_texts import decode
+
+        params = _sampling_params(settings)
         prompt = {"prompt_token_ids": list(prompt_token_ids)}
-        outputs = self._llm.generate(prompt, _sampling_params(settings), str(next(self._request_ids)))
+        outputs = self._llm.generate(prompt, params, str(next(self._request_ids)))
         try:
             async for output in outputs:  # FINAL_ONLY: one output, when every sample has finished
-                return tuple(_completion(sample) for sample in output.outputs)
+                if not params.detokenize:
+                    tokenizer = self._llm.get_tokenizer()
+                    for sample in output.outputs:
+                        sample.text = decode(tokenizer, prompt_token_ids, sample.token_ids, params)
+                return tuple(map(_completion, output.outputs))
         except EngineDeadError as error:
             raise EngineDied(f"vLLM's engine died: {error}") from error
         raise RuntimeError("vLLM ended a request without an output")
@@ -115,6 +121,15 @@ class VllmEngine:
         self._buffer.close()
 
 
+def _defaults(config: GeneratorConfig) -> dict[str, Any]:
+    """Return arguments that `engine_args` may change.
+
+    vLLM's own default, 2,048 tokens per iteration, prolongs the prefill of new prompts, and that of all running
+    requests after a weight sync.
+    """
+    return {"max_num_batched_tokens": max(8192, config.max_num_seqs)} if config.num_gpus else {}
+
+
 def _set_environment(cpu: GeneratorConfig | None) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
@@ -139,6 +154,7 @@ def _sampling_params(settings: SamplingSettings) -> Any:
         stop=list(settings.stop),
         stop_token_ids=list(settings.end_token_ids),
         include_stop_str_in_output=True,
+        detokenize=bool(settings.stop),  # token by token only if a string may end a response
         logprobs=0,  # of the drawn token alone
         flat_logprobs=True,  # lists instead of a dict of objects per token
         seed=settings.seed,

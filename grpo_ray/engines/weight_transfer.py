@@ -98,6 +98,9 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             # lm_head is another name of the embeddings; the two are separate only during a reload.
             missing = {name for name in missing if not name.endswith("lm_head.weight")}
+        if self.model_config.quantization is not None:
+            # Scales and zero points are made from the weights here; no checkpoint has them.
+            missing = {name for name in missing if name.endswith(("weight", "bias"))}
         if loaded is not None and missing:
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
 

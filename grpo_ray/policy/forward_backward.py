@@ -1,7 +1,9 @@
 """The policy on a batch, one micro-batch after another: computing log-probabilities, accumulating gradients."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,7 @@ from torch.profiler import record_function
 
 from grpo_ray.algorithms import (
     Objective,
-    compute_entropy,
+    correction_sums,
     effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
@@ -18,16 +20,15 @@ from grpo_ray.algorithms import (
     logprob_mismatch,
     loss_denominator,
     policy_gradient_step,
-    token_log_probs,
 )
 from grpo_ray.config import Config
-from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, micro_batches
+from grpo_ray.policy.layout import Layout, choose_layout
+from grpo_ray.policy.microbatch import MicroBatch, TrainSequence
 from grpo_ray.policy.model import PolicyModel
-from grpo_ray.policy.response_logits import response_logits
+from grpo_ray.telemetry.flops import WorkCount
 
 Sums = dict[str, float]
-LARGEST = "logprob_diff_max"  # the one sum that is a maximum
-MISMATCH = ("mismatch_kl", LARGEST, "weight_sum", "weight_square_sum", "num_weights")
+MISMATCH = ("mismatch_kl", "logprob_diff_max", "weight_sum", "weight_square_sum", "num_weights")
 
 
 class ForwardBackward:
@@ -35,8 +36,13 @@ class ForwardBackward:
 
     def __init__(self, config: Config, end_token_ids: tuple[int, ...], device: torch.device) -> None:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
-        self._dtype = getattr(torch, config.model.dtype)
         self._objective = Objective.from_config(config.algorithm)
+        self._layout: Layout | None = None  # chosen in the first pass, when the model is on the device
+        self._obstacle: str | None = None
+        self.micro_batch_tokens = config.learner.micro_batch_tokens
+        self.in_progress = (0, 0)  # the sequences and tokens of the latest micro-batch
+        self.num_micro_batches = 0  # computed so far
+        self.work = WorkCount()
 
     @property
     def needs_proximal(self) -> bool:
@@ -45,33 +51,30 @@ class ForwardBackward:
         is_old = algorithm.old_log_probs == "proximal" and self._objective.needs_old_log_probs
         return is_old or algorithm.off_policy_correction != "none"
 
-    def with_proximal(
-        self, model: PolicyModel, sequences: Sequence[TrainSequence]
-    ) -> tuple[list[TrainSequence], Sums]:
-        """Add the model's current log-probabilities to the sequences; also return the sampler's mismatch."""
-        found, sums = self._look_up(model, sequences, _mismatch_sums)
-        return [replace(s, proximal_logprobs=found[index]) for index, s in enumerate(sequences)], sums
+    def take_obstacle(self) -> str | None:
+        """Return once why the model cannot share prompts; None if it can or need not."""
+        obstacle, self._obstacle = self._obstacle, None
+        return obstacle
+
+    def with_proximal(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+        """Add the model's current log-probabilities to the sequences."""
+        found = self._look_up(model, sequences)
+        return [replace(s, proximal_logprobs=found[index]) for index, s in enumerate(sequences)]
 
     def with_reference(self, reference: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Add the reference's log-probabilities to the sequences."""
-        found, _ = self._look_up(reference, sequences, lambda log_probs, batch: {})
+        found = self._look_up(reference, sequences)
         return [replace(s, reference_logprobs=found[index]) for index, s in enumerate(sequences)]
 
     @torch.no_grad()
-    def _look_up(
-        self,
-        model: PolicyModel,
-        sequences: Sequence[TrainSequence],
-        measure: Callable[[torch.Tensor, MicroBatch], Sums],
-    ) -> tuple[dict[int, np.ndarray], Sums]:
-        """Return each response's log-probabilities by the sequence's index, and the sums of `measure`."""
-        sums: Sums = defaultdict(float)
+    def _look_up(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> dict[int, np.ndarray]:
+        """Return each response's log-probabilities by the sequence's index."""
         found: dict[int, np.ndarray] = {}
-        for indices, batch in self._batches(sequences):
+        for indices, batch in self._batches(model, sequences):
             log_probs, _ = self._log_probs(model, batch)
-            add(sums, measure(log_probs, batch))
             found |= zip(indices, _rows(log_probs, batch), strict=True)
-        return found, sums
+        self.work.add_forward(model, sequences)
+        return found
 
     def backward(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> Sums:
         """Add the gradient of one update on all of `sequences` to `.grad`; return summed metrics.
@@ -83,49 +86,40 @@ class ForwardBackward:
         has_other_terms = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
         computed = [s for s in sequences if s.has_signal or has_other_terms]
         denominator = loss_denominator(
-            config.algorithm.aggregation,
+            self._objective.aggregation,
             len(sequences),
             sum(map(self._num_counted, sequences)),
             config.sampling.max_tokens,
         )
         if not denominator:  # the loss counts no token of any sequence
             computed = []
-        sums: Sums = defaultdict(float, loss=0.0)
-        for _, batch in self._batches([s for s in sequences if not s.has_signal and not has_other_terms]):
-            if batch.reference_logprobs is not None:
-                add(sums, self._measure_kl(model, batch))
-        sums["trained_tokens"] = float(sum(len(s.response_token_ids) for s in computed))
-        for _, batch in self._batches(computed):
-            add(sums, self._backward(model, batch, denominator))
-        return sums
+        sums = DeviceSums()
+        omitted = [s for s in sequences if not (s.has_signal or has_other_terms)]
+        measured = [s for s in omitted if s.reference_logprobs is not None]
+        for _, batch in self._batches(model, measured):
+            sums.add(self._measure_kl(model, batch))
+        counts: Sums = {"loss": 0.0, "trained_tokens": float(sum(len(s.response_token_ids) for s in computed))}
+        for _, batch in self._batches(model, computed):
+            sums.add(self._backward(model, batch, denominator))
+            add(counts, _sizes(batch))
+        self.work.add_forward(model, measured)
+        self.work.add_training(model, computed)
+        return {**counts, **sums.read()}
 
     @torch.no_grad()
-    def _measure_kl(self, model: PolicyModel, batch: MicroBatch) -> Sums:
+    def _measure_kl(self, model: PolicyModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Measure the distance to the reference on responses without signal, which have no backward pass."""
         assert batch.reference_logprobs is not None
         log_probs, _ = self._log_probs(model, batch)
         sums = kl_sums(log_probs, batch.reference_logprobs, batch.response_mask)
-        return {name: value.item() for name, value in sums.items()} | {
-            "kl_tokens": float(batch.response_mask.sum())
-        }
+        return sums | {"kl_tokens": batch.response_mask.sum()}
 
-    def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> Sums:
+    def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> dict[str, torch.Tensor]:
         algorithm, mask = self._config.algorithm, batch.response_mask
-        log_probs, logits = self._log_probs(model, batch)  # [batch, resp], [batch, resp, vocab]
+        log_probs, entropy = self._log_probs(model, batch)  # [batch, resp]
         # None stored: this is the only update, so the current policy is the one before the first update.
         proximal = log_probs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
-        weights = None
-        if algorithm.off_policy_correction != "none":
-            weights = importance_weights(
-                proximal,
-                batch.behaviour_logprobs,
-                mask,
-                algorithm.off_policy_correction,
-                algorithm.correction_cap,
-                algorithm.correction_band,
-            )
-        with torch.set_grad_enabled(algorithm.entropy_bonus > 0):
-            entropy = compute_entropy(logits)
+        weights, measured = self._weights(proximal, batch)
         loss, counts = policy_gradient_step(
             log_probs,
             mask,
@@ -139,25 +133,52 @@ class ForwardBackward:
         )
         with record_function("backward"):
             torch.autograd.backward(loss)
-        sums = {name: count.item() for name, count in counts.items()}
-        sums["kl_tokens"] = sums["num_tokens"]
-        sums |= {"loss": loss.item(), "entropy": entropy.detach()[mask].sum().item()}
-        if batch.proximal_logprobs is None:
-            sums |= _mismatch_sums(log_probs.detach(), batch)
-        return sums
+        with_advantage = batch.advantage_mask
+        counts |= measured | _mismatch_sums(proximal, batch)
+        counts |= {"entropy": (entropy.detach() * with_advantage).sum(), "entropy_tokens": with_advantage.sum()}
+        return counts | {"kl_tokens": counts["num_tokens"], "loss": loss.detach()}
+
+    def _weights(
+        self, proximal: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Return the correction's weights, None without one, and their sums over tokens with an advantage."""
+        algorithm, behaviour = self._config.algorithm, batch.behaviour_logprobs
+        kind, cap = algorithm.off_policy_correction, algorithm.correction_cap
+        if kind == "none":
+            return None, {}
+        mask = batch.response_mask
+        weights = importance_weights(proximal, behaviour, mask, kind, cap, algorithm.correction_band)
+        return weights, correction_sums(weights, behaviour, batch.advantage_mask, kind, cap)
 
     def _log_probs(self, model: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        sampling = self._config.sampling
-        is_mixed = self._dtype != torch.float32
-        with record_function("forward"), torch.autocast(self._device.type, self._dtype, enabled=is_mixed):
-            logits = response_logits(
-                model, batch, sampling.temperature, sampling.min_tokens, self._end_token_ids
-            )
-        return token_log_probs(logits, batch.labels), logits
+        assert self._layout is not None
+        with record_function("forward"):
+            return self._layout.log_probs(model, batch)
 
-    def _batches(self, sequences: Sequence[TrainSequence]) -> Iterator[tuple[list[int], MicroBatch]]:
-        for indices, batch in micro_batches(sequences, self._config.learner.micro_batch_tokens):
-            yield indices, batch.to(self._device)
+    def _batches(
+        self, model: PolicyModel, sequences: Sequence[TrainSequence]
+    ) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Yield micro-batches and the indices of their sequences; each is made while the one before it runs."""
+        if self._layout is None:
+            self._layout, self._obstacle = choose_layout(model, self._config, self._end_token_ids)
+        assert self._layout is not None
+        layout, on_gpu = self._layout, self._device.type == "cuda"
+
+        def make(indices: list[int]) -> MicroBatch:
+            batch = layout.collate([sequences[index] for index in indices])
+            return batch.pinned() if on_gpu else batch
+
+        planned = layout.plan(sequences, self.micro_batch_tokens)
+        with ThreadPoolExecutor(1) as beside:
+            made = beside.submit(make, planned[0]) if planned else None
+            for indices, following in itertools.zip_longest(planned, planned[1:]):
+                assert made is not None
+                made_batch = made.result()
+                self.in_progress = len(indices), made_batch.input_ids.numel()
+                batch = made_batch.to(self._device)
+                made = beside.submit(make, following) if following else None
+                yield indices, batch
+                self.num_micro_batches += 1
 
     def _num_counted(self, sequence: TrainSequence) -> int:
         """Count the response tokens in the loss: a ratio needs a finite old logprob."""
@@ -166,40 +187,99 @@ class ForwardBackward:
         return len(sequence.response_token_ids)
 
 
+class DeviceSums:
+    """Sums of scalars that stay on the device, so that a micro-batch does not wait for the one before it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, more: Mapping[str, torch.Tensor]) -> None:
+        """Add scalars; of names that end in `_min` or `_max` keep the smallest or largest. NaN stays NaN."""
+        for name, value in more.items():
+            value = value.detach().double()
+            if name not in self._sums:
+                self._sums[name] = value
+            elif name.endswith("_min"):
+                self._sums[name] = torch.minimum(self._sums[name], value)
+            elif name.endswith("_max"):
+                self._sums[name] = torch.maximum(self._sums[name], value)
+            else:
+                self._sums[name] = self._sums[name] + value
+
+    def read(self) -> Sums:
+        """Return the sums, waiting for the device once."""
+        if not self._sums:
+            return {}
+        return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
+
+
+def _sizes(batch: MicroBatch) -> Sums:
+    """Return the tokens that go through the model's layers."""
+    return {
+        "computed_tokens": float(batch.input_ids.numel()),
+        "prompt_tokens": float(batch.num_prompt_tokens),
+        "padding_tokens": float(batch.num_padding_tokens),
+    }
+
+
 def add(sums: Sums, more: Mapping[str, float]) -> None:
-    """Add `more` to `sums` in place; of `LARGEST` keep the maximum."""
+    """Add `more` to `sums` in place; of names that end in `_min` or `_max` keep the smallest or largest."""
     for name, value in more.items():
-        # np.maximum keeps a nan, Python's max would lose it.
-        sums[name] = float(np.maximum(sums[name], value)) if name == LARGEST else sums[name] + value
+        # numpy's functions keep a nan, Python's min and max would lose it.
+        if name not in sums:
+            sums[name] = value
+        elif name.endswith("_min"):
+            sums[name] = float(np.minimum(sums[name], value))
+        elif name.endswith("_max"):
+            sums[name] = float(np.maximum(sums[name], value))
+        else:
+            sums[name] += value
 
 
 def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Compute the metrics of a step from its sums over micro-batches and updates."""
+    """Compute the metrics of a step from its sums; those of which nothing was measured are absent."""
     got: Mapping[str, float] = defaultdict(float, sums)
-    tokens, compared = max(1.0, got["num_tokens"]), max(1.0, got["num_weights"])
-    metrics = {
-        "loss/clip_frac": got["num_clipped"] / tokens,
-        "policy/entropy": got["entropy"] / max(1.0, got["trained_tokens"]),
-        "mismatch/kl": got["mismatch_kl"] / compared,
-        "mismatch/logprob_diff/max": got[LARGEST],
-        "mismatch/ess_frac": effective_sample_fraction(
-            got["weight_sum"], got["weight_square_sum"], got["num_weights"]
-        ),
-    }
-    if "kl_k1_sum" in sums:
-        measured = max(1.0, got["kl_tokens"])
-        metrics |= {"loss/kl_ref": got["kl_k1_sum"] / measured, "loss/kl_ref_k3": got["kl_k3_sum"] / measured}
+    metrics: dict[str, float] = {}
+    if ratios := got["num_ratios"]:
+        clipped, low = got["num_clipped"], got["num_clipped_low"]
+        metrics |= {
+            "loss/clip_frac": clipped / ratios,
+            "loss/clip_frac/low": low / ratios,
+            "loss/clip_frac/high": (clipped - low) / ratios,
+        }
+    if compared := got["num_weights"]:
+        metrics |= {
+            "mismatch/kl": got["mismatch_kl"] / compared,
+            "mismatch/logprob_diff/max": got["logprob_diff_max"],
+            "mismatch/ess_frac": effective_sample_fraction(
+                got["weight_sum"], got["weight_square_sum"], compared
+            ),
+        }
+    if corrected := got["num_corrected"]:
+        metrics |= {
+            "correction/weight/mean": got["correction_weight_sum"] / corrected,
+            "correction/weight/min": got["correction_weight_min"],
+            "correction/weight/max": got["correction_weight_max"],
+            "correction/limited_frac": got["num_limited"] / corrected,
+        }
+    if computed := got["computed_tokens"]:
+        metrics |= {
+            "perf/prompt_frac": got["prompt_tokens"] / computed,
+            "perf/padding_frac": got["padding_tokens"] / computed,
+        }
+    if tokens := got["entropy_tokens"]:
+        metrics["policy/entropy/exact"] = got["entropy"] / tokens
+    if "kl_k1_sum" in sums and (tokens := got["kl_tokens"]):
+        metrics |= {"loss/kl_ref": got["kl_k1_sum"] / tokens, "loss/kl_ref_k3": got["kl_k3_sum"] / tokens}
     return metrics
 
 
-def _mismatch_sums(log_probs: torch.Tensor, batch: MicroBatch) -> Sums:
-    mismatch = logprob_mismatch(log_probs, batch.behaviour_logprobs, batch.response_mask)
-    sample = effective_sample_sums(log_probs, batch.behaviour_logprobs, batch.response_mask)
-    return {
-        "mismatch_kl": mismatch["kl_sum"].item(),
-        LARGEST: mismatch["abs_diff_max"].item(),
-        **{name: value.item() for name, value in sample.items()},
-    }
+def _mismatch_sums(first: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Compare the policy before the first update with the sampler, on tokens with an advantage."""
+    mask = batch.advantage_mask
+    mismatch = logprob_mismatch(first, batch.behaviour_logprobs, mask)
+    sums = effective_sample_sums(first, batch.behaviour_logprobs, mask)
+    return {"mismatch_kl": mismatch["kl_sum"], "logprob_diff_max": mismatch["abs_diff_max"], **sums}
 
 
 def _rows(log_probs: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:

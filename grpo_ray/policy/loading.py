@@ -18,6 +18,8 @@ from transformers import (
 )
 
 from grpo_ray.config.model import Implementation
+from grpo_ray.policy.attention import NAME as ATTENTION
+from grpo_ray.policy.attention import tree_obstacle
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.transformer_lm import check_plain, load_transformer_lm
 
@@ -111,6 +113,8 @@ def _load_transformers(path: str, trust_remote_code: bool) -> tuple[PolicyModel,
         path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
         ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
     )  # fmt: skip
+    if tree_obstacle(model) is None:
+        model.set_attn_implementation(ATTENTION)
     return model, sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
 
 

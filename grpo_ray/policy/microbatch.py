@@ -1,16 +1,20 @@
-"""Sequences to train on, cut into padded micro-batches of bounded size.
+"""Sequences to train on, cut into micro-batches of bounded size, in one of two layouts.
 
-Padding is on the right, where causal attention never reaches it, so no mask is needed. Sorting by length
-keeps the waste to a few percent.
+Packed: one row without padding, in which sequences with the same prompt share it (`SegmentTree`).
+Padded: one row per sequence. Padding is on the right, where causal attention never reaches it, so no mask is
+needed; sorting by length keeps the waste to a few percent.
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 
+from grpo_ray.policy.attention import TreeAttention
+from grpo_ray.policy.segments import NO_PARENT, SegmentTree, concatenated
 from grpo_ray.types import ScoredGroup
 
 
@@ -32,23 +36,57 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded tensors. `seq` covers prompt and response; `resp` starts where the shortest prompt ends.
+    """One forward pass. Tensors `[batch, resp]` have each response's first token in column 0.
 
-    `labels[:, j]` is the token at position `first_label + j`, predicted by the logits one position earlier.
+    `labels[i]` is predicted at position `sources[i]` of the flattened `input_ids`, and its place in the
+    flattened `[batch, resp]` is `places[i]`.
     """
 
-    input_ids: torch.Tensor  # int64 [batch, seq]
-    labels: torch.Tensor  # int64 [batch, resp]
+    input_ids: torch.Tensor  # int64 [rows, seq]; rows: 1 if packed, batch if padded
+    position_ids: torch.Tensor | None  # int64 [1, seq] if packed
+    attention: TreeAttention | None  # if packed
+    labels: torch.Tensor  # int64 [response tokens]
+    sources: torch.Tensor  # int64 [response tokens]
+    places: torch.Tensor  # int64 [response tokens]
     response_mask: torch.Tensor  # bool [batch, resp]
-    response_position: torch.Tensor  # int64 [batch, resp]: 0 at a response's first token, -1 outside
     behaviour_logprobs: torch.Tensor  # float32 [batch, resp]
     advantages: torch.Tensor  # float32 [batch, 1]
+    num_prompt_tokens: int  # of `input_ids`; a prompt that is shared counts once
     proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
     reference_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        return MicroBatch(**{name: tensor.to(device) for name, tensor in tensors.items()})
+    @property
+    def advantage_mask(self) -> torch.Tensor:
+        """The tokens of responses with an advantage other than 0, bool `[batch, resp]`.
+
+        They alone have a gradient from the policy-gradient loss. Metrics are taken over them, because the other
+        responses are computed only for some configurations.
+        """
+        return self.response_mask & (self.advantages != 0)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        return self.input_ids.numel() - self.num_prompt_tokens - len(self.labels)
+
+    def to_responses(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of the labels, `[response tokens]`, as `[batch, resp]` with zeros elsewhere."""
+        flat = values.new_zeros(self.response_mask.numel()).index_copy(0, self.places, values)
+        return flat.view(self.response_mask.shape)
+
+    def pinned(self) -> Self:
+        """Return it in page-locked host memory, from which `to` copies without waiting."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Self:
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, attention=self.attention and self.attention.to(device))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = change(value)
+        return replace(self, **values)
 
 
 def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) -> list[TrainSequence]:
@@ -80,51 +118,136 @@ def minibatches(
     return updates
 
 
-def micro_batches(
-    sequences: Sequence[TrainSequence], max_tokens: int
-) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Split the sequences, longest first, so that `rows * longest <= max_tokens` (with at least one row).
+def plan(sequences: Sequence[TrainSequence], max_tokens: int, shares_prompts: bool) -> list[list[int]]:
+    """Split the sequences into micro-batches of at most `max_tokens` (but at least one sequence each).
 
-    Yields:
-        The indices of a micro-batch's sequences, and the micro-batch.
+    Longest first: then little is padded, and if memory runs out, it does so at once. A shared prompt counts
+    once per micro-batch, and sequences with the same prompt are in the same micro-batch as far as they fit.
+
+    Args:
+        max_tokens: of one micro-batch's `input_ids`, with padding.
+        shares_prompts: plan for the packed layout; otherwise for the padded one.
+
+    Returns:
+        The indices of each micro-batch's sequences.
     """
+    return _plan_packed(sequences, max_tokens) if shares_prompts else _plan_padded(sequences, max_tokens)
+
+
+def _plan_padded(sequences: Sequence[TrainSequence], max_tokens: int) -> list[list[int]]:
     pending = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
+    planned = []
     while pending:
         rows = max(1, max_tokens // len(sequences[pending[0]]))
-        yield pending[:rows], collate([sequences[index] for index in pending[:rows]])
+        planned.append(pending[:rows])
         pending = pending[rows:]
+    return planned
 
 
-def collate(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    """Pad the sequences to one micro-batch, in the given order."""
-    batch, length = len(sequences), max(len(s) for s in sequences)
-    first_label = min(len(s.prompt_token_ids) for s in sequences)
-    input_ids = np.zeros((batch, length), dtype=np.int64)
-    position = np.full((batch, length), -1, dtype=np.int64)
+def _plan_packed(sequences: Sequence[TrainSequence], max_tokens: int) -> list[list[int]]:
+    """Fill one micro-batch after another with whole groups; one that does not fit is split between them."""
+    planned: list[list[int]] = []
+    room = 0
+    for group in sorted(_by_prompt(sequences), key=lambda group: _num_packed(sequences, group), reverse=True):
+        if _num_packed(sequences, group) > room:
+            planned.append([])
+            room = max_tokens
+        has_prompt = False
+        for index in group:
+            needed = len(sequences[index].response_token_ids) if has_prompt else len(sequences[index])
+            if needed > room and planned[-1]:
+                planned.append([])
+                room, needed = max_tokens, len(sequences[index])
+            planned[-1].append(index)
+            room -= needed
+            has_prompt = True
+    return planned
+
+
+def _by_prompt(sequences: Sequence[TrainSequence]) -> list[list[int]]:
+    """Return the indices of sequences with the same prompt together, longest response first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        groups.setdefault(sequence.prompt_token_ids, []).append(index)
+    for group in groups.values():
+        group.sort(key=lambda index: len(sequences[index].response_token_ids), reverse=True)
+    return list(groups.values())
+
+
+def _num_packed(sequences: Sequence[TrainSequence], group: Sequence[int]) -> int:
+    """Return the tokens of sequences that share their prompt."""
+    prompt = len(sequences[group[0]].prompt_token_ids)
+    return prompt + sum(len(sequences[index].response_token_ids) for index in group)
+
+
+def collate_packed(
+    sequences: Sequence[TrainSequence], attention: Callable[[SegmentTree], TreeAttention]
+) -> MicroBatch:
+    """Lay the sequences out in one row, each prompt once and its responses after it.
+
+    Args:
+        attention: makes the row's attention of its segments.
+    """
+    tokens: list[np.ndarray] = []
+    parents: list[int] = []
+    segments = [0] * len(sequences)  # each sequence's response
+    for group in _by_prompt(sequences):
+        parent = len(parents)
+        tokens.append(np.array(sequences[group[0]].prompt_token_ids, np.int64))
+        parents.append(NO_PARENT)
+        for index in group:
+            segments[index] = len(parents)
+            tokens.append(sequences[index].response_token_ids)
+            parents.append(parent)
+    tree = SegmentTree(tuple(map(len, tokens)), tuple(parents))
+    sources = [tree.path(segment)[tree.depths[segment] - 1 : -1] for segment in segments]
+    return MicroBatch(
+        input_ids=torch.from_numpy(concatenated(tokens)[None]),
+        position_ids=torch.from_numpy(tree.positions()[None]),
+        attention=attention(tree),
+        sources=torch.from_numpy(concatenated(sources)),
+        num_prompt_tokens=sum(tree.lengths[s] for s, parent in enumerate(parents) if parent == NO_PARENT),
+        **_of_responses(sequences),
+    )
+
+
+def collate_padded(sequences: Sequence[TrainSequence]) -> MicroBatch:
+    """Lay the sequences out in one row each, in the given order."""
+    input_ids = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
+    sources = []
     for row, s in enumerate(sequences):
         start, end = len(s.prompt_token_ids), len(s)
-        input_ids[row, :start] = s.prompt_token_ids
-        input_ids[row, start:end] = s.response_token_ids
-        position[row, start:end] = np.arange(end - start)
-    positions = torch.from_numpy(position[:, first_label:])
-
-    def per_token(rows: list[np.ndarray | None]) -> torch.Tensor | None:
-        if rows[0] is None:
-            return None
-        padded = np.zeros((batch, length), dtype=np.float32)
-        for row, (s, values) in enumerate(zip(sequences, rows, strict=True)):
-            padded[row, len(s.prompt_token_ids) : len(s)] = values
-        return torch.from_numpy(padded[:, first_label:])
-
-    behaviour = per_token([s.behaviour_logprobs for s in sequences])
-    assert behaviour is not None
+        input_ids[row, :start], input_ids[row, start:end] = s.prompt_token_ids, s.response_token_ids
+        sources.append(row * input_ids.shape[1] + np.arange(start - 1, end - 1))
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
-        labels=torch.from_numpy(input_ids[:, first_label:]),
-        response_mask=positions >= 0,
-        response_position=positions,
-        behaviour_logprobs=behaviour,
-        advantages=torch.tensor([[s.advantage] for s in sequences]),
-        proximal_logprobs=per_token([s.proximal_logprobs for s in sequences]),
-        reference_logprobs=per_token([s.reference_logprobs for s in sequences]),
+        position_ids=None,
+        attention=None,
+        sources=torch.from_numpy(concatenated(sources)),
+        num_prompt_tokens=sum(len(s.prompt_token_ids) for s in sequences),
+        **_of_responses(sequences),
     )
+
+
+def _of_responses(sequences: Sequence[TrainSequence]) -> dict[str, Any]:
+    """Return the fields of a micro-batch that do not depend on its layout."""
+    lengths = np.array([len(s.response_token_ids) for s in sequences])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+
+    def per_token(rows: list[np.ndarray | None]) -> torch.Tensor | None:
+        present = [row for row in rows if row is not None]
+        if not present:
+            return None
+        values = np.zeros(mask.shape, dtype=np.float32)
+        values[mask] = np.concatenate(present)
+        return torch.from_numpy(values)
+
+    return {
+        "labels": torch.from_numpy(concatenated(s.response_token_ids for s in sequences)),
+        "places": torch.from_numpy(np.flatnonzero(mask)),
+        "response_mask": torch.from_numpy(mask),
+        "behaviour_logprobs": per_token([s.behaviour_logprobs for s in sequences]),
+        "advantages": torch.tensor([[s.advantage] for s in sequences]),
+        "proximal_logprobs": per_token([s.proximal_logprobs for s in sequences]),
+        "reference_logprobs": per_token([s.reference_logprobs for s in sequences]),
+    }

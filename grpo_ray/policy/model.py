@@ -1,6 +1,6 @@
 """The interface of a policy, implemented by transformers' causal models and by TransformerLM."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -14,6 +14,11 @@ class PolicyOutput(Protocol):
 
     @property
     def past_key_values(self) -> object: ...  # the cache for the next call, if one was requested
+
+
+class HiddenStates(Protocol):
+    @property
+    def last_hidden_state(self) -> Tensor: ...  # [batch, seq, width]
 
 
 class PolicyModel(Protocol):
@@ -34,6 +39,16 @@ class PolicyModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def base_model(self) -> Callable[..., HiddenStates]:
+        """All but the output layer, called with the same arguments; with `tree`, over a packed row."""
+        ...
+
+    def get_output_embeddings(self) -> nn.Linear: ...
+
+    @property
+    def model(self) -> Any: ...  # everything before the output layer; its blocks are in `layers`
+
     def to(self, *args: Any, **kwargs: Any) -> Self: ...
 
     def train(self, mode: bool = True) -> Self: ...
@@ -42,7 +57,13 @@ class PolicyModel(Protocol):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self: ...
 
-    def gradient_checkpointing_enable(self) -> None: ...
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Pass each block through `torch.utils.checkpoint.checkpoint` with these options."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -50,7 +71,7 @@ class PolicyModel(Protocol):
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
 
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> object: ...
 

@@ -6,22 +6,26 @@ from collections.abc import Mapping
 import torch
 
 from grpo_ray.config.algorithm import KLConfig
+from grpo_ray.policy.device import cast_parameters
+from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.model import PolicyModel
 
 
 class Reference:
-    """A second model, without optimizer or gradients.
+    """A second model in the policy's dtype, without optimizer or gradients.
 
-    A frozen one is held in the served dtype. A moving average is held in float32, because its small steps would
-    be rounded away in bfloat16.
+    A frozen one starts as a plain copy of the policy's weights in that dtype, and so has the policy's
+    log-probabilities to the last bit. A moving average keeps float32 weights beside them, because its small
+    steps would be rounded away in bfloat16.
     """
 
     def __init__(self, policy: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
-        """Start as a copy of `policy`."""
+        """Start as a copy of `policy`, with its float32 weights."""
         self._config = config
         self.model: PolicyModel = copy.deepcopy(policy).requires_grad_(False).eval()
         if config.reference == "initial":
-            self.model.to(dtype)
+            cast_parameters(self.model.parameters(), dtype)
+        self.masters = MasterWeights(self.model, dtype)
 
     @property
     def moves(self) -> bool:
@@ -29,7 +33,7 @@ class Reference:
         return self._config.reference == "ema" or self._config.refresh_every_num_steps is not None
 
     @torch.no_grad()
-    def follow(self, policy: PolicyModel, step: int) -> None:
+    def follow(self, policy: MasterWeights, step: int) -> None:
         """Update the reference after step `step`: move towards the policy, or copy it when a refresh is due."""
         every = self._config.refresh_every_num_steps
         if self._config.reference == "ema":
@@ -38,15 +42,17 @@ class Reference:
             weight = 1.0
         else:
             return
-        for own, new in zip(self.model.parameters(), policy.parameters(), strict=True):
+        for own, new in zip(self.masters.parameters, policy.parameters, strict=True):
             own.lerp_(new.to(own.dtype), weight)
+        self.masters.refresh()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights from a checkpoint."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
+        for name, master in self.masters.named.items():
+            master.copy_(weights[name])
+        self.masters.refresh()
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the weights that belong in a checkpoint; none if they do not change."""
-        return dict(self.model.named_parameters()) if self.moves else {}
+        return self.masters.named if self.moves else {}

@@ -5,6 +5,7 @@ model in Hugging Face format and `training/optimizer.safetensors`, with tensors 
 `random/<device>` and `reference/<weight>` (of a reference that moves), and counters in the file's metadata.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.policy.device import host_memory
+from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.optimizer import load_state, state_tensors
 from grpo_ray.policy.reference import Reference
 from grpo_ray.telemetry.durable import sync
 
@@ -36,24 +40,35 @@ class TrainingState:
 
 
 def capture_state(
-    model: PolicyModel,
+    masters: MasterWeights,
     optimizer: torch.optim.Optimizer,
     counters: Mapping[str, int],
     reference: Mapping[str, torch.Tensor],
+    spare: TrainingState | None = None,
 ) -> TrainingState:
-    """Copy the state to host memory; `reference` holds the weights of a reference that moves."""
+    """Copy the state to host memory, over an earlier state that is not needed any more if one is given.
+
+    Args:
+        reference: the weights of a reference that moves.
+        spare: its memory is page-locked if it was copied from a GPU; to lock memory takes longer than a copy.
+    """
     kept = {REFERENCE + name: tensor for name, tensor in reference.items()}
     return TrainingState(
-        weights=_copies(model.state_dict()),
-        training=_copies({**_optimizer_tensors(model, optimizer), **_random_tensors(), **kept}),
+        weights=_copies(masters.state_dict(), spare.weights if spare else {}),
+        training=_copies(
+            {**_optimizer_tensors(masters, optimizer), **_random_tensors(), **kept},
+            spare.training if spare else {},
+        ),
         counters=dict(counters),
     )
 
 
 def write_state(
     state: TrainingState, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
-    """Write the state to an existing folder and flush it to disk; of `model` only the configuration is used.
+) -> dict[str, int]:
+    """Write the state to an existing folder and flush it to disk; return the size of each file.
+
+    Only the configuration of `model` is used.
 
     Raises:
         OSError: it could not be written.
@@ -62,15 +77,16 @@ def write_state(
     training.mkdir(exist_ok=True)
     with _os_errors():
         model.save_pretrained(folder, state_dict=dict(state.weights))
+        _declare_float32(folder / "config.json")
         tokenizer.save_pretrained(folder)
         metadata = {name: str(count) for name, count in state.counters.items()}
         save_file(state.training, training / FILE_NAME, metadata=metadata)
-    _sync(folder, training)
+    return _sync(folder, training)
 
 
 def restore_state(
     training_folder: Path,
-    model: PolicyModel,
+    masters: MasterWeights,
     optimizer: torch.optim.Optimizer,
     reference: Reference | None = None,
 ) -> dict[str, int]:
@@ -85,8 +101,8 @@ def restore_state(
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         counters = {name: int(count) for name, count in (file.metadata() or {}).items()}
-    state = _optimizer_state(tensors, [name for name, _ in model.named_parameters()])
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    state = _optimizer_state(tensors, list(masters.named))
+    load_state(optimizer, state)
     moved = {name.removeprefix(REFERENCE): tensors[name] for name in tensors if name.startswith(REFERENCE)}
     if reference is not None and reference.moves and moved:
         reference.load(moved)
@@ -96,20 +112,27 @@ def restore_state(
     return counters
 
 
-def _sync(folder: Path, training: Path) -> None:
+def _declare_float32(path: Path) -> None:
+    """Name the dtype of the written weights, where `save_pretrained` has named that of the model's copy."""
+    config = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
+
+
+def _sync(folder: Path, training: Path) -> dict[str, int]:
     """Flush only the files written here: others may be writing to `training` at the same time."""
-    for path in (*(path for path in folder.iterdir() if path.is_file()), training / FILE_NAME):
-        sync(path)
+    files = [*(path for path in folder.iterdir() if path.is_file()), training / FILE_NAME]
+    sizes = {str(path.relative_to(folder)): sync(path) for path in files}
     for path in (training, folder):
         sync(path)
+    return sizes
 
 
-def _optimizer_tensors(model: PolicyModel, optimizer: torch.optim.Optimizer) -> Tensors:
+def _optimizer_tensors(masters: MasterWeights, optimizer: torch.optim.Optimizer) -> Tensors:
     """Return the optimizer's state, named by weight; a weight that never had a gradient has none."""
     return {
         f"{ADAM}{name}/{moment}": tensor
-        for name, parameter in model.named_parameters()
-        for moment, tensor in optimizer.state.get(parameter, {}).items()
+        for name, parameter in masters.named.items()
+        for moment, tensor in state_tensors(optimizer, parameter).items()
     }
 
 
@@ -131,20 +154,25 @@ def _optimizer_state(tensors: Tensors, names: list[str]) -> dict[int, Tensors]:
 
 def _random_tensors() -> Tensors:
     states = {RANDOM + "cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a Learner on the CPU of a GPU node must not make a context there
         states[RANDOM + "cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def _copies(tensors: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tensor]) -> Tensors:
     """Return contiguous copies in host memory; tensors that share their memory share one copy."""
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     result = {}
     for name, tensor in tensors.items():
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies or not tensor.numel():
-            copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+            memory = spare.get(name)
+            if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+                memory = host_memory(tensor)
+            copies[key] = memory.copy_(tensor.detach(), non_blocking=True)
         result[name] = copies[key]
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
     return result
 
 

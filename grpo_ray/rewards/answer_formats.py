@@ -1,9 +1,10 @@
 r"""Where a response gives its answer: in `<answer>` tags after a thought, or in the last `\boxed{}`."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards.math.text import closing_brace
+from grpo_ray.rewards.math.text import matching_braces
 
 AnswerIn = Literal["tags", "boxed"]
 
@@ -56,17 +57,31 @@ def read_boxed(response: str) -> str | None:
 
 
 def read_boxes(response: str) -> list[str]:
-    r"""Return what the outermost boxes hold; the last is "" if not closed. `\boxed{\boxed{72}}` is one box."""
+    r"""Return what the outermost boxes hold; the last is "" if not closed. `\boxed{\boxed{72}}` is one box.
+
+    It takes linear time, however deeply boxes are nested.
+    """
     contents: list[str] = []
     start = response.find(OPENING_BOX)
     while start >= 0:
         start += len(OPENING_BOX)
-        end = closing_brace(response, start)
-        if end is None:
+        closing = matching_braces(response, start)
+        if not closing:
             return [*contents, ""]
-        content = response[start:end].strip()
-        while content.startswith(OPENING_BOX) and closing_brace(content, len(OPENING_BOX)) == len(content) - 1:
-            content = content[len(OPENING_BOX) : -1].strip()
-        contents.append(content)
+        end = closing[start - 1]
+        contents.append(_without_boxes(response, start, end, closing))
         start = response.find(OPENING_BOX, end)
     return contents
+
+
+def _without_boxes(text: str, start: int, end: int, closing: Mapping[int, int]) -> str:
+    """Return the stripped content of [start, end), without boxes around the whole of it."""
+    while True:
+        while start < end and text[start].isspace():
+            start += 1
+        while start < end and text[end - 1].isspace():
+            end -= 1
+        inner = start + len(OPENING_BOX)
+        if not (text.startswith(OPENING_BOX, start, end) and closing.get(inner - 1) == end - 1):
+            return text[start:end]
+        start, end = inner, end - 1

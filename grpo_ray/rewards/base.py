@@ -10,7 +10,18 @@ RewardFn = Callable[[str, str], Scores]
 
 
 class NotGraded(Exception):
-    """The answer or the ground truth is too long, too deep or unreadable: an error, not a reward of 0."""
+    """The ground truth is too long, too deep or unreadable: a fault of the data, so an error."""
+
+
+class Ungradable(Exception):
+    """The answer is too long, too deep or takes too much to judge: it earns what a wrong answer earns.
+
+    Otherwise a policy would be better off with an answer that cannot be graded than with a wrong one.
+    """
+
+    def __init__(self, reason: str, scores: Scores | None = None) -> None:
+        super().__init__(reason)
+        self.scores = scores or verdict(has_format=False, is_right=False)
 
 
 def verdict(has_format: bool, is_right: bool) -> Scores:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from grpo_ray.config.reward import Reward
-from grpo_ray.rewards.base import RewardFn, Scores
+from grpo_ray.rewards.base import RewardFn, Scores, scores
 from grpo_ray.rewards.builtin import ALGEBRAIC, REWARDS
+from grpo_ray.rewards.math.answer import NO_TRUTH
 from grpo_ray.rewards.user_function import as_reward_fn, import_function
 
 
@@ -18,6 +19,34 @@ def get_reward_fn(reward: Reward) -> RewardFn:
     if isinstance(reward, str):
         return _named(reward)
     return weighted_sum([(term.weight, partial(_named(term.reward), **term.arguments)) for term in reward])
+
+
+def get_wrong_fn(reward: Reward, own: float | None) -> RewardFn | None:
+    """Return a function that gives what a wrong answer earns, for one that could not be judged.
+
+    It takes linear time: the algebra is spared, and a function of the user's is not called.
+
+    Args:
+        own: taken as the reward of each function of the user's; with None, a reward with one has no result.
+    """
+    names = _names(reward)
+    if own is None and any(":" in name for name in names):
+        return None
+    if isinstance(reward, str):
+        return _as_wrong(reward, own)
+    return weighted_sum(
+        [(term.weight, partial(_as_wrong(term.reward, own), **term.arguments)) for term in reward]
+    )
+
+
+def _as_wrong(name: str, own: float | None) -> RewardFn:
+    def reward_fn(response: str, ground_truth: str, **arguments: float | str | bool) -> Scores:
+        if ":" in name:
+            return scores(own or 0.0, has_format=False, is_right=False)
+        truth = NO_TRUTH if name in ALGEBRAIC else ground_truth
+        return REWARDS[name](response, truth, **arguments)
+
+    return reward_fn
 
 
 def weighted_sum(terms: Sequence[tuple[float, RewardFn]]) -> RewardFn:

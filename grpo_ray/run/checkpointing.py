@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from grpo_ray.run.context import RunContext
 from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.telemetry.run_log import Metrics
+from grpo_ray.telemetry.stage_clock import Duration
+
+WAITS = "a checkpoint waits for the records before it: "
 
 
 class Checkpointing:
@@ -27,6 +30,8 @@ class Checkpointing:
         """
         self._config, self._store, self._ledger_state = context.config.checkpoint, store, ledger_state
         self._actors, self._calls, self._clock = context.actors, context.calls, context.clock
+        self._log, self._on_preemption_s = context.log, context.config.run.on_preemption_s
+        self._is_measured = False  # against the time that a preemption leaves
         self._writing: asyncio.Task[None] | None = None
         self._last_saved = step
         self._write_s: float | None = None
@@ -47,7 +52,7 @@ class Checkpointing:
             state = await self._capture(metrics, unwritten)
         if state is None:
             return {}
-        self._writing = asyncio.create_task(self._write(state))
+        self._writing = asyncio.create_task(self._write(state, duration))
         self._writing.add_done_callback(_retrieve_error)
         return {"timing/checkpoint/capture_s": duration.seconds}
 
@@ -55,7 +60,7 @@ class Checkpointing:
         """Return the state to write, or None when there is nothing new or records are missing."""
         await self.settle()
         if unwritten is not None:
-            self.problem = f"a checkpoint waits for the records before it: {unwritten}"
+            self.problem = WAITS + unwritten
             return None
         with self._calls.call("learner", "copies its state for a checkpoint"):
             report = await self._actors.learner.capture()
@@ -75,25 +80,46 @@ class Checkpointing:
         seconds, self._write_s = self._write_s, None
         return {} if seconds is None else {"timing/checkpoint/write_s": seconds}
 
-    async def _write(self, state: CheckpointState) -> None:
+    async def _write(self, state: CheckpointState, captured: Duration) -> None:
         try:
             with self._clock.span("write checkpoint", f"step {state.step}") as duration:
                 await self._write_files(state)
         except OSError as error:
             self.problem = f"the checkpoint of step {state.step} could not be written: {error}"
+        except _RecordsMissing as missing:
+            self.problem = WAITS + str(missing)
         else:
             self.problem, self._last_saved, self._write_s = None, state.step, duration.seconds
+            self._compare_with_preemption(captured.seconds + duration.seconds)
 
     async def _write_files(self, state: CheckpointState) -> None:
-        folder: Path = await asyncio.to_thread(self._store.begin, state.step)
+        """Write the actors' files, and flush all records that the checkpoint vouches for before it appears."""
+        disk = self._log.writer
+        folder = await disk.run("a new checkpoint", partial(self._store.begin, state.step))
         with self._calls.call("learner", f"writes the checkpoint of step {state.step}"):
-            await asyncio.gather(
+            files, groups = await asyncio.gather(
                 self._actors.learner.write_captured(folder),
                 self._actors.buffer.write_captured(folder / "training"),
             )
-        if error := await self._actors.buffer.flush():
-            raise OSError(error)
-        await asyncio.to_thread(self._store.commit, state.step, state)
+        files = {**files, **{f"training/{name}": size for name, size in groups.items()}}
+        if error := await self._actors.buffer.flush() or await self._log.on_disk():
+            raise _RecordsMissing(error)
+        await disk.run("a checkpoint", partial(self._store.commit, state.step, state, files))
+
+    def _compare_with_preemption(self, seconds: float) -> None:
+        """Say once, at the first checkpoint, if a preemption would not leave the time for one."""
+        if not self._is_measured and seconds > self._on_preemption_s:
+            text = (
+                f"a checkpoint takes {seconds:.0f} s, longer than run.on_preemption_s "
+                f"({self._on_preemption_s:g} s): after a SIGTERM the steps since the last one would be lost; "
+                "raise it, and the grace period of what sends the SIGTERM, or write checkpoints more often"
+            )
+            self._log.event("slow_checkpoint", None, text)
+        self._is_measured = True
+
+
+class _RecordsMissing(Exception):
+    """The reason that records before the checkpoint are not on disk."""
 
 
 def _retrieve_error(writing: "asyncio.Task[None]") -> None:

@@ -12,6 +12,7 @@ docs/architecture.md has the table of a group's states.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -26,11 +27,11 @@ from grpo_ray.run.open_calls import OpenCall, OpenCalls
 from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.rollout_producer import RolloutProducer
-from grpo_ray.run.stalls import watch_for_stalls
+from grpo_ray.run.stalls import StallWatch
 from grpo_ray.run.step_metrics import StepMetrics
 from grpo_ray.run.validation import Validation
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
-from grpo_ray.telemetry.run_files import last_logged_step, step_name
+from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.run_log import Metrics, RunLog
 from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
@@ -69,6 +70,7 @@ class Controller:
         self._checkpointing = Checkpointing(context, store, self._producer.state_dict, self._version)
         self._tasks: asyncio.TaskGroup | None = None
         self._stop = asyncio.Event()
+        self._is_preempted = False
         self._unlogged: dict[int, Metrics] = {}  # metrics of trained steps that are not written yet
         self._in_training: tuple[BatchFacts, Metrics] | None = None  # the Learner's batch
 
@@ -102,11 +104,17 @@ class Controller:
     # From start to end
 
     @property
+    def version(self) -> int:
+        """The Learner's version: the number of steps that are complete."""
+        return self._version
+
+    @property
     def was_stopped(self) -> bool:
         return self._stop.is_set()
 
-    def stop(self) -> None:
-        """End after the current step, with a checkpoint."""
+    def stop(self, is_preempted: bool = False) -> None:
+        """End after the current step, with a checkpoint; a preemption leaves no time for an evaluation."""
+        self._is_preempted = is_preempted
         self._stop.set()
 
     async def run(self) -> None:
@@ -123,14 +131,12 @@ class Controller:
                 watching: asyncio.Task[None] | None = None
                 with contextlib.suppress(_Stopped):
                     await self._unless_stopped(self._until_ready())
-                    limit_s = self._config.recovery.stall_timeout_s
-                    watching = tasks.create_task(watch_for_stalls(self._calls, self._pool, self._log, limit_s))
+                    watching = tasks.create_task(self._stall_watch().run())
                     await self._unless_stopped(self._begin())
                     self._producer.start(tasks)
                     await self._train()
                 self._producer.cancel()
-                for task in self._pool.replacing:
-                    task.cancel()
+                self._pool.cancel()
                 await self._save()
                 if watching is not None:
                     watching.cancel()
@@ -140,18 +146,29 @@ class Controller:
                 await self._save_after_error()
             raise error from None
 
+    def _stall_watch(self) -> StallWatch:
+        limit_s, work_done = self._config.recovery.stall_timeout_s, self._actors.learner.work_done
+        return StallWatch(self._calls, self._pool, self._log, limit_s, work_done)
+
     async def _until_ready(self, notice_s: float = 60.0) -> None:
-        """Wait for every actor; if that takes long (a busy cluster), show which ones are not up yet."""
+        """Wait for every actor; if that takes long (a busy cluster), show which ones are not up yet.
+
+        Raises:
+            Stalled: they did not start within `recovery.start_timeout_s`.
+        """
         self._log.display.status("starting the actors")
         waits = {asyncio.ensure_future(self._ready(a)): name for name, a in self._actors.by_name().items()}
         pending = set(waits)
-        notice_s = min(notice_s, self._config.recovery.stall_timeout_s / 2)  # a slow start is not a stall
+        limit_s = self._config.recovery.start_timeout_s
+        notice_s, deadline = min(notice_s, limit_s / 2), time.monotonic() + limit_s
         while pending:
             done, pending = await asyncio.wait(pending, timeout=notice_s, return_when=asyncio.FIRST_EXCEPTION)
             for ready in done:
                 ready.result()
             if pending:
                 names = ", ".join(sorted(waits[ready] for ready in pending))
+                if time.monotonic() >= deadline:
+                    raise Stalled(f"{names} did not start within {limit_s:g} s (recovery.start_timeout_s)")
                 self._log.display.status(
                     f"still waiting for {names} (is the cluster busy? see {self._log.run.logs})"
                 )
@@ -165,7 +182,7 @@ class Controller:
         """Restore the ledger and the groups of the checkpoint, and finish its last step."""
         state = self._checkpoint.state if self._checkpoint is not None else None
         await self._producer.begin(self._version, state.ledger if state is not None else None)
-        if state is not None and last_logged_step(self._log.run.metrics_path) < self._version:
+        if state is not None and self._log.last_logged_step < self._version:
             self._unlogged[self._version] = dict(state.metrics)
         if self._validation.is_due(self._version):
             self._log.display.status("evaluating the policy")
@@ -208,7 +225,7 @@ class Controller:
 
         No group is being sampled: the batch is complete, and none of the next one is admitted yet.
         """
-        await self._pool.ask_all("sleep", lambda generator: generator.sleep())
+        await self._pool.sleep()
         with self._calls.call("learner", "moves onto the device"):
             await self._actors.learner.take_room()
 
@@ -219,7 +236,7 @@ class Controller:
         """
         with self._calls.call("learner", "moves off the device"):
             await self._actors.learner.make_room()
-        await self._pool.ask_all("wake", lambda generator: generator.wake())
+        await self._pool.wake()
 
     async def _next_batch(self, step: int) -> tuple[Ref[TrainBatch], BatchFacts, Metrics]:
         """Wait for the batch of `step`; have groups that are too old sampled again."""
@@ -252,6 +269,10 @@ class Controller:
         self._settle_step(report)
         if report.profile_error is not None:
             self._log.event("profile_failed", "learner", report.profile_error)
+        if report.out_of_memory is not None:
+            self._log.event("learner_out_of_memory", "learner", report.out_of_memory)
+        if report.unshared_prompts is not None:
+            self._log.event("prompts_not_shared", "learner", report.unshared_prompts)
         return report
 
     def _settle_step(self, report: StepReport) -> None:
@@ -315,7 +336,7 @@ class Controller:
         """Evaluate when due, and write the step's metrics unless that has been done."""
         metrics = self._unlogged.get(step, {})
         if self._validation.is_due(step):
-            metrics |= await self._validation.evaluate(step)
+            metrics |= await self._evaluate(step)
         if step in self._unlogged:
             self._log.line(step, metrics)
             self._actors.show_metrics(step, metrics)
@@ -323,6 +344,23 @@ class Controller:
         self._validation.write()
         self._log.warning("checkpoint", self._checkpointing.problem)
         self._log.show_warnings()
+
+    async def _evaluate(self, step: int) -> Metrics:
+        """Validate the policy after `step`, unless a preemption comes while the Learner trains the next one.
+
+        That step's checkpoint would have to wait for it. A validation of the newest step needs no such care:
+        a resumed run repeats it.
+        """
+        evaluating = asyncio.ensure_future(self._validation.evaluate(step))
+        try:
+            while not (await asyncio.wait({evaluating}, timeout=0.1))[0]:
+                if self._is_preempted and step < self._version:
+                    text = f"the preemption left no time to validate step {step}"
+                    self._log.event("not_evaluated", None, text, validation_step=step)
+                    return {}
+            return evaluating.result()
+        finally:
+            evaluating.cancel()
 
     # Ending
 
@@ -352,8 +390,7 @@ class Controller:
             return
         self._validation.write()
         self._log.warning("rollouts", await self._actors.buffer.flush())
-        self._log.flush()
-        await self._checkpointing.begin(self._unlogged.get(self._version, {}), self._log.unwritten())
+        await self._checkpointing.begin(self._unlogged.get(self._version, {}), await self._log.on_disk())
         await self._checkpointing.settle()
         if self._checkpointing.problem is not None:
             raise RunError(f"{self._checkpointing.problem}; older checkpoints are as they were")

@@ -1,24 +1,31 @@
-"""The Generators and the Scorer, and their replacement while a run continues.
+"""The Generators and the Scorers as one, and the replacement of Generators while a run continues.
 
 A Generator that dies, or fails a weight sync, is replaced: its groups are sampled again by Generators that
-serve, and the replacement gets none before its first sync. A Scorer that dies is replaced, and scores again.
+serve, and the replacement gets none before its first sync. scorer_pool.py does the same for Scorers.
+Nothing here waits without a limit: an actor that does not start in time is killed and started again, within
+the budget of restarts, and a group that fails or is lost too often is given up.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
 
-from grpo_ray.actors.clients import GeneratorClient, ScorerClient, ServingActors, WeightSyncClient
+from grpo_ray.actors.clients import GeneratorClient, ServingActors, WeightSyncClient
 from grpo_ray.actors.weight_sync import WeightSyncError
 from grpo_ray.config import SamplingConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.context import ServingContext
-from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, ScoredGroup
+from grpo_ray.run.dispatch import Dispatcher, Incarnation
+from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget, pause_s
+from grpo_ray.run.scorer_pool import ScorerPool
+from grpo_ray.run.starting import until_ready
+from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, Verdict
+
+Scored = tuple[Ref[RolloutGroup], Verdict]
 
 
 def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) -> SamplingSettings:
@@ -34,16 +41,8 @@ def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) 
     )
 
 
-@dataclass(eq=False)
-class Incarnation:
-    """One process under a Generator's name; the failures of an earlier one do not count against it."""
-
-    client: GeneratorClient
-    num_running: int = 0
-
-
 class GeneratorPool:
-    """The Generators that serve and the Scorer: samples and scores groups, and replaces actors that fail."""
+    """The Generators that serve and the Scorers: samples and scores groups, and replaces actors that fail."""
 
     def __init__(
         self,
@@ -52,21 +51,28 @@ class GeneratorPool:
         settings: SamplingSettings,
         budget: RestartBudget,
     ) -> None:
+        self._context = context
         self._config, self._calls, self._log = context.config, context.calls, context.log
         self._actors, self._weight_sync = context.actors, weight_sync
         self._settings, self._budget = settings, budget
-        self._serving = {name: Incarnation(client) for name, client in context.actors.generators.items()}
-        self._serving_changed = asyncio.Condition()
+        self._dispatcher = Dispatcher(context.actors.generators.values(), context.config.generator.max_num_seqs)
         self._failed_meanwhile: dict[str, str] = {}  # errors of Generators that are being replaced
-        self._scorer_lock = asyncio.Lock()
+        self._scorers = ScorerPool(context, budget)
+        self._device_is_ours = asyncio.Event()  # cleared while a colocated Learner has the device
+        self._device_is_ours.set()
         self._tasks: asyncio.TaskGroup | None = None
-        self.replacing: set[asyncio.Task[None]] = set()
+        self._replacing: dict[asyncio.Task[None], str] = {}  # the actor's name
         self.num_retried = 0
         self.num_sampled_tokens = 0  # since the pool was made
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Run replacements in this task group; a replacement that exceeds the budget ends the run."""
         self._tasks = tasks
+
+    def cancel(self) -> None:
+        """Abandon the replacements that are under way."""
+        for task in self._replacing:
+            task.cancel()
 
     @property
     def actors(self) -> ServingActors:
@@ -75,32 +81,45 @@ class GeneratorPool:
     @property
     def serving(self) -> Mapping[str, Incarnation]:
         """The Generators that serve now, by name."""
-        return dict(self._serving)
+        return dict(self._dispatcher.serving)
+
+    @property
+    def being_replaced(self) -> frozenset[str]:
+        return frozenset(self._replacing.values())
 
     # Sampling
 
-    async def sample(self, item: PromptItem, num_samples: int, purpose: str) -> Ref[ScoredGroup] | None:
-        """Return a reference to the item's scored group, or None if it failed too often.
+    async def sample(
+        self, item: PromptItem, num_samples: int, purpose: str, on_dispatch: Callable[[], None] = lambda: None
+    ) -> Scored | None:
+        """Return a reference to the item's group, and its verdict; None if it failed or was lost too often.
 
-        Deaths of actors do not count against the group: `recovery.max_restarts` bounds those.
+        Args:
+            on_dispatch: called whenever a Generator is given the group.
         """
+        recovery = self._config.recovery
         settings = self._request(num_samples, f"{purpose}/{item.group_id}")
-        num_failures = 0
+        num_failures = num_losses = 0
         while True:
+            is_retry = num_failures + num_losses > 0
             try:
-                group = await self._generate(item, settings)
-            except DataLost:
-                self.num_retried += 1
-                continue
+                group = await self._generate(item, settings, is_retry, on_dispatch)
+                return group, await self._scorers.score(group, item, is_retry)
+            except BudgetUsedUp:
+                raise
+            except DataLost as error:  # one event tells of the actor's death, whatever was lost with it
+                num_losses += 1
+                if num_losses > 1:
+                    self._log.event("group_lost", None, f"group {item.group_id}: {error} (time {num_losses})")
             except Exception as error:
                 num_failures += 1
                 self._log.event("group_failed", None, f"group {item.group_id}: {error} (try {num_failures})")
-                if num_failures > self._config.recovery.max_group_retries:
-                    return None
-                self.num_retried += 1
-                continue
-            with contextlib.suppress(DataLost):
-                return await self._score(group, item)
+            if num_failures > recovery.max_group_retries or num_losses > recovery.max_group_losses:
+                return None
+            self.num_retried += 1
+            num_pauses = max(num_failures, num_losses - 1)  # no pause after the first death of an actor
+            if num_pauses:
+                await asyncio.sleep(pause_s(recovery.restart_backoff_s, num_pauses - 1))
 
     def _request(self, num_samples: int, request: str) -> SamplingSettings:
         """Return the parameters of one request, with a seed for the reference engine only.
@@ -114,7 +133,9 @@ class GeneratorPool:
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         return replace(self._settings, num_samples=num_samples, seed=seed)
 
-    async def _generate(self, item: PromptItem, settings: SamplingSettings) -> Ref[RolloutGroup]:
+    async def _generate(
+        self, item: PromptItem, settings: SamplingSettings, is_retry: bool, on_dispatch: Callable[[], None]
+    ) -> Ref[RolloutGroup]:
         """Return a reference to the sampled group.
 
         Raises:
@@ -122,42 +143,22 @@ class GeneratorPool:
             TimeoutError: the group was not finished within `recovery.group_timeout_s`, and was aborted.
         """
         limit_s = self._config.recovery.group_timeout_s
-        generator = await self._least_busy()
-        name = generator.client.name
+        name = "no Generator"
         try:
-            with self._calls.call(name, f"samples group {item.group_id}"):
-                group, sampled = generator.client.generate(item, settings)
-                async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
-                    num_tokens = await sampled
+            async with self._dispatcher.turn(settings.num_samples, limit_s) as generator:
+                name = generator.client.name
+                on_dispatch()
+                with self._calls.call(name, f"samples group {item.group_id}", is_retry=is_retry):
+                    try:
+                        group, sampled = generator.client.generate(item, settings)
+                        num_tokens = await sampled
+                    except (ActorDied, EngineDied) as error:
+                        self.retire(name, str(error), generator)
+                        raise DataLost(str(error)) from error
             self.num_sampled_tokens += num_tokens
             return group
         except TimeoutError as error:
             raise TimeoutError(f"{name} did not finish it within {limit_s:g} s") from error
-        except (ActorDied, EngineDied) as error:
-            self.retire(name, str(error), generator)
-            raise DataLost(str(error)) from error
-        finally:
-            generator.num_running -= 1
-
-    async def _least_busy(self) -> Incarnation:
-        """Wait until a Generator serves; return the least busy one, with one more group counted."""
-        async with self._serving_changed:
-            await self._serving_changed.wait_for(lambda: self._serving)
-            generator = min(self._serving.values(), key=lambda incarnation: incarnation.num_running)
-            generator.num_running += 1
-            return generator
-
-    async def _score(self, group: Ref[RolloutGroup], item: PromptItem) -> Ref[ScoredGroup]:
-        while True:
-            scorer = self._actors.scorer
-            try:
-                with self._calls.call("scorer", f"scores group {item.group_id}"):
-                    scored, num_errors = scorer.score(group)
-                    await num_errors
-            except ActorDied as error:
-                await self.replace_scorer(scorer, str(error))
-                continue
-            return scored
 
     async def ask_all(self, what: str, ask: Callable[[GeneratorClient], Awaitable[None]]) -> None:
         """Call every Generator that serves; replace those that cannot answer."""
@@ -171,6 +172,18 @@ class GeneratorPool:
 
         await asyncio.gather(*(ask_one(name, generator) for name, generator in self.serving.items()))
 
+    async def sleep(self) -> None:
+        """Leave the device to the colocated Learner: no Generator runs or starts on it until `wake`."""
+        while self._replacing:
+            await asyncio.wait(self._replacing)
+        self._device_is_ours.clear()
+        await self.ask_all("sleep", lambda generator: generator.sleep())
+
+    async def wake(self) -> None:
+        """Take the device back from the colocated Learner."""
+        self._device_is_ours.set()
+        await self.ask_all("wake", lambda generator: generator.wake())
+
     # Replacing
 
     def retire(self, name: str, error: str, incarnation: Incarnation | None = None) -> None:
@@ -179,40 +192,48 @@ class GeneratorPool:
         Args:
             incarnation: the process that failed; default: the one that serves now.
         """
-        assert self._tasks is not None
-        current = self._serving.get(name)
+        current = self._dispatcher.serving.get(name)
         if current is not None and (incarnation is None or incarnation is current):
-            del self._serving[name]
-            task = self._tasks.create_task(self._replace(name, error))
-            self.replacing.add(task)
-            task.add_done_callback(self.replacing.discard)
+            self._dispatcher.remove(name)
+            self._begin(self._replace(name, error), name)
         elif current is None and incarnation is None:
             self._failed_meanwhile[name] = error
+
+    def retire_scorer(self, name: str, error: str) -> None:
+        """Replace a Scorer, unless that has begun already."""
+        if not self._scorers.is_being_replaced(name):
+            self._begin(self._scorers.replace(name, self._actors.scorers[name], error), name)
+
+    def _begin(self, replacement: Coroutine[Any, Any, None], name: str) -> None:
+        assert self._tasks is not None
+        task = self._tasks.create_task(replacement)
+        self._replacing[task] = name
+        task.add_done_callback(self._replacing.pop)
 
     async def _replace(self, name: str, error: str) -> None:
         while True:
             started = time.monotonic()
-            pause_s = self._budget.spend(error)
+            pause_s = self._budget.spend(name, error)
             self._log.event("generator_failed", name, f"{error}; it is replaced in {pause_s:g} s")
-            await self._weight_sync.retire(name)
+            with self._calls.call("weight_sync", f"excludes {name}", is_retry=True):
+                await self._weight_sync.retire(name)
             await asyncio.sleep(pause_s)
+            await self._device_is_ours.wait()
             try:
-                with self._calls.call(name, "starts"):
-                    client = self._actors.restart_generator(name)
-                    await client.ready()
-                version = await self._weight_sync.admit(client)
-            except (ActorDied, EngineDied, WeightSyncError) as again:
+                client = self._actors.restart_generator(name)
+                await until_ready(client, self._context)
+                with self._calls.call("weight_sync", f"admits {name}", is_retry=True):
+                    version = await self._weight_sync.admit(client)
+            except (ActorDied, EngineDied, WeightSyncError, TimeoutError) as again:
                 if isinstance(again, ActorDied) and again.name != name:
                     raise
                 error = str(again)
                 continue
-            async with self._serving_changed:
-                failure = await self._failure_since_admission(name)
-                if failure is None:
-                    self._serving[name] = Incarnation(client)
-                    self._serving_changed.notify_all()
-                    break
-                error = failure
+            failure = await self._failure_since_admission(name)
+            if failure is None:
+                self._dispatcher.add(client)
+                break
+            error = failure
         seconds = time.monotonic() - started
         self._log.event(
             "generator_back", name, f"serves version {version} again after {seconds:.1f} s", seconds=seconds
@@ -227,20 +248,3 @@ class GeneratorPool:
             if name in await self._weight_sync.stale():
                 return error
         return None
-
-    async def replace_scorer(self, scorer: ScorerClient, error: str) -> None:
-        """Replace this Scorer, unless that has been done already."""
-        async with self._scorer_lock:
-            while self._actors.scorer is scorer:
-                started = time.monotonic()
-                pause_s = self._budget.spend(error)
-                self._log.event("scorer_failed", "scorer", f"{error}; it is replaced in {pause_s:g} s")
-                await asyncio.sleep(pause_s)
-                scorer = self._actors.restart_scorer()
-                with contextlib.suppress(ActorDied):
-                    await scorer.ready()
-                    seconds = time.monotonic() - started
-                    self._log.event(
-                        "scorer_back", "scorer", f"scores again after {seconds:.1f} s", seconds=seconds
-                    )
-                    return

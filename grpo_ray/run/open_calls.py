@@ -27,13 +27,18 @@ class OpenCalls:
         self._last_progress = clock()
 
     @contextlib.contextmanager
-    def call(self, actor: str, what: str, is_waiting: bool = False) -> Iterator[None]:
-        """Record a call for as long as the block lasts; leaving the block without an error is progress."""
+    def call(self, actor: str, what: str, is_waiting: bool = False, is_retry: bool = False) -> Iterator[None]:
+        """Record a call for as long as the block lasts; leaving the block without an error is progress.
+
+        Args:
+            is_retry: work that has been done before; its end is no progress, because it may fail for ever.
+        """
         number = next(self._ids)
         self._open[number] = OpenCall(actor, what, self._clock(), is_waiting)
         try:
             yield
-            self.progress()
+            if not is_retry:
+                self.progress()
         finally:
             del self._open[number]
 

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from grpo_ray.config import Config
 from grpo_ray.config.task import ExamplesTaskConfig, PlainTask
+from grpo_ray.engines.engine_args import check_engine_args
 from grpo_ray.policy.loading import (
     check_hub_model,
     check_lengths,
@@ -19,7 +20,10 @@ from grpo_ray.policy.loading import (
     load_tokenizer,
     max_positions,
 )
+from grpo_ray.policy.optimizer import check_moments
+from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.isolation.protection import protection_here
 from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.prompt_ledger import PromptLedger
@@ -46,7 +50,7 @@ class TaskData:
     train: Sequence[Example]
     validation: Sequence[Example]
     templates: Mapping[str, PromptTemplate]
-    notices: tuple[str, ...] = ()  # one line per kind of example that was skipped or cut
+    notices: tuple[str, ...] = ()  # what was skipped or cut, and gaps in isolation
     longest_prompt: int | None = None  # tokens; None for a model on the hub, as its tokenizer is not loaded yet
     max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
 
@@ -85,8 +89,10 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     Raises:
         ValueError: names the field or file, what is wrong with it, and the fix.
     """
+    check_engine_args(config.generator.engine_args)
     for name, reward in config.task.rewards.items():
         check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
+    check_moments(config.learner)
     if config.model.tiny is not None:
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
@@ -94,7 +100,9 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     if examples is None:
         examples = load_examples(config.task, config.run.seed)
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
-    task = TaskData(examples.train, examples.validation, templates, examples.notices)
+    is_isolated = any(map(needs_isolation, config.task.rewards.values()))
+    notices = examples.notices + (protection_here().notices if is_isolated else ())
+    task = TaskData(examples.train, examples.validation, templates, notices)
     if config.model.path is None or is_local(config.model.path):
         task = _fit_prompts(config, task)
     return task

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import TypeVar
 
 from grpo_ray.actors.clients import RunActors
 from grpo_ray.config import Config
@@ -11,13 +12,16 @@ from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.run.controller import RECOVERABLE, Controller
 from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.telemetry.background import BackgroundThread
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore, make_store
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import Display, RunLog
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
 from grpo_ray.types import StartingModel
 
+T = TypeVar("T")
 RETRY_S = 2.0
+GIVE_UP_S = 600.0  # for a disk that is full, read-only or hangs
 
 # (config, model, run directory, checkpoint) -> a context manager: the actors, which end with its block.
 Host = Callable[[Config, StartingModel, Path, Checkpoint | None], AbstractContextManager[RunActors]]
@@ -44,50 +48,100 @@ def train_through_restores(
         RunError: `recovery.max_restores` are used up, or the actors did not even start.
     """
     recovery = config.recovery
-    budget = RestartBudget(recovery.max_restarts, recovery.restart_backoff_s)
+    budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
+    restores = _Restores(recovery.max_restores)
     store = make_store(config, run)
     beginning = prepared.ledger.state_dict()
-    failures: list[str] = []
-    while len(failures) <= recovery.max_restores:
+    while True:
         checkpoint = _restore(store, run, display)
         with shown_plainly():
             prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
         log = RunLog(run, display, trackers)
         step = checkpoint.state.step if checkpoint else 0
         trackers.resume_from(step)
-        if failures:
+        if restores.num_failures:
             log.event("restored", None, f"the run continues from step {step}")
-        with host(config, prepared.model, run.path.resolve(), checkpoint) as actors:
+        with closing(log), host(config, prepared.model, run.path.resolve(), checkpoint) as actors:
             controller = Controller(config, prepared, actors, log, store, budget, checkpoint)
             try:
                 return drive(controller)
             except RECOVERABLE as error:
-                failures.append(str(error))
                 log.event("run_failed", getattr(error, "name", None), str(error))
-                if not controller.has_begun and len(failures) == 1:
+                if not controller.has_begun and not restores.num_failures:
                     raise RunError(f"{error}\nThe actors' output is in {run.logs}/") from error
-    raise RunError(
-        f"recovery.max_restores: the run went back to its last checkpoint {recovery.max_restores} times. "
-        f"The first error was: {failures[0]}\nThe actors' output is in {run.logs}/; {how_to_resume(run)}"
-    )
+                try:
+                    restores.count(controller.version, str(error))
+                except RunError as used_up:
+                    where = f"The actors' output is in {run.logs}/; {how_to_resume(run)}"
+                    raise RunError(f"{used_up}\n{where}") from error
+
+
+class _Restores:
+    """A count of the run's failures, against `recovery.max_restores`: per hour, and without progress."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._budget = RestartBudget("recovery.max_restores", limit, backoff_s=0)
+        self._furthest, self._in_vain = -1, 0
+        self.num_failures = 0
+
+    def count(self, step: int, error: str) -> None:
+        """Count a failure after `step`.
+
+        Raises:
+            RunError: there were too many in an hour, or too many since the last step that was new.
+        """
+        self.num_failures += 1
+        if step > self._furthest:
+            self._furthest, self._in_vain = step, 0
+        self._in_vain += 1
+        self._budget.spend("run", error)
+        if self._in_vain > self._limit:
+            raise RunError(
+                f"recovery.max_restores: the run went back to its last checkpoint {self._limit} times without "
+                f"getting beyond step {step}. The last error was: {error}"
+            )
 
 
 def _restore(store: CheckpointStore, run: RunDirectory, display: Display) -> Checkpoint | None:
-    """Return the newest complete checkpoint, after removing all later steps from the run directory."""
-    store.discard_unfinished()
-    checkpoint = store.latest()
+    """Return the newest complete checkpoint, after removing all later steps from the run directory.
+
+    Raises:
+        RunError: the records before that checkpoint are damaged, or nothing can be changed for `GIVE_UP_S`.
+    """
+
+    def restore() -> Checkpoint | None:
+        store.discard_unfinished()
+        newest = store.latest()
+        run.rewind(newest.state.step if newest else 0)
+        return newest
+
+    checkpoint = _until_the_disk_lets(restore, display)
     for line in store.damaged:
         display.warning(f"skipped a damaged checkpoint: {line}")
-    while True:
-        try:
-            run.rewind(checkpoint.state.step if checkpoint else 0)
-            break
-        except OSError as error:
-            display.warning(f"the run directory cannot be reset to its last checkpoint yet: {error}")
-            time.sleep(RETRY_S)
     if checkpoint is not None:
         display.status(f"resuming from {checkpoint.path}")
     return checkpoint
+
+
+def _until_the_disk_lets(work: Callable[[], T], display: Display) -> T:
+    """Repeat `work` until it raises no OSError; it runs in a thread, so that a signal ends one that hangs."""
+    disk, give_up_at = BackgroundThread("restore"), time.monotonic() + GIVE_UP_S
+    try:
+        while True:
+            try:
+                return disk.call("the run directory", work).result(give_up_at - time.monotonic())
+            except OSError as error:
+                reason = str(error) or "the disk does not answer"
+                if time.monotonic() + RETRY_S > give_up_at:
+                    raise RunError(
+                        f"the run directory could not be reset to its last checkpoint for {GIVE_UP_S:g} s: "
+                        f"{reason}; make it writable, and resume"
+                    ) from error
+                display.warning(f"the run directory cannot be reset to its last checkpoint yet: {reason}")
+                time.sleep(RETRY_S)
+    finally:
+        disk.close(0.0)
 
 
 def how_to_resume(run: RunDirectory) -> str:

@@ -20,12 +20,12 @@ from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.types import Admitted, BatchFacts, PromptItem
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Rollout:
     """A group on its way into the buffer."""
 
     task: "asyncio.Task[None]"
-    version: int  # the published version when it was dispatched
+    version: int | None = None  # the published version when a Generator was given it; None while it waits
 
 
 class RolloutProducer:
@@ -120,7 +120,7 @@ class RolloutProducer:
         assert self._tasks is not None
         for item in items:
             task = self._tasks.create_task(self._produce(item))
-            self._rollouts[item.group_id] = _Rollout(task, self._admitted.version)
+            self._rollouts[item.group_id] = _Rollout(task)
             self._own_tasks.add(task)
             task.add_done_callback(self._own_tasks.discard)
 
@@ -129,7 +129,13 @@ class RolloutProducer:
     async def _produce(self, item: PromptItem) -> None:
         """Have one group sampled, scored and buffered; only references pass through this process."""
         group_id = item.group_id
-        scored = await self._pool.sample(item, self._config.algorithm.samples_per_prompt, "train")
+        rollout = self._rollouts[group_id]
+
+        def note_version() -> None:
+            rollout.version = self._admitted.version
+
+        num_samples = self._config.algorithm.samples_per_prompt
+        scored = await self._pool.sample(item, num_samples, "train", note_version)
         if not self._is_current(group_id):  # it was cut off just as its answer arrived
             return
         if scored is None:
@@ -139,7 +145,7 @@ class RolloutProducer:
             self._ledger.mark_scored(group_id)  # from here on it is not cut off
             await self._notify()
             with self._calls.call("buffer", f"takes in group {group_id}", is_waiting=True):
-                receipt = await self._actors.buffer.put(scored)
+                receipt = await self._actors.buffer.put(*scored)
             if self._is_current(group_id):  # otherwise `batch_taken` was faster than the receipt
                 del self._rollouts[group_id]
                 if receipt.is_kept:
@@ -221,7 +227,11 @@ class RolloutProducer:
         oldest = oldest_allowed(version_trained_at(step), self._config.weight_sync.max_lag)
         self._oldest_useful = oldest
         scored = self._ledger.scored
-        late = [g for g, rollout in self._rollouts.items() if rollout.version < oldest and g not in scored]
+        late = [
+            group_id
+            for group_id, rollout in self._rollouts.items()
+            if rollout.version is not None and rollout.version < oldest and group_id not in scored
+        ]
         for group_id in late:
             self._rollouts.pop(group_id).task.cancel()
         self._cut(late)

@@ -1,39 +1,89 @@
 """Detection of stalls: when no call is answered for long, report the open calls and replace stuck actors."""
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable
 
 from grpo_ray.errors import Stalled
 from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.run.open_calls import OpenCalls
 from grpo_ray.telemetry.run_log import RunLog
 
-
-async def watch_for_stalls(calls: OpenCalls, pool: GeneratorPool, log: RunLog, limit_s: float) -> None:
-    """Check for a stall until cancelled.
-
-    Raises:
-        Stalled: no call was answered for `limit_s`, and neither a Generator nor the Scorer is the cause.
-    """
-    while True:
-        await asyncio.sleep(min(5.0, limit_s / 4))
-        if calls.quiet_s >= limit_s:
-            log.event("stalled", None, f"nothing has moved for {calls.quiet_s:.0f} s; the actors:")
-            for line in calls.lines():
-                log.event("waits", None, f"  {line}")
-            log.display.warning(f"the Python stacks of the actors' processes are in {log.run.logs}/")
-            pool.actors.dump_stacks()
-            await _replace_stuck(set(calls.stuck(0.7 * limit_s)), pool, limit_s)
-            calls.progress()
+LOOK_S = 5.0
 
 
-async def _replace_stuck(stuck: set[str], pool: GeneratorPool, limit_s: float) -> None:
-    error = f"it has not answered for {limit_s:g} s (recovery.stall_timeout_s)"
-    generators = stuck & set(pool.serving)
-    for name in generators:
-        pool.retire(name, error)
-    if "scorer" in stuck:
-        await pool.replace_scorer(pool.actors.scorer, error)
-    if not generators and "scorer" not in stuck:
-        raise Stalled(
-            f"stuck for {limit_s:g} s: {', '.join(sorted(stuck)) or 'everything waits for the buffer'}"
-        )
+class StallWatch:
+    """A check of the open calls, and of the Learner's progress within a long step."""
+
+    def __init__(
+        self,
+        calls: OpenCalls,
+        pool: GeneratorPool,
+        log: RunLog,
+        limit_s: float,
+        work_done: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:
+        """
+        Args:
+            work_done: asks the Learner for a number that changes while it works.
+        """
+        self._calls, self._pool, self._log = calls, pool, log
+        self._limit_s, self._look_s = limit_s, min(LOOK_S, limit_s / 4)
+        self._ask_work_done = work_done
+        self._work_done: int | None = None  # at the previous look, while nothing else moves
+
+    async def run(self) -> None:
+        """Check for a stall until cancelled.
+
+        Raises:
+            Stalled: no call was answered for `limit_s`, and neither a Generator nor a Scorer is the cause.
+        """
+        while True:
+            await asyncio.sleep(self._look_s)
+            if self._calls.quiet_s >= self._limit_s / 2:
+                await self._look_at_learner()
+            else:
+                self._work_done = None
+            if self._calls.quiet_s >= self._limit_s:
+                self._report()
+                self._replace_stuck(set(self._calls.stuck(0.7 * self._limit_s)))
+                self._calls.progress()
+
+    async def _look_at_learner(self) -> None:
+        """Count the micro-batches of a long step as progress; a Learner that cannot answer makes none."""
+        if self._ask_work_done is None:
+            return
+        try:
+            async with asyncio.timeout(self._look_s):
+                work_done = await self._ask_work_done()
+        except Exception:  # the call of the step itself reports the death of the Learner
+            return
+        if self._work_done not in (None, work_done):
+            self._calls.progress()
+        self._work_done = work_done
+
+    def _report(self) -> None:
+        log, calls = self._log, self._calls
+        log.event("stalled", None, f"nothing has moved for {calls.quiet_s:.0f} s; the actors:")
+        for line in calls.lines():
+            log.event("waits", None, f"  {line}")
+        log.display.warning(f"the Python stacks of the actors' processes are in {log.run.logs}/")
+        # In a thread that is not waited for: it reads files, and the file system may be the cause.
+        threading.Thread(target=self._pool.actors.dump_stacks, daemon=True).start()
+
+    def _replace_stuck(self, stuck: set[str]) -> None:
+        """Replace the stuck Generators and Scorers, unless that is under way, with its own time limit."""
+        pool = self._pool
+        error = f"it has not answered for {self._limit_s:g} s (recovery.stall_timeout_s)"
+        being_replaced = pool.being_replaced
+        generators = stuck & set(pool.serving)
+        for name in generators:
+            pool.retire(name, error)
+        scorers = stuck & set(pool.actors.scorers)
+        for name in scorers:
+            pool.retire_scorer(name, error)
+        if not generators and not scorers and not stuck & being_replaced:
+            raise Stalled(
+                f"stuck for {self._limit_s:g} s: "
+                f"{', '.join(sorted(stuck)) or 'everything waits for the buffer'}"
+            )

@@ -1,7 +1,7 @@
 """Metrics of the time between two steps: seconds per stage, tokens per second, and memory."""
 
-import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 from grpo_ray.actors.clients import ActorClient
 from grpo_ray.run.context import RunContext
@@ -31,9 +31,10 @@ class StepMetrics:
         window = await self._activity.read(self._serving)
         num_tokens = self._pool.num_sampled_tokens
         num_sampled, self._num_reported_tokens = num_tokens - self._num_reported_tokens, num_tokens
-        spilled_bytes = await asyncio.to_thread(actors.spilled_bytes)
+        spilled_bytes = actors.spilled_bytes()
         log.warning("spilling", _spilling(spilled_bytes))
-        log.warning("timeline", await asyncio.to_thread(self._timeline.append, window.stages))
+        draw = partial(self._timeline.append, window.stages)
+        log.writer.submit("timeline.json", lambda: log.warning("timeline", draw()))
         return {
             **window.metrics(self._context.config.generator.num_generators),
             "timing/step_s": window.seconds,

@@ -14,11 +14,15 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.policy.loading import is_local
 from grpo_ray.run.controller import Controller
+from grpo_ray.run.inputs import check_inputs, input_digests, write_digests
 from grpo_ray.run.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
-from grpo_ray.telemetry.checkpoint import make_store
+from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
 from grpo_ray.telemetry.console import RunConsole, banner
+from grpo_ray.telemetry.json_lines import JsonLines
+from grpo_ray.telemetry.resumable_folder import changed_values
+from grpo_ray.telemetry.rollout_log import num_groups_in
 from grpo_ray.telemetry.run_files import RunDirectory, dump_config, last_logged_step
 from grpo_ray.telemetry.run_state import reported
 from grpo_ray.telemetry.trackers import check_trackers, tracking
@@ -41,6 +45,7 @@ def train(config: Config, config_path: str) -> RunDirectory:
         with shown_plainly():
             run.create(config)
         with run.lock():
+            write_digests(run, input_digests(config, task))
             _run_to_the_end(config, prepared, run, console, placement)
     return run
 
@@ -59,19 +64,43 @@ def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
 
 
 def _resume(run: RunDirectory, config: Config) -> RunDirectory:
-    _check_same_prompts(load_config(run.config_path), config)
+    """Resume; whatever can refuse does so before the first change in the run's folder."""
+    before = load_config(run.config_path)
+    _check_same_prompts(before, config)
     task = _check(config)
+    digests = input_digests(config, task)
+    check_inputs(run, digests)
     with run.lock():
-        if _is_done(run, config):
+        checkpoint = make_store(config, run).latest()
+        step = checkpoint.state.step if checkpoint is not None else 0
+        if min(step, last_logged_step(run.metrics_path)) >= config.algorithm.num_steps:
             num_steps = config.algorithm.num_steps
             more = f"algorithm.num_steps={2 * num_steps}"
             print(f"{run.path}: all {num_steps} steps are done; continue with: {more}")
             return run
-        dump_config(config, run.config_path)
-        run.state_path.unlink(missing_ok=True)  # it describes how the run ended the last time
+        run.check_records(step)
+        if checkpoint is not None:
+            check_same_sampling(before, config, checkpoint)
         with _ray_for(config) as (console, placement):
-            _run_to_the_end(config, _prepare(config, task, console), run, console, placement)
+            prepared = _prepare(config, task, console)
+            if checkpoint is not None:
+                with shown_plainly():
+                    prepared.ledger.load_state_dict(checkpoint.state.ledger, ())
+            _adopt(run, before, config, step)
+            write_digests(run, digests)
+            _run_to_the_end(config, prepared, run, console, placement)
     return run
+
+
+def _adopt(run: RunDirectory, before: Config, now: Config, step: int) -> None:
+    """Replace the run's configuration; an event keeps the earlier values of what changes."""
+    changes = changed_values(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    if changes:
+        text = f"resumed with other values: {'; '.join(changes)}"
+        row = {"time": time.time(), "kind": "config_changed", "actor": None, "step": step, "text": text}
+        JsonLines(run.events_path).append(row)
+        dump_config(now, run.config_path)
+    run.state_path.unlink(missing_ok=True)  # it describes how the run ended the last time
 
 
 def _check(config: Config, *others: Callable[[], None]) -> TaskData:
@@ -84,13 +113,6 @@ def _check(config: Config, *others: Callable[[], None]) -> TaskData:
     )
     assert isinstance(task, TaskData)
     return task
-
-
-def _is_done(run: RunDirectory, config: Config) -> bool:
-    """Return whether the last step has its checkpoint and its metrics, which follow its validation."""
-    newest, num_steps = make_store(config, run).latest(), config.algorithm.num_steps
-    is_saved = newest is not None and newest.state.step >= num_steps
-    return is_saved and last_logged_step(run.metrics_path) >= num_steps
 
 
 FIXED = (
@@ -113,6 +135,29 @@ def _check_same_prompts(before: Config, now: Config) -> None:
                 f"{path}: this run has {old.get(path)!r} and cannot be resumed with {new.get(path)!r}; "
                 "leave it, or train a new run"
             )
+
+
+SAMPLED = ("sampling.temperature", "sampling.min_tokens")  # they decide the logprobs of sampled tokens
+
+
+def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> None:
+    """Refuse another distribution while the checkpoint's buffer holds groups of the earlier one.
+
+    The Learner would compare their logprobs with its own at the new temperature.
+
+    Raises:
+        RunError: names the field.
+    """
+    old, new = leaves(before.model_dump()), leaves(now.model_dump())
+    changed = [name for name in SAMPLED if old[name] != new[name]]
+    num_groups = sum(map(num_groups_in, (checkpoint.groups_path, checkpoint.replay_path)))
+    if changed and num_groups:
+        name = changed[0]
+        raise RunError(
+            f"{name}: the buffer of {checkpoint.path} holds {num_groups} groups sampled with {old[name]!r}, so "
+            f"the run cannot be resumed with {new[name]!r}; leave it, or train a new run from that checkpoint "
+            "(model.path)"
+        )
 
 
 @contextlib.contextmanager
@@ -143,7 +188,7 @@ def _run_to_the_end(
 
         def drive(controller: Controller) -> None:
             reporter.follow(controller.live_status)
-            run_until_signal(controller, config.run.on_preemption_s, run)
+            run_until_signal(controller, config.run.on_preemption_s, run, ends_process=True)
 
         with tracking(config, run, console.print, reporter.warning) as trackers:
             host = partial(running, placement)

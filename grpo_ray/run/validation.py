@@ -1,26 +1,28 @@
 """Validation during training: every N steps, all validation prompts, at the published version."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 from grpo_ray.errors import RunError
 from grpo_ray.run.context import RunContext
 from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
-from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.telemetry.run_log import Metrics
-from grpo_ray.telemetry.validation_files import summarise_groups, write_evaluation
+from grpo_ray.telemetry.validation_files import find_evaluation, summarise_groups, write_evaluation
 from grpo_ray.types import PromptItem, ScoredGroup
 
 
 class Validation:
-    """The validation prompts, sampled and graded with the run's own Generators and Scorer."""
+    """The validation prompts, sampled and graded with the run's own Generators and Scorers."""
 
     def __init__(self, context: RunContext, items: Sequence[PromptItem], pool: GeneratorPool) -> None:
         self._config, self._actors = context.config, context.actors
         self._log, self._clock = context.log, context.clock
         self._items, self._pool = items, pool
-        self._unwritten: list[Callable[[], None]] = []
+        self._restored_step = context.log.step  # its validation may have been written already
+        self._unwritten: deque[tuple[EvaluationSummary, list[ScoredGroup]]] = deque()
 
     def is_due(self, step: int) -> bool:
         return step % self._config.evaluation.every_num_steps == 0 or step == self._config.algorithm.num_steps
@@ -31,10 +33,10 @@ class Validation:
         Raises:
             RunError: no prompt could be sampled.
         """
-        path = self._log.run.evaluations_summary_path
-        for row in read_metrics(path) if path.exists() else []:
-            if row["step"] == step:
-                return EvaluationSummary(**row).metrics
+        if step == self._restored_step:
+            find = partial(find_evaluation, self._log.run.evaluations, step)
+            if (found := await self._log.writer.run("summary.jsonl", find)) is not None:
+                return found.metrics
         with self._clock.stage("evaluate", f"step {step}") as duration:
             sampled = await asyncio.gather(*(self._sample(step, item) for item in self._items))
         groups = [group for group in sampled if group is not None]
@@ -43,7 +45,7 @@ class Validation:
                 f"no validation prompt could be sampled at step {step}; see {self._log.run.events_path}"
             )
         summary = summarise_groups(step, groups)
-        self._unwritten.append(lambda: write_evaluation(self._log.run.evaluations, summary, groups))
+        self._unwritten.append((summary, groups))
         self.write()
         self._log.evaluation(summary, groups)
         return {**summary.metrics, "timing/evaluate_s": duration.seconds}
@@ -51,15 +53,22 @@ class Validation:
     async def _sample(self, step: int, item: PromptItem) -> ScoredGroup | None:
         num_samples = self._config.evaluation.samples_per_prompt
         scored = await self._pool.sample(item, num_samples, f"validation at step {step}")
-        return None if scored is None else await self._actors.fetch(scored)
+        if scored is None:
+            return None
+        group, verdict = scored
+        return ScoredGroup.of(await self._actors.fetch(group), verdict)
 
     def write(self) -> None:
-        """Write the evaluations that could not be written before, in order."""
+        """Write the evaluations that are not written yet, in order and in the thread of the records."""
+        if self._unwritten:
+            self._log.writer.submit("an evaluation", self._write)
+
+    def _write(self) -> None:
         error = None
         while self._unwritten and error is None:
             try:
-                self._unwritten[0]()
-                self._unwritten.pop(0)
+                write_evaluation(self._log.run.evaluations, *self._unwritten[0])
+                self._unwritten.popleft()
             except OSError as full:
                 error = f"{len(self._unwritten)} evaluations could not be written yet: {full}"
         self._log.warning("evaluations", error)

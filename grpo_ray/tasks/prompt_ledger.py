@@ -29,7 +29,7 @@ class PromptLedger:
     def __init__(self, examples: Sequence[Example], prompters: Prompters, order: EpochOrder) -> None:
         assert len(examples) == order.num_examples
         self._examples, self._prompters, self._order = examples, prompters, order
-        self._examples_sha256 = _digest(examples)
+        self._examples_sha256 = examples_digest(examples)
         self._next_group_id = 0
         self._in_flight: set[int] = set()
         self._scored: set[int] = set()  # in flight still, on their way into the buffer
@@ -183,7 +183,7 @@ class PromptLedger:
     def _leave(self, states: set[int], group_ids: Iterable[int], name: str) -> set[int]:
         """Take the groups out of their states; refuse any that is not in `states`, or is listed twice."""
         leaving = list(group_ids)
-        wrong = sorted({g for g in leaving if g not in states or leaving.count(g) > 1})
+        wrong = sorted(g for g, times in Counter(leaving).items() if g not in states or times > 1)
         if wrong:
             raise ValueError(
                 f"groups {wrong} are not {name} (or listed twice): "
@@ -206,7 +206,7 @@ class PromptLedger:
         return replace(item, num_cuts=self._num_cuts[group_id]) if group_id in self._num_cuts else item
 
 
-def _digest(examples: Sequence[Example]) -> str:
+def examples_digest(examples: Sequence[Example]) -> str:
     """Hash the examples in order, because a changed file would change which prompts are left."""
     digest = hashlib.sha256()
     for example in examples:

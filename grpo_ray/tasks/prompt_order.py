@@ -60,7 +60,8 @@ class EpochOrder:
 class MixtureOrder(EpochOrder):
     """A mixture that draws each group from one part, in proportion to the weights; each part has its own order.
 
-    Examples are numbered consecutively, part after part. A group's part depends on the seed alone.
+    Examples are numbered consecutively, part after part. A group's part depends on the seed alone; it is
+    remembered until the group is done, and groups are not asked for after that.
     """
 
     def __init__(self, parts: Mapping[str, tuple[EpochOrder, float]], seed: int) -> None:
@@ -74,16 +75,21 @@ class MixtureOrder(EpochOrder):
         super().__init__(sum(sizes), seed)
         self._offsets = [0, *accumulate(sizes)]
         self._weights = list(accumulate(weight for _, weight in parts.values()))
-        self._rng = random.Random(f"{seed}/mixture")
-        self._drawn: list[tuple[int, int]] = []  # each group's part, and its place in the part's order
-        self._counts = [0] * len(self._orders)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rng = random.Random(f"{self.seed}/mixture")
+        self._num_drawn = 0
+        self._counts = [0] * len(self._orders)  # groups drawn from each part
+        self._drawn: dict[int, tuple[int, int]] = {}  # part and place of groups not done
 
     def locate(self, group_id: int) -> tuple[int, int]:
         """Return the group's part, and its place in the part's own order."""
-        while len(self._drawn) <= group_id:
+        while self._num_drawn <= group_id:
             part = self._rng.choices(range(len(self._weights)), cum_weights=self._weights)[0]
-            self._drawn.append((part, self._counts[part]))
+            self._drawn[self._num_drawn] = part, self._counts[part]
             self._counts[part] += 1
+            self._num_drawn += 1
         return self._drawn[group_id]
 
     def index(self, group_id: int) -> int:
@@ -99,13 +105,22 @@ class MixtureOrder(EpochOrder):
             self._orders[part].observe(part_outcomes)
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        for part, place in map(self.locate, group_ids):
+        for group_id in group_ids:
+            part, place = self.locate(group_id)
             self._orders[part].forget([place])
+            del self._drawn[group_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parts' states, and the weights, because other weights make another order."""
-        states = [order.state_dict() for order in self._orders]
-        return {"names": list(self.names), "weights": self._weights, "parts": states}
+        """Return the parts' states, the draws so far, and the weights: other weights make another order."""
+        return {
+            "names": list(self.names),
+            "weights": list(self._weights),
+            "parts": [order.state_dict() for order in self._orders],
+            "num_drawn": self._num_drawn,
+            "counts": list(self._counts),
+            "drawn": [[group_id, *place] for group_id, place in sorted(self._drawn.items())],
+            "random": list(self._rng.getstate()[1]),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         own = self.state_dict()
@@ -117,6 +132,13 @@ class MixtureOrder(EpochOrder):
                 )
         for order, part in zip(self._orders, state["parts"], strict=True):
             order.load_state_dict(part)
+        self._begin()
+        if "random" not in state:  # by an earlier version: every group is drawn again, from the first
+            return
+        version, _, gauss_next = self._rng.getstate()
+        self._rng.setstate((version, tuple(state["random"]), gauss_next))
+        self._num_drawn, self._counts = state["num_drawn"], list(state["counts"])
+        self._drawn = {group_id: (part, place) for group_id, part, place in state["drawn"]}
 
     def metrics(self) -> dict[str, float]:
         """Return each part's metrics under its name."""

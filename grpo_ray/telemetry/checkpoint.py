@@ -14,7 +14,9 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +24,13 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
-from grpo_ray.telemetry.durable import sync, sync_tree
-from grpo_ray.telemetry.json_lines import read_lines, to_json
+from grpo_ray.telemetry.durable import sync, sync_files
+from grpo_ray.telemetry.json_lines import parse_line, to_json
 from grpo_ray.telemetry.run_files import RunDirectory, step_name
 
 LAST, BEST = "last", "best"
+LEFT_BEHIND = re.compile(r"unfinished-step-\d+(-[0-9a-f]{8})?|discarded-step-\d+")
+VISIBLE_S = 60.0  # a network file system hides another node's file no longer
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ class Checkpoint:
     @property
     def groups_path(self) -> Path:
         return self.training_path / "groups.parquet"
+
+    @property
+    def replay_path(self) -> Path:
+        return self.training_path / "replay.parquet"
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -93,6 +101,7 @@ class CheckpointStore:
         self._folder = run.checkpoints
         self._keep = keep
         self._keep_best = keep_best
+        self._unfinished: Path | None = None  # the folder of the current attempt
         self._in_use: set[int] = set()  # returned by `latest`: engines may load them again
         self.damaged: list[str] = []  # by the last reading: each damaged checkpoint, and how
 
@@ -168,32 +177,44 @@ class CheckpointStore:
         path = self._run.evaluations_summary_path
         if not path.exists():
             return None
-        rewards = {row.get("step"): row.get("reward") for row in read_lines(path)}
+        with path.open("rb") as lines:  # a damaged line costs only its own evaluation
+            rows = [row for line in lines if (row := parse_line(line)) is not None]
+        rewards = {row.get("step"): row.get("reward") for row in rows}
         evaluated = [step for step in steps if rewards.get(step) is not None]
         return max(evaluated, key=lambda step: (rewards[step], step), default=None)
 
     # ---- writing ----
 
     def begin(self, step: int) -> Path:
-        """Return a new folder to write to, with `training/` in it; delete what earlier attempts left."""
-        self.discard_unfinished()
-        folder = self._unfinished(step)
-        (folder / "training").mkdir(parents=True)
-        return folder
+        """Return a new folder to write to, with `training/` in it; delete what earlier attempts left.
 
-    def commit(self, step: int, state: CheckpointState) -> Checkpoint:
+        Each attempt has a name of its own: an actor that a partition cut off may still write to an earlier one.
+
+        Raises:
+            RunError: another process writes to this run.
+        """
+        self._run.check_lock()
+        self.discard_unfinished()
+        self._unfinished = self._folder / f"unfinished-{step_name(step)}-{uuid.uuid4().hex[:8]}"
+        (self._unfinished / "training").mkdir(parents=True)
+        return self._unfinished
+
+    def commit(self, step: int, state: CheckpointState, files: Mapping[str, int]) -> Checkpoint:
         """Turn the folder from `begin` into a checkpoint, and delete the checkpoints that are not kept.
+
+        Args:
+            files: size of each file in the folder, as reported by the process that wrote it.
 
         Raises:
             OSError: it could not be written; the previous checkpoints are unchanged.
         """
         assert state.step == step
-        unfinished, final = self._unfinished(step), self._folder / step_name(step)
-        files = sorted(file for file in unfinished.rglob("*") if file.is_file())
-        sizes = {str(file.relative_to(unfinished)): file.stat().st_size for file in files}
-        text = json.dumps(to_json({**asdict(state), "files": sizes}), allow_nan=False, indent=1)
+        assert self._unfinished is not None, "begin first"
+        unfinished, final = self._unfinished, self._folder / step_name(step)
+        _sync_reported(unfinished, files)
+        text = json.dumps(to_json({**asdict(state), "files": files}), allow_nan=False, indent=1)
         _state_path(unfinished).write_text(text, encoding="utf-8")
-        sync_tree(unfinished)
+        sync_files([_state_path(unfinished), unfinished / "training"])
         replaced = self._renamed("replaced", final)
         if final.exists():  # `latest` repairs a crash between the two renames
             _delete(replaced)
@@ -207,8 +228,8 @@ class CheckpointStore:
     def discard_unfinished(self) -> None:
         """Delete what an interrupted or failed checkpoint left."""
         self._put_back_replaced()
-        for name in ("unfinished", "discarded"):
-            for _, folder in self._folders(f"{name}-step"):
+        for folder in self._folder.glob("*-step-*"):
+            if LEFT_BEHIND.fullmatch(folder.name) and folder.is_dir():
                 _delete(folder)
 
     def _put_back_replaced(self) -> None:
@@ -222,10 +243,7 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Delete what is not to be kept. A damaged one newer than `newest` stays: the run will replace it."""
         whole = {step for step, folder in self._folders("step") if _is_whole(folder)}
-        try:
-            best = self._best_step(whole) if self._keep_best else None
-        except ValueError:  # the unreadable line may be that of the best one
-            return
+        best = self._best_step(whole) if self._keep_best else None
         kept = {newest, *sorted(whole)[-self._keep :], *self._in_use, best}
         for step, folder in self._folders("step"):
             if step not in kept and (step < newest or step in whole):
@@ -244,9 +262,6 @@ class CheckpointStore:
             match = re.fullmatch(rf"{prefix}-(\d+)", folder.name)
             if match and folder.is_dir():
                 yield int(match[1]), folder
-
-    def _unfinished(self, step: int) -> Path:
-        return self._folder / f"unfinished-{step_name(step)}"
 
     def _renamed(self, prefix: str, folder: Path) -> Path:
         return folder.with_name(f"{prefix}-{folder.name}")
@@ -267,6 +282,29 @@ def _is_whole(folder: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _sync_reported(folder: Path, files: Mapping[str, int]) -> None:
+    """Flush the files that the actors report, and check that they are the files that this node sees.
+
+    Raises:
+        OSError: one of them is not there, or has another size.
+    """
+    give_up_at = time.monotonic() + VISIBLE_S
+    for name, size in files.items():
+        while (found := _synced_size(folder / name)) != size:
+            if time.monotonic() > give_up_at:
+                raise OSError(
+                    f"{folder / name}: its writer reports {size} bytes, and {found or 0} are seen here"
+                )
+            time.sleep(0.2)
+
+
+def _synced_size(path: Path) -> int | None:
+    try:
+        return sync(path)
+    except FileNotFoundError:
+        return None
 
 
 def _delete(folder: Path) -> None:

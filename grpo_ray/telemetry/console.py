@@ -6,18 +6,35 @@ import os
 from collections.abc import Iterable
 from typing import Any, Self
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from grpo_ray.config import Config
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.telemetry.run_log import Metrics
+from grpo_ray.telemetry.visible_text import visible
 
 
-class _PatientConsole(Console):
+class VisibleConsole(Console):
+    """A console on which no text acts on the terminal: markup and escape sequences in it are shown instead."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)  # rich itself would discard some of the characters
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does; only rich's own control codes reach the terminal, none of a text."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+class _PatientConsole(VisibleConsole):
     """A console that drops lines it cannot write: a full disk or a closed pager must not end a run."""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -35,11 +52,11 @@ class RunConsole:
     """A live bar on a terminal; elsewhere (a file, a job's log) one line per step."""
 
     def __init__(self, num_steps: int) -> None:
-        self.console = _PatientConsole(highlight=False, soft_wrap=True)
+        self.console = _PatientConsole(soft_wrap=True)
         self._num_steps = num_steps
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True), TextColumn("{task.fields[details]}"),
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True), TextColumn("{task.fields[details]}", markup=False),
             console=self.console, disable=not self.console.is_terminal, transient=True,
         )  # fmt: skip
         self._bar = self._progress.add_task("starting", total=num_steps, details="")
@@ -52,7 +69,7 @@ class RunConsole:
         self._progress.stop()
 
     def print(self, text: object = "") -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def status(self, text: str) -> None:
         """Show the run's current phase before its first step."""
@@ -80,7 +97,7 @@ class RunConsole:
 
     def warning(self, text: str) -> None:
         """Show something that the user should know and that does not end the run."""
-        self.console.print(f"[yellow]![/yellow] {escape(text)}")
+        self.console.print(Text.assemble(("!", "yellow"), f" {visible(text)}"))
 
     def evaluation(self, summary: EvaluationSummary) -> None:
         self.print(
@@ -94,10 +111,11 @@ class RunConsole:
 def step_line(metrics: Metrics) -> str:
     """Return a step's metrics on one line; the seconds overlap, so they do not add up to the step's."""
     generate_s = metrics.get("timing/generate_s", math.nan)  # missing if a Generator did not answer
+    entropy = metrics.get("policy/entropy", math.nan)  # missing if the engine gave no logprobs
     sync_s = sum(metrics[name] for name in SYNC)
     return (
         f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  "
-        f"loss {metrics['loss/policy']:+.4f}  entropy {metrics['policy/entropy']:.3f}  "
+        f"loss {metrics['loss/policy']:+.4f}  entropy {entropy:.3f}  "
         f"{metrics['throughput/sampled_tokens_per_s']:,.0f} tok/s  {metrics['timing/step_s']:.2f} s "
         f"(generate {generate_s:.2f}, wait {metrics['timing/wait_for_batch_s']:.2f}, "
         f"train {metrics['timing/train_s']:.2f}, sync {sync_s:.2f})"

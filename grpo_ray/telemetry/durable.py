@@ -1,18 +1,31 @@
-"""Files that survive a power cut: whatever was renamed into place is whole and on disk."""
+"""Files that survive a power cut: whatever was renamed into place, or synced, is whole and on disk."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on disk."""
+def sync(path: Path) -> int:
+    """Wait until a file's bytes, or a folder's entries, are on disk; return its size.
+
+    On NFS, opening a file asks the server for its size, which another node may have changed.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Sync the files that exist, then the folders that name them."""
+    files = [path for path in paths if path.exists()]
+    for path in files:
+        sync(path)
+    for folder in {path.parent for path in files}:
+        sync(folder)
 
 
 def sync_tree(folder: Path) -> None:

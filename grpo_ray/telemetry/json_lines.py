@@ -4,9 +4,12 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from grpo_ray.errors import RunError
 
 MAX_PENDING = 10_000
 
@@ -66,13 +69,81 @@ def _write_whole(descriptor: int, line: bytes) -> None:
         raise
 
 
+class DamagedLine(RunError, ValueError):
+    """A line that is not valid JSON, with valid ones after it, so that it cannot be half of the last write."""
+
+
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines as dicts; an incomplete last line is left out.
+    """Return the lines as dicts; a tail that cannot be read, as a crash leaves it, is left out.
 
     Raises:
-        ValueError: another line is not valid JSON.
+        DamagedLine: another line cannot be read.
     """
-    return [row for _, row in lines_and_rows(path)]
+    return list(iterate_lines(path))
+
+
+def iterate_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield what `read_lines` returns, in bounded memory."""
+    damaged = 0
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = parse_line(line)
+            if row is None:
+                damaged = damaged or number
+            elif damaged:
+                raise damaged_line(path, damaged)
+            else:
+                yield row
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the line's dict; None if the line is incomplete or damaged, for example full of zeros."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def damaged_line(path: str | Path, number: int) -> DamagedLine:
+    """Return the error that names a damaged line."""
+    return DamagedLine(
+        f"{path}, line {number}: not valid JSON; remove the line, or put back a copy of the file"
+    )
+
+
+def lines_from_end(path: str | Path, block: int = 2**16) -> Iterator[tuple[int, bytes]]:
+    """Yield each line's offset and bytes, the last one first; no more of the file is read than is used."""
+    with Path(path).open("rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        rest = b""  # of the file from `start` on, what is not yielded yet
+        while start:
+            size = min(block, start)
+            start -= size
+            file.seek(start)
+            rest = file.read(size) + rest
+            first = rest.find(b"\n") + 1 if start else 0  # what precedes it may be half of a line
+            if start and not first:
+                continue
+            position = start + len(rest)
+            for line in reversed(BytesIO(rest[first:]).readlines()):
+                position -= len(line)
+                yield position, line
+            rest = rest[:first]
+
+
+def line_number(path: str | Path, offset: int) -> int:
+    """Return the number of the line that begins at an offset."""
+    number = 1
+    if not offset:
+        return number
+    with Path(path).open("rb") as file:
+        while offset and (data := file.read(min(2**20, offset))):
+            number += data.count(b"\n")
+            offset -= len(data)
+    return number
 
 
 def read_last_lines(path: str | Path, num_lines: int, max_bytes: int = 2**18) -> list[dict[str, Any]]:
@@ -92,20 +163,6 @@ def read_last_lines(path: str | Path, num_lines: int, max_bytes: int = 2**18) ->
         raise ValueError(f"{path}: one of its last {num_lines} lines is not valid JSON ({error})") from None
 
 
-def lines_and_rows(path: str | Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return each line's bytes and dict, as `read_lines`."""
-    rows = []
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                rows.append((line, json.loads(line)))
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise ValueError(f"{path}, line {number}: not valid JSON ({error}); remove the line") from None
-    return rows
-
-
 def to_json(value: Any) -> Any:
     """Convert to what JSON can hold: nan and infinity to None, tuples to lists, numpy and torch numbers."""
     if isinstance(value, Mapping):
@@ -119,10 +176,16 @@ def to_json(value: Any) -> Any:
 
 
 def drop_half_line(path: Path) -> None:
-    """Truncate half a line that a killed run left: a resumed run would append its first line to it."""
+    """Truncate a tail that cannot be read: half a line of a killed run, or the zeros of a power cut.
+
+    A resumed run would append its first line to it.
+    """
     if not path.exists():
         return
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(data.rfind(b"\n") + 1)
+    size = end = path.stat().st_size
+    for offset, line in lines_from_end(path):
+        if parse_line(line) is not None:
+            break
+        end = offset
+    if end < size:
+        os.truncate(path, end)

@@ -1,18 +1,58 @@
 """Resident memory of a process."""
 
 import contextlib
+import math
+import os
+import time
+from collections.abc import Callable
 
 import psutil
+
+SEARCH_EVERY_S = 30.0
+
+
+class ProcessFamily:
+    """This process and its children.
+
+    psutil finds children by looking at every process of the machine, which takes milliseconds: on a node with
+    many actors, each would look at all the others in every step. So the children are found at times, and only
+    their memory is read in between.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._own, self._clock = psutil.Process(), clock
+        self._children: list[psutil.Process] = []
+        self._searched_at = -math.inf
+
+    @property
+    def pid(self) -> int:
+        pid: int = self._own.pid
+        return pid
+
+    def resident_bytes(self, with_children: bool) -> int:
+        """Return the memory of this process, and of the children that it had at the last search."""
+        total = int(self._own.memory_info().rss)
+        for child in self._known_children() if with_children else ():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                total += int(child.memory_info().rss)
+        return total
+
+    def _known_children(self) -> list[psutil.Process]:
+        now = self._clock()
+        if now - self._searched_at >= SEARCH_EVERY_S:
+            self._children, self._searched_at = self._own.children(recursive=True), now
+        return self._children
+
+
+_family = ProcessFamily()
 
 
 def resident_bytes(with_children: bool = True) -> int:
     """Return the resident memory of this process and its children; shared pages count for each process.
 
-    Finding the children costs milliseconds, because psutil looks at every process of the machine.
+    A child younger than `SEARCH_EVERY_S` may be missing.
     """
-    own = psutil.Process()
-    total = int(own.memory_info().rss)
-    for child in own.children(recursive=True) if with_children else ():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            total += int(child.memory_info().rss)
-    return total
+    global _family
+    if _family.pid != os.getpid():  # this process was forked
+        _family = ProcessFamily()
+    return _family.resident_bytes(with_children)

@@ -52,10 +52,25 @@ METRICS: dict[str, tuple[str, str]] = {
         "",
         "loss with KL penalty and entropy bonus, mean over the updates",
     ),
-    "loss/clip_frac": ("share", "tokens with a clipped ratio, or in a response with a clipped ratio"),
+    "loss/clip_frac": (
+        "share",
+        "tokens with a clipped ratio, or in a response with a clipped ratio, of those with an advantage other "
+        "than 0, over all updates",
+    ),
+    "loss/clip_frac/low": ("share", "the same, with a ratio below 1"),
+    "loss/clip_frac/high": ("share", "the same, with a ratio above 1"),
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
-    "policy/entropy": ("nats per token", "mean entropy of the next-token distribution"),
+    "policy/entropy": (
+        "nats per token",
+        "entropy of the next-token distribution, estimated at the sampler's policy: mean of -log p over all "
+        "tokens of the step's fresh groups, dropped ones included",
+    ),
+    "policy/entropy/exact": (
+        "nats per token",
+        "mean entropy of the Learner's next-token distributions at the tokens with an advantage other than 0, "
+        "over all updates",
+    ),
     "optim/grad_norm": ("", "gradient norm before clipping"),
     "optim/lr": ("", "learning rate of the step"),
     "optim/skipped_updates": ("updates", "updates skipped because the loss or the gradient was not finite"),
@@ -67,17 +82,35 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/baseline_variance": ("", "estimated variance of a group's mean reward, mean over the groups"),
     "reward/errors": (
         "responses",
-        "responses that could not be graded: reward 0, and left out of their groups",
+        "responses that the grader failed on: reward 0, and left out of their groups",
     ),
-    "mismatch/kl": ("nats per token", "KL of the sampler to the Learner on the sampled tokens"),
+    "reward/ungradable": (
+        "responses",
+        "responses too long, too deep or too much to grade: they count as wrong ones",
+    ),
+    # Of the same tokens in every configuration: those with an advantage other than 0 in the first update on a
+    # batch (with a train_batch_size a random share of the batch), by the policy before this update.
+    "mismatch/kl": (
+        "nats per token",
+        "KL of the sampler to the Learner before its first update on the batch, on that update's tokens with "
+        "an advantage other than 0",
+    ),
     "mismatch/logprob_diff/max": (
         "nats",
-        "largest absolute difference of a token's behaviour and Learner logprobs",
+        "largest absolute difference of behaviour and Learner logprobs of these tokens",
     ),
     "mismatch/ess_frac": (
         "share",
-        "effective sample size of the Learner/sampler weights, relative to all tokens",
+        "effective sample size (Kish) of these tokens under the untruncated weights Learner / sampler",
     ),
+    "correction/limited_frac": (
+        "share",
+        "tokens whose weight algorithm.off_policy_correction truncated or masked, of those with an advantage "
+        "other than 0, over all updates",
+    ),
+    "correction/weight/mean": ("", "mean weight of algorithm.off_policy_correction, over the same tokens"),
+    "correction/weight/min": ("", "smallest weight of algorithm.off_policy_correction"),
+    "correction/weight/max": ("", "largest weight of algorithm.off_policy_correction"),
     "replay/groups": ("groups", "groups kept for replay"),
     "replay/bytes": ("bytes", "size of the groups kept for replay"),
     "replay/evicted_age": ("groups", "groups evicted because they exceed buffer.replay.max_age"),
@@ -106,9 +139,25 @@ METRICS: dict[str, tuple[str, str]] = {
     "throughput/trained_tokens": ("tokens", "response tokens with a computed gradient, over all epochs"),
     "throughput/sampled_tokens_per_s": ("tokens/s", "response tokens sampled"),
     "throughput/trained_tokens_per_s": ("tokens/s", "response tokens trained on"),
+    "perf/mfu": (
+        "share",
+        "model FLOPs utilization: the FLOPs that a step's training needs (each prompt once, no padding, no "
+        "recomputation) per second of timing/train_s, relative to the peak of the Learner's device",
+    ),
+    "perf/tokens_per_s_per_device": (
+        "tokens/s",
+        "tokens with a forward and a backward pass per second of timing/train_s: those of responses, and of "
+        "each prompt once per update",
+    ),
+    "perf/prompt_frac": ("share", "prompt tokens, repeated ones too, of the tokens computed for the gradient"),
+    "perf/padding_frac": ("share", "padding of the tokens computed for the gradient"),
     "recovery/restarts": ("restarts", "Generators and Scorers restarted so far"),
     "recovery/restores": ("restores", "restores from the last checkpoint so far"),
     "memory/object_store_spilled_bytes": ("bytes", "bytes that Ray's object store has spilled to disk so far"),
+    "memory/learner_device_peak_bytes": (
+        "bytes",
+        "most memory that torch has held on the Learner's GPU since the previous step",
+    ),
     "memory/*": ("bytes", "memory of a process or device"),
     "eval/reward": ("share", "mean validation reward"),
     "eval/reward/*": ("share", "mean validation reward of a mixture part"),

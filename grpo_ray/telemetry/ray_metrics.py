@@ -33,6 +33,10 @@ GAUGES = {
     "utilization/generators": "grpo_ray_generator_utilization",
     "throughput/sampled_tokens_per_s": "grpo_ray_sampled_tokens_per_second",
     "throughput/trained_tokens_per_s": "grpo_ray_trained_tokens_per_second",
+    "perf/mfu": "grpo_ray_model_flops_utilization",
+    "perf/tokens_per_s_per_device": "grpo_ray_tokens_per_second_per_device",
+    "perf/prompt_frac": "grpo_ray_prompt_ratio",
+    "perf/padding_frac": "grpo_ray_padding_ratio",
     "timing/step_s": "grpo_ray_step_seconds",
     "recovery/restarts": "grpo_ray_restarts",
 }

@@ -11,7 +11,7 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.readable_rollouts import shortened
-from grpo_ray.telemetry.run_lock import locked
+from grpo_ray.telemetry.run_lock import check_still_held, locked
 
 LOCK_NAME = ".lock"
 MAX_VALUE_CHARACTERS = 200  # of a definition's value in an error
@@ -58,13 +58,22 @@ class ResumableFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         return locked(self.path / LOCK_NAME, self.path)
 
+    def check_lock(self) -> None:
+        """Refuse to write on if another process holds the lock as well.
+
+        Raises:
+            RunError: names that process.
+        """
+        check_still_held(self.path / LOCK_NAME, self.path)
+
     def is_free(self, skeleton: Collection[Path] = ()) -> bool:
         """Return whether the folder holds nothing of any job.
 
         Args:
             skeleton: subfolders that do not count as long as they are empty.
         """
-        own = {LOCK_NAME, f".{self.definition_path.name}.partial"}  # left by a start that was killed
+        # Left by a start that was killed.
+        own = {LOCK_NAME, f"{LOCK_NAME}.writer", f".{self.definition_path.name}.partial"}
 
         def is_foreign(entry: Path) -> bool:
             return entry.name not in own and not (entry in skeleton and not any(entry.iterdir()))

@@ -58,6 +58,12 @@ def read_uses(path: str | Path) -> list[int]:
     return uses
 
 
+def num_groups_in(path: str | Path) -> int:
+    """Return the number of groups in the file."""
+    samples = pq.ParquetFile(path).read(["sample"])["sample"]
+    return int(pc.sum(pc.equal(samples, 0)).as_py() or 0)
+
+
 class _Columns:
     """A table's columns as Python strings and NumPy arrays, without a Python object per token."""
 
@@ -67,6 +73,8 @@ class _Columns:
             "group_id", "task", "prompt", "response", "ground_truth", "error", "finish_reason", "generator",
         )  # fmt: skip
         self._plain = {name: table[name].to_pylist() for name in names}
+        # A file of an earlier version lacks the column.
+        self._ungradable = table["ungradable"].to_pylist() if "ungradable" in table.column_names else []
         self._prompt_ids = _rows(table["prompt_token_ids"])
         self._token_ids = _rows(table["token_ids"])
         self._logprobs = _rows(table["logprobs"])
@@ -87,8 +95,11 @@ class _Columns:
         )
         rollout = RolloutGroup(item, completions, plain["generator"])
         texts = self._plain["error"][start:end]
-        errors = {sample: text for sample, text in enumerate(texts) if text is not None}
-        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors)
+        reasons = self._ungradable[start:end]
+        errors, ungradable = (
+            {i: text for i, text in enumerate(some) if text is not None} for some in (texts, reasons)
+        )
+        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors, ungradable)
 
     def _completion(self, row: int) -> Completion:
         return Completion(
@@ -144,6 +155,9 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "advantage": joined("advantages"),
         "num_tokens": pa.array([len(completion.token_ids) for completion in completions], pa.int32()),
         "error": pa.array([g.errors.get(s) for g in groups for s in range(len(g.rewards))], pa.string()),
+        "ungradable": pa.array(
+            [g.ungradable.get(s) for g in groups for s in range(len(g.rewards))], pa.string()
+        ),
         "finish_reason": pa.array([completion.finish_reason for completion in completions], pa.string()),
         "min_version": pa.array([low for low, _ in version_ranges], pa.int32()),
         "max_version": pa.array([high for _, high in version_ranges], pa.int32()),

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_ray.telemetry.durable import sync_files
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import StageClock
@@ -12,9 +13,11 @@ from grpo_ray.types import ScoredGroup
 
 Groups = tuple[ScoredGroup, ...]
 
+MAX_UNSYNCED = 64  # files; also with checkpoints that are far apart
+
 
 class RolloutWriter:
-    """A queue of batches to write; `error` says why some are not on disk."""
+    """A queue of batches to write; `error` says why some are not written."""
 
     def __init__(self, folder: Path, max_bytes: int, clock: StageClock) -> None:
         """Start with an empty queue.
@@ -29,6 +32,7 @@ class RolloutWriter:
         self._waiting: deque[tuple[int, Groups, Sequence[int] | None]] = deque()
         self._num_bytes = 0
         self._num_dropped = 0
+        self._unsynced: list[Path] = []  # written, but maybe not on disk yet
         self._writing: asyncio.Task[None] | None = None
         self.error: str | None = None
 
@@ -46,12 +50,22 @@ class RolloutWriter:
         self._start()
 
     async def flush(self) -> str | None:
-        """Wait for the write in progress, retry what failed, and return the resulting `error`."""
+        """Write what is queued, retrying what failed, and flush it to disk; return the resulting `error`."""
         await self._finish()
         if self._waiting:
             self._start()
             await self._finish()
-        return self.error
+        return self.error or await self._sync()
+
+    async def _sync(self) -> str | None:
+        """Flush the files since the last time: one by one they would cost a disk's whole latency per step."""
+        written, self._unsynced = self._unsynced, []
+        try:
+            await asyncio.to_thread(sync_files, written)
+        except OSError as error:
+            self._unsynced = [*written, *self._unsynced]
+            return f"{self._folder}: {error}"
+        return None
 
     def _start(self) -> None:
         if self._writing is None or self._writing.done():
@@ -72,6 +86,9 @@ class RolloutWriter:
                 self._keep_what_fits()
                 self.error = self._message(path, error)
                 return
+            self._unsynced.append(path)
+            if len(self._unsynced) >= MAX_UNSYNCED:
+                await self._sync()  # an error waits for `flush`, which tries again
             self._drop_oldest()
         self.error = None
 

@@ -1,16 +1,18 @@
 """A run's directory: its layout, claiming it, and rewinding it to a step."""
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from grpo_ray.config import Config
-from grpo_ray.telemetry.durable import replacing
-from grpo_ray.telemetry.json_lines import JsonLines, lines_and_rows
+from grpo_ray.errors import RunError
+from grpo_ray.telemetry.durable import replacing, sync
+from grpo_ray.telemetry.json_lines import JsonLines, damaged_line, line_number, lines_from_end, parse_line
 from grpo_ray.telemetry.json_lines import read_lines as read_metrics
 from grpo_ray.telemetry.resumable_folder import ResumableFolder
 
@@ -24,6 +26,9 @@ __all__ = [
     "read_metrics",
     "step_name",
 ]
+
+STEP_FILE = re.compile(r"step-(?P<step>\d+)\.parquet|(?P<unfinished>\.step-\d+\.parquet\.partial)")
+CHECKED_BYTES = 2**20  # of a log, before the line at which a resumed run continues
 
 
 def step_name(step: int) -> str:
@@ -43,6 +48,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
+        self.inputs_path = self.path / "inputs.json"  # digests of files that the configuration names
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
         self.timeline_path = self.path / "timeline.json"
@@ -95,15 +101,34 @@ class RunDirectory:
         """
         return self._folder.lock()
 
+    def check_lock(self) -> None:
+        """Refuse to write on if another process holds the lock as well; raises RunError, which names it."""
+        self._folder.check_lock()
+
+    def check_records(self, step: int) -> None:
+        """Refuse records that a run cannot resume from at `step`, as `rewind` would; nothing is changed.
+
+        Raises:
+            RunError: names the file and the line, and says what to do.
+        """
+        kept = kept_part(self.metrics_path, step)
+        if kept.last_step < step - 1:  # the line of `step` itself is also in its checkpoint
+            raise RunError(
+                f"{self.metrics_path}, line {kept.num_lines + 1}: the lines of steps {kept.last_step + 1} to "
+                f"{step - 1} are missing or damaged, and {self.checkpoint_path(step)} needs them; put back a "
+                "copy of the file, or remove that checkpoint to resume from an earlier one"
+            )
+        kept_part(self.evaluations_summary_path, step)
+
     def rewind(self, step: int) -> None:
         """Delete the records of later steps: a run that resumes from `step` repeats them.
 
         Raises:
-            ValueError: a line of a log is not valid JSON.
+            RunError: as `check_records`.
         """
+        self.check_records(step)
         for log in (self.metrics_path, self.evaluations_summary_path):
-            if log.exists():
-                _drop_later_rows(log, step)
+            _truncate(log, kept_part(log, step).num_bytes)
         for folder in (self.rollouts, self.evaluations, self.skipped):
             for file in _files_after(folder, step):
                 file.unlink(missing_ok=True)
@@ -141,25 +166,56 @@ def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
 
 
 def last_logged_step(path: str | Path) -> int:
-    """Return the last step with a line in the metrics file; 0 without any."""
-    rows = read_metrics(path) if Path(path).exists() else []
-    return max((row["step"] for row in rows), default=0)
+    """Return the last step with a line in the metrics file, read from its end; 0 without any."""
+    rows = (parse_line(line) for _, line in lines_from_end(path)) if Path(path).exists() else ()
+    return next((row["step"] for row in rows if row is not None), 0)
 
 
-def _drop_later_rows(path: Path, step: int) -> None:
-    kept = b"".join(line for line, row in lines_and_rows(path) if row["step"] <= step)
-    if kept != path.read_bytes():
-        with replacing(path) as partial:
-            partial.write_bytes(kept)
+class KeptPart(NamedTuple):
+    """The part of a log that a run keeps when it goes back to a step."""
+
+    num_bytes: int
+    last_step: int
+    path: Path
+
+    @property
+    def num_lines(self) -> int:
+        return line_number(self.path, self.num_bytes) - 1
 
 
-def _files_after(folder: Path, step: int) -> Iterable[Path]:
+def kept_part(path: Path, step: int) -> KeptPart:
+    """Find the end of a log's lines of steps up to `step`, from the file's end.
+
+    Lines that cannot be read are as good as absent behind that end. Before it, as far as the file is read
+    (`CHECKED_BYTES`), they are an error: the run would end with records that no command can read.
+
+    Raises:
+        DamagedLine: a line of a step up to `step` cannot be read.
+    """
+    end, last_step = 0, 0
+    for offset, line in lines_from_end(path) if path.exists() else ():
+        found = (parse_line(line) or {}).get("step")
+        if found is None and end:
+            raise damaged_line(path, line_number(path, offset))
+        if found is not None and found <= step and not end:
+            end, last_step = offset + len(line), found
+        if end and end - offset > CHECKED_BYTES:
+            break
+    return KeptPart(end, last_step, path)
+
+
+def _truncate(path: Path, num_bytes: int) -> None:
+    if path.exists() and path.stat().st_size > num_bytes:
+        os.truncate(path, num_bytes)
+        sync(path)
+
+
+def _files_after(folder: Path, step: int) -> Iterator[Path]:
     """Yield the files of later steps, and unfinished files of any step."""
-    for file in sorted(folder.glob("*")):
-        match = re.fullmatch(r"step-(\d+)\.parquet", file.name)
-        is_unfinished = re.fullmatch(r"\.step-\d+\.parquet\.partial", file.name)
-        if is_unfinished or (match and int(match[1]) > step):
-            yield file
+    for name in os.listdir(folder) if folder.exists() else ():
+        match = STEP_FILE.fullmatch(name)
+        if match and (match["unfinished"] or int(match["step"]) > step):
+            yield folder / name
 
 
 def _in_use(path: Path) -> str:

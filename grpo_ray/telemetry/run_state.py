@@ -12,6 +12,7 @@ from typing import Literal
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from grpo_ray.telemetry.background import BackgroundThread
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -20,6 +21,7 @@ from grpo_ray.telemetry.run_log import Display, Metrics
 EVERY_S = 0.5
 LAST_WRITE_S = 5.0  # a hanging disk delays the end of the run no longer
 MAX_WARNINGS = 8
+MAX_UNSHOWN = 10_000  # lines; later ones are not shown
 
 
 class _Part(BaseModel):
@@ -154,13 +156,38 @@ class RunReporter:
         self._display.warning(text)
 
 
+class _QueuedDisplay:
+    """A display with calls that return at once: its output may go to a file on a disk that hangs."""
+
+    def __init__(self, display: Display, thread: BackgroundThread) -> None:
+        self._display, self._thread = display, thread
+
+    def status(self, text: str) -> None:
+        self._submit(lambda: self._display.status(text))
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        metrics = dict(metrics)
+        self._submit(lambda: self._display.step(step, metrics))
+
+    def evaluation(self, summary: EvaluationSummary) -> None:
+        self._submit(lambda: self._display.evaluation(summary))
+
+    def warning(self, text: str) -> None:
+        self._submit(lambda: self._display.warning(text))
+
+    def _submit(self, show: Callable[[], None]) -> None:
+        if self._thread.num_waiting < MAX_UNSHOWN:
+            self._thread.submit("output", show)
+
+
 @contextlib.contextmanager
 def reported(run: RunDirectory, num_steps: int, display: Display) -> Iterator[RunReporter]:
     """Keep `state.json` up to date from a thread; the last write says how the block ended.
 
     Training never waits for it: on a full or slow disk the file only becomes stale.
     """
-    reporter, ended = RunReporter(display, num_steps), threading.Event()
+    output = BackgroundThread("output")
+    reporter, ended = RunReporter(_QueuedDisplay(display, output), num_steps), threading.Event()
     endings: list[Ending] = []
     writer = threading.Thread(
         target=_keep_writing, args=(run.state_path, reporter, ended, endings), name="run-state", daemon=True
@@ -178,6 +205,7 @@ def reported(run: RunDirectory, num_steps: int, display: Display) -> Iterator[Ru
     finally:
         ended.set()
         writer.join(LAST_WRITE_S)
+        output.close(LAST_WRITE_S)
 
 
 def _keep_writing(path: Path, reporter: RunReporter, ended: threading.Event, endings: list[Ending]) -> None:

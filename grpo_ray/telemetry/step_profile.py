@@ -25,7 +25,7 @@ class StepProfiler:
             yield
             return
         activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler, record_function(f"step {step}"):
             yield

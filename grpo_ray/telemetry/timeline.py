@@ -21,6 +21,7 @@ LONGEST_EVENT = 64 * 2**10  # bytes
 
 Event = dict[str, Any]
 ROWS = ("driver", "learner", "buffer", "scorer", "weight_sync")  # from the top; then the Generators
+SCORERS = 10_000  # the first row of several Scorers, below every Generator
 
 
 class Timeline:
@@ -90,7 +91,10 @@ class Timeline:
 
 def row_of(actor: str) -> int:
     """Return the actor's row, which is the same in every process that resumes a run."""
-    return ROWS.index(actor) + 1 if actor in ROWS else len(ROWS) + 1 + int(actor.rpartition("-")[2])
+    if actor in ROWS:
+        return ROWS.index(actor) + 1
+    kind, _, index = actor.rpartition("-")
+    return int(index) + (SCORERS if kind == "scorer" else len(ROWS) + 1)
 
 
 def _microseconds(span: Span) -> tuple[int, int]:

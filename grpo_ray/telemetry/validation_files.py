@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, Outcomes, summarise
-from grpo_ray.telemetry.json_lines import JsonLines
+from grpo_ray.telemetry.json_lines import JsonLines, lines_from_end, parse_line
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.types import ScoredGroup
@@ -39,6 +39,16 @@ def summarise_groups(step: int, groups: Sequence[ScoredGroup]) -> EvaluationSumm
     return summarise(outcomes_of(groups), step, version)
 
 
+def find_evaluation(folder: str | Path, step: int) -> EvaluationSummary | None:
+    """Return the summary of the validation at a step, read from the end of its file; None without one."""
+    path = Path(folder) / "summary.jsonl"
+    for _, line in lines_from_end(path) if path.exists() else ():
+        row = parse_line(line)
+        if row is not None and row["step"] <= step:
+            return EvaluationSummary(**row) if row["step"] == step else None
+    return None
+
+
 def write_evaluation(folder: str | Path, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
     """Write `step-000040.parquet`, then append the summary to `summary.jsonl`.
 
@@ -46,7 +56,8 @@ def write_evaluation(folder: str | Path, summary: EvaluationSummary, groups: Seq
         OSError: a full disk, for example; no line was appended, and the call can be repeated.
     """
     folder = Path(folder)
-    write_rollouts(folder / f"{step_name(summary.step)}.parquet", summary.step, groups)
+    path = folder / f"{step_name(summary.step)}.parquet"
+    write_rollouts(path, summary.step, groups, fsync=True)
     error = JsonLines(folder / "summary.jsonl").append(asdict(summary))
     if error is not None:
         raise OSError(error)

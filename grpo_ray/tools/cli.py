@@ -7,11 +7,14 @@ import argparse
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import INTERRUPTED, RunError
+from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.arguments import Command, add_commands, make_options
 from grpo_ray.tools.audit.arguments import AUDIT
 from grpo_ray.tools.course.keyword_data.arguments import DATA
@@ -32,15 +35,16 @@ COMMANDS: tuple[Command[Any], ...] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
     set_library_defaults()
+    sys.excepthook = print_traceback
     command, options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         return command.run(options)
     except KeyboardInterrupt as interrupt:
         hint = f"; {interrupt}" if str(interrupt) else ""
-        print(f"\ninterrupted; all actors have been ended{hint}", file=sys.stderr)
+        print(visible(f"\ninterrupted; all actors have been ended{hint}"), file=sys.stderr)
         return INTERRUPTED
     except (RunError, ConfigError) as error:
-        print(f"grpo-ray: {error}", file=sys.stderr)
+        print(visible(f"grpo-ray: {error}"), file=sys.stderr)
         return 2
 
 
@@ -56,6 +60,11 @@ def parse(arguments: Sequence[str]) -> tuple[Command[Any], Any]:
         parsed.overrides = [*parsed.overrides, *rest]
     typed = shlex.join(["grpo-ray", *arguments])
     return parsed.chosen, make_options(parsed.chosen.options, parsed, typed)
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an unexpected error as Python would, except that a text quoted in it cannot act on the terminal."""
+    print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def set_library_defaults() -> None:

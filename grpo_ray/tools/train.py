@@ -5,6 +5,7 @@ from typing import Annotated
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import shown_plainly
+from grpo_ray.telemetry.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Overrides
 
 
@@ -27,7 +28,7 @@ def _train(options: TrainOptions) -> int:
     from grpo_ray.run.training import train
     from grpo_ray.tools.report.ending import print_ending
 
-    print_ending(print, train(config, options.config))
+    print_ending(print_visible, train(config, options.config))
     return 0
 
 
@@ -35,7 +36,7 @@ def _resume(options: ResumeOptions) -> int:
     from grpo_ray.run.training import resume
     from grpo_ray.tools.report.ending import print_ending
 
-    print_ending(print, resume(options.run, options.overrides))
+    print_ending(print_visible, resume(options.run, options.overrides))
     return 0
 
 
@@ -49,7 +50,7 @@ def _check(options: TrainOptions) -> int:
         check_trackers(config)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for notice in task.notices:
-        print(f"  {notice}")
+        print_visible(f"  {notice}")
     return 0
 
 

@@ -9,7 +9,7 @@ from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, make_batch
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.config.loading import load_config
-from grpo_ray.types import PromptItem, RolloutGroup, ScoredGroup
+from grpo_ray.types import PromptItem, RolloutGroup, ScoredGroup, Verdict
 
 TITLE = "the buffer: a batch of groups in and out, with replay, with rollouts written"
 PLAIN = "first in, first out"
@@ -43,7 +43,7 @@ async def _run(options: Options) -> list[Row]:
                 groups = [_with_id(group, step * len(batch) + n) for n, group in enumerate(batch)]
                 started = time.perf_counter()
                 for group in groups:
-                    await buffer.put(group)
+                    await buffer.put(group.rollout, _verdict(group))
                 await buffer.take(step, 0)
                 if step:  # the first warms up
                     seconds[name].append(time.perf_counter() - started)
@@ -51,6 +51,10 @@ async def _run(options: Options) -> list[Row]:
             await buffer.flush()
     size = config.algorithm.prompts_per_step
     return [Row(name, tuple(values), PLAIN, size, "groups") for name, values in seconds.items()]
+
+
+def _verdict(group: ScoredGroup) -> Verdict:
+    return Verdict(group.rewards, group.format_rewards, group.answer_rewards, group.advantages)
 
 
 def _with_id(group: ScoredGroup, group_id: int) -> ScoredGroup:

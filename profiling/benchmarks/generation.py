@@ -29,7 +29,7 @@ def run(options: Options) -> list[Row]:
 
 async def _measure(name: str, folder: str, at_a_time: Sequence[int], rounds: int) -> list[Row]:
     config = load_config(QUICKSTART, [f"generator.engine={name}", "weight_sync.max_lag=1"])
-    engine = make_engine(config, folder, PROMPT_TOKENS + TOKENS, index=0)
+    engine = make_engine(config, folder, PROMPT_TOKENS + TOKENS, seed=0)
     seconds: dict[int, list[float]] = {number: [] for number in at_a_time}
     try:
         await engine.start(0)

@@ -8,11 +8,13 @@ import torch
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import model_folder
 from benchmarks.turns import take_turns
+from grpo_ray.policy.attention import BlockAttention
 from grpo_ray.policy.loading import load_policy
-from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate, micro_batches
+from grpo_ray.policy.log_probs import model_inputs
+from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate_packed, collate_padded, plan
 
 TITLE = "micro-batches of sequences of different lengths: order, padding, a forward pass"
-OURS = "longest first (ours)"
+OURS, PADDED = "packed, without padding (ours)", "padded, longest first"
 
 
 def make_sequences(num_sequences: int, longest: int) -> list[TrainSequence]:
@@ -35,16 +37,24 @@ def in_order(sequences: Sequence[TrainSequence], max_tokens: int) -> Iterable[Mi
     pending: list[TrainSequence] = []
     for sequence in sequences:
         if pending and (len(pending) + 1) * max(map(len, [*pending, sequence])) > max_tokens:
-            yield collate(pending)
+            yield collate_padded(pending)
             pending = []
         pending.append(sequence)
-    yield collate(pending)
+    yield collate_padded(pending)
+
+
+def planned(sequences: Sequence[TrainSequence], max_tokens: int, is_packed: bool) -> Iterable[MicroBatch]:
+    """Pack as the Learner does, with `learner.share_prompts: auto` or `never`."""
+    for indices in plan(sequences, max_tokens, is_packed):
+        chosen = [sequences[index] for index in indices]
+        yield collate_packed(chosen, BlockAttention.of) if is_packed else collate_padded(chosen)
 
 
 WAYS: dict[str, Callable[[Sequence[TrainSequence], int], Iterable[MicroBatch]]] = {
-    OURS: lambda sequences, max_tokens: (batch for _, batch in micro_batches(sequences, max_tokens)),
-    "in the order they come": in_order,
-    "one at a time": lambda sequences, _: (collate([sequence]) for sequence in sequences),
+    OURS: lambda sequences, max_tokens: planned(sequences, max_tokens, is_packed=True),
+    PADDED: lambda sequences, max_tokens: planned(sequences, max_tokens, is_packed=False),
+    "padded, in the order they come": in_order,
+    "one at a time": lambda sequences, _: (collate_padded([sequence]) for sequence in sequences),
 }
 
 
@@ -59,7 +69,7 @@ def run(options: Options) -> list[Row]:
     @torch.no_grad()
     def forward(batches: Iterable[MicroBatch]) -> None:
         for batch in batches:
-            model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=1)
+            model.base_model(**model_inputs(batch))
 
     cases: dict[str, Callable[[], object]] = {}
     padding: dict[str, float] = {}
@@ -68,9 +78,9 @@ def run(options: Options) -> list[Row]:
         padding[name] = 1 - tokens / sum(batch.input_ids.numel() for batch in batches)
         cases[name] = lambda cut=cut: forward(cut(sequences, max_tokens))
     cutting = f"{OURS}, the cutting alone"
-    cases[cutting] = lambda: list(micro_batches(sequences, max_tokens))
+    cases[cutting] = lambda: list(planned(sequences, max_tokens, is_packed=True))
     seconds = take_turns(cases, options.rounds or (2 if options.quick else 6))
     return [
-        Row(name, values, OURS, tokens, "tokens", {"padding": padding[name]} if name in padding else {})
+        Row(name, values, PADDED, tokens, "tokens", {"padding": padding[name]} if name in padding else {})
         for name, values in seconds.items()
     ]

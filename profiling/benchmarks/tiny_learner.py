@@ -39,12 +39,12 @@ def make_learners(folder: str, variants: Mapping[str, Sequence[str]], quick: boo
     }
 
 
-def make_batch(config: Config, version: int, num_tokens: int = 16) -> TrainBatch:
+def make_batch(config: Config, version: int, num_tokens: int = 16, prompt_tokens: int = 12) -> TrainBatch:
     """Make a batch of random tokens and advantages; responses have `num_tokens`, sampled by `version`."""
     rng, algorithm = np.random.default_rng(version), config.algorithm
     groups = []
     for group_id in range(algorithm.prompts_per_step):
-        item = PromptItem(group_id, "", tuple(rng.integers(20, 300, 12).tolist()), "")
+        item = PromptItem(group_id, "", tuple(rng.integers(20, 300, prompt_tokens).tolist()), "")
         completions = [
             Completion(
                 "",

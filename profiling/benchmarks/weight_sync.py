@@ -83,7 +83,7 @@ async def _measure(size: str, folder: str, engine: str, rounds: int) -> list[Row
 
 
 def _start_generator(config: Config, folder: str, logs: Path) -> Client:
-    engine = Deferred(lambda: make_engine(config, folder, 64, index=0))
+    engine = Deferred(lambda: make_engine(config, folder, 64, seed=0))
     actor = as_actor(Generator, "generator-0", logs).options(num_cpus=0, max_concurrency=100)
     return Client("generator-0", actor.remote("generator-0", engine, 0.0, 0), methods_with_bulk(Generator))
 

@@ -1,10 +1,14 @@
 """The layers of a Llama: RMSNorm, rotary positions, grouped-query attention with a cache, and SwiGLU."""
 
+from dataclasses import dataclass
+
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
+
+from grpo_ray.policy.attention import TreeAttention
 
 
 class RMSNorm(nn.Module):
@@ -66,6 +70,15 @@ class KeyValueCache:
         return keys, values
 
 
+@dataclass(frozen=True)
+class Context:
+    """The tokens that each token attends to: by default, all tokens before it in its row."""
+
+    allowed: Tensor | None = None  # bool [batch or 1, 1, seq, keys]
+    cache: KeyValueCache | None = None
+    tree: TreeAttention | None = None  # the batch is one row of segments (policy/segments.py)
+
+
 class Attention(nn.Module):
     """Causal attention in which `num_heads / num_kv_heads` query heads share a key and value head.
 
@@ -83,24 +96,35 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Tensor, allowed: Tensor | None, cache: KeyValueCache | None) -> Tensor:
-        """Attend over `x` `[batch, seq, hidden]`; `allowed` is `[batch or 1, 1, seq, keys]`, None: causal."""
+    def forward(self, x: Tensor, angles: Tensor, context: Context) -> Tensor:
+        """Attend over `x` `[batch, seq, hidden]`."""
         queries, keys, values = (
             rearrange(projected, "batch seq (heads dim) -> batch heads seq dim", dim=self.head_dim)
             for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
         queries, keys = rotate(queries, angles), rotate(keys, angles)
-        if cache is not None:
-            keys, values = cache.extend(self.layer, keys, values)
+        if context.tree is not None:
+            q, k, v = (
+                rearrange(states, "1 heads seq dim -> seq heads dim") for states in (queries, keys, values)
+            )
+            mixed = rearrange(context.tree(q, k, v), "seq heads dim -> 1 seq (heads dim)")
+        else:
+            mixed = self._attend(queries, keys, values, context)
+        output: Tensor = self.o_proj(mixed)
+        return output
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, context: Context) -> Tensor:
+        if context.cache is not None:
+            keys, values = context.cache.extend(self.layer, keys, values)
         keys, values = (
             repeat(shared, "batch heads keys dim -> batch (heads group) keys dim", group=self.group_size)
             for shared in (keys, values)
         )
+        allowed = context.allowed
         mixed = scaled_dot_product_attention(
             queries, keys, values, attn_mask=allowed, is_causal=allowed is None
         )
-        output: Tensor = self.o_proj(rearrange(mixed, "batch heads seq dim -> batch seq (heads dim)"))
-        return output
+        return rearrange(mixed, "batch heads seq dim -> batch seq (heads dim)")
 
 
 class SwiGLU(nn.Module):
@@ -127,7 +151,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, angles: Tensor, allowed: Tensor | None, cache: KeyValueCache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, allowed, cache)
+    def forward(self, x: Tensor, angles: Tensor, context: Context) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, context)
         output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return output

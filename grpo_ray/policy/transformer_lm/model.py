@@ -8,6 +8,7 @@ sync and vLLM need no translation.
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LlamaConfig
 
-from grpo_ray.policy.transformer_lm.layers import Block, KeyValueCache, RMSNorm, rotary_angles
+from grpo_ray.policy.attention import TreeAttention
+from grpo_ray.policy.transformer_lm.layers import Block, Context, KeyValueCache, RMSNorm, rotary_angles
 
 OUTPUT_LAYER = "lm_head.weight"
 
@@ -26,21 +28,19 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim, self.theta = config.head_dim, config.rope_parameters["rope_theta"]
-        self.recomputes = False  # whether the backward pass recomputes each block's activations
+        self.checkpointing: dict[str, Any] | None = None  # options of `checkpoint`; None: activations are kept
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, allowed: Tensor | None, cache: KeyValueCache | None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         x: Tensor = self.embed_tokens(input_ids)
         angles = rotary_angles(position_ids, self.head_dim, self.theta)
         for block in self.layers:
-            if self.recomputes and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, angles, allowed, cache, use_reentrant=False)
+            if self.checkpointing is not None and context.cache is None and torch.is_grad_enabled():
+                x = checkpoint(block, x, angles, context, **self.checkpointing)
             else:
-                x = block(x, angles, allowed, cache)
+                x = block(x, angles, context)
         output: Tensor = self.norm(x)
         return output
 
@@ -48,6 +48,12 @@ class Decoder(nn.Module):
 @dataclass(frozen=True)
 class TransformerOutput:
     logits: Tensor  # [batch, positions kept, vocab]
+    past_key_values: KeyValueCache | None
+
+
+@dataclass(frozen=True)
+class DecoderOutput:
+    last_hidden_state: Tensor  # [batch, seq, hidden]
     past_key_values: KeyValueCache | None
 
 
@@ -83,6 +89,7 @@ class TransformerLM(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: KeyValueCache | None = None,
         use_cache: bool = False,
+        tree: TreeAttention | None = None,
         logits_to_keep: int = 0,
     ) -> TransformerOutput:
         """Compute the logits of the token after each position.
@@ -94,6 +101,7 @@ class TransformerLM(nn.Module):
             position_ids: `[batch or 1, seq]`; default: counted from the number of tokens in the cache.
             past_key_values: the cache of earlier tokens; extended in place.
             use_cache: return a cache for the next call.
+            tree: attention over one packed row, instead of the mask and the cache.
             logits_to_keep: return the logits of the last N positions only; 0 means all.
 
         Returns:
@@ -102,6 +110,24 @@ class TransformerLM(nn.Module):
         Raises:
             ValueError: a tensor has another shape.
         """
+        output = self.base_model(input_ids, attention_mask, position_ids, past_key_values, use_cache, tree)
+        return TransformerOutput(
+            self.lm_head(output.last_hidden_state[:, -logits_to_keep:]), output.past_key_values
+        )
+
+    def base_model(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: KeyValueCache | None = None,
+        use_cache: bool = False,
+        tree: TreeAttention | None = None,
+    ) -> DecoderOutput:
+        """Compute what the output layer is applied to; the arguments are those of `forward`."""
+        if tree is not None:
+            assert position_ids is not None
+            return DecoderOutput(self.model(input_ids, position_ids, Context(tree=tree)), None)
         cache = past_key_values
         if cache is None and use_cache:
             cache = KeyValueCache(len(self.model.layers))
@@ -110,16 +136,20 @@ class TransformerLM(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(num_seen, num_seen + input_ids.shape[1], device=input_ids.device)[None]
         allowed = _allowed(input_ids, attention_mask, num_seen)
-        hidden = self.model(input_ids, position_ids, allowed, cache)
-        return TransformerOutput(self.lm_head(hidden[:, -logits_to_keep:]), cache)
+        return DecoderOutput(self.model(input_ids, position_ids, Context(allowed, cache)), cache)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
 
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Keep only the blocks' inputs for the backward pass, and recompute the rest."""
-        self.model.recomputes = True
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Keep only the blocks' inputs for the backward pass, and what the options say; recompute the rest."""
+        self.model.checkpointing = gradient_checkpointing_kwargs or {"use_reentrant": False}
 
     def save_pretrained(self, folder: Path | str, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write `config.json`, `generation_config.json` and `model.safetensors` in Llama's layout.

@@ -1,53 +1,81 @@
-"""The sandbox of grading workers, in raw system calls: no reader of GRPO needs this file.
+"""The sandbox of grading workers: before its first answer, a worker gives up all that computing does not need.
 
-Before it reads a policy's first answer, a worker permanently gives up further memory, files, processes, network
-and privileges. Linux only, as Ray's GPU nodes are. Landlock is the kernel's sandbox for unprivileged processes
-(Linux 5.13; https://docs.kernel.org/userspace-api/landlock.html); where it is missing, only the limits apply.
+Four layers: limits of memory, files and processes; root's capabilities; Landlock, for the files it may read
+(landlock.py, readable.py); and a filter of system calls (seccomp.py). Linux only, as Ray's GPU nodes are.
+protection.py says what is not held where a kernel has only some of them.
 """
 
 import ctypes
 import os
+import platform
 import resource
 import signal
 import sys
+from collections.abc import Iterable
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446  # the same on every architecture
-LANDLOCK_CREATE_RULESET_VERSION = 1
+from grpo_ray.rewards.isolation.kernel import call
+from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset
+from grpo_ray.rewards.isolation.protection import Protection, protection_here
+from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
+from grpo_ray.rewards.isolation.seccomp import CallFilter
 
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
-NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by the kernel's Landlock version; 16 from the fifth on
-NETWORK_RIGHTS = 0b11  # TCP: bind, connect; from version 4
-SCOPES = 0b11  # abstract unix sockets, signals to processes outside; from version 6
-
+PR_SET_PDEATHSIG = 1
 CAPABILITY_VERSION = 0x20080522
 CAP_DAC_READ_SEARCH = 1 << 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
+MAX_FILES = 256  # open at once: pipes and sockets hold memory that no limit of memory counts
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Receive this signal as soon as the process `parent`, which started this one, ends."""
-    _prctl(PR_SET_PDEATHSIG, number)
+    call("prctl", PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # it was gone before the line above
         sys.exit("the parent process is gone")
 
 
-def confine(memory_gib: float) -> None:
-    """Limit resources, drop capabilities and enter the sandbox.
+class Confinement:
+    """The sandbox of a fork server's workers, prepared once, after all imports."""
 
-    Raises:
-        OSError: the system refuses one of them.
-    """
-    limit_resources(memory_gib)
-    drop_capabilities()
-    enter_sandbox()
+    def __init__(
+        self, memory_gib: float, readable: Iterable[str] = (), protection: Protection | None = None
+    ) -> None:
+        """
+        Args:
+            readable: files and folders that workers may read besides what their modules need.
+            protection: the parts of the kernel to use; default: all that it has.
+
+        Raises:
+            ValueError: one of `readable` does not exist.
+            OSError: the kernel refuses the ruleset.
+        """
+        self._memory_gib = memory_gib
+        protection = protection or protection_here()
+        self._filter = CallFilter(platform.machine()) if protection.has_filter else None
+        self._ruleset = None
+        if protection.landlock:
+            self._ruleset = Ruleset(readable_paths(readable), protection.landlock)
+            for folder in listable_folders():
+                self._ruleset.allow(folder, READ_FOLDER)
+
+    def enter(self) -> None:
+        """Confine this process for good: limit resources, drop capabilities, and enter the sandbox.
+
+        Raises:
+            OSError: the system refuses one of them.
+        """
+        limit_resources(self._memory_gib)
+        drop_capabilities()
+        if self._ruleset is not None:
+            self._ruleset.enter()
+        if self._filter is not None:
+            self._filter.enter()
 
 
 def limit_resources(memory_gib: float) -> None:
     """Allow `memory_gib` beyond the memory in use now, but no written file, core dump or new process."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = {
         resource.RLIMIT_AS: MappedMemory().num_bytes() + int(memory_gib * 2**30),
+        resource.RLIMIT_NOFILE: MAX_FILES if most_files < 0 else min(MAX_FILES, most_files),
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NPROC: 0,
@@ -64,30 +92,9 @@ def drop_capabilities() -> None:
     """
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     words = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
-    _check(_libc.capget(header, words), "capget")
+    call("capget", header, words)
     kept = words[1] & CAP_DAC_READ_SEARCH
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)(kept, kept)), "capset")
-
-
-def enter_sandbox() -> bool:
-    """Restrict this process to reading files; return False if the kernel has no Landlock.
-
-    It can write, remove, make or execute nothing, and open no TCP connection. It can neither signal nor inspect
-    processes outside: their /proc/PID/environ, which holds Ray's token, is closed.
-    """
-    version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
-    if version < 1:
-        return False
-    rights = (1 << NUM_FILE_RIGHTS.get(version, 16)) - 1
-    handled = [rights & ~(READ_FILE | READ_DIR)]  # a handled right is denied: no rule allows it
-    handled += [NETWORK_RIGHTS] * (version >= 4) + [SCOPES] * (version >= 6)
-    attributes = (ctypes.c_uint64 * len(handled))(*handled)
-    ruleset = _libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
-    _check(min(ruleset, 0), "landlock_create_ruleset")
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)  # required of a process without privileges
-    _check(_libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
-    os.close(ruleset)
-    return True
+    call("capset", header, (ctypes.c_uint32 * 6)(kept, kept))
 
 
 class MappedMemory:
@@ -98,12 +105,3 @@ class MappedMemory:
 
     def num_bytes(self) -> int:
         return int(os.pread(self._fd, 32, 0).split()[0]) * resource.getpagesize()
-
-
-def _prctl(option: int, value: int) -> None:
-    _check(_libc.prctl(option, value, 0, 0, 0), f"prctl({option})")
-
-
-def _check(status: int, call: str) -> None:
-    if status:
-        raise OSError(ctypes.get_errno(), call)

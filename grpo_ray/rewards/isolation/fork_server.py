@@ -24,11 +24,13 @@ from pydantic import TypeAdapter
 from grpo_ray.config.reward import Reward
 from grpo_ray.rewards.base import RewardFn
 from grpo_ray.rewards.configured import get_reward_fn, uses_algebra
-from grpo_ray.rewards.isolation.confinement import die_with_parent
+from grpo_ray.rewards.isolation.confinement import Confinement, die_with_parent
 from grpo_ray.rewards.isolation.worker import OUT_OF_MEMORY, describe_error, serve
 from grpo_ray.rewards.math.algebra import is_equal_latex
 
 REWARDS: TypeAdapter[dict[str, Reward]] = TypeAdapter(dict[str, Reward])
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 # Comparing these imports sympy and fills the tables of its parser, which builds them as it is used.
 WARM_UP = [
@@ -46,7 +48,7 @@ class _Child:
     num_begun: mmap
 
     def kill(self) -> None:
-        """Kill the worker and any processes it started, which a worker of root's cannot be kept from doing."""
+        """Kill the worker and any processes it started, which root may do where the kernel filters no calls."""
         os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
@@ -56,8 +58,15 @@ class _Child:
 
 
 class _ForkServer:
-    def __init__(self, control: socket.socket, reward_fns: Mapping[str, RewardFn], memory_gib: float) -> None:
-        self._control, self._reward_fns, self._memory_gib = control, reward_fns, memory_gib
+    def __init__(
+        self,
+        control: socket.socket,
+        reward_fns: Mapping[str, RewardFn],
+        confinement: Confinement,
+        memory_gib: float,
+    ) -> None:
+        self._control, self._reward_fns = control, reward_fns
+        self._confinement, self._memory_gib = confinement, memory_gib
         self._by_channel: dict[int, _Child] = {}
         self._by_exit: dict[int, _Child] = {}
         self._poll = select.poll()
@@ -73,30 +82,45 @@ class _ForkServer:
                 self._poll.unregister(fd)
                 self._by_channel[fd].kill()
             else:
-                _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
-                if not fds:
+                asked, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not asked:
                     break
-                self._fork(socket.socket(fileno=fds[0]))
+                if fds:  # otherwise too many files are open here, and the pool asks again
+                    self._adopt(socket.socket(fileno=fds[0]))
         for child in self._by_exit.values():
             child.kill()
             os.waitpid(child.pid, 0)
 
-    def _fork(self, channel: socket.socket) -> None:
+    def _adopt(self, channel: socket.socket) -> None:
+        """Fork a worker, or tell the pool why the system refuses one; the pool asks again later."""
+        try:
+            child = self._fork(channel)
+        except OSError as error:
+            _tell(channel, "refused", str(error))
+            channel.close()
+            return
+        self._by_exit[child.exit_fd] = self._by_channel[channel.fileno()] = child
+        self._poll.register(child.exit_fd, select.POLLIN)
+        self._poll.register(channel, select.POLLRDHUP)
+
+    def _fork(self, channel: socket.socket) -> _Child:
         parent, num_begun = os.getpid(), mmap(-1, 8)
         pid = os.fork()
         if pid == 0:
             try:
                 die_with_parent(parent)
                 self._become_worker()
-                serve(channel, self._reward_fns, self._memory_gib, num_begun)
+                serve(channel, self._reward_fns, self._confinement, self._memory_gib, num_begun)
                 os._exit(0)
             finally:
                 os._exit(1)
         os.setpgid(pid, pid)
-        child = _Child(pid, os.pidfd_open(pid), channel, num_begun)
-        self._by_exit[child.exit_fd] = self._by_channel[channel.fileno()] = child
-        self._poll.register(child.exit_fd, select.POLLIN)
-        self._poll.register(channel, select.POLLRDHUP)
+        try:
+            return _Child(pid, os.pidfd_open(pid), channel, num_begun)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
 
     def _become_worker(self) -> None:
         """Close the other workers' files, and discard all that this one prints: a full pipe would block it."""
@@ -115,21 +139,30 @@ class _ForkServer:
         for fd in (child.exit_fd, child.channel.fileno()):
             with contextlib.suppress(KeyError):  # the pool had hung up
                 self._poll.unregister(fd)
-        message = ["ended", _ending(status), int.from_bytes(child.num_begun[:], "little")]
-        with contextlib.suppress(BrokenPipeError):
-            child.channel.sendall(json.dumps(message).encode() + b"\n")
+        _tell(child.channel, "ended", *_ending(status), int.from_bytes(child.num_begun[:], "little"))
         child.close()
 
 
-def _ending(status: int) -> str:
+def _tell(channel: socket.socket, kind: str, *values: str | bool | int) -> None:
+    """Send a message if there is room: a worker that filled its channel sent garbage, which the pool sees."""
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
+        channel.send(json.dumps([kind, *values]).encode() + b"\n", socket.MSG_DONTWAIT)
+
+
+def _ending(status: int) -> tuple[str, bool]:
+    """Return how a worker ended, and whether that was its answer's doing: it was neither told to nor killed."""
     code = os.waitstatus_to_exitcode(status)
     if code == OUT_OF_MEMORY:
-        return "too much memory (scorer.memory_gib)"
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return "too much memory (scorer.memory_gib)", True
+    if code >= 0:
+        return f"exit status {code}", False
+    names = {number.value: number.name for number in signal.Signals}  # most real-time signals have none
+    return names.get(-code, f"signal {-code}"), -code in CRASHES
 
 
 def _main(arguments: dict[str, Any]) -> None:
     control = socket.socket(fileno=0)
+    memory_gib = arguments["memory_gib"]
     signal.alarm(arguments["start_timeout_s"])  # in case a user's import never ends and the pool has died
     sys.path[:] = arguments["path"]
     try:
@@ -138,13 +171,14 @@ def _main(arguments: dict[str, Any]) -> None:
         if any(map(uses_algebra, rewards.values())):
             for left, right in WARM_UP:
                 is_equal_latex(left, right)
+        confinement = Confinement(memory_gib, arguments["readable_paths"])
     except Exception as error:  # a user's module can raise anything
         control.sendall(json.dumps(["failed", describe_error(error)]).encode())
         return
     signal.alarm(0)
     gc.freeze()  # collecting what was imported would copy its pages into each worker
     control.sendall(json.dumps(["ready"]).encode())
-    _ForkServer(control, reward_fns, arguments["memory_gib"]).run()
+    _ForkServer(control, reward_fns, confinement, memory_gib).run()
 
 
 if __name__ == "__main__":

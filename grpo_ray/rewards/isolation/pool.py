@@ -19,28 +19,39 @@ from typing import Any
 
 from grpo_ray.config.reward import Reward
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.base import Scores, Ungradable
+from grpo_ray.rewards.isolation.messages import Garbage
 from grpo_ray.rewards.isolation.processes import ForkServer, WorkerProcess
 
 MAX_CHUNK = 16  # answers sent to a worker at once
 MAX_CHUNK_BYTES = 64 * 1024  # less than a socket holds, so that pool and worker never both wait to send
 PATIENCE_S = 0.1  # answers wait this long for one sent before them; restarting a worker takes far less
+LEAST_SHARE = 0.25  # of the time limit that a worker must have run, for an answer to have taken too long
+IDLE_SHARE = 0.01  # of a processor; a worker that gets less sleeps or was stopped
+MAX_EXTENSIONS = 8  # of the time limit, for a worker that runs too little
 MAX_FRUITLESS = 3  # workers in a row that ended without having begun an answer
 
 CLOSED = "no answer can be graded: the pool is closed"
 
 
 class ScoringError(RuntimeError):
-    """The answer could not be graded: it took too long or too much memory, or the reward function raised."""
+    """The answer could not be graded: the reward function raised, or something else ended its worker."""
+
+
+class Starved(TimeoutError):
+    """An answer took too long while its worker hardly ran: asleep, stopped, or on a busy machine."""
+
+
+Result = Scores | Ungradable | ScoringError
 
 
 @dataclass
 class _Batch:
     """The answers of one call, and their results so far."""
 
-    results: list[Scores | ScoringError | None]
+    results: list[Result | None]
     num_left: int
-    done: Future[list[Scores | ScoringError]] = field(default_factory=Future)
+    done: Future[list[Result]] = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
@@ -55,19 +66,26 @@ class _Answer:
 class RewardPool:
     """A pool of `num_workers` processes that grade each answer within `timeout_s` and `memory_gib`.
 
-    An answer that ends its worker, or would keep it busy for longer, costs that worker and is an error; a
-    fresh worker replaces it in milliseconds. Several threads may call the pool at the same time.
+    An answer that ends its worker, or would keep it busy for longer, costs that worker; a fresh worker replaces
+    it in milliseconds. Several threads may call the pool at the same time.
     """
 
     def __init__(
-        self, rewards: Mapping[str, Reward], num_workers: int, timeout_s: float, memory_gib: float
+        self,
+        rewards: Mapping[str, Reward],
+        num_workers: int,
+        timeout_s: float,
+        memory_gib: float,
+        readable_paths: Sequence[str] = (),
     ) -> None:
         """
         Args:
             rewards: each task's reward, by the task's name.
+            readable_paths: files and folders that the rewards may read, besides modules.
         """
         self._timeout_s, self._num_workers = timeout_s, num_workers
-        self._fork_server = ForkServer(rewards, memory_gib)
+        self._too_long = f"longer than {timeout_s:g} s (scorer.timeout_s)"
+        self._fork_server = ForkServer(rewards, memory_gib, readable_paths)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[_Answer] = deque()
@@ -84,8 +102,10 @@ class RewardPool:
         """
         self._fork_server.new_worker().close()
 
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Scores | ScoringError]:
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Result]:
         """Return the task's scores of each (response, ground truth), or the reason why it has none.
+
+        Ungradable is the answer's doing: it computed too long, took too much memory, or the reward says so.
 
         Raises:
             RunError: workers cannot be started, or the pool is closed.
@@ -153,25 +173,39 @@ class RewardPool:
                 worker = None
             num_fruitless = num_fruitless + 1 if len(chunk) == num_left else 0
             if num_fruitless > MAX_FRUITLESS:
-                raise RunError("something else keeps killing the workers that grade")
+                self._settle(chunk.popleft(), ScoringError("its workers end before they have begun it"))
+                num_fruitless = 0
         return worker
 
     def _serve(self, worker: WorkerProcess, chunk: deque[_Answer]) -> bool:
         """Have the worker grade the chunk from the left; return False when it must not be used again."""
-        worker.send([answer.line for answer in chunk])
-        while chunk:
-            try:
+        if worker.has_spoken:  # its next message would count as the result of another answer
+            return False
+        try:
+            worker.send([answer.line for answer in chunk], self._timeout_s)
+            while chunk:
                 kind, *value = self._receive(worker, chunk)
-            except TimeoutError:
-                self._settle(chunk.popleft(), f"longer than {self._timeout_s:g} s (scorer.timeout_s)")
-                return False
-            if kind == "ended":
-                ending, num_begun = value
-                if num_begun > worker.num_settled:  # otherwise it died between answers, and not because of one
-                    self._settle(chunk.popleft(), ending)
-                return False
-            worker.num_settled += 1
-            self._settle(chunk.popleft(), value[0])
+                if kind == "ended":
+                    ending, is_answers_doing, num_begun = value
+                    if (
+                        num_begun > worker.num_settled
+                    ):  # otherwise it died between answers, and not because of one
+                        self._settle(
+                            chunk.popleft(), (Ungradable if is_answers_doing else ScoringError)(ending)
+                        )
+                    return False
+                result = _result(kind, *value)
+                worker.num_settled += 1
+                self._settle(chunk.popleft(), result)
+        except Starved as error:
+            self._settle(chunk.popleft(), ScoringError(f"{self._too_long}, of which {error}"))
+            return False
+        except TimeoutError:
+            self._settle(chunk.popleft(), Ungradable(self._too_long))
+            return False
+        except Garbage as error:
+            self._settle(chunk.popleft(), ScoringError(f"its worker sent {error}"))
+            return False
         return worker.num_settled == worker.num_sent
 
     def _receive(self, worker: WorkerProcess, chunk: deque[_Answer]) -> list[Any]:
@@ -179,6 +213,8 @@ class RewardPool:
 
         Raises:
             TimeoutError: there was no message within the time limit.
+            Starved: there was none, because the worker hardly ran.
+            Garbage: what came is none.
         """
         patience_s = min(PATIENCE_S, self._timeout_s / 2)
         with contextlib.suppress(TimeoutError):
@@ -187,7 +223,21 @@ class RewardPool:
             while len(chunk) > 1:
                 self._waiting.appendleft(chunk.pop())
             self._changed.notify_all()
-        return worker.receive(self._timeout_s - patience_s)
+        return self._receive_slow(worker, self._timeout_s - patience_s)
+
+    def _receive_slow(self, worker: WorkerProcess, left_s: float) -> list[Any]:
+        """Wait for a message; on a busy machine longer than `left_s`, until the worker has had some of it."""
+        began = ran = worker.cpu_s()
+        for _ in range(MAX_EXTENSIONS):
+            with contextlib.suppress(TimeoutError):
+                return worker.receive(left_s)
+            before, ran = ran, worker.cpu_s()
+            if ran - began >= LEAST_SHARE * self._timeout_s:
+                raise TimeoutError
+            if ran - before < IDLE_SHARE * left_s:
+                break
+            left_s = self._timeout_s
+        raise Starved(f"its worker ran for {max(0, ran - began):.1f} s")
 
     def _fail(self, answers: deque[_Answer], error: Exception) -> None:
         with self._lock:
@@ -195,10 +245,24 @@ class RewardPool:
                 if not answer.batch.done.done():
                     answer.batch.done.set_exception(error)
 
-    def _settle(self, answer: _Answer, result: Scores | str) -> None:
+    def _settle(self, answer: _Answer, result: Result) -> None:
         with self._lock:
             batch = answer.batch
-            batch.results[answer.index] = ScoringError(result) if isinstance(result, str) else result
+            batch.results[answer.index] = result
             batch.num_left -= 1
             if not batch.num_left and not batch.done.done():
                 batch.done.set_result([result for result in batch.results if result is not None])
+
+
+def _result(kind: str, value: Any = None) -> Result:
+    """Return the result that a message of this kind is.
+
+    Raises:
+        Garbage: it is none.
+    """
+    if kind == "scores":
+        scores: Scores = value
+        return scores
+    if kind not in ("ungradable", "error"):
+        raise Garbage(f"{kind!r} instead of a result")
+    return Ungradable(value) if kind == "ungradable" else ScoringError(value)

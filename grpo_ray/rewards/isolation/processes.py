@@ -7,19 +7,31 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 from pydantic import TypeAdapter
 
 from grpo_ray.config.reward import Reward
 from grpo_ray.config.secrets import reward_environment
 from grpo_ray.errors import RunError
+from grpo_ray.rewards.isolation.messages import MAX_BYTES, Garbage, read_message
 
+PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 4, 8, 8)  # between tries to fork that the system refused
 START_TIMEOUT_S = 120  # to import the reward functions, a user's module included
 NUM_TRIES = 3
 END_TIMEOUT_S = 5.0
 GONE = (BrokenPipeError, ConnectionResetError)
+
+
+def _refused(cause: str) -> str:
+    return (
+        f"no worker can be started to grade: for {sum(PAUSES_S):.0f} s the system has refused another "
+        f"process or file ({cause}); raise its limits (ulimit -u, ulimit -n, the cgroup's "
+        "pids.max or memory.max), or set a smaller scorer.num_workers"
+    )
 
 
 def _too_slow() -> str:
@@ -32,10 +44,16 @@ class WorkerProcess:
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._received = channel, b""
         self.num_sent = self.num_settled = 0  # answers sent, and answers with a result
+        self.pid: int | None = None  # known once it is ready
 
-    def send(self, lines: list[bytes]) -> None:
+    def send(self, lines: list[bytes], timeout_s: float) -> None:
+        """Send the lines.
+
+        Raises:
+            TimeoutError: the worker did not take them within `timeout_s`.
+        """
         self.num_sent += len(lines)
-        self._channel.settimeout(START_TIMEOUT_S)
+        self._channel.settimeout(timeout_s)
         with contextlib.suppress(*GONE):  # it has ended, which `receive` will report
             self._channel.sendall(b"".join(lines))
 
@@ -43,19 +61,41 @@ class WorkerProcess:
         """Return the worker's next message.
 
         Raises:
-            TimeoutError: none came within `timeout_s`.
+            TimeoutError: there was no whole message within `timeout_s`, however many bytes came.
+            Garbage: it sent something else, or too much.
         """
-        self._channel.settimeout(timeout_s)
+        deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
+            if len(self._received) > MAX_BYTES:
+                raise Garbage(f"more than {MAX_BYTES} bytes without a line break")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._channel.settimeout(left_s)
             data = b""
             with contextlib.suppress(*GONE):
-                data = self._channel.recv(2**16)
+                data = self._channel.recv(MAX_BYTES)
             if not data:
-                return ["ended", "its parent has ended", 0]
+                return ["ended", "its parent has ended", False, 0]
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
-        message: list[Any] = json.loads(line)
-        return message
+        return read_message(line)
+
+    @property
+    def has_spoken(self) -> bool:
+        """True if the worker sent something that it was not asked for."""
+        self._channel.settimeout(0)
+        with contextlib.suppress(BlockingIOError, *GONE):
+            return bool(self._received or self._channel.recv(1, socket.MSG_PEEK))
+        return False
+
+    def cpu_s(self) -> float:
+        """Return the seconds of processor time that the worker has had; 0 when it has ended."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return float(times.user + times.system)
 
     def close(self) -> None:
         """Hang up, upon which the fork server kills the worker."""
@@ -68,33 +108,56 @@ class ForkServer:
     It ends with its workers when its socket closes, so also when this process is killed.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], memory_gib: float) -> None:
+    def __init__(
+        self, rewards: Mapping[str, Reward], memory_gib: float, readable_paths: Sequence[str] = ()
+    ) -> None:
         data = TypeAdapter(dict[str, Reward]).dump_python(dict(rewards), mode="json")
         arguments = {"rewards": data, "memory_gib": memory_gib, "start_timeout_s": START_TIMEOUT_S}
-        self._arguments = json.dumps({**arguments, "path": sys.path})
+        self._arguments = json.dumps({**arguments, "readable_paths": [*readable_paths], "path": sys.path})
         self._lock = threading.Lock()
-        self._is_closed = False
-        self._begin()
+        self._closed = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):  # `new_worker` tries again
+            self._begin()
 
     def new_worker(self) -> WorkerProcess:
-        """Return a worker that is ready to grade.
+        """Return a worker that is ready to grade; if the system refuses it, try again for a while.
 
         Raises:
             RunError: none can be started; the message says why.
         """
-        for _ in range(NUM_TRIES):
-            worker = WorkerProcess(self._adopt())
-            kind, *cause = worker.receive(START_TIMEOUT_S)
-            if kind == "ready":
+        num_tries, pauses_s = NUM_TRIES, iter(PAUSES_S)
+        while True:
+            worker, kind, cause = self._try()
+            if worker is not None:
                 return worker
-            worker.close()
-            if kind == "failed":
-                break
-        raise RunError(f"no worker can be started to grade (task.reward): {cause[0]}")
+            num_tries -= kind == "ended"
+            pause_s = next(pauses_s, None) if kind == "refused" else 0.0
+            if kind == "failed" or not num_tries:
+                raise RunError(f"no worker can be started to grade (task.reward): {cause}")
+            if pause_s is None:
+                raise RunError(_refused(cause))
+            self._closed.wait(pause_s)
+
+    def _try(self) -> tuple[WorkerProcess | None, str, str]:
+        """Return a worker, or what kept it from being ready: its last message's kind and cause."""
+        try:
+            worker = WorkerProcess(self._adopt())
+        except OSError as error:  # too many open files, processes or too little memory, here or there
+            return None, "refused", str(error)
+        try:
+            kind, *cause = worker.receive(START_TIMEOUT_S)
+        except (TimeoutError, Garbage):
+            kind, cause = "ended", [f"it was not ready within {START_TIMEOUT_S} s"]
+        if kind == "ready":
+            (worker.pid,) = cause
+            return worker, kind, ""
+        worker.close()
+        return None, kind, cause[0]
 
     def close(self) -> None:
         """End the fork server, and with it all workers."""
-        self._is_closed = True
+        self._closed.set()
         self._end()  # unblocks a thread that waits for it while holding the lock
         with self._lock:
             self._end()  # ends one that such a thread has started in the meantime
@@ -102,6 +165,8 @@ class ForkServer:
     def _adopt(self) -> socket.socket:
         """Have a worker forked; return the pool's end of the socket to it."""
         with self._lock:
+            if self._process is None:  # it could not be started, or was killed
+                self._begin()
             try:
                 return self._fork()
             except GONE:  # something killed it
@@ -112,23 +177,31 @@ class ForkServer:
     def _fork(self) -> socket.socket:
         self._until_ready()
         ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
         return ours
 
     def _begin(self) -> None:
-        if self._is_closed:
+        if self._closed.is_set():
             raise RunError("no worker can be started to grade: the pool is closed")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._state: list[Any] | None = None  # its first message: ["ready"] or ["failed", why]
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_ray.rewards.isolation.fork_server", self._arguments],
-                stdin=theirs.fileno(),
-                stdout=2,  # for anything that a user's module prints when it is imported
-                env={**reward_environment(), "OMP_NUM_THREADS": "1"},  # workers may start no thread
-                process_group=0,  # Ctrl-C is for the process that started the run
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "grpo_ray.rewards.isolation.fork_server", self._arguments],
+                    stdin=theirs.fileno(),
+                    stdout=2,  # for anything that a user's module prints when it is imported
+                    env={**reward_environment(), "OMP_NUM_THREADS": "1"},  # workers may start no thread
+                    process_group=0,  # Ctrl-C is for the process that started the run
+                )
+            except OSError:
+                self._control.close()
+                raise
 
     def _until_ready(self) -> None:
         if self._state is None:
@@ -143,15 +216,20 @@ class ForkServer:
             raise RunError(f"no worker can be started to grade (task.reward): {cause[0]}")
 
     def _ending(self) -> str:
+        assert self._process is not None
         status = self._process.wait()
         return _too_slow() if status == -signal.SIGALRM else f"status {status}"  # fork_server.py sets the alarm
 
     def _end(self) -> None:
+        process = self._process
+        if process is None:
+            return
         with contextlib.suppress(OSError):  # already closed
             self._control.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(END_TIMEOUT_S)
+            process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # it is still importing
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
         self._control.close()
+        self._process = None

@@ -1,7 +1,9 @@
 """A worker of a RewardPool: it gives up what it does not need, then grades line by line.
 
-It sends the pool lines of JSON: first ["ready"] or ["failed", why], then for each answer in order
-["scores", {...}] or ["error", why]. When it has died, its fork server adds ["ended", how, answers begun].
+It sends the pool lines of JSON: first ["ready", its pid] or ["failed", why], then for each answer in order
+["scores", {...}], ["ungradable", why] (the answer's doing) or ["error", why] (the function's or the truth's).
+When it has died, its fork server adds ["ended", how, whether the answer did it, answers begun]; if it could
+not be forked, the fork server says ["refused", why]. messages.py reads all of these.
 """
 
 import json
@@ -11,15 +13,19 @@ import traceback
 from collections.abc import Mapping
 from mmap import mmap
 
-from grpo_ray.rewards.base import NotGraded, RewardFn, Scores
-from grpo_ray.rewards.isolation.confinement import MappedMemory, confine
+from grpo_ray.rewards.base import NotGraded, RewardFn, Scores, Ungradable
+from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
+from grpo_ray.rewards.isolation.messages import is_storable, storable
 
 OUT_OF_MEMORY = 99  # exit status
-LONGEST_ERROR = 500  # characters
 
 
 def serve(
-    channel: socket.socket, reward_fns: Mapping[str, RewardFn], memory_gib: float, num_begun: mmap
+    channel: socket.socket,
+    reward_fns: Mapping[str, RewardFn],
+    confinement: Confinement,
+    memory_gib: float,
+    num_begun: mmap,
 ) -> None:
     """Grade the answers that arrive on `channel` until it is closed.
 
@@ -28,13 +34,13 @@ def serve(
         num_begun: 8 bytes shared with the fork server: the number of answers begun. It shows which answer a
             worker died on, or that it died between answers.
     """
+    memory = MappedMemory()
     try:
-        confine(memory_gib)
-    except OSError as error:
+        confinement.enter()
+    except (OSError, OverflowError, ValueError) as error:
         _say(channel, "failed", describe_error(error))
         return
-    _say(channel, "ready")
-    memory = MappedMemory()
+    _say(channel, "ready", os.getpid())
     enough = memory.num_bytes() + memory_gib * 2**30 / 2
     for count, line in enumerate(channel.makefile("rb"), 1):
         num_begun[:] = count.to_bytes(8, "little")
@@ -43,34 +49,37 @@ def serve(
             result = try_to_grade(reward_fns[task], response, ground_truth)
         except MemoryError:  # caches may hold on to the memory, and the next answer would run out of it
             os._exit(OUT_OF_MEMORY)
-        _say(channel, "error" if isinstance(result, str) else "scores", result)
+        if isinstance(result, Ungradable):
+            _say(channel, "ungradable", str(result))
+        else:
+            _say(channel, "error" if isinstance(result, str) else "scores", result)
         if memory.num_bytes() > enough:  # memory that this answer left behind must not end another one
             return
 
 
-def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Scores | str:
-    """Return the reward's scores, or the reason why there are none."""
+def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Scores | Ungradable | str:
+    """Return the reward's scores, or Ungradable for the answer's doing, or the error of the grader."""
     try:
-        return reward_fn(response, ground_truth)
+        scores = reward_fn(response, ground_truth)
+        if not is_storable(scores["reward"]):
+            return f"the reward is {scores['reward']:g}, too large for a float32"
+        return scores
     except MemoryError:  # it concerns the process, not only this answer
         raise
-    except NotGraded as error:  # the reward was computed, and reached no verdict
-        return _storable(str(error))
+    except Ungradable as error:
+        return Ungradable(storable(str(error)))
+    except NotGraded as error:
+        return storable(str(error))
     except Exception as error:  # whatever a user's function raises is this answer's error alone
         return describe_error(error)
 
 
 def describe_error(error: Exception) -> str:
     """Return the last line of a traceback, with file and line."""
-    text = _storable(f"{type(error).__name__}: {error}")
+    text = storable(f"{type(error).__name__}: {error}")
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
 
 
-def _storable(text: str) -> str:
-    """Shorten the text, and replace lone surrogates."""
-    return text[:LONGEST_ERROR].encode(errors="replace").decode()
-
-
-def _say(channel: socket.socket, kind: str, *values: Scores | str) -> None:
+def _say(channel: socket.socket, kind: str, *values: Scores | str | int) -> None:
     channel.sendall(json.dumps([kind, *values]).encode() + b"\n")

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from grpo_ray.rewards.base import NotGraded
+from grpo_ray.rewards.base import NotGraded, Ungradable
 from grpo_ray.rewards.math.numbers import read_number
 from grpo_ray.rewards.math.structure import RELATION, ascending
 from grpo_ray.rewards.math.text import VARIABLES
@@ -39,17 +39,19 @@ def is_equal_latex(answer: str, truth: str) -> bool:
     """Compare normalized expressions, equations or inequalities; False for an answer that is none of these.
 
     Raises:
-        NotGraded: either is too long or too large a number, or the truth cannot be parsed.
+        NotGraded: the truth is too long or too large a number, or cannot be parsed.
+        Ungradable: the answer is too long or too large a number.
     """
     texts = (truth, answer)
     if any(NO_EXPRESSION.search(text) or _has_words(text) for text in texts):
         return False
     if not _is_same_case(answer, truth):
         return False
-    if max(map(len, texts)) > MAX_EXPRESSION_CHARACTERS:
-        raise NotGraded(f"an expression of more than {MAX_EXPRESSION_CHARACTERS} characters")
-    if any(TOWER.search(text) or BIG_BINOMIAL.search(text) for text in texts):
-        raise NotGraded("a power of a power, or a binomial coefficient of numbers of four digits or more")
+    for text, blame in ((truth, NotGraded), (answer, Ungradable)):
+        if len(text) > MAX_EXPRESSION_CHARACTERS:
+            raise blame(f"an expression of more than {MAX_EXPRESSION_CHARACTERS} characters")
+        if TOWER.search(text) or BIG_BINOMIAL.search(text):
+            raise blame("a power of a power, or a binomial coefficient of numbers of four digits or more")
     from math_verify import verify  # imported here, because importing sympy takes a quarter of a second
 
     is_complex = any(map(IMAGINARY.search, texts))
@@ -61,8 +63,9 @@ def is_equal_latex(answer: str, truth: str) -> bool:
         raise NotGraded(f"the ground truth {truth!r} cannot be parsed: {error}") from None
     try:
         given = _parse(ascending(answer), is_complex)
-        if max(map(_num_digits, (gold, given))) > MAX_DIGITS:
-            raise NotGraded(f"a number of more than {MAX_DIGITS} digits")
+        for expression, blame in ((gold, NotGraded), (given, Ungradable)):
+            if _num_digits(expression) > MAX_DIGITS:
+                raise blame(f"a number of more than {MAX_DIGITS} digits")
         if _differ_at_a_point(gold, given):
             return False
         return bool(
@@ -74,7 +77,7 @@ def is_equal_latex(answer: str, truth: str) -> bool:
                 timeout_seconds=None,
             )
         )
-    except (MemoryError, NotGraded):
+    except (MemoryError, NotGraded, Ungradable):
         raise
     except Exception:  # sympy raises all kinds of errors on odd expressions; such an answer is not right
         return False

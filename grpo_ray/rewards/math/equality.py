@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from grpo_ray.rewards.base import NotGraded
+from grpo_ray.rewards.base import NotGraded, Ungradable
 from grpo_ray.rewards.math.algebra import is_equal_latex
 from grpo_ray.rewards.math.numbers import read_number
 from grpo_ray.rewards.math.structure import (
@@ -43,15 +43,16 @@ def is_equal(answer: str, truth: str) -> bool:
     """Return True for the same text, number, quantity or list, or expressions with the same value.
 
     Raises:
-        NotGraded: they cannot be compared; see `is_equal_latex`.
+        NotGraded, Ungradable: they cannot be compared; see `is_equal_latex`.
     """
     if answer == truth:
         return bool(answer)
     if SIMPLE_NUMBER.fullmatch(answer) and SIMPLE_NUMBER.fullmatch(truth):
         return Fraction(answer) == Fraction(truth)
     answer, truth = normalize(answer), normalize(truth)
-    if max(bracket_depth(answer), bracket_depth(truth)) > MAX_DEPTH:
-        raise NotGraded(f"brackets nested more than {MAX_DEPTH} deep")
+    for text, blame in ((truth, NotGraded), (answer, Ungradable)):
+        if bracket_depth(text) > MAX_DEPTH:
+            raise blame(f"brackets nested more than {MAX_DEPTH} deep")
     return bool(answer and truth) and _is_equal(answer, truth)
 
 

@@ -69,6 +69,7 @@ AROUND = (
 )  # fmt: skip
 LIST_COMMA = re.compile(r",(?!\d{3}(?!\d))")
 WRAPPERS = [re.compile(pattern, re.DOTALL) for pattern in AROUND]
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` and `\}` are signs
 COMMANDS_AROUND = (r"\boxed{", r"\fbox{", r"\text{")
 
 
@@ -111,6 +112,19 @@ def unwrap(text: str) -> str:
         if text == before:
             break
     return text
+
+
+def matching_braces(text: str, start: int) -> dict[int, int]:
+    r"""Return the closing brace of each from just before `start` on, up to its own; {} without its own."""
+    opened, closing = [start - 1], {}
+    for match in BRACE.finditer(text, start):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}":
+            closing[opened.pop()] = match.start()
+            if not opened:
+                return closing
+    return {}
 
 
 def closing_brace(text: str, start: int) -> int | None:

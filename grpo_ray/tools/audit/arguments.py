@@ -4,15 +4,20 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.telemetry.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command
+from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode, stay_offline
 
 
 @dataclass(frozen=True)
 class AuditOptions:
     run: Annotated[str, Argument("RUN", "the run's directory")]
+    trust_remote_code: TrustRemoteCode = False
+    run_reward_code: RunRewardCode = False
 
 
 def _audit(options: AuditOptions) -> int:
+    stay_offline()
     from grpo_ray.telemetry.run_files import RunDirectory
     from grpo_ray.tools.audit.audit import audit
 
@@ -20,8 +25,8 @@ def _audit(options: AuditOptions) -> int:
     if not run.config_path.exists():
         raise RunError(f"{options.run}: no run to audit (it has no config.yaml)")
     with shown_plainly():
-        report = audit(run)
-    print(report)
+        report = audit(run, options.trust_remote_code, options.run_reward_code)
+    print_visible(str(report))
     return 0 if report.is_clean else 1
 
 

@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pyarrow import ArrowInvalid
+
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.rewards.grader import Grader
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
 from grpo_ray.tools.audit.epochs import audit_epochs
+from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.tools.audit.rollouts import GroupPrompt, RolloutFacts, RolloutRows, audit_evaluation, audit_step
+from grpo_ray.tools.trust import IGNORED, with_trust
 
 Row = dict[str, Any]
 
@@ -51,15 +54,22 @@ class AuditReport:
         return "\n".join(lines + [f"note: {text}" for text in self.notes])
 
 
-def audit(run: RunDirectory) -> AuditReport:
+def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: bool = False) -> AuditReport:
     """Audit the files of a run that is not being trained at the moment.
+
+    Args:
+        trust_remote_code: run the Python code of the run's model, if its tokenizer is needed.
+        run_reward_code: import and call reward functions that the run's configuration names.
 
     Raises:
         OSError, ValueError: the configuration or a log cannot be read at all.
     """
-    config = load_config(run.config_path)
+    own = load_config(run.config_path)
+    config = with_trust(own, trust_remote_code)
     metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
     report = AuditReport(num_steps=len(metrics))
+    if own.model.trust_remote_code and not trust_remote_code:
+        report.notes.append(IGNORED)
     last = max((row["step"] for row in metrics), default=0)
     is_finished = last >= config.algorithm.num_steps
     if not is_finished:
@@ -68,7 +78,8 @@ def audit(run: RunDirectory) -> AuditReport:
     checkpoint = audit_checkpoint(run, last, is_finished)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
-    grader = Grader(config.task.rewards, config.scorer)
+    grader = Regrader(config, run_reward_code)
+    report.notes += grader.notes
     try:
         if config.run.save_rollouts:
             _audit_training(run, config, metrics, checkpoint, grader, report)
@@ -100,22 +111,32 @@ def _audit_training(
     config: Config,
     metrics: Sequence[Row],
     checkpoint: CheckpointFacts,
-    grader: Grader,
+    grader: Regrader,
     report: AuditReport,
 ) -> None:
     """Check that each step's file has its groups, whole, within the lag bound, and correctly rewarded."""
     prompts: dict[int, GroupPrompt] = {}
+    distinct: dict[GroupPrompt, GroupPrompt] = {}  # an epoch asks all of them again
     trained: Counter[int] = Counter()
     uses: Counter[int] = Counter()  # number of batches that a group has been in
     dropped: set[int] = set()
     due: set[int] = set()  # groups that the checkpoint must have as trained or dropped
-    for row in {row["step"]: row for row in metrics}.values():
+    for row in _with_line_to_come(metrics, checkpoint):
         step, path = row["step"], run.rollouts_path(row["step"])
         if not path.exists():
             if step <= checkpoint.step:  # later ones may not have been written yet when the run ended
                 report.problems.append(f"{path.name}: step {step} was trained and has no rollouts")
             continue
-        rows = RolloutRows(path.name, read_rollouts(path))
+        try:
+            rows = RolloutRows(path.name, read_rollouts(path))
+        except ArrowInvalid as error:
+            lost = (
+                "a resume removes it and trains the step again"
+                if step > checkpoint.step
+                else "its rows are lost"
+            )
+            report.problems.append(f"{path.name} is damaged, and {lost}: {error}")
+            continue
         facts = audit_step(rows, row, config, grader)
         _add(report, facts)
         report.num_groups += len(facts.prompts)
@@ -130,7 +151,7 @@ def _audit_training(
         dropped |= set(facts.dropped)
         if row["step"] <= checkpoint.step:
             due |= set(facts.prompts)
-        prompts |= facts.prompts
+        prompts |= {group: distinct.setdefault(asked, asked) for group, asked in facts.prompts.items()}
     report.problems += [f"group {group} was trained {n} times" for group, n in trained.items() if n > 1]
     report.problems += [
         f"group {group} was both trained and left out" for group in sorted(dropped & trained.keys())
@@ -143,6 +164,14 @@ def _audit_training(
     problems, notes = audit_epochs(config, prompts, checkpoint)
     report.problems += problems
     report.notes += notes
+
+
+def _with_line_to_come(metrics: Sequence[Row], checkpoint: CheckpointFacts) -> Sequence[Row]:
+    """Return the lines by step, with that of the checkpoint's step if an interrupted run had not written it."""
+    rows = {row["step"]: row for row in metrics}
+    if checkpoint.metrics and checkpoint.step > max(rows, default=0):
+        rows[checkpoint.step] = {"step": checkpoint.step, **checkpoint.metrics}
+    return list(rows.values())
 
 
 def _audit_account(checkpoint: CheckpointFacts, due: set[int]) -> Iterator[str]:
@@ -165,13 +194,14 @@ def _add(report: AuditReport, facts: RolloutFacts) -> None:
 
 
 def _audit_evaluations(
-    run: RunDirectory, config: Config, last: int, is_finished: bool, grader: Grader, report: AuditReport
+    run: RunDirectory, config: Config, last: int, is_finished: bool, grader: Regrader, report: AuditReport
 ) -> None:
     """Check that each due step has one evaluation, with correct rewards and a summary that matches them."""
     path = run.evaluations_summary_path
     summaries = read_metrics(path) if path.exists() else []
     steps = Counter(row["step"] for row in summaries)
     due = set(range(0, last + 1, config.evaluation.every_num_steps)) | ({last} if is_finished else set())
+    due -= _skipped_by_preemptions(run)
     report.num_evaluations = len(summaries)
     report.problems += [f"no evaluation at step {step}" for step in sorted(due - steps.keys())]
     report.problems += [f"{n} evaluations at step {step}" for step, n in steps.items() if n > 1]
@@ -182,6 +212,12 @@ def _audit_evaluations(
             continue
         rows = RolloutRows(f"evaluations/{file.name}", read_rollouts(file))
         _add(report, audit_evaluation(rows, summary, config, grader))
+
+
+def _skipped_by_preemptions(run: RunDirectory) -> set[int]:
+    """Return the steps that a preemption left no time to validate, as the run's events say."""
+    events = read_metrics(run.events_path) if run.events_path.exists() else []
+    return {event["validation_step"] for event in events if event["kind"] == "not_evaluated"}
 
 
 def _audit_skipped(run: RunDirectory, metrics: Sequence[Row], report: AuditReport) -> list[str]:

@@ -24,6 +24,7 @@ class CheckpointFacts:
 
     problems: list[str] = field(default_factory=list)
     step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # its step's, which may have no line yet
     set_aside: frozenset[int] = frozenset()
     num_examples: int | None = None  # of the prompt order
     next_group_id: int | None = None  # the first group that was never taken
@@ -45,7 +46,7 @@ def audit_checkpoint(run: RunDirectory, last_step: int, is_finished: bool) -> Ch
         return CheckpointFacts(problems)
     newest = checkpoints[-1]
     state, ledger = newest.state, newest.state.ledger
-    facts = CheckpointFacts(problems, state.step)
+    facts = CheckpointFacts(problems, state.step, state.metrics)
     found = list(_audit_tensors(newest.path))
     if lacking := [name for name in LEDGER if name not in ledger]:
         found.append(f"its ledger has no {', '.join(lacking)}")

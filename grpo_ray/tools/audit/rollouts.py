@@ -11,10 +11,10 @@ import numpy as np
 from grpo_ray.actors.scorer import UNGRADED, advantages_of
 from grpo_ray.actors.staleness import version_trained_at
 from grpo_ray.config import Config
-from grpo_ray.rewards.base import Scores
-from grpo_ray.rewards.grader import Grader
-from grpo_ray.rewards.isolation.pool import ScoringError
+from grpo_ray.rewards.base import Ungradable
+from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
+from grpo_ray.tools.audit.regrader import Regrader
 
 Row = dict[str, Any]
 REWARDS = ("reward", "format_reward", "answer_reward")
@@ -32,6 +32,10 @@ class RolloutRows:
     @property
     def num_errors(self) -> int:
         return sum(row["error"] is not None for row in self.rows)
+
+    @property
+    def num_ungradable(self) -> int:
+        return sum(row.get("ungradable") is not None for row in self.rows)
 
     def mean(self, column: str) -> float:
         return float(sum(row[column] for row in self.rows)) / max(1, len(self.rows))
@@ -59,7 +63,7 @@ class RolloutFacts:
     num_errors: int = 0
 
 
-def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Grader) -> RolloutFacts:
+def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader) -> RolloutFacts:
     """Audit the batch of one step: its own groups (fresh or dropped) and the replayed ones.
 
     Args:
@@ -85,6 +89,8 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Grader) 
     problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
     problems += _compare(metrics, "reward/errors", own.num_errors)
+    if "reward/ungradable" in metrics:  # not in runs of earlier versions
+        problems += _compare(metrics, "reward/ungradable", own.num_ungradable)
     facts = _facts(own, problems, notes)
     facts.trained = list(fresh.groups)
     facts.replayed = {group: members[0]["use"] for group, members in replayed.groups.items()}
@@ -106,7 +112,7 @@ def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, con
             yield f"group {group} was left out, but has a signal"
 
 
-def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Grader) -> RolloutFacts:
+def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Regrader) -> RolloutFacts:
     """Audit one validation; all its tokens must be of its step's version.
 
     Args:
@@ -186,17 +192,19 @@ def _audit_versions(row: Row) -> Iterator[str]:
         yield "its min_version and max_version are not those of its spans"
 
 
-def _audit_rewards(rows: RolloutRows, grader: Grader) -> tuple[list[str], list[str]]:
-    """Check that each reward is what the response earns, or 0 if it could not be graded.
+def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list[str]]:
+    """Check that each reward is what the response earns: a wrong one's if ungradable, 0 if the grader failed.
 
     The result is problems and notes. A response that cannot be graded now, as on a busy machine, is a note:
     it proves nothing.
     """
     problems, failures = [], []
     for group, members in rows.groups.items():
+        if grader.skips(members[0]["task"]):
+            continue
         for row, earned in zip(members, _earned(members, grader), strict=True):
             name = f"group {group}: completion {row['sample']}"
-            if isinstance(earned, ScoringError):
+            if isinstance(earned, ScoringError | Ungradable):
                 failures.append(f"{name}: {earned}")
             elif any(row[column] != np.float32(earned[column]) for column in REWARDS):  # as stored in the file
                 problems.append(f"{name}: reward {row['reward']:g}, it earns {earned}")
@@ -204,11 +212,20 @@ def _audit_rewards(rows: RolloutRows, grader: Grader) -> tuple[list[str], list[s
     return problems, notes
 
 
-def _earned(members: list[Row], grader: Grader) -> list[Scores | ScoringError]:
-    """Return what each response earns; nothing for those that the run could not grade."""
-    pairs = [(row["response"], row["ground_truth"]) for row in members if row["error"] is None]
-    results = iter(grader.grade(members[0]["task"], pairs))
-    return [next(results) if row["error"] is None else UNGRADED for row in members]
+def _earned(members: list[Row], grader: Regrader) -> list[Result]:
+    """Return what each response earns; nothing, or a wrong one's, for those that the run could not grade."""
+    task = members[0]["task"]
+    graded = [row for row in members if row["error"] is None and row.get("ungradable") is None]
+    results = iter(grader.grade(task, [(row["response"], row["ground_truth"]) for row in graded]))
+    return [_earned_by(row, results, grader) for row in members]
+
+
+def _earned_by(row: Row, results: Iterator[Result], grader: Regrader) -> Result:
+    if row["error"] is not None:
+        return UNGRADED
+    if row.get("ungradable") is not None:
+        return grader.wrong_scores(row["task"], row["response"], row["ground_truth"])
+    return next(results)
 
 
 def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:

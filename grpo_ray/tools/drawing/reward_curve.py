@@ -9,10 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from grpo_ray.telemetry.run_files import last_of_each_step
+from grpo_ray.telemetry.step_lines import StepLines
 from grpo_ray.tools.drawing.figures import GRID, INK, new_figure, save
 
 TRAINING, VALIDATION = "#9bbbd8", "#c0392b"
+TIMES = ("timing/wait_for_batch_s", "timing/train_s", "timing/step_s")
+DRAWN = ("step", "reward/mean", *TIMES)
 TIME_COLORS = {"waiting for a batch": "#e8c07d", "training": "#5b8db8", "rest": "#c9cdd2"}
 
 
@@ -20,8 +22,9 @@ def plot_reward_curve(
     metrics_path: str | Path, evaluations_summary_path: str | Path, out_png: str | Path
 ) -> None:
     """Write a 1200x800 PNG from `metrics.jsonl` and `evaluations/summary.jsonl`; either may not exist yet."""
-    metrics = last_of_each_step(metrics_path)
-    evaluations = last_of_each_step(evaluations_summary_path)
+    # A line has hundreds of metrics, and a run 100,000 lines.
+    metrics = [{name: row.get(name) for name in DRAWN} for row in StepLines(metrics_path)]
+    evaluations = list(StepLines(evaluations_summary_path))
     timed = [row for row in metrics if row.get("timing/step_s") is not None]
     figure = new_figure(12, 8)
     ratios = {"height_ratios": [3, 1] if timed else [1]}
@@ -79,8 +82,7 @@ def _plot_times(axis: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     """Stack the seconds of each step: waiting, training, and the rest."""
     steps = np.array([row["step"] for row in metrics])
     waiting, training, total = (
-        np.array([row.get(name) or 0.0 for row in metrics], dtype=float)
-        for name in ("timing/wait_for_batch_s", "timing/train_s", "timing/step_s")
+        np.array([row.get(name) or 0.0 for row in metrics], dtype=float) for name in TIMES
     )
     rest = np.maximum(0.0, total - waiting - training)
     axis.stackplot(

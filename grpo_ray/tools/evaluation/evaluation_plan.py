@@ -5,7 +5,8 @@ import json
 import shlex
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
 from grpo_ray.tools.evaluation.options import EvaluationOptions
 from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
 from grpo_ray.tools.evaluation.task_choice import choose_task
+from grpo_ray.tools.trust import IGNORED, code_of, is_ignored
 from grpo_ray.types import PromptItem
 
 
@@ -72,13 +74,15 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     Raises:
         ConfigError, RunError: the options, the configuration, the run or the model; says what to change.
     """
-    subject = find_subject(options.target, options.checkpoint)
+    subject = _with_trust(find_subject(options.target, options.checkpoint), options)
     with shown_plainly():
         data = choose_task(subject.data, options.choice)
     overrides = list(options.overrides)
     if options.max_tokens is not None:
         overrides.append(f"sampling.max_tokens={options.max_tokens}")
     config = make_config(data, overrides, subject.source)
+    if not (subject.is_own or options.run_reward_code):
+        _refuse_code(config, options)
     model_config = config
     if config.model.tiny is not None:
         model_config = make_config(subject.data, _of_model(subject, options), subject.source)
@@ -100,6 +104,27 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         evaluation_folder(Path(folder)),
         options.command if options.output else f"{options.command} --output {shlex.quote(folder)}",
     )
+
+
+def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:
+    """Return the subject with the command line's word on the model's code; the user's own file has one, too."""
+    model = subject.data.get("model")
+    if not isinstance(model, dict) or (subject.is_own and not options.trust_remote_code):
+        return subject
+    data = {**subject.data, "model": {**model, "trust_remote_code": options.trust_remote_code}}
+    ignored = (IGNORED,) if is_ignored(model, options.trust_remote_code) else ()
+    return replace(subject, data=data, notices=(*subject.notices, *ignored))
+
+
+def _refuse_code(config: Config, options: EvaluationOptions) -> None:
+    """Refuse to import a reward that the run's configuration names and the command line does not."""
+    typed = [options.choice.reward or "", *options.overrides]
+    for name in chain.from_iterable(map(code_of, config.task.rewards.values())):
+        if not any(name in text for text in typed):
+            raise RunError(
+                f"task.reward: {name} is code that the run's configuration names; if you trust it, give "
+                "--run-reward-code, otherwise another --reward"
+            )
 
 
 def _of_model(subject: Subject, options: EvaluationOptions) -> list[str]:

@@ -19,7 +19,7 @@ from grpo_ray.run.context import ServingContext
 from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.run.open_calls import OpenCalls
 from grpo_ray.run.restarts import RestartBudget
-from grpo_ray.run.stalls import watch_for_stalls
+from grpo_ray.run.stalls import StallWatch
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup, WeightSnapshot
 
@@ -45,7 +45,7 @@ class Evaluator:
         self._config, self._actors, self._log = config, actors, log
         recovery = config.recovery
         self._calls = OpenCalls()
-        budget = RestartBudget(recovery.max_restarts, recovery.restart_backoff_s)
+        budget = RestartBudget("recovery.max_restarts", recovery.max_restarts, recovery.restart_backoff_s)
         nothing = Admission(max_lag=0, groups_per_step=0, num_steps=0)  # an evaluation dispatches by itself
         generators = list(actors.generators.values())
         self._weight_sync = WeightSync(generators, nothing, config.weight_sync.phase_timeout_s)
@@ -64,10 +64,11 @@ class Evaluator:
                 self._pool.start(tasks)
                 await asyncio.gather(*(a.ready() for a in self._actors.by_name().values()))
                 limit_s = self._config.recovery.stall_timeout_s
-                watching = tasks.create_task(watch_for_stalls(self._calls, self._pool, self._log, limit_s))
+                watch = StallWatch(self._calls, self._pool, self._log, limit_s)
+                watching = tasks.create_task(watch.run())
                 await work()
-                for task in (watching, *self._pool.replacing):
-                    task.cancel()
+                watching.cancel()
+                self._pool.cancel()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             if isinstance(error, ActorDied | DataLost | EngineDied | Stalled):
@@ -113,9 +114,12 @@ class Evaluator:
     async def _group(self, item: PromptItem, num_samples: int) -> ScoredGroup | None:
         while True:
             scored = await self._pool.sample(item, num_samples, "evaluation")
+            if scored is None:
+                return None
+            group, verdict = scored
             try:
-                return None if scored is None else await self._actors.fetch(scored)
-            except DataLost:  # the Scorer that held the group died
+                return ScoredGroup.of(await self._actors.fetch(group), verdict)
+            except DataLost:  # the node that held the group died
                 continue
 
 

@@ -13,6 +13,7 @@ from grpo_ray.rewards.base import RewardFn, verdict
 from grpo_ray.rewards.isolation.worker import describe_error
 from grpo_ray.rewards.user_function import as_reward_fn
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, summarise
+from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.evaluation.evaluation_folder import write_results
 from grpo_ray.tools.evaluation.responses import SCHEMA, Row, make_row, table_outcomes
 from grpo_ray.types import PromptItem
@@ -67,7 +68,8 @@ def evaluate_vllm(
         for sample, response in enumerate(answered.outputs)
     ]
     if errors := [row["error"] for row in rows if row["error"]]:
-        warnings.warn(f"{len(errors)} of {len(rows)} responses could not be graded: {errors[0]}", stacklevel=2)
+        text = f"{len(errors)} of {len(rows)} responses could not be graded: {visible(errors[0])}"
+        warnings.warn(text, stacklevel=2)
     table = pa.Table.from_pylist(rows, SCHEMA)
     if output is None:
         return EvaluationResults(summarise(table_outcomes(table)), rows)

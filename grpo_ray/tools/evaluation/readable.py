@@ -7,6 +7,7 @@ from rich.table import Table
 
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.evaluation_summary import Category, EvaluationSummary, Interval
+from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.evaluation.responses import Row, sample_rows
 
 EXAMPLES_OF_EACH = 10
@@ -84,4 +85,4 @@ def _fenced(text: str) -> str:
     """Return the text as a code block, whatever Markdown it contains."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
+    return f"{fence}text\n{visible(text)}\n{fence}"

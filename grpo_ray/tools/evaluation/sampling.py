@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from grpo_ray.config import Config
@@ -36,7 +37,8 @@ async def sample(
         top_p=plan.top_p,
     )
     console.status("starting the actors")
-    evaluator = Evaluator(config, settings, actors, RunLog(RunDirectory(plan.folder.path), console))
+    log = RunLog(RunDirectory(plan.folder.path), console)
+    evaluator = Evaluator(config, settings, actors, log)
 
     async def work() -> None:
         for weights in left:
@@ -48,7 +50,8 @@ async def sample(
                     continue
             await _sample_one(plan, weights, prepared, evaluator, console)
 
-    await evaluator.run(work)
+    with closing(log):
+        await evaluator.run(work)
 
 
 async def _sample_one(

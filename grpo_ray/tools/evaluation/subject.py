@@ -14,6 +14,8 @@ from grpo_ray.policy.loading import is_local
 from grpo_ray.telemetry.checkpoint import LAST, Checkpoint, CheckpointStore
 from grpo_ray.telemetry.run_files import RunDirectory
 
+YAML = (".yaml", ".yml")
+RUN_CONFIG = "config.yaml"  # by any way: its folder is a run's, and may be somebody else's
 ALL, INITIAL = "all", "initial"  # choices of --checkpoint beyond those of one checkpoint
 
 
@@ -40,6 +42,11 @@ class Subject:
     notices: tuple[str, ...] = ()
     is_run: bool = False
 
+    @property
+    def is_own(self) -> bool:
+        """True for a configuration that the user wrote, which may name code as it may for `train`."""
+        return Path(self.source).suffix in YAML and Path(self.source).name != RUN_CONFIG
+
 
 def find_subject(target: str, checkpoint: str | None = None) -> Subject:
     """Return the CONFIG, RUN or MODEL that `target` names.
@@ -52,12 +59,12 @@ def find_subject(target: str, checkpoint: str | None = None) -> Subject:
         ConfigError: the YAML file cannot be read.
     """
     path = Path(target).expanduser()
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in YAML:
         _refuse_checkpoint(target, "a configuration", checkpoint)
         return Subject(path.stem, target, read_config(path), (Weights(0),))
-    if (path / "config.yaml").is_file():
+    if (path / RUN_CONFIG).is_file():
         return _run_subject(RunDirectory(path), checkpoint or LAST)
-    if (path.parent.parent / "config.yaml").is_file() and path.parent.name == "checkpoints" and path.is_dir():
+    if (path.parent.parent / RUN_CONFIG).is_file() and path.parent.name == "checkpoints" and path.is_dir():
         _refuse_checkpoint(target, "a checkpoint", checkpoint)
         return _run_subject(RunDirectory(path.parent.parent), path.name)
     if (

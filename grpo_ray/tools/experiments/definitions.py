@@ -123,8 +123,10 @@ _ALL = (
             "unclipped": ("algorithm.loss=unclipped",),
             "grpo_clip": ("algorithm.loss=grpo_clip",),
             "clip-higher": ("algorithm.loss=grpo_clip", "algorithm.cliprange_high=0.28"),
-            "gspo": ("algorithm.loss=gspo", "algorithm.cliprange=3e-4", "algorithm.cliprange_high=4e-4"),
+            "gspo": ("algorithm.loss=gspo",),
             "cispo": ("algorithm.loss=cispo",),
+            # The same with a floor at 0.8, which some trainers have: it keeps pushing improbable tokens down.
+            "cispo-floor": ("algorithm.loss=cispo", "algorithm.cliprange=0.2", "algorithm.cliprange_high=4"),
             "proximal": (
                 "algorithm.loss=grpo_clip",
                 "algorithm.old_log_probs=proximal",

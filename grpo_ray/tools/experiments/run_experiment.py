@@ -6,6 +6,7 @@ from pathlib import Path
 
 from grpo_ray.errors import INTERRUPTED
 from grpo_ray.telemetry.durable import replacing
+from grpo_ray.telemetry.visible_text import print_visible, visible
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.experiment_folder import definition_of, experiment_folder
 from grpo_ray.tools.experiments.experiment_plan import ExperimentPlan, PlannedRun, plan_experiment
@@ -44,7 +45,9 @@ def run_experiment(
         jobs = jobs or default_jobs([run.config for run in plan.runs])
         outcomes = _run(plan, jobs, program, command)
         write_report(plan, outcomes, command, jobs)
-    print(f"\n{(plan.folder / 'summary.md').read_text(encoding='utf-8')}\nEverything is in {plan.folder}")
+    print_visible(
+        f"\n{(plan.folder / 'summary.md').read_text(encoding='utf-8')}\nEverything is in {plan.folder}"
+    )
     failed = [outcome for outcome in outcomes if not outcome.is_over]
     if failed:
         print(f"{len(failed)} runs failed; retry them with: {command}")
@@ -86,7 +89,7 @@ class _Progress:
         words += f" ({outcome.reason})" if outcome.reason else ""
         reward = f", validation reward {outcome.final:.3f}" if outcome.final is not None else ""
         count = f"{self._num_done} of {len(self._outcomes)}"
-        print(f"{ended.run.name}: {words} after {ended.seconds:.0f} s{reward}  [{count}]", flush=True)
+        print(visible(f"{ended.run.name}: {words} after {ended.seconds:.0f} s{reward}  [{count}]"), flush=True)
         self._write()
 
     def _write(self) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.tools.experiments.resources import gpus_of
-from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget, learner_budget
+from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget
+from grpo_ray.tools.planning.learner_memory import learner_budget
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape
 from grpo_ray.tools.planning.options import PlanOptions
 from grpo_ray.tools.planning.step_time import MeasuredRun, measure

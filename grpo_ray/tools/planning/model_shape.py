@@ -52,18 +52,18 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
-    def matrices(self) -> int:
-        """Number of values in all matrices that tokens are multiplied with, the output layer included."""
-        return self.num_layers * self.layer_matrices + self.embedding
+    def linear_parameters(self) -> int:
+        """Number of values in linear layers, biases included, except an output layer that is the embeddings."""
+        biases = self.has_qkv_bias * (self.query_width + 2 * self.kv_width)
+        biases += self.has_output_bias * self.hidden_size
+        biases += self.has_mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        output = 0 if self.is_tied else self.embedding
+        return self.num_layers * (self.layer_matrices + biases) + output
 
     @property
     def num_parameters(self) -> int:
-        layer = 2 * self.hidden_size + self.has_qk_norm * 2 * self.head_dim  # norms
-        layer += self.has_qkv_bias * (self.query_width + 2 * self.kv_width)
-        layer += self.has_output_bias * self.hidden_size
-        layer += self.has_mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        embeddings = 0 if self.is_tied else self.embedding
-        return self.matrices + embeddings + self.num_layers * layer + self.hidden_size
+        norms = self.num_layers * (2 * self.hidden_size + self.has_qk_norm * 2 * self.head_dim)
+        return self.linear_parameters + norms + self.embedding + self.hidden_size
 
 
 def find_shape(model: ModelConfig) -> ModelShape:

@@ -27,6 +27,8 @@ def _head(plan: MemoryPlan) -> Iterator[str]:
         f"{config.rollouts_per_step} rollouts, up to {config.rollouts_per_step * max_tokens:,} response tokens"
     )
     yield f"sequence  up to {plan.prompt_tokens:,} prompt + {max_tokens:,} response tokens"
+    if config.generator.engine_args:
+        yield f"not counted: generator.engine_args ({', '.join(config.generator.engine_args)})"
 
 
 def _device(budget: Budget) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from grpo_ray.telemetry.readable_rollouts import readable_rollouts
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
+from grpo_ray.telemetry.step_lines import StepLines
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 
@@ -41,7 +42,8 @@ def _print_set_aside(print_line: Callable[[str], None], run: RunDirectory) -> No
 
 def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> None:
     command = sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"
-    num_steps = max((row["step"] for row in read_metrics(run.metrics_path)), default=0)
+    steps = StepLines(run.metrics_path).steps
+    num_steps = steps[-1] if steps else 0
     train = f"{command} train {run.config_path} run.name=another"
     print_line("Next:")
     print_line(f"  {command} report {run.path}    # its web page")

@@ -9,7 +9,7 @@ import torch
 
 from grpo_ray.config import Config
 from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.loading import end_token_ids, load_policy, load_tokenizer
+from grpo_ray.policy.loading import check_local_model, end_token_ids, load_policy, load_tokenizer
 from grpo_ray.policy.microbatch import TrainSequence
 
 
@@ -31,11 +31,12 @@ def log_ratios(
         ValueError: the checkpoint cannot be loaded.
     """
     path, model_config = str(model_path), config.model
+    check_local_model(path)
     model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ends = end_token_ids(path, load_tokenizer(path, model_config.trust_remote_code))
     sequences = [_sequence(row, max_tokens) for row in rows]
-    found, _ = ForwardBackward(config, ends, device).with_proximal(model.to(device), sequences)
+    found = ForwardBackward(config, ends, device).with_proximal(model.to(device), sequences)
     return [s.proximal_logprobs - s.behaviour_logprobs for s in found if s.proximal_logprobs is not None]
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from grpo_ray.tools.arguments import Argument, Option, positive
+from grpo_ray.tools.trust import TrustRemoteCode
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,4 @@ class ReportOptions:
             "(default: last, if its weights are smaller than 500 MB)",
         ),
     ] = None
+    trust_remote_code: TrustRemoteCode = False

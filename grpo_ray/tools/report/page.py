@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_ray.telemetry.json_lines import to_json
 from grpo_ray.telemetry.metrics_catalog import METRICS
+from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.report.panels import PANELS
 
 WEB = resources.files("grpo_ray.tools.report") / "web"
@@ -30,7 +31,7 @@ def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
     script = "\n".join(_source(name) for name in SCRIPTS)
     style = _source("page.css")
     parts = {
-        "title": html.escape(", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} runs"),
+        "title": html.escape(visible(", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} runs")),
         "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'",
         "style": style,
         "data": embedded_json({"runs": runs, "panels": _panels(), "metrics": METRICS}),

@@ -43,6 +43,11 @@ PANELS: dict[str, tuple[Panel, ...]] = {
               (("throughput/sampled_tokens_per_s", "sampled"), ("throughput/trained_tokens_per_s", "trained"))),
         Panel("Utilization", "share",
               (("utilization/learner", "Learner"), ("utilization/generators", "Generators")), True),
+        Panel("Model FLOPs utilization", "share of the peak", (("perf/mfu", "Learner"),), True),
+        Panel("Training rate", "tokens/s per device", (("perf/tokens_per_s_per_device", "trained"),)),
+        Panel("Computed tokens", "share",
+              (("perf/prompt_frac", "prompts"), ("perf/padding_frac", "padding")), True),
+        Panel("Peak memory of the Learner's GPU", "bytes", (("memory/learner_device_peak_bytes", "peak"),)),
     ),
     "Optimizer": (
         Panel("Gradient norm", "", (("optim/grad_norm", "norm"),)),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.report.log_ratios import log_ratios
 from grpo_ray.tools.report.rollout_sample import RolloutSample, Row
 from grpo_ray.tools.report.token_texts import TokenTexts
+from grpo_ray.tools.trust import IGNORED, is_ignored, with_trust
 
 MAX_TOKENS = 400  # of a response
 
@@ -21,7 +23,7 @@ SMALL_WEIGHTS_BYTES = 500_000_000  # up to this size log-ratios take seconds, an
 NO_RATIOS = "none"
 PLAIN = (
     "step", "group_id", "sample", "task", "reward", "format_reward", "answer_reward", "advantage",
-    "num_tokens", "error", "finish_reason", "min_version", "max_version", "generator", "use",
+    "num_tokens", "error", "ungradable", "finish_reason", "min_version", "max_version", "generator", "use",
 )  # fmt: skip
 
 
@@ -34,12 +36,15 @@ class ShownRollouts:
     notices: list[str]
 
 
-def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | None) -> ShownRollouts:
+def show_rollouts(
+    run: RunDirectory, sample: RolloutSample, log_ratio: str | None, trust_remote_code: bool = False
+) -> ShownRollouts:
     """Add the tokens' texts to the sample, and their log-ratios to a checkpoint's policy.
 
     Args:
         log_ratio: `last`, `best`, a checkpoint's name, or `none`; None: the last one, if its weights are small
             and it can be loaded.
+        trust_remote_code: run the Python code of the checkpoint's model; the run's own setting is not believed.
 
     Raises:
         RunError: there is no such checkpoint.
@@ -47,16 +52,20 @@ def show_rollouts(run: RunDirectory, sample: RolloutSample, log_ratio: str | Non
     """
     if not sample.rows:
         return ShownRollouts([], None, [])
-    checkpoint, ratios, notices = None, None, []
+    checkpoint, ratios = None, None
+    model = read_config(run.config_path).get("model")
+    notices = [IGNORED] if is_ignored(model, trust_remote_code) else []
     if log_ratio != NO_RATIOS:
         try:
             checkpoint = _find_checkpoint(run, log_ratio)
-            ratios = log_ratios(load_config(run.config_path), checkpoint, sample.rows, MAX_TOKENS)
+            config = with_trust(load_config(run.config_path), trust_remote_code)
+            ratios = log_ratios(config, checkpoint, sample.rows, MAX_TOKENS)
         except (RunError, ValueError) as error:
             if log_ratio is not None:
                 raise
-            checkpoint, notices = None, [f"no log-ratios: {error}"]
-    texts = _token_texts(run, notices)
+            checkpoint = None
+            notices.append(f"no log-ratios: {error}")
+    texts = _token_texts(run, model, trust_remote_code, notices)
     rows = [
         _shown(row, texts, ratios[place] if ratios is not None else None)
         for place, row in enumerate(sample.rows)
@@ -73,15 +82,17 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     return folder
 
 
-def _token_texts(run: RunDirectory, notices: list[str]) -> TokenTexts | None:
+def _token_texts(
+    run: RunDirectory, model: Any, trust_remote_code: bool, notices: list[str]
+) -> TokenTexts | None:
     """Load the newest checkpoint's tokenizer, or that of the model which the run started from."""
-    model = read_config(run.config_path).get("model") or {}
     folders = [str(checkpoint.model_path) for checkpoint in reversed(CheckpointStore(run).all())]
-    if model.get("path") and is_local(model["path"]):
-        folders.append(model["path"])
+    path = model.get("path") if isinstance(model, dict) else None
+    if isinstance(path, str) and is_local(path):
+        folders.append(path)
     for folder in folders:
         try:
-            return TokenTexts(load_tokenizer(folder, bool(model.get("trust_remote_code"))))
+            return TokenTexts(load_tokenizer(folder, trust_remote_code))
         except ValueError as error:
             notices.append(f"{error}")
     notices.append("responses are not split into tokens: no tokenizer of the run can be loaded")

@@ -1,11 +1,13 @@
 """Rollouts for the web page: a seeded sample of a run's Parquet files, read one file at a time."""
 
 import math
+import os
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +18,15 @@ from grpo_ray.telemetry.rollout_log import FRESH
 from grpo_ray.telemetry.run_files import RunDirectory
 
 FEW = 4  # rollouts per sampled step, if the limit allows it
+MAX_FILES = 500  # opened per run: one takes a millisecond on a local disk, and far more on a network's
 ROWS_AT_A_TIME = 256
 COLUMNS = (
     "group_id", "sample", "task", "prompt", "response", "ground_truth", "reward", "format_reward",
-    "answer_reward", "advantage", "num_tokens", "error", "finish_reason", "min_version", "max_version",
-    "generator", "use", "prompt_token_ids", "token_ids", "logprobs", "versions",
+    "answer_reward", "advantage", "num_tokens", "error", "ungradable", "finish_reason", "min_version",
+    "max_version", "generator", "use", "prompt_token_ids", "token_ids", "logprobs", "versions",
 )  # fmt: skip
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,34 @@ class StepFile:
 
 
 @dataclass(frozen=True)
+class StepFiles:
+    """The inspected files of a run, in order: all, or evenly spaced ones with the first and the last."""
+
+    inspected: list[StepFile]
+    steps: list[int]  # with rollouts, in the run
+
+    @property
+    def are_sampled(self) -> bool:
+        return len(self.inspected) < len(self.steps)
+
+    @property
+    def num_rollouts(self) -> int:
+        """The number in the run; an estimate from the inspected files if they are a sample."""
+        known = sum(file.num_rollouts for file in self.inspected)
+        return round(known / len(self.inspected) * len(self.steps)) if self.inspected else 0
+
+    def standard_errors(self) -> dict[int, float]:
+        """Return the standard error of each step's mean reward: that of the nearest inspected step."""
+        if not self.inspected:
+            return {}
+        known = np.array([file.step for file in self.inspected])
+        middles = (known[1:] + known[:-1]) / 2
+        nearest = [self.inspected[place] for place in np.searchsorted(middles, self.steps)]
+        pairs = zip(self.steps, (file.standard_error for file in nearest), strict=True)
+        return {step: error for step, error in pairs if error is not None}
+
+
+@dataclass(frozen=True)
 class RolloutSample:
     """Sampled rows with their `step`, in the order of the steps and within them of the files."""
 
@@ -46,21 +78,23 @@ class RolloutSample:
     seed: int
 
 
-def step_files(run: RunDirectory) -> list[StepFile]:
-    """Inspect every step's file, in order.
+def step_files(run: RunDirectory) -> StepFiles:
+    """Inspect every step's file, or `MAX_FILES` of them, in order.
 
     Raises:
         ValueError: a file is damaged.
     """
-    return [_step_file(path) for path in sorted(run.rollouts.glob("step-[0-9]*.parquet"))]
+    names = os.listdir(run.rollouts) if run.rollouts.exists() else []
+    steps = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)\.parquet", name)))
+    chosen = evenly_spaced(steps, MAX_FILES)
+    return StepFiles([_step_file(step, run.rollouts_path(step)) for step in chosen], steps)
 
 
-def _step_file(path: Path) -> StepFile:
+def _step_file(step: int, path: Path) -> StepFile:
     file = _open(path)
     table = file.read(["group_id", "reward", "use"])
     table = table.filter(pc.less_equal(table["use"], FRESH))  # replayed groups counted in an earlier step
     means = table.group_by("group_id").aggregate([("reward", "mean")])["reward_mean"].to_numpy()
-    step = int(path.stem.removeprefix("step-"))
     return StepFile(step, path, file.metadata.num_rows, standard_error_of(means))
 
 
@@ -78,7 +112,7 @@ def standard_error_of(group_means: np.ndarray) -> float | None:
     return float(np.std(group_means, ddof=1) / math.sqrt(len(group_means)))
 
 
-def sample_rollouts(files: Sequence[StepFile], limit: int, seed: int) -> RolloutSample:
+def sample_rollouts(files: StepFiles, limit: int, seed: int) -> RolloutSample:
     """Draw at most `limit` rollouts, equally many from each of several evenly spaced steps.
 
     Seed and step decide which. One file at a time is open, and only its drawn rows are kept in memory.
@@ -86,19 +120,18 @@ def sample_rollouts(files: Sequence[StepFile], limit: int, seed: int) -> Rollout
     Raises:
         ValueError: a file is damaged.
     """
-    total = sum(file.num_rollouts for file in files)
-    few = min(FEW, max(1, total // max(1, len(files))))
-    chosen = evenly_spaced(files, max(1, limit // few))
+    few = min(FEW, max(1, files.num_rollouts // max(1, len(files.steps))))
+    chosen = evenly_spaced(files.inspected, max(1, limit // few))
     rows: list[Row] = []
     for place, file in enumerate(chosen):
         share = -(-(limit - len(rows)) // (len(chosen) - place))  # small steps leave room for others
         dealer = random.Random(f"{seed}/rollouts/{file.step}")
         drawn = sorted(dealer.sample(range(file.num_rollouts), min(share, file.num_rollouts)))
         rows += [{"step": file.step, **row} for row in _read_rows(file.path, np.array(drawn, dtype=int))]
-    return RolloutSample(rows, total, len(files), len(chosen), seed)
+    return RolloutSample(rows, files.num_rollouts, len(files.steps), len(chosen), seed)
 
 
-def evenly_spaced(items: Sequence[StepFile], number: int) -> list[StepFile]:
+def evenly_spaced(items: Sequence[T], number: int) -> list[T]:
     """Choose at most `number` items, including the last and, if there are several, the first."""
     if len(items) <= number:
         return list(items)

@@ -1,11 +1,11 @@
 """A run's metrics for the web page: a bounded number of points, with the known standard errors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
-
-import numpy as np
 
 Row = Mapping[str, Any]
 DIGITS = 5  # significant digits; no chart shows more
@@ -22,31 +22,52 @@ class Series:
 
 
 def make_series(
-    rows: Sequence[Row], standard_errors: Mapping[str, Mapping[int, float]], max_points: int
+    rows: Iterable[Row], num_rows: int, standard_errors: Mapping[str, Mapping[int, float]], max_points: int
 ) -> Series:
     """Make one point per step, or per bin of consecutive steps.
 
     A bin's value is the mean over its steps, placed at their middle; for names that end in `/max` it is the
     maximum, so that no peak is lost. Its standard error is that of a mean of independent steps,
-    `sqrt(sum(se^2)) / n`.
+    `sqrt(sum(se^2)) / n`. Only one bin's rows are in memory at a time.
 
     Args:
         rows: in the order of their steps, each with a `step`; a value that was not finite is None.
+        num_rows: their number.
         standard_errors: by metric and step.
         max_points: at least 1.
     """
-    bin_size = max(1, math.ceil(len(rows) / max_points))
-    bins = [rows[first : first + bin_size] for first in range(0, len(rows), bin_size)]
-    names = sorted({name for row in rows for name, value in row.items() if _is_number(value)} - {"step"})
-    return Series(
-        steps=[(of_bin[0]["step"] + of_bin[-1]["step"]) / 2 for of_bin in bins],
-        columns={name: [_value(name, of_bin) for of_bin in bins] for name in names},
-        standard_errors={
-            name: [_standard_error(errors, of_bin) for of_bin in bins]
-            for name, errors in standard_errors.items()
-        },
-        bin_size=bin_size,
-    )
+    bin_size = max(1, math.ceil(num_rows / max_points))
+    steps: list[float] = []
+    columns: dict[str, list[float | None]] = {}
+    errors: dict[str, list[float | None]] = {name: [] for name in standard_errors}
+    for place, of_bin in enumerate(_bins(rows, bin_size)):
+        steps.append((of_bin[0]["step"] + of_bin[-1]["step"]) / 2)
+        for name, values in _numbers(of_bin).items():
+            column = columns.setdefault(name, [])
+            column += [None] * (place - len(column))
+            column.append(_value(name, values))
+        for name, column in errors.items():
+            column.append(_standard_error(standard_errors[name], of_bin))
+    for column in columns.values():
+        column += [None] * (len(steps) - len(column))
+    return Series(steps, dict(sorted(columns.items())), errors, bin_size)
+
+
+def _bins(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    rows = iter(rows)
+    while of_bin := list(islice(rows, size)):
+        yield of_bin
+
+
+def _numbers(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Return the numbers of each metric."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found[name].append(value)
+    found.pop("step", None)
+    return found
 
 
 def rounded(value: float) -> float:
@@ -54,15 +75,11 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _value(name: str, rows: Sequence[Row]) -> float | None:
-    values = [row[name] for row in rows if _is_number(row.get(name)) and math.isfinite(row[name])]
+def _value(name: str, numbers: Sequence[float]) -> float | None:
+    values = [value for value in numbers if math.isfinite(value)]
     if not values:
         return None
-    return rounded(max(values) if name.endswith("/max") else float(np.mean(values)))
+    return rounded(max(values) if name.endswith("/max") else math.fsum(values) / len(values))
 
 
 def _standard_error(errors: Mapping[int, float], rows: Sequence[Row]) -> float | None:

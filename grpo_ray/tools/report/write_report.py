@@ -28,7 +28,7 @@ def report(options: ReportOptions) -> Path:
     number = len(paths)
     bounds = Bounds(max(FEWEST_POINTS, POINTS // number), max(1, options.num_rollouts // number), options.seed)
     data = [
-        run_data(RunDirectory(path), name, bounds, options.log_ratio)
+        run_data(RunDirectory(path), name, bounds, options.log_ratio, options.trust_remote_code)
         for path, name in zip(paths, names_of(paths), strict=True)
     ]
     try:

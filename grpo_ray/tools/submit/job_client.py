@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.secrets import RAY_TOKEN
 from grpo_ray.errors import RunError
+from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.submit.submission import RUN_KEY, Submission, SubmissionContext
 
 if TYPE_CHECKING:
@@ -132,18 +133,18 @@ class JobClient:
                 time.sleep(POLL_S)
             self._report_end(job_id)
             if run is not None:
-                print(f"resume it with: grpo-ray submit --resume {run}")
+                print(visible(f"resume it with: grpo-ray submit --resume {run}"))
 
     async def _print_output(self, job_id: str) -> None:
         async for lines in self._client.tail_job_logs(job_id):
-            print(lines, end="", flush=True)
+            print(visible(lines), end="", flush=True)
 
     def _report_end(self, job_id: str) -> bool:
         info: Any = self._client.get_job_info(job_id)
         why = ""
         if info.status == "FAILED":  # Ray appends the end of the output, which was already printed
             why = f": {(info.message or '').partition(', last available logs')[0]}"
-        print(f"job {job_id}: {info.status.lower()}{why}")
+        print(visible(f"job {job_id}: {info.status.lower()}{why}"))
         return bool(info.status == "SUCCEEDED")
 
 

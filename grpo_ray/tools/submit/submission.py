@@ -17,14 +17,14 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.secrets import is_secret
 from grpo_ray.errors import RunError
+from grpo_ray.tools.submit.credential_files import CREDENTIALS, exact_pattern, find_credentials
 
 # Ray uploads the working directory, and everyone with the cluster's token can read it. Without these patterns
-# (and those in .gitignore) it would hold gigabytes of environment, other runs, and keys.
+# (and those in .gitignore) it would hold gigabytes of environment and other runs; a .git may hold a token, too.
 EXCLUDED = (
-    "/.git/", "/.venv/", "/venv/", "/runs/", "/experiments/", "/evaluations/", "/playground/", "/site/",
+    ".git/", "/.venv/", "/venv/", "/runs/", "/experiments/", "/evaluations/", "/playground/", "/site/",
     "/wandb/", "/mlruns/",
     "__pycache__/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/", ".hypothesis/",
-    ".env*", "*.pem", "*.key", ".netrc", "auth_token",
 )  # fmt: skip
 
 # Settings that mean the same on the cluster. All other variables of this shell stay here unless they are named.
@@ -35,6 +35,8 @@ SENT_ALONG = (
 
 # The fields of `model` and `task` that may name a file.
 FILE_FIELDS = ("path", "train_path", "validation_path", "keywords_path", "prompt")
+
+SHOWN = 10  # names of files that are left out
 
 RUN_KEY = "run"  # in a job's metadata: its run's directory
 
@@ -125,11 +127,15 @@ def _job(
     arguments: Sequence[str], config: Config, run: Path, path: str, context: SubmissionContext
 ) -> Submission:
     variables, warnings = _variables(context.env, os.environ)
+    excludes = [*EXCLUDED, *_excluded_output(run.parent, context.folder)]
+    left_out = find_credentials(context.folder, excludes)
+    if left_out:
+        warnings.append(_left_out(left_out))
     # A stopped run finishes its step and writes a checkpoint; by default Ray would kill it after 3 seconds.
     patience_s = math.ceil(config.run.on_preemption_s) + TIME_TO_END_S
     runtime_env = {
         "working_dir": str(context.folder),
-        "excludes": [*EXCLUDED, *_excluded_output(run.parent, context.folder)],
+        "excludes": [*excludes, *CREDENTIALS, *map(exact_pattern, left_out)],
         "env_vars": {**variables, "RAY_JOB_STOP_WAIT_TIME_S": str(patience_s)},
     }
     named = {"CONFIG": arguments[1], **_files_named(config)}
@@ -185,6 +191,13 @@ def _excluded_output(output_dir: Path, folder: Path) -> list[str]:
     folder = folder.resolve()
     is_inside = output_dir != folder and output_dir.is_relative_to(folder)
     return [f"/{output_dir.relative_to(folder)}/"] if is_inside else []
+
+
+def _left_out(files: Sequence[Path]) -> str:
+    """Name the files that are not uploaded, as far as a line has room."""
+    more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
+    names = ", ".join(map(str, files[:SHOWN]))
+    return f"not uploaded, because everyone with the cluster's token could read it: {names}{more}"
 
 
 def _variables(named: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import INTERRUPTED, RunError, shown_plainly
+from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.submit.job_client import JobClient, check_token, job_address
 from grpo_ray.tools.submit.options import SubmitOptions
 from grpo_ray.tools.submit.submission import (
@@ -84,7 +85,7 @@ def _follow(client: JobClient, job_id: str) -> int:
 def _print_submitted(job_id: str, job: Submission, address: str | None) -> None:
     at = f" --address {address}" if address else ""
     for warning in job.warnings:
-        print(f"! {warning}")
+        print(visible(f"! {warning}"))
     print(f"submitted  {job_id}")
     print(f"run        {job.metadata['run']}")
     print(f"watch      grpo-ray top {job_id}{at}")

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
 from grpo_ray.telemetry.run_state import ActorState, RunState
+from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.top.bottleneck import bottleneck, hints
+from grpo_ray.tools.top.learner_figures import learner_figures
 from grpo_ray.tools.top.run_view import RunView
 
 WIDE = 112  # console columns from which everything is shown
@@ -71,9 +73,9 @@ def draw_frame(view: RunView, console: Console, job: str | None = None) -> Rende
 
 def _header(view: RunView, job: str | None) -> list[RenderableType]:
     state = view.state
-    lines: list[RenderableType] = [Text(str(view.path), style="bold")]
+    lines: list[RenderableType] = [plain_text(str(view.path), "bold")]
     if job is not None:
-        lines.append(Text(job, style="dim"))
+        lines.append(plain_text(job, "dim"))
     if state is None:
         lines.append(Text("no state.json yet: the run is starting"))
         return lines
@@ -82,12 +84,12 @@ def _header(view: RunView, job: str | None) -> list[RenderableType]:
     if state.ending is not None:
         style = ENDING_STYLES[state.ending.kind]
         text = f": {state.ending.text}" if state.ending.text else ""
-        lines.append(Text(f"{state.ending.kind} after {began}{text}", style=style))
+        lines.append(plain_text(f"{state.ending.kind} after {began}{text}", style))
     elif view.silence is not None:
         command = f"resume with: grpo-ray resume {view.path}" if "and is gone" in view.silence else ""
-        lines.append(Text("\n".join(filter(None, [view.silence, command])), style="bold red"))
+        lines.append(plain_text("\n".join(filter(None, [view.silence, command])), "bold red"))
     else:
-        lines.append(Text(f"driver: process {state.pid} on {state.host}, for {began}", style="dim"))
+        lines.append(plain_text(f"driver: process {state.pid} on {state.host}, for {began}", "dim"))
     return lines
 
 
@@ -98,7 +100,7 @@ def _progress(state: RunState) -> RenderableType:
     if state.ending is not None:
         line.add_row(facts, bar)
     else:
-        line.add_row(Text(state.phase, style="bold cyan"), facts, bar)
+        line.add_row(plain_text(state.phase, "bold cyan"), facts, bar)
     return line
 
 
@@ -114,8 +116,8 @@ def _actors(view: RunView, width: int) -> list[RenderableType]:
         table.add_column("recent time", no_wrap=True, overflow="ellipsis", max_width=width // 2)
     for actor in now.actors:
         seconds = "" if actor.doing is None else f"{actor.for_s:.1f} s"
-        row: list[RenderableType] = [actor.name, _doing(actor), Text(seconds, style="dim")]
-        row.append(shares.get(actor.name, ""))
+        row: list[RenderableType] = [plain_text(actor.name), _doing(actor), Text(seconds, style="dim")]
+        row.append(plain_text(shares.get(actor.name, "")))
         table.add_row(*row[: len(table.columns)])
     groups = (
         f"{now.num_sampling} groups in sampling or grading, {now.num_buffered} in the buffer; "
@@ -128,7 +130,7 @@ def _doing(actor: ActorState) -> Text:
     if actor.doing is None:
         return Text("nothing", style="dim")
     more = f" (and {actor.num_calls - 1} more)" if actor.num_calls > 1 else ""
-    return Text(actor.doing + more, style="yellow" if actor.is_waiting else "green")
+    return plain_text(actor.doing + more, "yellow" if actor.is_waiting else "green")
 
 
 def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
@@ -150,6 +152,8 @@ def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
 def _bottleneck(view: RunView) -> RenderableType:
     rows = _steady(view.steps)
     lines = [Text(bottleneck(rows), style="bold"), *(Text(f"! {hint}", style="yellow") for hint in hints(rows))]
+    if figures := learner_figures(rows):
+        lines.append(Text(figures, style="dim"))
     return Group(Text(), *lines)
 
 
@@ -184,4 +188,9 @@ def _events(view: RunView) -> list[RenderableType]:
 
 def _line(text: str, style: str) -> Text:
     """Join the text's lines into one."""
-    return Text(" ".join(text.split()), style=style, overflow="ellipsis", no_wrap=True)
+    return Text(" ".join(visible(text).split()), style=style, overflow="ellipsis", no_wrap=True)
+
+
+def plain_text(text: str, style: str = "") -> Text:
+    """Return the text with characters that a terminal would obey shown instead."""
+    return Text(visible(text), style=style)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from grpo_ray.errors import RunError
+from grpo_ray.telemetry.console import VisibleConsole
 from grpo_ray.telemetry.run_files import RunDirectory
-from grpo_ray.tools.top.frame import draw_frame
+from grpo_ray.tools.top.frame import draw_frame, plain_text
 from grpo_ray.tools.top.job import Job, find_job
 from grpo_ray.tools.top.keys import keys
 from grpo_ray.tools.top.options import TopOptions
@@ -28,13 +28,13 @@ def top(options: TopOptions, console: Console | None = None) -> None:
     Raises:
         RunError: there is no such run or job, or its folder cannot be read here.
     """
-    console = console or Console(highlight=False)
+    console = console or VisibleConsole()
     job = None if Path(options.target).is_dir() else _find(options)
     run = RunDirectory(Path(options.target) if job is None else job.run)
     job_status = _RateLimited(JOB_EVERY_S, job.status) if job is not None else None
     if options.once or not console.is_terminal:
         view, note = _read(run, job, job_status)
-        console.print(Text(note or "") if view is None else draw_frame(view, console, note))
+        console.print(plain_text(note or "") if view is None else draw_frame(view, console, note))
         return
     _follow(run, job, job_status, console, options.every_s)
 
@@ -87,7 +87,9 @@ def _follow(
     screen = Live(console=console, screen=True, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), keys() as wait, screen as live:
         while not _is_over(view, status):
-            live.update(Text(note or "") if view is None else draw_frame(view, console, note), refresh=True)
+            live.update(
+                plain_text(note or "") if view is None else draw_frame(view, console, note), refresh=True
+            )
             if wait(every_s) == "q":
                 break
             view, note = _read(run, job, status)

@@ -1,5 +1,5 @@
 "use strict";
-// Small builders for the rest of the page. A run's texts only ever become text nodes.
+// Small builders for the rest of the page. A run's texts only ever become text nodes, with nothing unseen in them.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
@@ -8,7 +8,7 @@ function fill(node, attributes, children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.filter((child) => child !== null));
+  node.append(...children.filter((child) => child !== null).map((child) => typeof child === "string" ? visible(child) : child));
   return node;
 }
 
@@ -47,10 +47,11 @@ function number(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** Replace control and direction characters by visible text without an effect. */
+/** Replace characters that cannot be seen, or that act on the text around them, as telemetry/visible_text.py does. */
+const UNSEEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\u{e0000}-\u{e0fff}]/gu;
+
 function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g,
-    (mark) => `⟨U+${mark.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  return text.replace(UNSEEN, (mark) => `⟨U+${mark.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
 /** Return about `count` round numbers from `low` to `high`. */

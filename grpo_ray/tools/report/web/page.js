@@ -31,15 +31,18 @@ function runCard(run) {
 function notices(run) {
   const bins = run.series.filter((part) => part.bin_size > 1).map((part) => part.bin_size);
   const binned = bins.length ? [`Curves are downsampled: each point is the mean of ${Math.max(...bins)} steps (for a maximum: the largest value).`] : [];
-  return [...binned, ...run.notices];
+  const { num_steps: steps, num_inspected_steps: read } = run.sample;
+  const sampled = read < steps ? [`Rollouts are read from ${read.toLocaleString("en")} of ${steps.toLocaleString("en")} files, evenly spaced: the number of rollouts is an estimate, and each step has the standard error of the nearest step that was read.`] : [];
+  return [...binned, ...sampled, ...run.notices];
 }
 
 function sampleNotice(run) {
   const { num_rollouts: all, num_steps: steps, num_sampled_steps: sampled, seed } = run.sample, here = run.rollouts.length;
   const name = DATA.runs.length > 1 ? `${run.name}: ` : "";
   if (all === 0) return `${name}no rollouts (run.save_rollouts was off, or no step has finished).`;
+  const about = run.sample.num_inspected_steps < steps ? "about " : "";
   const what = here === all ? `all ${all.toLocaleString("en")} rollouts`
-    : `a random sample, ${here.toLocaleString("en")} of ${all.toLocaleString("en")} rollouts, from ${sampled.toLocaleString("en")} of ${steps.toLocaleString("en")} steps (seed ${seed})`;
+    : `a random sample, ${here.toLocaleString("en")} of ${about}${all.toLocaleString("en")} rollouts, from ${sampled.toLocaleString("en")} of ${steps.toLocaleString("en")} steps (seed ${seed})`;
   const ratio = run.checkpoint ? `; log-ratios compare the policy of ${run.checkpoint} with the one that sampled the token` : "";
   return `${name}${what}${ratio}.`;
 }
@@ -81,7 +84,7 @@ function configTable() {
   const show = () => {
     const found = keys.filter((key) => key.includes(search.value) && (!(several && only.checked) || differs(key)));
     body.replaceChildren(...found.map((key) => el("tr", {}, el("th", { scope: "row" }, key),
-      ...DATA.runs.map((run) => el("td", {}, visible(run.config[key] ?? "–"))))));
+      ...DATA.runs.map((run) => el("td", {}, run.config[key] ?? "–")))));
     status.textContent = `${found.length} of ${keys.length} keys`;
   };
   show();
@@ -90,7 +93,7 @@ function configTable() {
     el("div", { class: "filters" }, el("label", { class: "field wide" }, el("span", {}, "Search keys"), search),
       several ? el("label", { class: "toggle" }, only, "only differences") : null), status,
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration" }, el("table", { class: "config" }, el("thead", {}, head), body)),
-    ...DATA.runs.map((run) => el("details", {}, el("summary", {}, `config.yaml of ${run.name}`), el("pre", { tabindex: "0" }, visible(run.config_yaml)))),
+    ...DATA.runs.map((run) => el("details", {}, el("summary", {}, `config.yaml of ${run.name}`), el("pre", { tabindex: "0" }, run.config_yaml))),
   ];
 }
 

@@ -28,7 +28,8 @@ function sharedStart(rows) {
 }
 
 function outcome(row) {
-  if (row.error) return "error";
+  if (row.error !== null) return "error";
+  if (row.ungradable !== null) return "ungradable";
   return row.finish_reason === "length" ? "truncated" : "ended";
 }
 
@@ -71,7 +72,7 @@ class Rollouts {
     this.task = choice("Task", any(tasks, "tasks"), update);
     this.least = bound("Reward from");
     this.most = bound("to");
-    this.outcome = choice("Outcome", any(["ended", "truncated", "error"], "outcomes"), update);
+    this.outcome = choice("Outcome", any(["ended", "truncated", "ungradable", "error"], "outcomes"), update);
     this.search = el("input", { type: "search", placeholder: "in prompts and responses", oninput: update });
     const colors = choice("Colour tokens by", this.colorings.map((name) => [name, COLORINGS[name][0]]),
       (name) => { this.coloring = name; this.show(); });
@@ -120,8 +121,8 @@ class Rollouts {
   line(row) {
     const isOpen = this.opened.has(row);
     const open = el("button", { type: "button", class: "open", "aria-expanded": String(isOpen),
-      onclick: () => { isOpen ? this.opened.delete(row) : this.opened.add(row); this.show(); } }, visible(row.response) || "(empty)");
-    const cells = { step: number(row.step), prompt: visible(row.brief), response: open, reward: number(row.reward),
+      onclick: () => { isOpen ? this.opened.delete(row) : this.opened.add(row); this.show(); } }, row.response || "(empty)");
+    const cells = { step: number(row.step), prompt: row.brief, response: open, reward: number(row.reward),
       advantage: number(row.advantage), tokens: number(row.num_tokens), versions: versions(row) };
     const marked = el("tr", { role: "row" }, ...COLUMNS.map(([name, label, value]) =>
       el("td", { role: "cell", "data-label": label, class: value ? "number" : "text" },
@@ -133,14 +134,14 @@ class Rollouts {
   detail(row) {
     const facts = { run: row.run.name, "group, sample": `${row.group_id}, ${row.sample}`, generator: row.generator,
       task: row.task, "format reward": number(row.format_reward), "answer reward": number(row.answer_reward),
-      outcome: row.error ? `error: ${row.error}` : outcome(row),
+      outcome: [outcome(row), row.error ?? row.ungradable].filter(Boolean).join(": "),
       use: { 0: "dropped, not trained", 1: "trained" }[row.use] ?? `replayed, use ${row.use}` };
-    const texts = Object.entries(facts).filter(([, value]) => value).map(([name, value]) => `${name} ${visible(String(value))}`);
+    const texts = Object.entries(facts).filter(([, value]) => value).map(([name, value]) => `${name} ${value}`);
     return [
-      el("h4", {}, "Prompt"), el("pre", { dir: "auto" }, visible(row.prompt)),
-      el("h4", {}, "Response"), row.tokens ? tokens(row, this.coloring) : el("pre", { dir: "auto" }, visible(row.response)),
+      el("h4", {}, "Prompt"), el("pre", { dir: "auto" }, row.prompt),
+      el("h4", {}, "Response"), row.tokens ? tokens(row, this.coloring) : el("pre", { dir: "auto" }, row.response),
       row.ground_truth ? el("h4", {}, "Ground truth") : null,
-      row.ground_truth ? el("pre", { dir: "auto" }, visible(row.ground_truth)) : null,
+      row.ground_truth ? el("pre", { dir: "auto" }, row.ground_truth) : null,
       el("p", { class: "facts" }, texts.join(" · ")),
     ].filter((part) => part !== null);
   }
@@ -171,7 +172,7 @@ function tokens(row, coloring) {
   const starts = new Map(row.spans.map(([version, start]) => [start, version]));
   const version = (place) => row.spans.findLast(([, start]) => start <= place)?.[0];
   const marks = row.tokens.map((text, place) => {
-    const mark = el("span", { class: "token" }, visible(text).replaceAll("\n", "↵\n"));
+    const mark = el("span", { class: "token" }, text.replaceAll("\n", "↵\n"));
     paint(mark, values?.[place], largest);
     return mark;
   });

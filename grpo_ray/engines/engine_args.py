@@ -1,0 +1,38 @@
+"""The names of vLLM's engine arguments, read without importing vLLM, which takes seconds and starts CUDA."""
+
+import ast
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from grpo_ray.config.schema import nearest_name
+
+CLASSES = ("EngineArgs", "AsyncEngineArgs")
+
+
+def check_engine_args(names: Iterable[str]) -> None:
+    """Refuse names that vLLM does not know; where vLLM is not installed, its Generators check them.
+
+    Raises:
+        ValueError: names the first unknown one, and the nearest that exists.
+    """
+    known = _known_names() if names else None
+    for name in names:
+        if known is not None and name not in known:
+            nearest = nearest_name(name, sorted(known))
+            hint = f"; did you mean {nearest}?" if nearest else ""
+            raise ValueError(f"generator.engine_args: vLLM has no argument {name!r}{hint}")
+
+
+def _known_names() -> frozenset[str] | None:
+    """Return the fields of AsyncEngineArgs, from its source; None if they are not to be found there."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return None
+    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
+    fields = (field for node in classes if node.name in CLASSES for field in node.body)
+    names = (f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name))
+    return frozenset(names) or None

@@ -1,0 +1,53 @@
+"""Texts of vLLM's responses at less than its own cost: it decodes every token twice, as it is drawn.
+
+One text is for the response, and needed then only if a stop string may end it. The other stands beside the
+token's logprob, and nothing reads it. On a CPU core the two take 5 and 8 microseconds per token; decoding a
+finished response takes less than one.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers.decoders import ByteLevel, DecodeStream
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
+
+_processor: Any = LogprobsProcessor
+_original = _processor.from_new_request.__func__
+
+
+def omit_texts_of_logprobs() -> None:
+    """Make vLLM's logprobs of this process come without texts, as if a request had asked for no text at all."""
+
+    def without_tokenizer(cls: Any, tokenizer: object, request: object) -> Any:
+        return _original(cls, None, request)
+
+    _processor.from_new_request = classmethod(without_tokenizer)
+
+
+def keep_texts_of_logprobs() -> None:
+    """Undo `omit_texts_of_logprobs`, for comparisons with vLLM as it is."""
+    _processor.from_new_request = classmethod(_original)
+
+
+def decode(tokenizer: Any, prompt: Sequence[int], response: Sequence[int], params: Any) -> str:
+    """Return the text that vLLM makes of a response token by token, to the byte.
+
+    Args:
+        tokenizer: vLLM's.
+        params: the request's SamplingParams.
+    """
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if backend is not None and isinstance(backend.decoder, ByteLevel):
+        # The text is the tokens' bytes, so one step over all of them yields what many steps do. It yields None
+        # if the text ends in the middle of a character, which vLLM leaves out.
+        stream = DecodeStream(ids=list(prompt), skip_special_tokens=params.skip_special_tokens)
+        text: str | None = stream.step(backend, list(response))
+        if text is not None:
+            return text
+    request: Any = SimpleNamespace(request_id="", prompt_token_ids=list(prompt), sampling_params=params)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    detokenizer.update(list(response), stop_terminated=False)
+    rest: str = detokenizer.get_next_output_text(finished=True, delta=False)
+    return rest

@@ -1,0 +1,103 @@
+"""The layout of micro-batches: packed with shared prompts where that gives the same log-probabilities."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from grpo_ray.algorithms import token_log_probs
+from grpo_ray.config import Config, SamplingConfig
+from grpo_ray.policy.attention import BlockAttention, TreeAttention, tree_obstacle
+from grpo_ray.policy.attention_kernels import make_varlen
+from grpo_ray.policy.log_probs import ResponseLogProbs, has_plain_output_layer
+from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate_packed, collate_padded, plan
+from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.segments import SegmentTree
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""Largest difference of log-probabilities, in nats, that rounding explains."""
+
+PLAIN = SamplingConfig(min_tokens=0)
+
+MakeAttention = Callable[[SegmentTree], TreeAttention]
+
+
+class Layout:
+    """One way to lay out micro-batches and to compute their log-probabilities."""
+
+    def __init__(self, log_probs: ResponseLogProbs, make_attention: MakeAttention | None) -> None:
+        """`make_attention` makes the attention of the packed layout; None for the padded one."""
+        self.log_probs, self._make_attention = log_probs, make_attention
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self._make_attention is not None
+
+    def plan(self, sequences: Sequence[TrainSequence], max_tokens: int) -> list[list[int]]:
+        """See `microbatch.plan`."""
+        return plan(sequences, max_tokens, self.shares_prompts)
+
+    def collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
+        """Make one micro-batch of the sequences."""
+        if self._make_attention is None:
+            return collate_padded(sequences)
+        return collate_packed(sequences, self._make_attention)
+
+
+def choose_layout(
+    model: PolicyModel, config: Config, end_token_ids: tuple[int, ...]
+) -> tuple[Layout, str | None]:
+    """Return the best layout that gives the model's own log-probabilities, tried on a few tokens.
+
+    Also return the reason that it does not share prompts, unless the configuration says so.
+    """
+    sampling = config.sampling
+    is_chunked = has_plain_output_layer(model)
+    padded = Layout(ResponseLogProbs(sampling, end_token_ids, is_chunked), None)
+    if is_chunked and _difference(model, padded):
+        padded.log_probs.is_chunked = False
+    if config.learner.share_prompts == "never":
+        return padded, None
+    reason = tree_obstacle(model)
+    if reason is not None:
+        return padded, reason
+    varlen = make_varlen(config.model.attention, config.model.dtype, model.device)
+    for make_attention in (varlen, BlockAttention.of):
+        if make_attention is not None:
+            layout = Layout(padded.log_probs, make_attention)
+            reason = _difference(model, layout)
+            if reason is None:
+                return layout, None
+    return padded, reason
+
+
+@torch.no_grad()
+def _difference(model: PolicyModel, layout: Layout) -> str | None:
+    """Return how the layout's log-probabilities differ from the model's own on a few tokens, or None."""
+    sequences = _a_few_sequences(model.get_output_embeddings().weight.shape[0])
+    try:
+        batch = layout.collate(sequences).to(model.device)
+        found = ResponseLogProbs(PLAIN, (), layout.log_probs.is_chunked)(model, batch)[0]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"its forward pass fails there ({type(error).__name__}: {error})"
+    for row, sequence in enumerate(sequences):
+        response = torch.from_numpy(sequence.response_token_ids).long()
+        tokens = torch.cat([torch.tensor(sequence.prompt_token_ids), response])[None].to(model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[:, -len(response) - 1 : -1]
+        own = token_log_probs(logits, tokens[:, -len(response) :])[0]
+        difference = float((found[row, : len(response)] - own).abs().max())
+        if not difference <= TOLERANCE.get(logits.dtype, 0.3):
+            return f"its log-probabilities would differ there by {difference:.2g}"
+    return None
+
+
+def _a_few_sequences(vocab: int) -> list[TrainSequence]:
+    """Return two sequences with one prompt and one with another, of random tokens and different lengths."""
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, vocab, length).tolist()) for length in (7, 4)]
+    return [
+        TrainSequence(prompts[prompt], rng.integers(0, vocab, length), np.zeros(length, np.float32), 1.0)
+        for prompt, length in ((0, 5), (0, 3), (1, 6))
+    ]

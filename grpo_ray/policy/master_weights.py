@@ -1,0 +1,71 @@
+"""Float32 weights for the optimizer beside the model's copy of them, which has the dtype of the sampler."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from grpo_ray.policy.model import PolicyModel
+
+
+class MasterWeights:
+    """The weights that the optimizer updates; the model computes in a copy of them in its own dtype.
+
+    Forward and backward passes then run entirely in the sampler's dtype, residual stream included, while
+    changes far below bfloat16's resolution still add up (Micikevicius et al. 2018, Mixed Precision Training,
+    section 3.1). Each backward pass adds its gradient to the `.grad` of the master and frees its own, so that
+    micro-batches are summed in float32. For sharded models FSDP2's MixedPrecisionPolicy does the same.
+
+    Parameters that have `dtype` already are their own masters, and nothing is copied.
+    """
+
+    def __init__(self, model: PolicyModel, dtype: torch.dtype) -> None:
+        """Turn the parameters of `model` into copies in `dtype`; its buffers stay as they are.
+
+        (With rotary frequencies in bfloat16, the angle at position 1,000 would be off by 1.2 rad.)
+        """
+        self._model = model
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's parameter, its master
+        self.named: dict[str, nn.Parameter] = {}  # masters by the name of the model's parameter
+        for name, parameter in model.named_parameters():
+            self.named[name] = parameter if parameter.dtype == dtype else self._narrow(parameter, dtype)
+
+    def _narrow(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        """Cast the model's parameter in place; return its master, which takes over the memory."""
+        master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+        parameter.data = master.data.to(dtype)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over_gradient, master))
+        self._copies.append((parameter, master))
+        return master
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named.values())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters into the model's copy, after they have changed."""
+        for copy, master in self._copies:
+            copy.copy_(master)
+
+    def to(self, device: torch.device) -> None:
+        """Move the model and the masters."""
+        self._model.to(device)
+        for _, master in self._copies:
+            master.data = master.data.to(device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the model's state with the masters' values; tied weights share a tensor."""
+        masters: dict[int, torch.Tensor] = {id(copy): master for copy, master in self._copies}
+        state = self._model.state_dict(keep_vars=True)
+        return {name: masters.get(id(tensor), tensor) for name, tensor in state.items()}
+
+
+def _hand_over_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)

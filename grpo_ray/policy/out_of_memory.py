@@ -1,0 +1,59 @@
+"""Retrying passes that run out of GPU memory, with smaller micro-batches."""
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from grpo_ray.errors import RunError
+from grpo_ray.policy.forward_backward import ForwardBackward
+from grpo_ray.policy.microbatch import TrainSequence
+
+T = TypeVar("T")
+
+
+class SmallerMicroBatches:
+    """Halves `micro_batch_tokens` when a pass runs out of GPU memory, for the rest of the process.
+
+    A gradient does not depend on the number, so a pass that starts over gives the gradient it would have given.
+    """
+
+    def __init__(self, forward_backward: ForwardBackward) -> None:
+        self._passes = forward_backward
+        self._reductions: list[str] = []
+
+    def retry(self, compute: Callable[[Sequence[TrainSequence]], T], sequences: Sequence[TrainSequence]) -> T:
+        """Compute on the sequences, again with half the tokens per micro-batch each time that memory runs out.
+
+        Raises:
+            RunError: memory ran out with one sequence per micro-batch.
+        """
+        while True:
+            try:
+                return compute(sequences)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).partition("\n")[0]
+            # Only here, after the error, are the tensors of the failed pass unreferenced.
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._halve(reason)
+
+    def _halve(self, reason: str) -> None:
+        num_sequences, num_tokens = self._passes.in_progress
+        if num_sequences <= 1:
+            raise RunError(
+                f"learner: out of GPU memory with a single sequence of {num_tokens} tokens per micro-batch; "
+                "set learner.gradient_checkpointing to full or learner.moments to 8bit, lower "
+                f"sampling.max_tokens, or give the Learner a larger GPU ({reason})"
+            )
+        old, self._passes.micro_batch_tokens = self._passes.micro_batch_tokens, num_tokens // 2
+        self._reductions.append(
+            f"out of GPU memory with {num_tokens} tokens, learner.micro_batch_tokens {old}; goes on with "
+            f"{self._passes.micro_batch_tokens} ({reason})"
+        )
+
+    def take_report(self) -> str | None:
+        """Return what was reduced since the last call, None if nothing was."""
+        reductions, self._reductions = self._reductions, []
+        return "; ".join(reductions) or None

@@ -1,0 +1,123 @@
+"""The queue in front of the engines: which Generator samples a group, and since when its time counts.
+
+An engine gets at most twice as many sequences as it runs at a time, so that it always has the next ones; the
+other groups wait here, and go to whichever Generator has room first. Inside an engine groups are scheduled in
+order of arrival: the time limit of a group starts once all unfinished groups before it fit into the engine
+together with it.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from grpo_ray.actors.clients import GeneratorClient
+
+SURPLUS = 2  # sequences given to an engine, per sequence that it runs at a time
+
+
+@dataclass(eq=False)
+class Turn:
+    """One group's turn in an engine."""
+
+    num_sequences: int
+    start_clock: Callable[[], None]
+    is_scheduled: bool = False
+
+
+@dataclass(eq=False)
+class Incarnation:
+    """One process under a Generator's name; the failures of an earlier one do not count against it."""
+
+    client: GeneratorClient
+    num_sequences: int = 0  # of the groups that it was given and has not finished
+    turns: list[Turn] = field(default_factory=list)  # in order of arrival
+
+    def schedule(self, max_num_seqs: int) -> None:
+        """Start the clocks of the groups that the engine must have scheduled by now."""
+        num_before = 0
+        for turn in self.turns:
+            num_before += turn.num_sequences
+            if num_before > max_num_seqs and turn is not self.turns[0]:
+                break
+            if not turn.is_scheduled:
+                turn.is_scheduled = True
+                turn.start_clock()
+
+
+class Dispatcher:
+    """The Generators that serve, and the groups that wait for one, first come, first served."""
+
+    def __init__(self, generators: Iterable[GeneratorClient], max_num_seqs: int) -> None:
+        """
+        Args:
+            max_num_seqs: sequences that an engine runs at a time.
+        """
+        self._max_num_seqs = max_num_seqs
+        self._serving = {client.name: Incarnation(client) for client in generators}
+        self._waiting: deque[tuple[int, asyncio.Future[Incarnation]]] = deque()
+
+    @property
+    def serving(self) -> Mapping[str, Incarnation]:
+        """The Generators that serve now, by name."""
+        return self._serving
+
+    def add(self, client: GeneratorClient) -> None:
+        """Let a Generator serve."""
+        self._serving[client.name] = Incarnation(client)
+        self._hand_out()
+
+    def remove(self, name: str) -> None:
+        """Give no more groups to a Generator; those that it has end by themselves, with an error."""
+        del self._serving[name]
+
+    @contextlib.asynccontextmanager
+    async def turn(self, num_sequences: int, limit_s: float) -> AsyncIterator[Incarnation]:
+        """Wait for the least busy Generator that has room, and hold the room while the block lasts.
+
+        Raises:
+            TimeoutError: the block lasted longer than `limit_s` from when the engine scheduled the group.
+        """
+        generator = await self._room(num_sequences)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as limit:  # wait_for can swallow a cancellation
+                turn = Turn(num_sequences, lambda: limit.reschedule(loop.time() + limit_s))
+                generator.turns.append(turn)
+                generator.schedule(self._max_num_seqs)
+                try:
+                    yield generator
+                finally:
+                    generator.turns.remove(turn)
+                    generator.schedule(self._max_num_seqs)
+        finally:
+            self._release(generator, num_sequences)
+
+    async def _room(self, num_sequences: int) -> Incarnation:
+        room: asyncio.Future[Incarnation] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_sequences, room))
+        self._hand_out()
+        try:
+            return await room
+        except asyncio.CancelledError:
+            if room.done() and not room.cancelled():
+                self._release(room.result(), num_sequences)
+            raise
+
+    def _release(self, generator: Incarnation, num_sequences: int) -> None:
+        generator.num_sequences -= num_sequences
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give the groups that wait to Generators with room, the oldest first."""
+        while self._waiting and self._serving:
+            num_sequences, room = self._waiting[0]
+            if not room.done():
+                generator = min(self._serving.values(), key=lambda incarnation: incarnation.num_sequences)
+                has_room = generator.num_sequences + num_sequences <= SURPLUS * self._max_num_seqs
+                if generator.num_sequences and not has_room:
+                    return
+                generator.num_sequences += num_sequences
+                room.set_result(generator)
+            self._waiting.popleft()

@@ -1,0 +1,79 @@
+"""Digests of the files that a configuration names, so that a resumed run notices when one was edited.
+
+The training questions are in the prompt ledger's own digest, which every checkpoint holds.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from grpo_ray.config import Config
+from grpo_ray.config.reward import Reward
+from grpo_ray.errors import RunError
+from grpo_ray.run.preflight import TaskData
+from grpo_ray.tasks.prompt_ledger import examples_digest
+from grpo_ray.tasks.prompts import TextTemplate
+from grpo_ray.telemetry.durable import replacing
+from grpo_ray.telemetry.run_files import RunDirectory
+
+
+def input_digests(config: Config, task: TaskData) -> dict[str, str]:
+    """Return a digest of each template, the validation questions, and each module with a reward.
+
+    The name of each says what was edited if it changes. Modules that the reward's module imports are left out.
+    """
+    digests = {
+        f"{_field(name)}.prompt (the template's text)": _sha256(template.text.encode())
+        for name, template in task.templates.items()
+        if isinstance(template, TextTemplate)
+    }
+    digests["the validation questions and their answers"] = examples_digest(task.validation)
+    for name, reward in config.task.rewards.items():
+        for module, path in _modules(reward):
+            digests[f"{_field(name)}.reward (module {module}, {path.name})"] = _sha256(path.read_bytes())
+    return digests
+
+
+def write_digests(run: RunDirectory, digests: Mapping[str, str]) -> None:
+    """Write the digests that later resumes are compared with."""
+    with replacing(run.inputs_path) as partial:
+        partial.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
+
+
+def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> None:
+    """Refuse to resume with other prompts, validation questions or rewards than the run began with.
+
+    Raises:
+        RunError: names what was edited.
+    """
+    if not run.inputs_path.exists():  # of a run that began before digests were kept
+        return
+    try:
+        before = json.loads(run.inputs_path.read_text(encoding="utf-8"))
+        edited = [name for name in sorted({*before, *digests}) if before.get(name) != digests.get(name)]
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{run.inputs_path} is not readable ({error}); remove it to resume without it") from None
+    if edited:
+        raise RunError(
+            f"{'; '.join(edited)}: not what this run began with; undo the edit, or train a new run "
+            f"(to go on with a harmless edit, remove {run.inputs_path})"
+        )
+
+
+def _field(part: str) -> str:
+    return f"task.parts.{part}.task" if part else "task"
+
+
+def _modules(reward: Reward) -> Iterator[tuple[str, Path]]:
+    """Yield the modules of the user's own functions, which the checks have imported, and their files."""
+    names: Iterable[str] = [reward] if isinstance(reward, str) else [term.reward for term in reward]
+    for name in sorted({name.partition(":")[0] for name in names if ":" in name}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            yield name, Path(file)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,51 @@
+"""Grading again what a run has graded, without running code that the run's folder brings."""
+
+from collections.abc import Sequence
+
+from grpo_ray.config import Config
+from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.isolation.pool import Result, ScoringError
+from grpo_ray.tools.trust import code_of
+
+
+class Regrader:
+    """The Grader of a run's rewards, except for those that are Python code named by the run."""
+
+    def __init__(self, config: Config, run_reward_code: bool) -> None:
+        """
+        Args:
+            run_reward_code: import and call the run's own reward functions too.
+        """
+        rewards = config.task.rewards
+        code = {task: names for task, reward in rewards.items() if (names := code_of(reward))}
+        self._skipped = {} if run_reward_code else code
+        self._grader = Grader({t: r for t, r in rewards.items() if t not in self._skipped}, config.scorer)
+
+    @property
+    def notes(self) -> list[str]:
+        """One line per task that is not graded again."""
+        return [
+            f"{f'task {task}: ' if task else ''}rewards are not checked, because {', '.join(names)} is code "
+            "that the run's configuration names; if you trust it, audit with --run-reward-code"
+            for task, names in self._skipped.items()
+        ]
+
+    def skips(self, task: str) -> bool:
+        """Return True if the task's reward is code that is not run."""
+        return task in self._skipped
+
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Result]:
+        """Return what each (response, ground truth) earns, or the reason why it has no scores.
+
+        Raises:
+            RunError: workers cannot be started.
+        """
+        return self._grader.grade(task, pairs)
+
+    def wrong_scores(self, task: str, response: str, ground_truth: str) -> Scores | ScoringError:
+        """Return what a response earns that was a wrong one because it could not be graded."""
+        return self._grader.wrong_scores(task, response, ground_truth)
+
+    def close(self) -> None:
+        self._grader.close()

@@ -1,0 +1,149 @@
+"""The memory of the Learner's device, item by item.
+
+The counts are of the tensors that actors/learner.py and policy/forward_backward.py make; the tests compare them
+with what torch allocates.
+"""
+
+from dataclasses import dataclass
+
+from grpo_ray.config import Config
+from grpo_ray.tools.planning.gpu_memory import FLOAT32, Budget, Item, served_width, snapshot_in_place
+from grpo_ray.tools.planning.model_shape import ModelShape
+
+CHUNK_BYTES = 2**28
+"""Bytes of float32 logits that algorithms/chunked.py, which imports torch, computes at a time."""
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The largest micro-batch."""
+
+    all: int
+    responses: int
+    """Tokens of responses, at which the output layer is applied."""
+    keys: int
+    """Keys that attention gathers: those of a response's prompt again for each response."""
+
+
+def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
+    """Return the budget of the Learner's GPU at the peak of a micro-batch; AdamW's step takes nothing more."""
+    working = working_items(shape, config, prompt_tokens)
+    items = [*state_items(shape, config), *working, *snapshot_in_place(shape, config)]
+    if not config.learner.num_gpus:
+        return Budget("the Learner, on a CPU", items, None)
+    device = "the GPU, in the Learner's turn" if config.generator.colocated else "the Learner's GPU"
+    return Budget(device, items, gpu_bytes)
+
+
+def state_items(shape: ModelShape, config: Config) -> list[Item]:
+    """Return the memory that lasts from step to step."""
+    parameters, width = shape.num_parameters, served_width(config)
+    copy = 0 if width == FLOAT32 else width * parameters  # as policy/master_weights.py holds it
+    items = [
+        Item("weights", FLOAT32 * parameters, "float32 master weights, 4 bytes per parameter"),
+        Item("copy of the weights", copy, f"{config.model.dtype}, for the passes"),
+        Item("gradients", FLOAT32 * parameters, "float32"),
+        Item(
+            "AdamW's moments",
+            2 * MOMENT_BYTES[config.learner.moments] * parameters,
+            f"two, {config.learner.moments}",
+        ),
+    ]
+    if (reference := config.algorithm.kl.reference) != "none":
+        # A frozen one has no float32 weights, a moving average has them beside its copy.
+        num_bytes = width * parameters if reference == "initial" else FLOAT32 * parameters + copy
+        items.append(Item("reference", num_bytes, f"algorithm.kl.reference: {reference}"))
+    return [item for item in items if item.num_bytes]
+
+
+def largest_micro_batch(config: Config, prompt_tokens: int) -> Tokens:
+    """Return the largest micro-batch of responses of full length: with shared prompts one prompt per group."""
+    algorithm, longest = config.algorithm, prompt_tokens + config.sampling.max_tokens
+    num_sequences = algorithm.train_batch_size or config.rollouts_per_step
+    per_prompt = 1.0
+    if config.learner.share_prompts == "auto":  # minibatches deal a group's responses out
+        per_prompt = max(1.0, algorithm.samples_per_prompt * num_sequences / config.rollouts_per_step)
+    of_group = prompt_tokens + per_prompt * config.sampling.max_tokens
+    most = min(max(config.learner.micro_batch_tokens, longest), round(num_sequences * of_group / per_prompt))
+    num_groups = max(1.0, most / of_group)  # a group that is too large is split, and keeps one prompt
+    responses = most - round(num_groups * prompt_tokens)
+    again = responses / config.sampling.max_tokens if config.learner.share_prompts == "auto" else 0
+    return Tokens(most, responses, most + round(again * prompt_tokens) if again else most)
+
+
+def has_varlen_kernel(config: Config) -> bool:
+    """Return whether attention runs in a kernel for segments of any length (policy/attention_kernels.py)."""
+    return (
+        bool(config.learner.num_gpus) and config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
+    )
+
+
+def kept_per_token(shape: ModelShape, config: Config, tokens: Tokens) -> float:
+    """Return the bytes per token that one layer keeps for its backward pass.
+
+    The count follows Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1), for RMSNorm in
+    float32, SwiGLU and attention that keeps no scores: norms keep their input and what they scale; matrices and
+    attention keep their inputs. Over shared prompts attention gathers the keys and values of each response's
+    prompt; without a kernel for that, it also repeats them per head and gathers queries and results.
+    """
+    h, q, kv, i = shape.hidden_size, shape.query_width, shape.kv_width, shape.intermediate_size
+    width, keys = served_width(config), tokens.keys / tokens.all
+    is_own, is_shared = config.model.implementation == "grpo_ray", config.learner.share_prompts == "auto"
+    norms, normed = 2 * (FLOAT32 + width) * h, 2 * width * h
+    if is_shared and has_varlen_kernel(config):
+        attention = width * (2 * q + 2 * kv * keys)
+    elif is_shared:
+        attention = width * q * (3 + 2 * keys)
+    else:
+        attention = width * (5 * q if is_own else 2 * q + 2 * kv)
+    if is_shared and is_own:
+        attention += (
+            2 * FLOAT32 * shape.head_dim
+        )  # the rotation, which transformers computes once for all layers
+    if shape.has_qk_norm:
+        attention += (FLOAT32 + width) * (q + kv)
+    statistics = FLOAT32 * (2 + shape.num_heads)
+    return norms + normed + attention + 4 * width * i + statistics
+
+
+def working_items(shape: ModelShape, config: Config, prompt_tokens: int) -> list[Item]:
+    """Return the peak of the largest micro-batch's forward and backward pass."""
+    tokens, width, layers = largest_micro_batch(config, prompt_tokens), served_width(config), shape.num_layers
+    layer = kept = tokens.all * kept_per_token(shape, config, tokens)
+    last = tokens.all * (FLOAT32 + width) * shape.hidden_size  # the last norm
+    gradients = 2 * width * tokens.all * shape.intermediate_size  # of gate and up
+    again = Item("one layer recomputed", layer + gradients, "with its gradients")
+    if (
+        which := config.learner.gradient_checkpointing
+    ) == "full":  # the layers' inputs alone are kept (Chen et al. 2016)
+        kept, note = width * shape.hidden_size * tokens.all, "the inputs of"
+    elif which == "selective":
+        kept, note = _kept_selectively(shape, width) * tokens.all, "inputs, matrix products and attention of"
+    else:
+        note, again = "of", Item("gradients of a layer", gradients, "of its activations")
+    activations = Item("activations", layers * kept + last, f"{note} {layers} layers, of {tokens.all:,} tokens")
+    return [activations, max(_output_layer(shape, config, tokens), again, key=lambda item: item.num_bytes)]
+
+
+def _kept_selectively(shape: ModelShape, width: int) -> int:
+    """Return the bytes per token of a layer's input, its seven matrix products, and attention's results."""
+    h, q, kv, i = shape.hidden_size, shape.query_width, shape.kv_width, shape.intermediate_size
+    return width * (h + (q + 2 * kv + h) + (2 * i + h) + q) + FLOAT32 * shape.num_heads
+
+
+def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
+    """Return the peak of algorithms/chunked.py: a chunk's logits, and gradients of weights and inputs."""
+    width, vocab = served_width(config), shape.vocab_size
+    rows = min(tokens.responses, max(1, CHUNK_BYTES // (FLOAT32 * vocab)))
+    chunk, weights, width_ratio = rows * FLOAT32 * vocab, FLOAT32 * shape.embedding, width / FLOAT32
+    # A chunk's logits and their gradient, with an entropy bonus two more of that size, else the last chunk's.
+    copies = 4.0 if config.algorithm.entropy_bonus else 3.0
+    if rows == tokens.responses and not config.algorithm.entropy_bonus:
+        copies = 2.0 if width == FLOAT32 else 2.0 + width_ratio
+    peak = copies * chunk + weights
+    if width < FLOAT32:  # the weights' gradient is summed in float32, with one narrow term at a time
+        peak = max(peak, (1 + width_ratio) * (chunk + weights))
+    states = 2 * width * tokens.responses * shape.hidden_size
+    note = f"a chunk of {rows:,} x {vocab:,} logits, and the gradient of its weights"
+    return Item("output layer", peak + states, note)

@@ -1,0 +1,71 @@
+"""A run in a few facts, for the top of the web page."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.report.panels import REWARD
+from grpo_ray.tools.report.rollout_sample import StepFiles
+
+Row = Mapping[str, Any]
+
+
+class RunTotals:
+    """Sums and extremes over all steps, noted while the steps are read."""
+
+    def __init__(self) -> None:
+        self.last_step: int | None = None
+        self.rewards: tuple[float, float] | None = None  # of the first and of the last step that have one
+        self.seconds = self.tokens = 0.0
+        self.largest_lag: float | None = None
+
+    def noted(self, row: Row) -> Row:
+        """Note a step, and return its row."""
+        self.last_step = row["step"]
+        if (reward := row.get(REWARD)) is not None:
+            self.rewards = (self.rewards or (reward,))[0], reward
+        self.seconds += row.get("timing/step_s") or 0.0
+        self.tokens += row.get("throughput/trained_tokens") or 0.0
+        if (lag := row.get("lag/max")) is not None:
+            self.largest_lag = lag if self.largest_lag is None else max(self.largest_lag, lag)
+        return row
+
+
+def run_facts(
+    run: RunDirectory, totals: RunTotals, evaluations: Sequence[Row], files: StepFiles
+) -> dict[str, str]:
+    """Summarize the run as labels and texts."""
+    facts = {"steps": f"{totals.last_step:,}" if totals.last_step is not None else "none yet"}
+    validated = [(row["step"], row["reward"]) for row in evaluations if row.get("reward") is not None]
+    if validated:
+        best_step, best = max(validated, key=lambda point: point[1])
+        facts["validation reward"] = f"{validated[0][1]:.3f} → {validated[-1][1]:.3f}"
+        facts["best"] = f"{best:.3f} at step {best_step:,}"
+    if totals.rewards is not None:
+        facts["training reward"] = f"{totals.rewards[0]:.3f} → {totals.rewards[1]:.3f}"
+    about = "about " if files.are_sampled else ""
+    facts["rollouts"] = f"{about}{files.num_rollouts:,}" if files.num_rollouts else "not saved"
+    if totals.seconds:
+        facts["time in steps"] = _duration(totals.seconds)
+        facts["trained"] = f"{totals.tokens / totals.seconds:,.0f} tokens/s"
+    if totals.largest_lag is not None:
+        facts["largest lag"] = f"{totals.largest_lag:g}"
+    if num_events := _num_lines(run.events_path):
+        facts["events"] = f"{num_events:,}, see {run.events_path.name}"
+    return facts
+
+
+def _num_lines(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(line.endswith(b"\n") for line in file)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

@@ -1,0 +1,60 @@
+"""Credentials in a working directory, recognised by name or by content: they are not uploaded."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_ray.tools.submit.ignore_list import IgnoreList, uploaded_files
+
+# As in a .gitignore, and in lower case; capitals are recognised, too.
+CREDENTIALS = (
+    ".ssh/", ".gnupg/", ".aws/", ".azure/", ".oci/", ".kube/", ".kaggle/", ".huggingface/", ".terraform.d/",
+    "**/.config/gcloud/", "**/.config/gh/", "**/.docker/config.json", "**/huggingface/token",
+    "**/huggingface/stored_tokens",
+    ".env*", "*.env", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".yarnrc*", ".pypirc", ".pgpass",
+    ".my.cnf", ".s3cfg", ".boto", ".dockercfg", ".vault-token", ".databrickscfg", ".htpasswd",
+    "auth_token", ".auth_token",
+    "id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk",
+    "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.ppk", "*.kdbx", "*.keytab",
+    "*credentials*.json", "service-account*.json", "service_account*.json", "client_secret*.json",
+    "kubeconfig", "kaggle.json", "secrets.json", "secrets.toml", "secrets.yaml", "secrets.yml",
+)  # fmt: skip
+
+HEAD_BYTES = 64 * 2**10
+PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|^PuTTY-User-Key-File-|^AGE-SECRET-KEY-1", re.M)
+CLOUD_ACCOUNT = re.compile(rb'"type"\s*:\s*"(?:service_account|authorized_user)"')
+ITS_SECRET = re.compile(rb'"(?:private_key|refresh_token)"\s*:')
+
+
+def find_credentials(folder: Path, excludes: Sequence[str]) -> list[Path]:
+    """Return the files that would be uploaded and look like credentials, relative to the folder and sorted.
+
+    Args:
+        excludes: the patterns of what is not uploaded anyway.
+    """
+    named = IgnoreList.of(folder, CREDENTIALS)
+    return sorted(
+        file.relative_to(folder)
+        for file in uploaded_files(folder, excludes)
+        if named.excludes(folder / str(file.relative_to(folder)).lower()) or holds_credential(file)
+    )
+
+
+def holds_credential(file: Path) -> bool:
+    """Return True for a private key, whatever its name, and for a Google account's key.
+
+    A source or a page that quotes such a key is none: a file of keys begins with one, or with a certificate.
+    """
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except OSError:  # neither can Ray read it
+        return False
+    if head.startswith((b"-----BEGIN ", b"Bag Attributes", b"PuTTY-", b"AGE-SECRET-", b"# created: ")):
+        return bool(PRIVATE_KEY.search(head))
+    return head.startswith(b"{") and bool(CLOUD_ACCOUNT.search(head) and ITS_SECRET.search(head))
+
+
+def exact_pattern(file: Path) -> str:
+    """Return a pattern that matches the file; a character with a meaning in patterns is left open."""
+    return "/" + re.sub(r"[\\*?\[\]\s]", "?", file.as_posix())

@@ -1,0 +1,51 @@
+"""Code that a run's folder brings: run only if the command line says so, whatever the run's own files say.
+
+A run's `config.yaml` can name code in two ways: `model.trust_remote_code` runs Python that lies beside a model,
+and a reward `module:function` imports a module. `grpo-ray report`, `audit` and `evaluate` are also given runs
+of somebody else, so they believe neither.
+"""
+
+import os
+from typing import Annotated, Any
+
+from grpo_ray.config import Config
+from grpo_ray.config.reward import Reward
+from grpo_ray.tools.arguments import Flag
+
+TrustRemoteCode = Annotated[
+    bool,
+    Flag("run the Python code beside the model; the run's own configuration is not asked"),
+]
+RunRewardCode = Annotated[
+    bool, Flag("import and call the reward functions (module:function) that the run's configuration names")
+]
+
+IGNORED = (
+    "the run's model.trust_remote_code is ignored; if you trust this folder's author, --trust-remote-code runs "
+    "the code beside its model"
+)
+
+
+def stay_offline() -> None:
+    """Keep the hub's client from downloading what a run's configuration names; call before it is imported.
+
+    What is in its cache is still read. A HF_HUB_OFFLINE that the user has set is kept.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def with_trust(config: Config, trust_remote_code: bool) -> Config:
+    """Return the run's configuration with the command line's `trust_remote_code` in place of its own."""
+    model = config.model.model_copy(update={"trust_remote_code": trust_remote_code})
+    return config.model_copy(update={"model": model})
+
+
+def is_ignored(model: Any, trust_remote_code: bool) -> bool:
+    """Return True if the section `model`, as read from the file, asks for code that will not be run."""
+    return isinstance(model, dict) and bool(model.get("trust_remote_code")) and not trust_remote_code
+
+
+def code_of(reward: Reward) -> list[str]:
+    """Return the functions that the reward imports, as `module:function`."""
+    names = [reward] if isinstance(reward, str) else [term.reward for term in reward]
+    return [name for name in names if ":" in name]

@@ -1,0 +1,258 @@
+"""Sampling through a run's actors, from the prompt to the buffer, against vLLM's AsyncLLM alone.
+
+The actors are a run's own, without the Learner, which would be idle. The other side is an engine in a Ray actor
+too, so that its processes have the same priority and environment; it is asked for the same requests, and only
+counts their tokens. Both engines are up all the time and the two sides take turns, each with whole waves of
+requests: a wave is sent at once, and over when its last group has arrived.
+"""
+
+import asyncio
+import itertools
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import ray
+
+from benchmarks.results import Options, Row
+from benchmarks.tiny_learner import QUICKSTART, model_folder
+from grpo_ray.actors.clients import methods_with_bulk
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
+from grpo_ray.cluster.hosting import ServingGroup, serving
+from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+from grpo_ray.cluster.session import connected, placed
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.base import Engine
+from grpo_ray.engines.vllm_engine import VllmEngine, _sampling_params
+from grpo_ray.policy.loading import end_token_ids, load_tokenizer
+from grpo_ray.run.context import ServingContext
+from grpo_ray.run.generator_pool import GeneratorPool
+from grpo_ray.run.open_calls import OpenCalls
+from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.types import PromptItem, SamplingSettings, StartingModel
+
+TITLE = "sampling through the actors (Learner idle), against AsyncLLM alone with the same requests"
+TAKES_OVERRIDES = True
+SAMPLES, PROMPT_TOKENS, GROUPS = 8, 12, 32
+RAW, ACTORS = "AsyncLLM alone", "through the actors"
+
+
+class Alone:
+    """An engine that samples waves of requests for their number of tokens alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._ids = engine, itertools.count()
+
+    async def ready(self) -> bool:
+        if isinstance(self._engine, VllmEngine):
+            from grpo_ray.engines.vllm_texts import keep_texts_of_logprobs
+
+            keep_texts_of_logprobs()
+        await self._engine.start(0)
+        return True
+
+    async def wave(self, prompts: list[tuple[int, ...]], settings: SamplingSettings) -> int:
+        return sum(await asyncio.gather(*(self._num_tokens(prompt, settings) for prompt in prompts)))
+
+    async def _num_tokens(self, prompt: tuple[int, ...], settings: SamplingSettings) -> int:
+        if not isinstance(self._engine, VllmEngine):
+            return sum(
+                len(completion.token_ids) for completion in await self._engine.generate(prompt, settings)
+            )
+        params = _sampling_params(settings)
+        params.detokenize = True
+        requests, request_id = self._engine._llm, f"raw-{next(self._ids)}"
+        async for output in requests.generate({"prompt_token_ids": prompt}, params, request_id):
+            return sum(len(sample.token_ids) for sample in output.outputs)
+        raise RuntimeError("vLLM ended a request without an output")
+
+    async def shutdown(self) -> None:
+        await self._engine.shutdown()
+
+
+def run(options: Options) -> list[Row]:
+    lengths = (16,) if options.quick else (192, 16)
+    rounds = options.rounds or (1 if options.quick else 8)
+    engine = ["generator.engine=torch", "weight_sync.max_lag=1"] if options.quick else []
+    config = load_config(
+        QUICKSTART,
+        [
+            f"sampling.max_tokens={max(lengths)}",
+            f"algorithm.prompts_per_step={GROUPS}",
+            "run.save_rollouts=false",
+            *engine,
+            *options.overrides,
+        ],
+    )
+    with connected(), model_folder() as folder, tempfile.TemporaryDirectory() as run_dir:
+        ends = end_token_ids(folder, load_tokenizer(folder))
+        model = StartingModel(folder, ends, PROMPT_TOKENS + max(lengths))
+        run = RunDirectory(Path(run_dir))
+        with placed(config) as placement, serving(placement, config, model, run.logs) as actors:
+            return asyncio.run(_measure(config, model, actors, run, lengths, rounds))
+
+
+async def _measure(
+    config: Config,
+    model: StartingModel,
+    actors: ServingGroup,
+    run: RunDirectory,
+    lengths: tuple[int, ...],
+    rounds: int,
+) -> list[Row]:
+    alone = _start_alone(config, model, run)
+    through = _Through(config, actors, run)
+    await asyncio.gather(alone.ready(), *(actor.ready() for actor in actors.by_name().values()))
+    rows = []
+    for num_tokens in lengths:
+        settings = _settings(config, model, num_tokens)
+        waves: dict[str, Callable[[int], Awaitable[int]]] = {
+            RAW: lambda number, settings=settings: alone.wave(_prompts(number), settings),  # type: ignore[misc]
+            ACTORS: lambda number, settings=settings: through.wave(_prompts(number), settings),  # type: ignore[misc]
+        }
+        per_round = max(1, 64 // num_tokens)
+        rows += await _take_turns(waves, num_tokens, rounds, per_round)
+    await alone.shutdown()
+    for client in (alone, through.buffer):
+        ray.kill(client.handle)
+    return rows
+
+
+async def _take_turns(
+    sides: Mapping[str, Callable[[int], Awaitable[int]]], num_tokens: int, rounds: int, per_round: int
+) -> list[Row]:
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    cpu: dict[str, Counter[str]] = {side: Counter() for side in sides}
+    for turn in range(rounds + 1):
+        for side, wave in sides.items():
+            before, started = _cpu_seconds(), time.perf_counter()
+            for number in range(per_round):
+                assert await wave(turn * per_round + number) == GROUPS * SAMPLES * num_tokens
+            if turn:  # an engine's first waves are several times slower
+                seconds[side].append((time.perf_counter() - started) / per_round)
+                cpu[side].update(_since(before))
+    work = GROUPS * SAMPLES * num_tokens
+    base = f"{num_tokens} tokens, {RAW}"
+    num_waves = rounds * per_round
+    return [
+        Row(
+            f"{num_tokens} tokens, {side}",
+            tuple(values),
+            base,
+            work,
+            "tokens",
+            {
+                f"CPU s, {name}": total / num_waves
+                for name, total in cpu[side].items()
+                if total > 0.005 * num_waves
+            },
+        )
+        for side, values in seconds.items()
+    ]
+
+
+def _start_alone(config: Config, model: StartingModel, run: RunDirectory) -> Client:
+    engine = Deferred(lambda: make_engine(config, model.path, model.max_model_len, seed=0))
+    actor = as_actor(Alone, "alone", run.logs).options(num_cpus=0, max_concurrency=100)
+    return Client("alone", actor.remote(engine))
+
+
+def _start_buffer(config: Config, run: RunDirectory) -> Client:
+    actor = as_actor(TrajectoryBuffer, "buffer", run.logs).options(num_cpus=0, max_concurrency=10_000)
+    handle = actor.remote(*buffer_arguments(config, None, None))
+    return Client("buffer", handle, methods_with_bulk(TrajectoryBuffer))
+
+
+class _Through:
+    """A run's way from a prompt to the buffer, by the run's own GeneratorPool."""
+
+    def __init__(self, config: Config, actors: ServingGroup, run: RunDirectory) -> None:
+        run.create(config)
+        self.buffer = _start_buffer(config, run)
+        self._context = ServingContext(config, actors, OpenCalls(), RunLog(run, _Silent()))
+        self._pools: dict[SamplingSettings, GeneratorPool] = {}
+        self._num_waves = 0
+
+    def _pool(self, settings: SamplingSettings) -> GeneratorPool:
+        if settings not in self._pools:
+            budget = RestartBudget("recovery.max_restarts", 0, 0.0)
+            self._pools[settings] = GeneratorPool(self._context, cast(Any, None), settings, budget)  # no syncs
+        return self._pools[settings]
+
+    async def wave(self, prompts: list[tuple[int, ...]], settings: SamplingSettings) -> int:
+        pool = self._pool(settings)
+        before = pool.num_sampled_tokens
+        first = self._num_waves * GROUPS
+        self._num_waves += 1
+
+        async def produce(item: PromptItem) -> None:
+            scored = await pool.sample(item, SAMPLES, "train")
+            assert scored is not None
+            assert (await self.buffer.put(*scored)).is_kept
+
+        items = [PromptItem(first + n, "prompt", prompt, "0") for n, prompt in enumerate(prompts)]
+        await asyncio.gather(*map(produce, items))
+        _, facts = self.buffer.take(self._num_waves, 0)
+        await facts
+        return pool.num_sampled_tokens - before
+
+
+class _Silent:
+    """A display that shows nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def _settings(config: Config, model: StartingModel, num_tokens: int) -> SamplingSettings:
+    return SamplingSettings(
+        num_samples=SAMPLES,
+        temperature=1.0,
+        top_p=1.0,
+        min_tokens=num_tokens,
+        max_tokens=num_tokens,
+        stop=config.sampling.stop,
+        end_token_ids=model.end_token_ids,
+    )
+
+
+def _prompts(wave: int) -> list[tuple[int, ...]]:
+    """Make different prompts, so that no prefix is cached."""
+    rows = range(wave * GROUPS, (wave + 1) * GROUPS)
+    return [tuple((20 + n // 17 + 7 * n * k + k) % 280 for k in range(PROMPT_TOKENS)) for n in rows]
+
+
+def _cpu_seconds() -> dict[tuple[int, str], float]:
+    """Return the CPU seconds of this process and all its descendants so far."""
+    me = psutil.Process()
+    seconds = {}
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+            seconds[process.pid, "driver" if process == me else _name(process)] = times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return seconds
+
+
+def _name(process: Any) -> str:
+    line = process.cmdline()
+    title = line[0] if line else process.name()
+    if title.startswith("ray::"):
+        return title.removeprefix("ray::").partition(":")[0].partition(".")[0]
+    return "engine" if "EngineCore" in title else "Ray's own"
+
+
+def _since(before: Mapping[tuple[int, str], float]) -> Counter[str]:
+    spent: Counter[str] = Counter()
+    for (pid, name), seconds in _cpu_seconds().items():
+        spent[name] += seconds - before.get((pid, name), 0.0)
+    return spent

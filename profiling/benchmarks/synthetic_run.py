@@ -1,0 +1,150 @@
+"""A run directory as training leaves it after any number of steps, written in minutes instead of days.
+
+The first steps have files of their own, which the audit finds clean: real prompts, rewards by the real Scorer,
+a ledger, and a checkpoint by a real Learner. Later steps share those files by hard links. Every line of
+metrics.jsonl is a real one, apart from its step.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.trajectory_buffer import GROUPS, REPLAY
+from grpo_ray.config import Config
+from grpo_ray.policy.loading import load_tokenizer
+from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.telemetry.checkpoint import CheckpointState, make_store
+from grpo_ray.telemetry.console import RunConsole
+from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, step_name
+from grpo_ray.telemetry.run_state import reported
+from grpo_ray.telemetry.validation_files import summarise_groups, write_evaluation
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
+
+LINE = Path(__file__).with_name("quickstart_line.json")  # of a run of configs/quickstart.yaml
+OF_FIRST_GENERATOR = "/generator-0"
+STEPS_PER_EVENT = 100
+
+
+class SyntheticRun:
+    """Writes one run of `config.algorithm.num_steps` steps."""
+
+    def __init__(self, config: Config, folder: Path, num_whole_steps: int) -> None:
+        """
+        Args:
+            num_whole_steps: steps with files of their own.
+        """
+        self._config, self.run = config, RunDirectory(folder)
+        self._num_steps = config.algorithm.num_steps
+        self._num_whole = min(num_whole_steps, self._num_steps)
+        self._prepared = prepare(config, check_files(config))
+        self._tokenizer = load_tokenizer(self._prepared.model.path)
+        self._scorer = Scorer(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
+
+    def write(self) -> RunDirectory:
+        self.run.create(self._config)
+        self._scorer.ready()
+        try:
+            self._write_rollouts()
+            self._write_evaluations()
+        finally:
+            self._scorer.close()
+        self._write_lines()
+        self._write_checkpoint()
+        with reported(self.run, self._num_steps, RunConsole(self._num_steps)):
+            pass  # writes how the run ended
+        return self.run
+
+    def _write_rollouts(self) -> None:
+        ledger = self._prepared.ledger
+        for step in range(1, self._num_whole + 1):
+            items = ledger.take_new(self._config.algorithm.prompts_per_step)
+            groups = [self._group(item, step - 1, self._config.algorithm.samples_per_prompt) for item in items]
+            write_rollouts(self.run.rollouts_path(step), step, groups)
+            if step == 1:
+                self._first = groups
+            for item in items:
+                ledger.mark_buffered(item.group_id)
+            ledger.mark_trained(item.group_id for item in items)
+        for step in range(self._num_whole + 1, self._num_steps + 1):
+            os.link(self.run.rollouts_path(step % self._num_whole + 1), self.run.rollouts_path(step))
+
+    def _group(self, item: PromptItem, version: int, num_samples: int) -> ScoredGroup:
+        """Make a group of which every second response is right."""
+        answers = [item.ground_truth if sample % 2 else "0" for sample in range(num_samples)]
+        completions = [self._completion(f" so </think> <answer> {text} </answer>", version) for text in answers]
+        rollout = RolloutGroup(item, tuple(completions), "generator-0")
+        return ScoredGroup.of(rollout, self._scorer.score(rollout))
+
+    def _completion(self, text: str, version: int) -> Completion:
+        token_ids = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        logprobs = np.full(len(token_ids), -1.0, np.float32)
+        return Completion(text, token_ids, logprobs, np.full(len(token_ids), version, np.int32), "stop")
+
+    def _write_evaluations(self) -> None:
+        items, num_samples = self._prepared.validation, self._config.evaluation.samples_per_prompt
+        every, last = self._config.evaluation.every_num_steps, self._num_steps
+        due = sorted({*range(0, last, every), last})
+        for step in (step for step in due if step <= self._num_whole):
+            groups = [self._group(item, step, num_samples) for item in items]
+            write_evaluation(self.run.evaluations, summarise_groups(step, groups), groups)
+        summary = json.loads(self.run.evaluations_summary_path.read_text().splitlines()[-1])
+        first = self.run.evaluations / f"{step_name(0)}.parquet"
+        with self.run.evaluations_summary_path.open("a") as file:
+            for step in (step for step in due if step > self._num_whole):
+                os.link(first, self.run.evaluations / f"{step_name(step)}.parquet")
+                file.write(json.dumps({**summary, "step": step, "version": step}) + "\n")
+
+    def _write_lines(self) -> None:
+        metrics = dict(self._metrics())
+        rest = json.dumps(metrics)[1:]
+        with self.run.metrics_path.open("w") as file:
+            for step in range(1, self._num_steps + 1):
+                file.write(f'{{"step": {step}, {rest}\n')
+        with self.run.events_path.open("w") as file:
+            for step in range(STEPS_PER_EVENT, self._num_steps + 1, STEPS_PER_EVENT):
+                event = {"time": 0.0, "kind": "generator_failed", "actor": "generator-0", "step": step}
+                file.write(json.dumps({**event, "text": "generator-0 died: it is replaced in 1 s"}) + "\n")
+
+    def _metrics(self) -> Iterator[tuple[str, Any]]:
+        """Yield a line's metrics, with those of one Generator repeated for all of them."""
+        rewards = np.concatenate([group.rewards for group in self._first])
+        own: Mapping[str, Any] = {"reward/mean": float(rewards.mean()), "lag/max": 0.0, "reward/errors": 0.0}
+        for name, value in {**json.loads(LINE.read_text()), **own}.items():
+            if OF_FIRST_GENERATOR in name:
+                for index in range(self._config.generator.num_generators):
+                    yield name.replace(OF_FIRST_GENERATOR, f"/generator-{index}"), value
+            elif name != "step":
+                yield name, value
+
+    def _write_checkpoint(self) -> None:
+        """Write the last step's checkpoint; the groups of the next step are in flight."""
+        step, model = self._num_steps, self._prepared.model
+        learner = Learner(model.path, self._config, model.end_token_ids)
+        learner.train_step(TrainBatch(tuple(self._first)))  # so that the optimizer has a state
+        learner.version = step
+        learner.capture()
+        store = make_store(self._config, self.run)
+        folder = store.begin(step)
+        sizes = learner.write_captured(folder)
+        for name in (GROUPS, REPLAY):
+            path = folder / "training" / name
+            write_rollouts(path, None, ())
+            sizes[f"training/{name}"] = path.stat().st_size
+        state = CheckpointState(step, self._ledger_at(step).state_dict(), dict(self._metrics()))
+        store.commit(step, state, sizes)
+
+    def _ledger_at(self, step: int) -> PromptLedger:
+        ledger = self._prepared.ledger
+        num_groups = step * self._config.algorithm.prompts_per_step
+        done = {"next_group_id": num_groups, "num_trained": num_groups}
+        ledger.load_state_dict({**ledger.state_dict(), **done}, ())
+        ledger.take_new(self._config.algorithm.prompts_per_step)
+        return ledger

@@ -1,0 +1,216 @@
+"""Faults of the run's files: no room, errors, writes that hang, a power cut, and damage."""
+
+import errno
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from chaos_process_faults import Inject, hang, signalled
+from chaos_run import ChaosRun
+
+from grpo_ray.telemetry.checkpoint import CheckpointStore
+
+
+def fill_disk(run: ChaosRun, draw: random.Random) -> str | None:
+    """Limit the size of files of these processes, which needs no disk: writing fails with EFBIG."""
+    seconds, num_bytes = draw.uniform(2.0, 4.0), draw.randint(1, 100)
+    found = [psutil.Process(run.driver_pid), run.actor("buffer"), run.actor("learner")]
+    limited = [process for process in found if process and _limit_files(process, num_bytes)]
+    time.sleep(seconds)
+    for process in limited:
+        _limit_files(process, None)
+    return f"no file longer than {num_bytes} bytes for {seconds:.1f} s"
+
+
+def _limit_files(process: psutil.Process, num_bytes: int | None) -> bool:
+    try:
+        _, hard = process.rlimit(resource.RLIMIT_FSIZE)
+        process.rlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def full_disk(run: ChaosRun, draw: random.Random) -> str:
+    assert run.disk is not None
+    seconds = draw.uniform(3.0, 6.0)
+    run.disk.fill()
+    time.sleep(seconds)
+    run.disk.empty()
+    return f"not one free block for {seconds:.1f} s"
+
+
+def frozen_disk(run: ChaosRun, draw: random.Random) -> str:
+    """Let every write hang for longer than a sync's phase and the stall watch allow."""
+    assert run.disk is not None
+    seconds = max(run.phase_timeout_s, run.stall_timeout_s) + 3.0
+    run.disk.freeze()
+    time.sleep(seconds)
+    run.disk.thaw()
+    return f"every write hung for {seconds:.1f} s"
+
+
+def interrupt_on_frozen_disk(run: ChaosRun, draw: random.Random) -> str:
+    """Send SIGTERM while writes hang: the driver must end by its deadline, without a checkpoint."""
+    assert run.disk is not None
+    processes = run.processes()
+    run.disk.freeze()
+    try:
+        time.sleep(1.0)
+        started = time.monotonic()
+        run.signal(signal.SIGTERM)
+        allowed = run.on_preemption_s + 20.0
+        try:
+            status: int | None = run.wait_for_end(allowed)
+        except TimeoutError:
+            status = None
+            run.wrong.append(f"the driver did not end within {allowed:g} s while writes hung")
+        seconds = time.monotonic() - started
+    finally:
+        run.disk.thaw()
+    if status is None:
+        run.wait_for_end(60.0)
+    for process in processes:
+        signalled(process, signal.SIGKILL) if process.is_running() and process.pid in psutil.pids() else None
+    run.resume()
+    return f"SIGTERM while every write hung; ended with status {status} after {seconds:.1f} s"
+
+
+def covered(error: int | None) -> Inject:
+    """Hide the run's folder behind a file system that answers with an error, or not at all."""
+
+    def inject(run: ChaosRun, draw: random.Random) -> str:
+        assert run.disk is not None
+        seconds = draw.uniform(2.0, 4.0) if error else run.stall_timeout_s + 3.0
+        run.disk.cover(run.path, error)
+        time.sleep(seconds)
+        run.disk.uncover(run.path)
+        what = f"failed with {errno.errorcode[error]}" if error else "hung"
+        return f"every access to the run's folder {what} for {seconds:.1f} s"
+
+    return inject
+
+
+def read_only(run: ChaosRun, draw: random.Random) -> str:
+    assert run.disk is not None
+    seconds = draw.uniform(3.0, 5.0)
+    run.disk.make_read_only(run.path)
+    time.sleep(seconds)
+    run.disk.make_writable(run.path)
+    return f"the run's folder was read-only for {seconds:.1f} s"
+
+
+def power_cut(run: ChaosRun, draw: random.Random) -> str:
+    """Lose what is not on the disk, and every process; then start again from what there is."""
+    assert run.disk is not None
+    processes = run.processes()
+    before = run.last_step()
+    run.disk.cut_power()
+    run.signal(signal.SIGKILL)
+    run.wait_for_end(60.0)
+    for process in processes:
+        signalled(process, signal.SIGKILL)
+    run.disk.restore_power()
+    kept = run.last_step()
+    run.resume()
+    return f"the disk and all processes lost their power; the lines of steps {kept + 1} to {before} were lost"
+
+
+# Damage
+
+
+def _with_driver_down(change: Callable[[ChaosRun, random.Random], str]) -> Inject:
+    def inject(run: ChaosRun, draw: random.Random) -> str:
+        run.kill()
+        said = change(run, draw)
+        run.resume()
+        return f"SIGKILL to the driver; {said}"
+
+    return inject
+
+
+def _newest(run: ChaosRun) -> Path | None:
+    checkpoints = CheckpointStore(run.run).all()
+    return checkpoints[-1].path if checkpoints else None
+
+
+def _damage(run: ChaosRun, draw: random.Random) -> str:
+    """Damage a file of the newest checkpoint: shorter, longer, empty or gone."""
+    newest = _newest(run)
+    if newest is None:
+        return "there was no checkpoint to damage"
+    file = draw.choice([path for path in sorted(newest.rglob("*")) if path.is_file()])
+    how = draw.choice(["half", "empty", "gone"])
+    if how == "gone":
+        file.unlink()
+    else:
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size // 2 if how == "half" else 0)
+    return f"{file.relative_to(newest.parent)} was {how}"
+
+
+def _flip(run: ChaosRun, draw: random.Random) -> str:
+    """Change bytes in the middle of the newest checkpoint's weights; its size stays."""
+    newest = _newest(run)
+    if newest is None:
+        return "there was no checkpoint to damage"
+    file = newest / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(bytes(draw.randrange(256) for _ in range(6)))  # the length of the header
+    return f"the first bytes of {file.relative_to(newest.parent)} were random"
+
+
+damaged_checkpoint, flipped_checkpoint = _with_driver_down(_damage), _with_driver_down(_flip)
+
+
+def half_lines(run: ChaosRun, draw: random.Random) -> str:
+    """Append half a line to each log, as a killed writer leaves it."""
+    for path in (run.run.metrics_path, run.run.evaluations_summary_path, run.run.events_path):
+        with path.open("ab") as file:
+            file.write(b'{"step": 1, "half')
+    return "half a line at the end of every log"
+
+
+torn_logs = _with_driver_down(half_lines)
+
+
+def delete_logs(run: ChaosRun, draw: random.Random) -> str:
+    """Delete logs/ without the files that tell this program which process is which."""
+    for path in run.run.logs.glob("*.log"):
+        path.unlink()
+    return "the logs were deleted"
+
+
+def delete_all_logs(run: ChaosRun, draw: random.Random) -> str:
+    shutil.rmtree(run.run.logs)
+    return "logs/ was deleted"
+
+
+def empty_pids(run: ChaosRun, draw: random.Random) -> str | None:
+    """Hang a Generator, after emptying the files that name each actor's process, as a full disk leaves them."""
+    since = time.time()
+    said = hang("generator")(run, draw)
+    texts = {path: path.read_text() for path in run.run.logs.glob("*.pid")}
+    for path in texts:
+        path.write_text("")
+    run.wait_for(lambda: bool(run.events(since, "generator_back", "restored")), 600.0, "a replacement")
+    for path, text in texts.items():  # this program needs them, too
+        if not path.read_text():
+            path.write_text(text)
+    return said and f"{said}, with empty pid files"
+
+
+def delete_checkpoint(run: ChaosRun, draw: random.Random) -> str:
+    """Delete the newest checkpoint, and kill the Learner, which would have gone back to it."""
+    newest = _newest(run)
+    if newest is not None:
+        shutil.rmtree(newest)
+    learner = run.actor("learner")
+    if learner is not None:
+        signalled(learner, signal.SIGKILL)
+    return f"{newest.name if newest else 'no checkpoint'} was deleted; SIGKILL to learner"

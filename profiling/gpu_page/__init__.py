@@ -1,0 +1,9 @@
+"""The parts of profiling/gpu.py; they need torch, transformers, pydantic and numpy, but no Ray and no vLLM.
+
+shapes.py       the models, by the sizes of Qwen2.5, and the batches
+steps.py        one step of the Learner, and a plain step to compare with
+exactness.py    log-probabilities and gradients against float32 on the CPU
+throughput.py   seconds, utilization and memory, each case in a process of its own
+whole_run.py    the quickstart as a whole, where Ray and vLLM are installed
+page.py         the results in Markdown
+"""

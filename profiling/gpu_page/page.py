@@ -1,0 +1,125 @@
+"""The results of gpu.py as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpu_page.throughput import NO_CHECKPOINTING
+
+WAYS = {
+    "plain": "plain transformers, log_softmax",
+    "repeated": "Learner, a prompt per response",
+    "shared": "Learner, a prompt per group",
+}
+
+
+def write_page(result: Mapping[str, Any]) -> str:
+    """Return the whole page."""
+    device, versions = result["device"], result["versions"]
+    parts = [
+        f"# {device['name']}",
+        f"{device['memory_gib']:.0f} GiB; "
+        + ", ".join(f"{name} {value}" for name, value in versions.items())
+        + ".",
+    ]
+    if result.get("exactness"):
+        parts += ["## Exactness", EXACTNESS_NOTE, exactness_table(result["exactness"])]
+    if result.get("throughput"):
+        parts += ["## Steps", THROUGHPUT_NOTE, throughput_table(result["throughput"])]
+    if result.get("whole_run"):
+        parts += ["## The quickstart, colocated", whole_run_text(result["whole_run"])]
+    return "\n\n".join(parts) + "\n"
+
+
+EXACTNESS_NOTE = (
+    "A small Qwen2, 3 groups of 4 responses of 1 to 96 tokens; distance from plain float32 on the CPU: "
+    "of log-probabilities in nats, of the whole gradient relative to its norm."
+)
+THROUGHPUT_NOTE = (
+    "One step is all forward and backward passes on the batch, and one AdamW update. Tokens per second count a "
+    "prompt once per group; MFU counts the FLOPs that the batch needs (telemetry/flops.py), not what a way "
+    "computes besides. Relative: seconds per step relative to the plain way with the same batch."
+)
+
+
+def exactness_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        figures = [row["error"], "", ""]
+        if not row["error"]:
+            figures = [f"{row[name]:.2g}" for name in ("logprob_max", "logprob_mean", "gradient")]
+        lines.append([row["way"], row["dtype"], *figures])
+    return _table(["way", "dtype", "logprob, max", "logprob, mean", "gradient"], lines, num_texts=2)
+
+
+def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    base = {_batch(row): step_s(row) for row in rows if row["case"]["way"] == "plain" and step_s(row)}
+    lines = []
+    for row in rows:
+        case = row["case"]
+        start = [
+            case["model"],
+            f"{case['prompt_tokens']:,} + {case['response_tokens']:,}",
+            WAYS[case["way"]],
+            _options(row),
+        ]
+        lines.append(start + _figures(row, base.get(_batch(row))))
+        if "without_optimizer" in row:
+            inner = row["without_optimizer"]
+            lines.append([*start[:2], start[2] + ", no update", start[3], *_figures(inner, None)])
+    header = ["model", "tokens", "way", "options", "s per step", "relative", "tokens/s", "MFU", "peak GiB"]
+    return _table(header, lines, num_texts=4)
+
+
+def _figures(row: Mapping[str, Any], base: float | None) -> list[str]:
+    if row.get("out_of_memory"):
+        return [f"out of memory ({row['phase']})", "", "", "", ""]
+    if "error" in row:
+        return [row["error"], "", "", "", ""]
+    seconds = step_s(row)
+    assert seconds is not None
+    return [
+        f"{seconds:.3g}",
+        "" if base is None else f"{seconds / base:.2f}",
+        f"{row['tokens_per_s']:,.0f}",
+        "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}",
+    ]
+
+
+def step_s(row: Mapping[str, Any]) -> float | None:
+    """Return a case's seconds per step, None if it was not measured."""
+    return row["forward_backward_s"] + row["update_s"] if "update_s" in row else None
+
+
+def _batch(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = ("model", "prompt_tokens", "response_tokens", "num_groups", "samples_per_prompt", "dtype")
+    return tuple(row["case"][name] for name in names)
+
+
+def _options(row: Mapping[str, Any]) -> str:
+    case = row["case"]
+    found = [case["dtype"], f"{case['micro_batch_tokens']:,} per micro-batch"]
+    if case["way"] != "plain":
+        found += [case["attention"]] + (["compiled"] if case["compile"] != "false" else [])
+    if case["checkpointing"] not in NO_CHECKPOINTING:
+        found.append(
+            "checkpointing" if case["checkpointing"] == "true" else f"{case['checkpointing']} checkpointing"
+        )
+    return ", ".join([*found, *case["overrides"]])
+
+
+def whole_run_text(found: Mapping[str, Any]) -> str:
+    if "skipped" in found:
+        return f"Skipped: {found['skipped']}"
+    text = f"`{found['command']}`"
+    if "error" in found:
+        return f"{text} failed:\n\n```\n{found['error']}\n```"
+    lines = [[name, f"{value:.4g}"] for name, value in found["medians"].items()]
+    first, last = found["reward_first_and_last"]
+    lines.append(["reward/mean, first and last step", f"{first} {last}"])
+    return f"{text}, {found['num_steps']} steps.\n\n{_table(['metric', 'median'], lines, num_texts=1)}"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]], num_texts: int) -> str:
+    rule = ["---"] * num_texts + ["---:"] * (len(header) - num_texts)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])

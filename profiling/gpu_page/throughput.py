@@ -1,0 +1,174 @@
+"""Seconds, utilization and peak memory of whole steps, each case in a process of its own on a GPU."""
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_page.shapes import SHAPES, build_model, make_batch
+from gpu_page.steps import LearnerStep, PlainStep, step_config
+from grpo_ray.telemetry.flops import ModelSize, lengths_of, num_tokens, peak_flops
+
+GIB = 2**30
+NO_CHECKPOINTING = ("false", "none")
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload, computed in one way."""
+
+    model: str
+    way: str  # plain, repeated or shared
+    response_tokens: int
+    prompt_tokens: int = 512
+    num_groups: int = 1
+    samples_per_prompt: int = 8
+    micro_batch_tokens: int = 16_384
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+    compile: str = "false"
+    checkpointing: str = "false"
+    has_optimizer: bool = True
+    overrides: tuple[str, ...] = ()  # further changes to the Learner's configuration
+    rounds: int = 3
+
+    @property
+    def learner_overrides(self) -> list[str]:
+        """The configuration of the Learner that the case stands for."""
+        values = {
+            "model.dtype": self.dtype,
+            "model.attention": self.attention,
+            "learner.share_prompts": "auto" if self.way == "shared" else "never",
+            "learner.micro_batch_tokens": self.micro_batch_tokens,
+            "learner.gradient_checkpointing": self.checkpointing,
+        }
+        if self.compile != "false":
+            values["learner.compile"] = self.compile
+        return [f"{name}={value}" for name, value in values.items()] + list(self.overrides)
+
+
+def run_case(case: Case, device: torch.device, peak_tflops: float | None, command: list[str]) -> dict[str, Any]:
+    """Measure a case; one that does not fit is measured again without the optimizer's update and state.
+
+    On a GPU each case has a process of its own (`command` and the case), so that none inherits memory, and
+    a failing kernel ends one case alone.
+    """
+    found = _run(case, device, peak_tflops, command)
+    if found.get("out_of_memory") and case.has_optimizer:
+        smaller = Case(**{**asdict(case), "has_optimizer": False})
+        found["without_optimizer"] = _run(smaller, device, peak_tflops, command)
+    return found
+
+
+def _run(case: Case, device: torch.device, peak_tflops: float | None, command: list[str]) -> dict[str, Any]:
+    if device.type == "cpu":
+        return measure(case, device, peak_tflops)
+    request = json.dumps({"case": asdict(case), "peak_tflops": peak_tflops})
+    try:
+        done = subprocess.run([*command, request], capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"case": asdict(case), "error": f"not done after {TIMEOUT_S} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"case": asdict(case), "error": " ".join(done.stderr.strip().splitlines()[-2:])[-300:]}
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def measure(case: Case, device: torch.device, peak_tflops: float | None) -> dict[str, Any]:
+    """Measure a case here; running out of memory is a result.
+
+    Returns:
+        `case` and either `out_of_memory` and the phase it happened in, or the medians in seconds with their
+        rates: `tokens_per_s` counts prompts once per group, and `mfu` model FLOPs alone (telemetry/flops.py).
+    """
+    found: dict[str, Any] = {"case": asdict(case)}
+    try:
+        step, found["phase"] = None, "building the model and its state"
+        step = _make_step(case, device)
+        found |= _timed(case, step, device, peak_tflops, found)
+        del found["phase"]
+    except torch.cuda.OutOfMemoryError:
+        found["out_of_memory"] = True
+    del step
+    gc.collect()
+    return found
+
+
+def _make_step(case: Case, device: torch.device) -> LearnerStep | PlainStep:
+    if case.way == "plain":
+        model = build_model(case.model, device, is_plain=True)
+        dtype = getattr(torch, case.dtype)
+        return PlainStep(
+            model, device, dtype, case.micro_batch_tokens, case.checkpointing not in NO_CHECKPOINTING
+        )
+    config = step_config(device, case.learner_overrides)
+    return LearnerStep(build_model(case.model, device), config, device)
+
+
+def _timed(
+    case: Case,
+    step: LearnerStep | PlainStep,
+    device: torch.device,
+    peak_tflops: float | None,
+    found: dict[str, Any],
+) -> dict[str, Any]:
+    lengths = [case.response_tokens] * (case.num_groups * case.samples_per_prompt)
+    vocab = SHAPES[case.model].vocab_size
+    sequences = make_batch(vocab, case.prompt_tokens, lengths, case.samples_per_prompt)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    passes: list[float] = []
+    updates: list[float] = []
+    for number in range(1 + case.rounds):  # the first compiles, tunes and makes the optimizer's state
+        found["phase"] = "forward and backward"
+        passed = _seconds(lambda: step.forward_backward(sequences), device)
+        found["phase"] = "update"
+        updated = _seconds(step.update, device) if case.has_optimizer else 0.0
+        if number:
+            passes.append(passed)
+            updates.append(updated)
+    model = step._model
+    of_batch = lengths_of(sequences)
+    passes_s, update_s = statistics.median(passes), statistics.median(updates)
+    flops = ModelSize.of(model).training_flops(of_batch)
+    peak = 1e12 * peak_tflops if peak_tflops else _known_peak(device, case.dtype)
+    result: dict[str, Any] = {
+        "forward_backward_s": passes_s,
+        "update_s": update_s,
+        "tokens_per_s": num_tokens(of_batch) / (passes_s + update_s),
+        "model_tflops_per_s": flops / (passes_s + update_s) / 1e12,
+        "mfu": None if peak is None else flops / (passes_s + update_s) / peak,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None,
+    }
+    if isinstance(step, LearnerStep):
+        result |= {"computed_tokens": step.sums["computed_tokens"], "reason_not_shared": step.reason_not_shared}
+    return result
+
+
+def _known_peak(device: torch.device, dtype: str) -> float | None:
+    if device.type == "cpu":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), getattr(torch, dtype))
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def child_command(script: Path) -> list[str]:
+    """Return the command that measures one case, given as its last argument."""
+    return [sys.executable, str(script), "--one-case"]

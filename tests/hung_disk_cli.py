@@ -1,0 +1,68 @@
+"""A driver in a process of its own, with local actors, on a disk that hangs from the line of step 3 on.
+
+hung_disk_cli.py FOLDER [section.key=value ...]
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from local_actors import LocalActors
+from local_runs import Recorder, make_config
+
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import check_files, prepare
+from grpo_ray.run.restores import train_through_restores
+from grpo_ray.run.signals import Interrupted, run_until_signal, sigterm_interrupts
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_state import reported
+
+write = os.write
+
+
+def hang(descriptor: int, data: bytes) -> int:
+    """Stand in for `os.write` on a file system that no longer answers."""
+    if os.readlink(f"/proc/self/fd/{descriptor}").startswith(sys.argv[1]) and b'"step": 3,' in data:
+        print("hangs", flush=True)
+        time.sleep(1000)
+    return write(descriptor, data)
+
+
+class Printer(Recorder):
+    def warning(self, text: str) -> None:
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def host(*args: Any) -> Iterator[LocalActors]:
+    yield LocalActors(*args)
+
+
+def main() -> int:
+    os.write = hang
+    config = make_config(*sys.argv[2:])
+    run = RunDirectory(Path(sys.argv[1]))
+    prepared = prepare(config, check_files(config))
+    run.create(config)
+
+    def drive(controller: Controller) -> None:
+        run_until_signal(controller, config.run.on_preemption_s, run, ends_process=True)
+
+    try:
+        with sigterm_interrupts(), reported(run, config.algorithm.num_steps, Printer()) as reporter:
+            train_through_restores(config, prepared, run, reporter, host, drive)
+    except Interrupted as interrupted:
+        print(interrupted, flush=True)
+        return 130
+    except KeyboardInterrupt:
+        print("interrupted in a restore", flush=True)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Log-probabilities and entropies by chunks against log_softmax on all logits, with autograd's gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_ray.algorithms import chunked_log_probs, compute_entropy
+
+TOKENS, WIDTH, VOCAB = 37, 16, 101
+ENDS = (3, 50)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, WIDTH, dtype=dtype, requires_grad=True)
+    is_ruled_out = torch.arange(TOKENS) % 3 == 0
+    labels = torch.randint(51, VOCAB, (TOKENS,))
+    return hidden, weight, labels, is_ruled_out
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, is_ruled_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits = (hidden @ weight.T).double() / temperature
+    if is_ruled_out is not None:
+        banned = torch.zeros_like(logits, dtype=torch.bool)
+        banned[:, list(ENDS)] = True
+        logits = logits.masked_fill(banned & is_ruled_out[:, None], torch.finfo(torch.float32).min)
+    log_probs = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return log_probs.float(), compute_entropy(logits).float()
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 5, 37, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("rules_out", [False, True])
+@pytest.mark.parametrize("uses", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3)])
+def test_values_and_gradients_are_those_of_log_softmax(
+    rows_per_chunk: int, temperature: float, rules_out: bool, uses: tuple[float, float]
+) -> None:
+    """Each use weighs log-probabilities and entropies in what is differentiated; 0 leaves one out."""
+    hidden, weight, labels, is_ruled_out = inputs(torch.float32)
+    mask = is_ruled_out if rules_out else None
+    upstream = torch.randn(2, TOKENS)
+    results = []
+    for outputs in (
+        chunked_log_probs(hidden, weight, labels, temperature, ENDS, mask, rows_per_chunk * 4 * VOCAB),
+        plain(hidden, weight, labels, temperature, mask),
+    ):
+        weighted = [use * (up * out).sum() for use, up, out in zip(uses, upstream, outputs, strict=True) if use]
+        results.append([*outputs, *torch.autograd.grad(sum(weighted, torch.zeros(())), [hidden, weight])])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tied_weights_get_both_gradients() -> None:
+    hidden, weight, labels, _ = inputs(torch.float32)
+    gradients = []
+    for function in (chunked_log_probs, lambda *args: plain(*args, 1.0, None)):
+        states = weight[labels] + hidden  # the embeddings of the input are the output layer's weights
+        gradients.append(torch.autograd.grad(function(states, weight, labels)[0].sum(), weight)[0])
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_two_tokens_by_hand() -> None:
+    hidden, weight = torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 0.0], [float("-inf"), 0.0]])
+    weight[2, 0] = -1e9
+    log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([1, 0]), temperature=0.5)
+    # token 0: two equal logits and an impossible one; token 1: logits 2, 0 and 0
+    e = 2.718281828459045**2
+    assert log_probs.tolist() == pytest.approx([-0.6931472, torch.log(torch.tensor(e / (e + 2))).item()])
+    p = [e / (e + 2), 1 / (e + 2), 1 / (e + 2)]
+    expected = -sum(x * torch.log(torch.tensor(x)).item() for x in p)
+    assert entropy.tolist() == pytest.approx([0.6931472, expected])
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_bad_temperature(temperature: float) -> None:
+    hidden, weight, labels, _ = inputs(torch.float32)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        chunked_log_probs(hidden, weight, labels, temperature)
+
+
+def test_bfloat16_is_computed_in_float32_from_the_logits_on() -> None:
+    hidden, weight, labels, is_ruled_out = (
+        x.detach().bfloat16() if x.is_floating_point() else x for x in inputs(torch.float32)
+    )
+    for tensor in (hidden, weight):
+        tensor.requires_grad_()
+    found = chunked_log_probs(hidden, weight, labels, 0.7, ENDS, is_ruled_out, 4 * VOCAB * 8)
+    expected = plain(hidden, weight, labels, 0.7, is_ruled_out)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(TOKENS)
+    ours = torch.autograd.grad((upstream * found[0]).sum(), [hidden, weight])
+    theirs = torch.autograd.grad((upstream * expected[0]).sum(), [hidden, weight])
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, atol=0.05, rtol=0.05)

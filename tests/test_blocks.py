@@ -1,0 +1,104 @@
+"""Compiled blocks and recomputed activations: the same gradient, for both kinds of models."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import ENDS, changed, gradient, make_batch, relative_difference
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config, LearnerConfig
+from grpo_ray.policy.microbatch import sequences_of
+
+FAMILIES = ("transformers", "grpo_ray")
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    """Return `make_learner(family, dtype="float32", gradient_checkpointing=...)`."""
+
+    def make(family: str, dtype: str = "float32", **learner: Any) -> Learner:
+        config = changed(tiny_config, learner=learner, model={"implementation": family, "dtype": dtype})
+        return Learner(str(tiny_model(own=family == "grpo_ray")), config, ENDS)
+
+    return make
+
+
+def accumulated(learner: Learner, batch: Any) -> torch.Tensor:
+    learner.accumulate_gradient(sequences_of(batch))
+    return gradient(learner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", ["full", "selective"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_changes_no_gradient(
+    make_learner: Callable[..., Learner], family: str, which: str, dtype: str
+) -> None:
+    plain, recomputing = make_learner(family, dtype), make_learner(family, dtype, gradient_checkpointing=which)
+    batch = make_batch(plain)
+    assert torch.equal(accumulated(recomputing, batch), accumulated(plain, batch))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_selective_recomputes_the_cheap_operations_alone(
+    make_learner: Callable[..., Learner], family: str
+) -> None:
+    products = {which: num_products(make_learner(family, gradient_checkpointing=which)) for which in (
+        "none", "selective", "full"
+    )}  # fmt: skip
+    assert products["none"] == products["selective"]
+    # Of two blocks, `full` computes attention and seven products again, except the last one, which ends it.
+    assert products["full"] - products["none"] == 2 * 7
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention kernels that are computed."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += any(name in str(func) for name in ("aten.mm", "aten.addmm", "attention"))
+        return func(*args, **(kwargs or {}))
+
+
+def num_products(learner: Learner) -> int:
+    """Count the products of a forward and a backward pass."""
+    ids = torch.arange(20, 40)[None]
+    with Products() as products:
+        learner.model(ids, use_cache=False).logits.square().mean().backward()
+    return products.number
+
+
+@pytest.mark.parametrize(("given", "expected"), [(True, "full"), (False, "none"), ("selective", "selective")])
+def test_booleans_of_earlier_files_are_accepted(given: object, expected: str) -> None:
+    assert LearnerConfig(gradient_checkpointing=given).gradient_checkpointing == expected
+
+
+def test_combination_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"with learner\.compile choose none or full"):
+        LearnerConfig(compile=True, gradient_checkpointing="selective")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize(("family", "which"), [("transformers", "none"), ("grpo_ray", "full")])
+def test_compiled_blocks_have_the_same_gradient_and_names(
+    make_learner: Callable[..., Learner], family: str, which: str
+) -> None:
+    plain, compiled = make_learner(family), make_learner(family, compile=True, gradient_checkpointing=which)
+    assert compiled.masters.named.keys() == plain.masters.named.keys()
+    assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+    for seed in range(3):
+        batch = make_batch(plain, seed=seed)
+        assert relative_difference(accumulated(compiled, batch), accumulated(plain, batch)) < 1e-5
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * 3  # batches of other shapes are not compiled again
+    assert graphs[0] > 0
+    assert compiled._forward_backward._layout.shares_prompts

@@ -1,0 +1,103 @@
+"""profiling/compare_trl.py, without TRL: both sides get the same work, and what is missing is said."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from grpo_ray.config.loading import load_config
+from grpo_ray.policy.loading import load_tokenizer
+from grpo_ray.rewards.builtin import brevity_reward_fn, exact_match_reward_fn
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def compare_trl() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "profiling"))
+        import compare_trl
+
+        yield compare_trl
+
+
+def test_the_rewards_are_the_same(compare_trl: ModuleType) -> None:
+    from trl_side import REWARDS
+
+    right = " ascending </think> <answer> 12369 </answer>"
+    others = (
+        right.replace("12369", "16329"),
+        "12369",
+        right[:-9],
+        right + right,
+        f"</think>{right}",
+        right + " 1",
+        "",
+    )
+    for text in (right, *others):
+        expected = exact_match_reward_fn(text, "12369")["reward"]
+        assert REWARDS["exact_match"](text, "12369") == expected, text
+    for text in ("", "x" * 10, "x" * 999, "x" * 2000):
+        assert REWARDS["brevity"](text, "") == brevity_reward_fn(text, "", free=0, span=1000)["reward"]
+
+
+def test_a_python_without_trl_is_refused(
+    compare_trl: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare_trl.main(["--trl-python", str(tmp_path / "none")]) == 2
+    assert "there is no" in capsys.readouterr().err
+    empty = tmp_path / "python"
+    empty.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'trl'\" >&2\nexit 1\n")
+    empty.chmod(0o755)
+    assert compare_trl.main(["--trl-python", str(empty)]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot import trl with torch and datasets (ModuleNotFoundError: No module named 'trl')" in shown
+    assert "the head of this file" in shown
+
+
+def test_both_sides_get_the_same_work(
+    compare_trl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.tiny_learner import model_folder
+
+    with model_folder() as model:
+        monkeypatch.setattr(compare_trl, "tiny_model_folder", lambda config: Path(model))
+        tokenizer = load_tokenizer(model)
+        jobs = {}
+        for number, (name, case) in enumerate(compare_trl.CASES.items()):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            overrides = [*compare_trl.COMMON, *case.overrides]
+            if case.prompt_tokens is not None:
+                overrides += compare_trl.write_long_prompts(case.prompt_tokens, folder)
+            config = load_config(compare_trl.QUICKSTART, overrides)
+            jobs[name] = job = compare_trl.trl_job(case, config, 6, folder)
+            assert job["prompts_per_step"] * job["samples_per_prompt"] == config.rollouts_per_step == 256
+            assert config.rollouts_per_step % job["micro_batch_rows"] == 0
+            assert job["num_threads"] == 2
+            assert job["learning_rate"] == config.learner.learning_rate == 0
+        quick, long, prompts = jobs.values()
+        assert (quick["max_tokens"], quick["min_tokens"], quick["reward"]) == (24, 0, "exact_match")
+        assert (long["max_tokens"], long["min_tokens"]) == (192, 192)
+        assert (prompts["max_tokens"], prompts["min_tokens"]) == (64, 64)
+        texts = [text for text, _ in prompts["prompts"]]
+        assert len(set(texts)) == len(texts)
+        assert {len(tokenizer(text)["input_ids"]) for text in texts[:20]} == {250}
+
+
+def test_the_first_steps_and_the_last_are_left_out(compare_trl: ModuleType) -> None:
+    found = compare_trl.summary([9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 6.0, 9.0], [17.0, 19.0])
+    assert found == {"median": 2.0, "mean": 3.0, "response_tokens": 18.0}
+    with pytest.raises(ValueError, match="give more"):
+        compare_trl.summary([1.0] * 5, [17.0])
+
+
+def test_a_case_that_does_not_exist_is_refused(
+    compare_trl: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_trl, "trl_problem", lambda python: None)
+        assert compare_trl.main(["--trl-python", sys.executable, "--case", "nothing"]) == 2
+    assert "no case has 'nothing' in its name: quickstart, " in capsys.readouterr().err

@@ -1,0 +1,305 @@
+"""The GeneratorPool with actors that fail in every way, without engines."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_item, make_settings
+from local_runs import Recorder, make_config
+
+from grpo_ray.cluster.placement import scorer_names
+from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
+from grpo_ray.run.context import ServingContext
+from grpo_ray.run.generator_pool import GeneratorPool
+from grpo_ray.run.open_calls import OpenCalls
+from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget
+from grpo_ray.run.stalls import StallWatch
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_log import RunLog
+
+Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called before) -> result, or an error
+
+
+class FakeActors:
+    """A Generator and a Scorer with answers that a test decides; `started` has each one's number of starts."""
+
+    def __init__(self, answer: Behaviour, num_generators: int, scorers: Sequence[str]) -> None:
+        self._answer, self.num_calls = answer, dict[str, int]()
+        names = [f"generator-{index}" for index in range(num_generators)]
+        self.generators = {name: FakeClient(self, name) for name in names}
+        self.scorers = {name: FakeClient(self, name) for name in scorers}
+        self.starts = dict.fromkeys([*names, *scorers], 1)
+        self.num_stack_dumps = 0
+        self.scored_by: list[str] = []
+
+    async def ask(self, what: str) -> Any:
+        number = self.num_calls.get(what, 0)
+        self.num_calls[what] = number + 1
+        await asyncio.sleep(0)
+        result = self._answer(what, number)
+        if asyncio.iscoroutine(result):
+            result = await result
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def by_name(self) -> dict[str, "FakeClient"]:
+        return {**self.generators, **self.scorers}
+
+    def restart_generator(self, name: str) -> "FakeClient":
+        self.starts[name] += 1
+        self.generators[name] = FakeClient(self, name)
+        return self.generators[name]
+
+    def restart_scorer(self, name: str) -> "FakeClient":
+        self.starts[name] += 1
+        self.scorers[name] = FakeClient(self, name)
+        return self.scorers[name]
+
+    def dump_stacks(self) -> None:
+        self.num_stack_dumps += 1
+
+
+class FakeClient:
+    def __init__(self, actors: FakeActors, name: str) -> None:
+        self._actors, self.name = actors, name
+
+    def ready(self) -> Any:
+        return self._actors.ask(f"{self.name} ready")
+
+    def generate(self, *_: Any) -> Any:
+        return "group", self._actors.ask("generate")
+
+    def score(self, *_: Any) -> Any:
+        self._actors.scored_by.append(self.name)
+        return self._actors.ask("score")
+
+    def sleep(self) -> Any:
+        return self._actors.ask("sleep")
+
+    def wake(self) -> Any:
+        return self._actors.ask("wake")
+
+
+class FakeWeightSync:
+    async def retire(self, name: str) -> None: ...
+
+    async def admit(self, client: Any) -> int:
+        return 5
+
+    async def stale(self) -> frozenset[str]:
+        return frozenset()
+
+
+class Pool:
+    """A GeneratorPool over fake actors, with what the run would give it."""
+
+    def __init__(self, folder: Path, answer: Behaviour, *overrides: str, max_restarts: int = 5) -> None:
+        self.config = make_config("recovery.restart_backoff_s=0.001", *overrides)
+        self.actors = FakeActors(answer, self.config.generator.num_generators, scorer_names(self.config))
+        self.run = RunDirectory(folder)
+        self.run.create(self.config)
+        self.calls, self.log = OpenCalls(), RunLog(self.run, Recorder())
+        context = ServingContext(self.config, self.actors, self.calls, self.log)  # type: ignore[arg-type]
+        budget = RestartBudget("recovery.max_restarts", max_restarts, 0.0)
+        self.pool = GeneratorPool(context, FakeWeightSync(), make_settings(), budget)  # type: ignore[arg-type]
+
+    async def during(self, work: Callable[[], Any]) -> Any:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self.pool.start(tasks)
+                result = await asyncio.wait_for(work(), 20)
+                self.pool.cancel()
+            return result
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+
+    def sample(self) -> Any:
+        return asyncio.run(self.during(lambda: self.pool.sample(make_item(7), 2, "train")))
+
+    def events(self, kind: str) -> list[str]:
+        assert self.log.writer.wait(20)
+        return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
+
+
+def fails(what: str, error: Callable[[], BaseException], times: int = 10**9) -> Behaviour:
+    return lambda asked, number: error() if asked == what and number < times else 3
+
+
+def test_a_group_whose_data_is_lost_for_ever_is_given_up(tmp_path: Path) -> None:
+    """A Scorer on a node with a full disk cannot fetch any group, and does not die."""
+    pool = Pool(tmp_path, fails("score", lambda: DataLost("scorer: out of disk")))
+    assert pool.sample() is None
+    assert pool.actors.num_calls["generate"] == 11  # recovery.max_group_losses, and the first
+    assert len(pool.events("group_lost")) == 10
+    assert pool.pool.num_retried == 10
+
+
+@pytest.mark.parametrize("what", ["generate", "score"])
+@pytest.mark.parametrize("error", [OSError("Too many open files"), RunError("ended by something else")])
+def test_an_exception_in_the_scorer_is_treated_as_one_in_a_generator(
+    tmp_path: Path, what: str, error: Exception
+) -> None:
+    assert Pool(tmp_path / "a", fails(what, lambda: error, times=3)).sample() == ("group", 3)
+    pool = Pool(tmp_path / "b", fails(what, lambda: error))
+    assert pool.sample() is None
+    assert pool.actors.num_calls["generate"] == 4
+    assert len(pool.events("group_failed")) == 4
+
+
+@pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
+def test_an_actor_that_dies_at_every_group_ends_the_run_by_the_budget(
+    tmp_path: Path, what: str, name: str
+) -> None:
+    pool = Pool(tmp_path, fails(what, lambda: ActorDied(name, "killed")))
+    with pytest.raises(BudgetUsedUp, match=f"5 restarts within an hour .* error was: {name} died"):
+        pool.sample()
+    assert pool.actors.starts[name] == 6
+
+
+def hang_first(what: str) -> Behaviour:
+    """Let the first call of `what` hang, as that of an actor on a dead file system would."""
+    return lambda asked, number: asyncio.sleep(60) if asked == what and number == 0 else 3
+
+
+@pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
+def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, what: str, name: str) -> None:
+    def answer(asked: str, number: int) -> Any:
+        if asked == what and number == 0:
+            return ActorDied(name, "killed")
+        return hang_first(f"{name} ready")(asked, number)
+
+    pool = Pool(tmp_path, answer, "recovery.start_timeout_s=0.2")
+    assert pool.sample() == ("group", 3)
+    assert pool.actors.starts[name] == 3
+    kind = f"{name.partition('-')[0]}_failed"
+    assert f"{name} did not start within 0.2 s (recovery.start_timeout_s)" in pool.events(kind)[1]
+
+
+def test_the_stall_watch_does_not_wait_for_the_scorer_that_it_replaces(tmp_path: Path) -> None:
+    """The Scorer hangs, and so does its successor: the watch looks on, and the third one scores."""
+
+    def answer(asked: str, number: int) -> Any:
+        return asyncio.sleep(60) if asked in ("score", "scorer ready") and number == 0 else 3
+
+    pool = Pool(tmp_path, answer, "recovery.start_timeout_s=1.2")
+
+    async def work() -> Any:
+        watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4)
+        watching = asyncio.create_task(watch.run())
+        sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
+        while pool.actors.starts["scorer"] < 3:
+            await asyncio.sleep(0.01)
+        assert pool.actors.num_stack_dumps >= 2  # it kept watching while the first replacement hung
+        watching.cancel()
+        sampling.cancel()
+
+    asyncio.run(pool.during(work))
+
+
+def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:
+    """A node flaps: the group is sampled again and again, its data is lost each time, and nothing moves."""
+    lost = fails("score", lambda: DataLost("the node is gone"))
+    overrides = "recovery.max_group_losses=100000", "recovery.max_group_retries=100000"
+    pool = Pool(tmp_path, lost, *overrides, "recovery.restart_backoff_s=0")
+
+    async def work() -> Any:
+        sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
+        try:
+            with pytest.raises(Stalled):
+                await StallWatch(pool.calls, pool.pool, pool.log, 0.4).run()
+        finally:
+            sampling.cancel()
+
+    asyncio.run(pool.during(work))
+    assert pool.actors.num_calls["generate"] > 5
+
+
+@pytest.mark.parametrize("is_working", [True, False])
+def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
+    tmp_path: Path, is_working: bool
+) -> None:
+    pool = Pool(tmp_path, lambda *_: 3)
+    num_done = 0
+
+    async def work_done() -> int:
+        nonlocal num_done
+        num_done += is_working
+        return num_done
+
+    async def work() -> str:
+        with pool.calls.call("learner", "trains step 1"):
+            watch = StallWatch(pool.calls, pool.pool, pool.log, 0.4, work_done)
+            try:
+                await asyncio.wait_for(watch.run(), 2.0)
+            except Stalled as stalled:
+                return str(stalled)
+            except TimeoutError:
+                return "still working"
+        raise AssertionError
+
+    seen = asyncio.run(pool.during(work))
+    assert seen == ("still working" if is_working else "stuck for 0.4 s: learner")
+
+
+def test_all_generators_that_fail_together_cost_one_restart(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, lambda *_: 3, "generator.num_generators=24", max_restarts=1)
+
+    async def work() -> None:
+        for name in list(pool.pool.serving):
+            pool.pool.retire(name, "did not finish phase `pause`")
+        while len(pool.pool.serving) < 24:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(pool.during(work))
+    assert set(pool.actors.starts.values()) == {1, 2}
+
+
+def test_a_generator_that_dies_in_the_learners_turn_starts_after_it(tmp_path: Path) -> None:
+    """The colocated Learner fills the device: an engine that starts now would find no memory."""
+    pool = Pool(tmp_path, lambda *_: 3)
+
+    async def work() -> None:
+        await pool.pool.sleep()
+        pool.pool.retire("generator-0", "killed")
+        await asyncio.sleep(0.05)
+        assert pool.actors.starts["generator-0"] == 1
+        await pool.pool.wake()
+        await asyncio.sleep(0.05)
+        assert pool.actors.starts["generator-0"] == 2
+        assert list(pool.pool.serving) == ["generator-0"]
+
+    asyncio.run(pool.during(work))
+
+
+def test_the_learners_turn_begins_after_a_generator_has_started(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, lambda asked, _: asyncio.sleep(0.1) if asked == "generator-0 ready" else 3)
+
+    async def work() -> None:
+        pool.pool.retire("generator-0", "killed")
+        await pool.pool.sleep()
+        assert pool.actors.num_calls == {"generator-0 ready": 1, "sleep": 1}
+
+    asyncio.run(pool.during(work))
+
+
+def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp_path: Path) -> None:
+    """Each group goes to the least busy Scorer; while one is being replaced, the others get its share."""
+
+    def answer(asked: str, number: int) -> Any:
+        if asked == "scorer-1 ready":
+            return asyncio.sleep(0.2)
+        return ActorDied("scorer-1", "killed") if asked == "score" and number == 1 else asyncio.sleep(0.01, 3)
+
+    pool = Pool(tmp_path, answer, "scorer.num_scorers=3")
+
+    async def work() -> None:
+        first = [asyncio.create_task(pool.pool.sample(make_item(g), 2, "train")) for g in range(6)]
+        assert [await task for task in first] == [("group", 3)] * 6
+
+    asyncio.run(pool.during(work))
+    assert pool.actors.scored_by[:3] == ["scorer-0", "scorer-1", "scorer-2"]
+    assert sorted(set(pool.actors.scored_by)) == ["scorer-0", "scorer-1", "scorer-2"]
+    assert [pool.actors.starts[f"scorer-{n}"] for n in range(3)] == [1, 2, 1]

@@ -1,0 +1,179 @@
+"""Float32 master weights beside a bfloat16 copy: dtypes, gradients, updates, checkpoints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import ENDS, changed, flat_weights, gradient, make_batch, relative_difference, written
+from safetensors.torch import load_file
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.policy.master_weights import MasterWeights
+from grpo_ray.policy.microbatch import sequences_of
+from grpo_ray.types import TrainBatch
+
+FAMILIES = ("transformers", "grpo_ray")
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    """Return `make_learner(family="transformers", tied=True, learner={...}, ...)`, of a bfloat16 Learner."""
+
+    def make(family: str = "transformers", tied: bool = True, **changes: dict[str, Any]) -> Learner:
+        changes = {"model": {"dtype": "bfloat16", "implementation": family}, **changes}
+        return Learner(str(tiny_model(tied, own=family == "grpo_ray")), changed(tiny_config, **changes), ENDS)
+
+    return make
+
+
+def masters_of(learner: Learner) -> torch.Tensor:
+    return torch.cat([master.detach().flatten().clone() for master in learner.masters.parameters])
+
+
+def step(learner: Learner, seed: int = 0) -> dict[str, float]:
+    groups = make_batch(learner, seed=seed, versions=learner.version)
+    return learner.train_step(TrainBatch(tuple(groups))).metrics
+
+
+def test_float32_weights_are_their_own_masters(tiny_model: Callable[..., Path]) -> None:
+    model = load_policy(str(tiny_model()))
+    masters = MasterWeights(model, torch.float32)
+    assert all(master is model.get_parameter(name) for name, master in masters.named.items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_copy_is_bfloat16_and_masters_are_what_was_loaded(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], family: str, tied: bool
+) -> None:
+    learner = make_learner(family, tied)
+    model: Any = learner.model
+    loaded = load_policy(str(tiny_model(tied, own=family == "grpo_ray")), implementation=family)
+    assert torch.equal(masters_of(learner), flat_weights(loaded))
+    assert torch.equal(flat_weights(model), flat_weights(loaded).bfloat16())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(buffer.dtype is torch.float32 for buffer in model.buffers())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    own = {p.data_ptr() for p in model.parameters()}
+    assert not own & {master.data_ptr() for master in learner.masters.parameters}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_learner_computes_what_the_sampler_computes(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], family: str
+) -> None:
+    """The residual stream included, so that equal inputs give equal logits."""
+    learner = make_learner(family)
+    folder = str(tiny_model(True, own=family == "grpo_ray"))
+    engine = TorchEngine(folder, learner._config.generator, "bfloat16", 0, implementation=family)
+    ids = torch.randint(20, 280, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(
+            learner.model(ids, use_cache=False).logits, engine._model(ids, use_cache=False).logits
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_are_summed_in_float32(make_learner: Callable[..., Learner], family: str) -> None:
+    learner = make_learner(family, learner={"micro_batch_tokens": 1}, algorithm={"aggregation": "constant"})
+    sequences = [s for s in sequences_of(make_batch(learner)) if s.has_signal]
+    sequences += sequences[:2]  # eight: a division by their number is exact
+    parts = []
+    for sequence in sequences:
+        learner.accumulate_gradient([sequence])
+        parts.append(gradient(learner) / 8)
+    assert all(torch.equal(part, part.bfloat16().float()) for part in parts)
+    learner.accumulate_gradient(sequences)
+    assert relative_difference(gradient(learner), torch.stack(parts).sum(0)) < 1e-6
+    assert not torch.equal(gradient(learner), gradient(learner).bfloat16().float())
+    assert {master.grad.dtype for master in learner.masters.parameters} == {torch.float32}
+    assert all(copy.grad is None for copy in learner.model.parameters())
+
+
+def test_gradients_of_a_master_are_the_sum_by_hand() -> None:
+    layer: Any = torch.nn.Linear(2, 1, bias=False)
+    masters = MasterWeights(layer, torch.bfloat16)
+    for value in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
+        layer(torch.tensor([[value, 0.0]], dtype=torch.bfloat16)).sum().backward()
+    assert masters.named["weight"].grad.tolist() == [[258.0, 0.0]]
+    assert layer.weight.grad is None
+
+
+def test_steps_too_small_for_bfloat16_add_up() -> None:
+    layer: Any = torch.nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(1.0)
+    masters = MasterWeights(layer, torch.bfloat16)
+    optimizer = torch.optim.SGD(masters.parameters, lr=1e-3)
+    seen = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        layer(-torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        masters.refresh()
+        seen.append(layer.weight.item())
+    # Between 1 and 2 bfloat16 has steps of 2^-7, and 1 + 0.004 is nearer to the first of them.
+    assert seen == [1.0] * 3 + [1 + 2**-7] * 5
+    assert masters.named["weight"].item() == pytest.approx(1.008)
+
+
+def test_frozen_weights_have_a_master_and_no_gradient() -> None:
+    layer: Any = torch.nn.Linear(2, 1)
+    layer.weight.requires_grad_(False)
+    masters = MasterWeights(layer, torch.bfloat16)
+    layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    assert masters.named["weight"].grad is None
+    assert masters.named["bias"].grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_updates_the_masters_and_refreshes_the_copy(
+    make_learner: Callable[..., Learner], family: str
+) -> None:
+    learner = make_learner(family, learner={"learning_rate": 1e-4})
+    before = masters_of(learner)
+    for seed in range(2):
+        step(learner, seed)
+        assert torch.equal(flat_weights(learner.model), masters_of(learner).bfloat16())
+    assert not torch.equal(masters_of(learner), masters_of(learner).bfloat16().float())
+    assert 0 < (masters_of(learner) - before).abs().max() < 3e-4
+
+
+def test_skipped_update_changes_neither(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(learner={"learning_rate": 1e-2})
+    masters, copy = masters_of(learner), flat_weights(learner.model)
+    groups = make_batch(learner)
+    groups[0].advantages[0] = np.inf
+    assert learner.train_step(TrainBatch(tuple(groups))).metrics["optim/skipped_updates"] == 1.0
+    assert torch.equal(masters_of(learner), masters)
+    assert torch.equal(flat_weights(learner.model), copy)
+    step(learner)
+    assert torch.isfinite(masters_of(learner)).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_holds_the_masters_and_training_resumes_bit_for_bit(
+    make_learner: Callable[..., Learner], tmp_path: Path, family: str, tied: bool
+) -> None:
+    options = {"learner": {"learning_rate": 1e-3}, "algorithm": {"kl": {"reference": "ema"}}}
+    learner = make_learner(family, tied, **options)
+    step(learner, 0)
+    folder = written(learner, tmp_path / "step")
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == learner.masters.named.keys()
+    assert all(torch.equal(saved[name], master) for name, master in learner.masters.named.items())
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    resumed = Learner(str(folder), learner._config, ENDS, folder / "training")
+    assert torch.equal(flat_weights(resumed.model), flat_weights(learner.model))
+    for seed in (1, 2):
+        metrics = [step(each, seed) for each in (learner, resumed)]
+        assert metrics[0]["optim/grad_norm"] == metrics[1]["optim/grad_norm"]
+        assert metrics[0]["loss/kl_ref"] == metrics[1]["loss/kl_ref"]
+    assert torch.equal(masters_of(resumed), masters_of(learner))

@@ -1,0 +1,134 @@
+"""The optimizer: fused updates, moments in fewer bytes, and their way through moves and checkpoints."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import ENDS, changed, make_batch, relative_difference, written
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config, LearnerConfig
+from grpo_ray.policy.optimizer import check_moments, make_optimizer, move_optimizer
+from grpo_ray.types import TrainBatch
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+ALL_MOMENTS = ("float32", "bfloat16", pytest.param("8bit", marks=needs_bitsandbytes))
+OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "num_gpus": 0}
+
+
+def trained(moments: str, num_steps: int, is_fused: bool = True) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    """Train a layer on a noisy regression; return its weights and the optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(64, 128))
+    truth = torch.randn(64, 128, generator=generator)
+    config = LearnerConfig(moments=moments, **OPTIONS)
+    optimizer = make_optimizer([weight], config)
+    if not is_fused:
+        optimizer = torch.optim.AdamW(
+            [weight], lr=1e-2, betas=config.betas, eps=config.adam_eps, weight_decay=0.1, foreach=False
+        )
+    for _ in range(num_steps):
+        inputs = torch.randn(16, 128, generator=generator)
+        weight.grad = ((inputs @ (weight.detach() - truth).T).T @ inputs) / 16
+        weight.grad += 0.1 * torch.randn(64, 128, generator=generator)
+        optimizer.step()
+    return weight.detach(), optimizer
+
+
+def test_fused_updates_are_adamw() -> None:
+    fused, plain = trained("float32", 50)[0], trained("float32", 50, is_fused=False)[0]
+    assert relative_difference(fused, plain) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("moments", "bound", "num_bytes"),
+    [("bfloat16", 0.01, 2), pytest.param("8bit", 0.05, 1, marks=needs_bitsandbytes)],
+)
+def test_narrow_moments_stay_near_float32_over_300_steps(moments: str, bound: float, num_bytes: int) -> None:
+    exact, (narrow, optimizer) = trained("float32", 300)[0], trained(moments, 300)
+    assert 1e-5 < relative_difference(narrow, exact) < bound
+    (state,) = optimizer.state.values()
+    large = [t for t in state.values() if isinstance(t, torch.Tensor) and t.numel() == exact.numel()]
+    assert [t.element_size() for t in large] == [num_bytes] * 2
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_all_of_the_state_moves(moments: str) -> None:
+    """A counter that stays on another device than its weight ends the first fused step after a resume."""
+    optimizer = trained(moments, 1)[1]
+    move_optimizer(optimizer, torch.device("meta"))
+    (state,) = optimizer.state.values()
+    assert {name: tensor.device.type for name, tensor in state.items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq"), "meta"
+    )
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    def make(moments: str, folder: Path | None = None) -> Learner:
+        learner = {"learning_rate": 1e-3, "moments": moments}
+        config = changed(tiny_config, learner=learner, model={"dtype": "bfloat16"})
+        training = None if folder is None else folder / "training"
+        return Learner(str(folder or tiny_model()), config, ENDS, training)
+
+    return make
+
+
+def train(learner: Learner, seed: int) -> torch.Tensor:
+    learner.train_step(TrainBatch(tuple(make_batch(learner, seed=seed, versions=learner.version))))
+    return torch.cat([master.detach().flatten().clone() for master in learner.masters.parameters])
+
+
+@pytest.mark.parametrize("moments", ALL_MOMENTS)
+def test_training_resumes_bit_for_bit(
+    make_learner: Callable[..., Learner], tmp_path: Path, moments: str
+) -> None:
+    learner = make_learner(moments)
+    for seed in range(2):
+        train(learner, seed)
+    resumed = make_learner(moments, written(learner, tmp_path / "step"))
+    states = [each._optimizer.state[each.masters.parameters[0]] for each in (learner, resumed)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert type(states[1][name]) is type(value), name
+        if isinstance(value, torch.Tensor):
+            assert states[1][name].dtype is value.dtype, name
+    for seed in (2, 3):
+        assert torch.equal(train(resumed, seed), train(learner, seed))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("first", "second"), [("8bit", "float32"), ("bfloat16", "8bit")])
+def test_moments_of_another_kind_are_refused(
+    make_learner: Callable[..., Learner], tmp_path: Path, first: str, second: str
+) -> None:
+    learner = make_learner(first)
+    train(learner, 0)
+    folder = written(learner, tmp_path / "step")
+    with pytest.raises(ValueError, match=r"learner\.moments: the checkpoint's moments"):
+        make_learner(second, folder)
+
+
+def test_moments_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"learner\.betas to at most 0\.99"):
+        LearnerConfig(moments="bfloat16", betas=(0.9, 0.999))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"learner\.moments: 8bit needs the package bitsandbytes"):
+        check_moments(LearnerConfig(moments="8bit"))
+    check_moments(LearnerConfig())
+
+
+def test_bfloat16_moments_resume_a_float32_checkpoint(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make_learner("float32")
+    train(learner, 0)
+    resumed: Any = make_learner("bfloat16", written(learner, tmp_path / "step"))
+    moments = resumed._optimizer.state[resumed.masters.parameters[0]]
+    assert moments["exp_avg"].dtype is torch.bfloat16
+    assert torch.isfinite(train(resumed, 1)).all()

@@ -1,0 +1,154 @@
+"""A power cut loses what was not flushed: the run resumes from its checkpoint, and its records are whole."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from local_actors import LocalActors
+from local_runs import Killed, make_config, train, until
+
+from grpo_ray.errors import RunError
+from grpo_ray.run.controller import Controller
+from grpo_ray.telemetry import durable
+from grpo_ray.telemetry.checkpoint import make_store
+from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step
+from grpo_ray.tools.audit.audit import audit
+
+pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
+
+Synced = dict[int, int]  # bytes that are on disk, by inode
+Damage = Callable[[bytes, int], bytes]  # (contents, bytes on disk) -> contents after the cut
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
+    """The sizes that files had when they were last flushed to disk."""
+    sizes: Synced = {}
+    original = durable.sync
+
+    def sync(path: Path) -> int:
+        size = original(path)
+        sizes[path.stat().st_ino] = size
+        return size
+
+    for module in ("durable", "checkpoint", "run_files"):
+        monkeypatch.setattr(f"grpo_ray.telemetry.{module}.sync", sync)
+    monkeypatch.setattr("grpo_ray.policy.training_state.sync", sync)
+    return sizes
+
+
+def lost(data: bytes, num_synced: int) -> bytes:
+    return data[:num_synced]
+
+
+def first_line_zeroed(data: bytes, num_synced: int) -> bytes:
+    """Fill the first line that was not flushed with zeros; those after it are there."""
+    head, line, rest = data[:num_synced], *data[num_synced:].partition(b"\n")[::2]
+    return head + b"\0" * len(line) + (b"\n" + rest if line else b"")
+
+
+def cut_power(run: RunDirectory, synced: Synced, damage: Damage) -> list[str]:
+    """Damage every file that was not flushed as it is; return their names. A Parquet file is then empty."""
+    damaged = []
+    for path in filter(Path.is_file, run.path.rglob("*")):
+        num_synced = synced.get(path.stat().st_ino, 0)
+        if num_synced < path.stat().st_size and path.name != "config.yaml":
+            damaged.append(path.name)
+            path.write_bytes(damage(path.read_bytes(), num_synced) if path.suffix == ".jsonl" else b"")
+    return damaged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [lost, first_line_zeroed])
+def test_a_run_resumes_after_a_power_cut_and_its_audit_is_clean(
+    tmp_path: Path, synced: Synced, damage: Damage
+) -> None:
+    config = make_config(
+        "algorithm.num_steps=12", "checkpoint.every_num_steps=4", "evaluation.every_num_steps=3"
+    )
+    run = RunDirectory(tmp_path / "run")
+
+    async def kill(actors: LocalActors, controller: Controller) -> None:
+        await until((run.checkpoints / "step-000004").exists)
+        await until(lambda: run.metrics_path.stat().st_size > synced[run.metrics_path.stat().st_ino])
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(config, run.path, kill)
+    newest = make_store(config, run).latest()
+    assert newest is not None
+    assert cut_power(run, synced, damage) != []
+    assert last_logged_step(run.metrics_path) >= newest.state.step - 1  # those before it are on disk
+    train(config, run.path)
+    assert audit(run).problems == []
+
+
+def test_everything_before_a_checkpoint_is_on_disk_before_it_appears(
+    tmp_path: Path, synced: Synced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_ray.telemetry.checkpoint import CheckpointStore
+
+    run, seen, commit = RunDirectory(tmp_path / "run"), [], CheckpointStore.commit
+
+    def checked_commit(self: CheckpointStore, step: int, *rest: object) -> object:
+        for log in (run.metrics_path, run.evaluations_summary_path):
+            *_, last = log.read_bytes()[: synced[log.stat().st_ino]].splitlines()
+            assert json.loads(last)["step"] >= (step - 1 if log == run.metrics_path else 0)
+        for path in (*map(run.rollouts_path, range(1, step)), *run.evaluations.glob("*.parquet")):
+            assert synced.get(path.stat().st_ino) == path.stat().st_size, path.name
+        for folder in (run.path, run.rollouts, run.evaluations):
+            assert folder.stat().st_ino in synced
+        seen.append(step)
+        return commit(self, step, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckpointStore, "commit", checked_commit)
+    train(make_config("weight_sync.max_lag=0", "algorithm.num_steps=4"), run.path)
+    assert seen == [2, 4]
+
+
+@pytest.fixture
+def damaged_run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path)
+    for folder in (run.rollouts, run.evaluations):
+        folder.mkdir()
+    return run
+
+
+LINES = "".join(f'{{"step": {step}}}\n' for step in range(1, 7))
+THREE = LINES[: LINES.index("4") - 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "message"),
+    [
+        (LINES.replace('{"step": 2}', "\0" * 11), 4, "line 2: not valid JSON; remove the line"),
+        (LINES.replace('{"step": 2}', "\0" * 11), 6, "line 2: not valid JSON; remove the line"),
+        (
+            LINES[: LINES.index("4") - 9] + "\0" * 40,
+            5,
+            "line 4: the lines of steps 4 to 4 are missing or damaged",
+        ),
+        ("", 5, "line 1: the lines of steps 1 to 4 are missing or damaged"),
+    ],
+)
+def test_damage_before_the_checkpoint_is_an_error_and_changes_nothing(
+    damaged_run: RunDirectory, text: str, step: int, message: str
+) -> None:
+    damaged_run.metrics_path.write_text(text)
+    for attempt in (damaged_run.check_records, damaged_run.rewind):
+        with pytest.raises(RunError, match=message) as caught:
+            attempt(step)
+        assert str(caught.value).startswith(str(damaged_run.metrics_path))
+        assert damaged_run.metrics_path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "tail", ['{"step": 4, "x', "\0" * 9 + "\n", '{"step": 4}\n\0\0\n{"step": 6}\n', "[]\n"]
+)
+def test_damage_behind_the_checkpoint_is_as_good_as_absent(damaged_run: RunDirectory, tail: str) -> None:
+    damaged_run.metrics_path.write_text(THREE + tail)
+    damaged_run.rewind(3)
+    assert damaged_run.metrics_path.read_text() == THREE
+    assert os.listdir(damaged_run.rollouts) == []

@@ -1,0 +1,311 @@
+"""A resume refuses by name, before the first change in the run's folder, and reads little of a long run."""
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_buffer, parts, simple_group
+
+from grpo_ray.config import Config
+from grpo_ray.errors import RunError
+from grpo_ray.run import restores, training
+from grpo_ray.run.inputs import check_inputs, input_digests, write_digests
+from grpo_ray.run.preflight import check_files
+from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
+from grpo_ray.telemetry.json_lines import lines_from_end
+from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
+from grpo_ray.telemetry.run_log import RunLog
+
+TEMPLATE = "Sort: {question}\nAnswer:"
+REWARD = "def reward(response, truth):\n    return 1.0\n"
+
+
+@pytest.fixture
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> Callable[..., Config]:
+    """Return a function that makes a configuration with a template, two files and a module of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_reward_of_resume", raising=False)
+    (tmp_path / "sort.prompt").write_text(TEMPLATE)
+    (tmp_path / "my_reward_of_resume.py").write_text(REWARD)
+    for name in ("train", "validation"):
+        rows = [{"question": f"{name} {n}", "answer": str(n)} for n in range(24)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "kind": "file", "train_path": "train.jsonl", "validation_path": "validation.jsonl",
+        "question_field": "question", "answer_field": "answer", "prompt": "sort.prompt",
+        "reward": "my_reward_of_resume:reward",
+    }  # fmt: skip
+
+    def config(**sections: Any) -> Config:
+        return Config.model_validate(
+            {
+                "model": {"path": str(tiny_model()), "dtype": "float32"},
+                "task": task,
+                "sampling": {"max_tokens": 8, "min_tokens": 2, **sections.get("sampling", {})},
+                "algorithm": {"num_steps": 8, "prompts_per_step": 4, "samples_per_prompt": 2},
+                "generator": {"engine": "torch", "num_gpus": 0},
+                "learner": {"num_gpus": 0, **sections.get("learner", {})},
+            }
+        )
+
+    return config
+
+
+# ---- edited inputs ----
+
+
+EDITS = {
+    "task.prompt (the template's text)": ("sort.prompt", "Sort: {question}"),
+    "the validation questions and their answers": (
+        "validation.jsonl",
+        '{"question": "validation 0", "answer": "1"}\n',
+    ),
+    "task.reward (module my_reward_of_resume, my_reward_of_resume.py)": (
+        "my_reward_of_resume.py",
+        REWARD.replace("1.0", "0.5"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "edit"), EDITS.items(), ids=[file for file, _ in EDITS.values()])
+def test_an_edited_input_is_refused_by_name(
+    tmp_path: Path,
+    make: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    edit: tuple[str, str],
+) -> None:
+    monkeypatch.setattr(training, "_ray_for", lambda _: pytest.fail("Ray was to be started"))
+    config, run = make(), RunDirectory(tmp_path / "run")
+    run.create(config)
+    before = digests(config)
+    write_digests(run, before)
+    check_inputs(run, before)
+    (tmp_path / edit[0]).write_text(edit[1])
+    with pytest.raises(RunError, match=f"^{re.escape(name)}: not what this run began with; undo the edit"):
+        training.resume(str(run.path), [])
+    run.inputs_path.unlink()  # as the message offers
+    check_inputs(run, digests(config))
+
+
+def digests(config: Config) -> dict[str, str]:
+    return input_digests(config, check_files(config))
+
+
+# ---- sampling ----
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_another_temperature_is_refused_while_the_buffer_holds_groups(
+    tmp_path: Path, make: Callable[..., Config], num_groups: int
+) -> None:
+    before, now = make(), make(sampling={"temperature": 0.5})
+    checkpoint = write_checkpoint(RunDirectory(tmp_path / "run"), 2, num_groups)
+    training.check_same_sampling(before, before, checkpoint)
+    if not num_groups:
+        training.check_same_sampling(before, now, checkpoint)
+        return
+    with pytest.raises(
+        RunError,
+        match=r"sampling.temperature: the buffer of .*step-000002 holds 2 groups sampled with 1.0, .* 0.5",
+    ):
+        training.check_same_sampling(before, now, checkpoint)
+
+
+def write_checkpoint(
+    run: RunDirectory, step: int, num_groups: int, ledger: dict[str, Any] | None = None
+) -> Any:
+    store = CheckpointStore(run)
+    folder = store.begin(step)
+
+    async def write() -> dict[str, int]:
+        buffer = make_buffer(2)
+        for group_id in range(num_groups):
+            await buffer.put(*parts(simple_group(group_id)))
+        await buffer.capture(99)
+        return await buffer.write_captured(folder / "training")
+
+    sizes = {f"training/{name}": size for name, size in asyncio.run(write()).items()}
+    return store.commit(step, CheckpointState(step, ledger or {}, {}), sizes)
+
+
+# ---- a refused resume changes nothing ----
+
+
+def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_values(
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(make())
+    run.state_path.write_text("{}")
+    before = contents(run)
+
+    @contextlib.contextmanager
+    def busy(config: Config) -> Iterator[Any]:
+        raise RunError("the cluster is busy: GPU")
+        yield
+
+    monkeypatch.setattr(training, "_ray_for", busy)
+    with pytest.raises(RunError, match="the cluster is busy"):
+        training.resume(str(run.path), ["learner.learning_rate=9"])
+    assert contents(run) == before
+
+    @contextlib.contextmanager
+    def free(config: Config) -> Iterator[Any]:
+        yield Silent(), None
+
+    trained: list[float] = []
+    monkeypatch.setattr(training, "_ray_for", free)
+    monkeypatch.setattr(training, "_run_to_the_end", lambda c, *_: trained.append(c.learner.learning_rate))
+    for overrides in ([], ["learner.learning_rate=0.5"], []):
+        training.resume(str(run.path), overrides)
+    assert trained == [1e-5, 0.5, 0.5]
+    (event,) = read_metrics(run.events_path)
+    assert event["kind"] == "config_changed"
+    assert event["text"] == "resumed with other values: learner.learning_rate: was 1e-05, is 0.5"
+    assert not run.state_path.exists()
+
+
+def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(make())
+    run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    ledger = {"seed": 0, "num_examples": 24, "examples_sha256": "of others"}
+    write_checkpoint(run, 2, 0, ledger)
+    before = contents(run)
+
+    @contextlib.contextmanager
+    def free(config: Config) -> Iterator[Any]:
+        yield Silent(), None
+
+    monkeypatch.setattr(training, "_ray_for", free)
+    with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
+        training.resume(str(run.path), ["learner.learning_rate=9"])
+    assert contents(run) == before
+
+
+class Silent:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def contents(run: RunDirectory) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in run.path.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+# ---- a read-only disk ----
+
+
+def test_a_restore_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(self: RunDirectory, step: int) -> None:
+        raise OSError(30, "Read-only file system")
+
+    shown: list[str] = []
+    display = Silent()
+    display.warning = shown.append  # type: ignore[attr-defined]
+    monkeypatch.setattr(RunDirectory, "rewind", read_only)
+    monkeypatch.setattr(restores, "RETRY_S", 0.02)
+    monkeypatch.setattr(restores, "GIVE_UP_S", 0.2)
+    run = RunDirectory(tmp_path)
+    with pytest.raises(RunError, match=r"Read-only file system; make it writable, and resume"):
+        restores._restore(CheckpointStore(run), run, display)  # type: ignore[arg-type]
+    assert 2 <= len(shown) <= 11
+
+
+# ---- long runs ----
+
+
+def test_a_resume_reads_the_end_of_the_metrics_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, num_steps = RunDirectory(tmp_path), 5000
+    for folder in (run.rollouts, run.evaluations, run.checkpoints):
+        folder.mkdir()
+    padding = "x" * 3000
+    lines = [f'{{"step": {step}, "text": "{padding}"}}\n' for step in range(1, num_steps + 1)]
+    run.metrics_path.write_text("".join(lines))
+    num_bytes = CountedReads(monkeypatch)
+    assert last_logged_step(run.metrics_path) == num_steps
+    assert num_bytes.take() <= 2**17
+    run.rewind(num_steps - 20)
+    assert num_bytes.take() <= 2 * (2**20 + 2**18)  # `check_records` and the cut
+    assert run.metrics_path.stat().st_size == sum(map(len, lines[: num_steps - 20]))
+    assert last_logged_step(run.metrics_path) == num_steps - 20
+    num_bytes.take()
+    RunLog(run, Silent()).close()  # type: ignore[arg-type]
+    assert num_bytes.take() <= 2**18
+
+
+class CountedReads:
+    """A count of the bytes that are read from logs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._num_bytes = 0
+        original = Path.open
+
+        def opened(path: Path, *args: Any, **options: Any) -> Any:
+            file = original(path, *args, **options)
+            if path.suffix == ".jsonl" and "b" in "".join(args):
+                read = file.read
+
+                def counted(size: int = -1) -> bytes:
+                    data: bytes = read(size)
+                    self._num_bytes += len(data)
+                    return data
+
+                file = CountedFile(file, counted)
+            return file
+
+        monkeypatch.setattr(Path, "open", opened)
+
+    def take(self) -> int:
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
+
+
+class CountedFile:
+    """A file that can be read in blocks alone: going through its lines fails."""
+
+    def __init__(self, file: Any, read: Callable[[int], bytes]) -> None:
+        self._file, self.read = file, read
+
+    def seek(self, *where: int) -> int:
+        return int(self._file.seek(*where))
+
+    def __enter__(self) -> "CountedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 2**16])
+@pytest.mark.parametrize("text", [b"", b"\n", b"a", b"a\n", b"a\n\nbb\n", b"a\nbb\nhalf", b"\n\nlong line\n"])
+def test_lines_from_the_end_are_those_of_the_file(tmp_path: Path, block: int, text: bytes) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(text)
+    lines = list(lines_from_end(path, block))[::-1]
+    assert b"".join(line for _, line in lines) == text
+    assert [line for _, line in lines] == text.splitlines(keepends=True)
+    assert all(text[offset:].startswith(line) for offset, line in lines)
+
+
+def test_damaged_events_are_removed_and_the_others_counted(tmp_path: Path) -> None:
+    run, shown = RunDirectory(tmp_path), []
+    good = '{"time": 1.5, "kind": "restored", "actor": null, "step": 3, "text": "?"}\n'
+    run.events_path.write_text(good + "\0" * 20 + "\n" + good + '{"kind": "odd"}\n' + '{"kind": "half')
+    display = Silent()
+    display.warning = shown.append  # type: ignore[attr-defined]
+    log = RunLog(run, display)  # type: ignore[arg-type]
+    assert (log.num_events("restored"), log.num_events("odd")) == (2, 1)
+    assert [row["kind"] for row in read_metrics(run.events_path)] == ["restored", "restored", "odd"]
+    assert shown == [f"{run.events_path}: 1 damaged lines are removed"]

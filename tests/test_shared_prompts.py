@@ -1,0 +1,321 @@
+"""Packed rows with shared prompts give the log-probabilities and gradients of each sequence alone."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import changed, plain_logprobs
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from grpo_ray.config import Config, SamplingConfig
+from grpo_ray.policy.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
+from grpo_ray.policy.forward_backward import ForwardBackward
+from grpo_ray.policy.layout import Layout, choose_layout
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.policy.log_probs import ResponseLogProbs
+from grpo_ray.policy.microbatch import TrainSequence
+from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.segments import SegmentTree
+
+ENDS = (0, 17)
+VOCAB = 280
+CPU = torch.device("cpu")
+
+
+def random_sequences(seed: int, shapes: Sequence[tuple[int, Sequence[int]]]) -> list[TrainSequence]:
+    """Return groups of (prompt length, response lengths) with random tokens, logprobs and advantages."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for prompt_length, response_lengths in shapes:
+        prompt = tuple(rng.integers(18, VOCAB, prompt_length).tolist())
+        for length in response_lengths:
+            logprobs = rng.normal(-5.6, 0.3, length).astype(np.float32)
+            response = rng.integers(18, VOCAB, length).astype(np.int32)
+            sequences.append(TrainSequence(prompt, response, logprobs, float(rng.normal())))
+    random.Random(seed).shuffle(sequences)
+    return sequences
+
+
+# Ragged groups, a group of one, responses of one token, prompts of one token.
+SHAPES = [(9, [3, 14, 1, 6]), (1, [5, 2]), (4, [1]), (9, [7, 7, 7]), (17, [2, 20])]
+
+
+@pytest.fixture(params=["transformers", "grpo_ray"])
+def policy(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> PolicyModel:
+    if request.param == "grpo_ray":
+        return load_policy(str(tiny_model(False, own=True)), implementation="grpo_ray")
+    return load_policy(str(tiny_model()))
+
+
+# ---- log-probabilities ----
+
+
+@pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 3)])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_logprobs_are_those_of_each_sequence_alone(
+    policy: PolicyModel, is_packed: bool, temperature: float, min_tokens: int
+) -> None:
+    sampling = SamplingConfig(temperature=temperature, min_tokens=min_tokens)
+    sequences = random_sequences(0, SHAPES)
+    for is_chunked in (True, False):
+        layout = Layout(ResponseLogProbs(sampling, ENDS, is_chunked), BlockAttention.of if is_packed else None)
+        batch = layout.collate(sequences)
+        with torch.no_grad():
+            found, entropy = layout.log_probs(policy, batch)
+        assert ((found != 0) == batch.response_mask).all()
+        assert ((entropy > 0) == batch.response_mask).all()
+        for row, s in zip(found, sequences, strict=True):
+            expected = plain_logprobs(
+                policy, s.prompt_token_ids, s.response_token_ids, temperature, min_tokens, ENDS
+            )
+            torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
+
+
+def test_end_tokens_are_impossible_before_min_tokens_only(policy: PolicyModel) -> None:
+    sequence = TrainSequence((5, 6, 7), np.array([17, 9, 17, 0]), np.zeros(4, np.float32), 1.0)
+    layout = Layout(ResponseLogProbs(SamplingConfig(min_tokens=2), ENDS), BlockAttention.of)
+    with torch.no_grad():
+        found, entropy = layout.log_probs(policy, layout.collate([sequence]))
+    assert found[0, 0] < -1e30
+    assert (found[0, 1:] > -20).all()
+    assert entropy.isfinite().all()
+
+
+# ---- gradients ----
+
+LOSSES = ("no_baseline", "reinforce_with_baseline", "grpo_clip", "unclipped", "gspo", "cispo")
+ALGORITHMS: list[dict[str, Any]] = [
+    *({"loss": loss, "aggregation": "token_mean"} for loss in LOSSES),
+    *({"aggregation": aggregation} for aggregation in ("sequence_mean", "constant")),
+    {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"},
+    {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence"},
+    {"old_log_probs": "proximal", "off_policy_correction": "mask_band"},
+    {"entropy_bonus": 0.01},
+    {"kl": {"coefficient": 0.1, "reference": "initial"}},
+]
+
+
+def gradient_of(
+    config: Config, model: Any, sequences: Sequence[TrainSequence]
+) -> tuple[dict[str, float], Tensor]:
+    """Return the sums and the gradient of two minibatches, with proximal and reference logprobs looked up."""
+    model.zero_grad()
+    passes = ForwardBackward(config, ENDS, CPU)
+    sequences = passes.with_reference(model, passes.with_proximal(model, sequences))
+    if not config.algorithm.kl.coefficient:
+        sequences = [replace(s, reference_logprobs=None) for s in sequences]
+    sums = passes.backward(model, sequences[: len(sequences) // 2])
+    sums |= passes.backward(model, sequences[len(sequences) // 2 :])
+    return sums, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_gradient_and_sums_equal_the_padded_path(
+    algorithm: dict[str, Any], tiny_config: Config, policy: PolicyModel
+) -> None:
+    sequences = random_sequences(1, SHAPES)
+    sequences[2] = replace(sequences[2], has_signal=False, advantage=0.0)
+    sequences[4].behaviour_logprobs[0] = np.nan
+    found = {}
+    for share_prompts, micro_batch_tokens in (("never", 60), ("auto", 1000), ("auto", 25), ("auto", 1)):
+        config = changed(
+            tiny_config,
+            algorithm=algorithm,
+            sampling={"temperature": 0.8, "min_tokens": 2},
+            learner={"share_prompts": share_prompts, "micro_batch_tokens": micro_batch_tokens},
+        )
+        found[share_prompts, micro_batch_tokens] = gradient_of(config, policy, sequences)
+    padded_sums, padded_gradient = found.pop(("never", 60))
+    assert padded_gradient.norm() > 0
+    for sums, gradient in found.values():
+        torch.testing.assert_close(
+            gradient, padded_gradient, atol=1e-5 * padded_gradient.abs().max(), rtol=1e-5
+        )
+        for name in padded_sums.keys() - {"computed_tokens", "prompt_tokens", "padding_tokens"}:
+            assert sums[name] == pytest.approx(padded_sums[name], rel=1e-4, abs=1e-5), name
+    whole = found["auto", 1000][0]
+    assert whole["computed_tokens"] < padded_sums["computed_tokens"] - padded_sums["padding_tokens"]
+    assert whole["padding_tokens"] == 0
+
+
+def test_gradient_checkpointing_recomputes_packed_rows(tiny_config: Config, policy: PolicyModel) -> None:
+    sequences = random_sequences(2, SHAPES)
+    _, expected = gradient_of(tiny_config, policy, sequences)
+    policy.train().gradient_checkpointing_enable()
+    _, found = gradient_of(tiny_config, policy, sequences)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+# ---- trees ----
+
+
+def loop_attention(tree: SegmentTree, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Compute attention one token and head at a time, from the tree alone."""
+    group_size = queries.shape[1] // keys.shape[1]
+    mixed = torch.empty_like(queries)
+    for segment, (start, length) in enumerate(zip(tree.starts, tree.lengths, strict=True)):
+        for token in range(start, start + length):
+            seen = [i for i in tree.path(segment) if i <= token]
+            for head in range(queries.shape[1]):
+                own_keys, own_values = keys[seen, head // group_size], values[seen, head // group_size]
+                scores = own_keys @ queries[token, head] / queries.shape[2] ** 0.5
+                mixed[token, head] = scores.softmax(0) @ own_values
+    return mixed
+
+
+def plain_kernel(
+    queries: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_ends: Tensor,
+    longest_query: int, longest_path: int, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Stand in for FlashAttention's kernels: causal masks are aligned at the end of each segment."""
+    mixed = []
+    for segment in range(len(query_ends) - 1):
+        q = queries[query_ends[segment] : query_ends[segment + 1]].transpose(0, 1)
+        k, v = (x[key_ends[segment] : key_ends[segment + 1]].transpose(0, 1) for x in (keys, values))
+        assert q.shape[1] <= longest_query
+        assert k.shape[1] <= longest_path
+        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+        mixed.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=scale))
+    return torch.cat(mixed, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_attention_along_random_trees(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num = int(rng.integers(1, 9))
+    tree = SegmentTree(
+        tuple(int(length) for length in rng.integers(1, 7, num)),
+        tuple(int(rng.integers(-1, segment)) if segment else -1 for segment in range(num)),
+    )
+    torch.manual_seed(seed)
+    queries, keys, values = (torch.randn(tree.num_tokens, heads, 8) for heads in (4, 2, 2))
+    expected = loop_attention(tree, queries, keys, values)
+    blocks, varlen = BlockAttention.of(tree), VarlenAttention.of(tree, plain_kernel)
+    for attention in (blocks, blocks.to(CPU), varlen, varlen.to(CPU)):
+        torch.testing.assert_close(attention(queries, keys, values), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tree_of_depth_three() -> None:
+    tree = SegmentTree((2, 3, 1, 2), (-1, 0, 1, 0))
+    assert tree.starts == (0, 2, 5, 6)
+    assert tree.depths == (0, 2, 5, 2)
+    assert tree.positions().tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
+    assert tree.path(2).tolist() == [0, 1, 2, 3, 4, 5]
+    assert tree.path(3).tolist() == [0, 1, 6, 7]
+
+
+# ---- models ----
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+SHARING = [
+    Qwen2Config(**SIZES), Qwen3Config(**SIZES), LlamaConfig(**SIZES),
+    MistralConfig(**SIZES, sliding_window=None),
+    GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    CohereConfig(**SIZES, logit_scale=0.25),
+    GPTNeoXConfig(**{**SIZES, "num_key_value_heads": None}),
+]  # fmt: skip
+PADDED = [
+    (MistralConfig(**SIZES, sliding_window=8), "sliding window"),
+    (Gemma2Config(**SIZES), "sliding_attention"),
+    (
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "dynamic",
+    ),
+]
+
+
+def logprobs_of_layout(model: Any, config: Config) -> tuple[Layout, str | None]:
+    """Check the chosen layout's log-probabilities against the model's own; return the layout and its reason."""
+    layout, reason = choose_layout(model, config, ENDS)
+    sequences = random_sequences(3, SHAPES[:3])
+    with torch.no_grad():
+        found, _ = layout.log_probs(model, layout.collate(sequences))
+        for row, s in zip(found, sequences, strict=True):
+            tokens = torch.tensor([*s.prompt_token_ids, *s.response_token_ids.tolist()])[None]
+            logits = model(input_ids=tokens, use_cache=False).logits[0, len(s.prompt_token_ids) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, tokens[0, len(s.prompt_token_ids) :, None])[:, 0]
+            torch.testing.assert_close(row[: len(expected)], expected, atol=2e-5, rtol=0)
+    return layout, reason
+
+
+def random_model(config: PreTrainedConfig) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    if tree_obstacle(model) is None:
+        model.set_attn_implementation(NAME)
+    for parameter in model.parameters():  # weights of the usual size would make attention nearly uniform
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("architecture", SHARING, ids=lambda config: config.model_type)
+def test_architectures_that_share_prompts(architecture: PreTrainedConfig, tiny_config: Config) -> None:
+    config = changed(tiny_config, sampling={"min_tokens": 0, "temperature": 1.0})
+    layout, reason = logprobs_of_layout(random_model(architecture), config)
+    assert reason is None
+    assert layout.shares_prompts
+    assert layout.log_probs.is_chunked == (architecture.model_type != "cohere")  # its logits have a scale
+
+
+@pytest.mark.parametrize(("architecture", "reason"), PADDED, ids=lambda case: getattr(case, "model_type", case))
+def test_architectures_that_do_not(architecture: PreTrainedConfig, reason: str, tiny_config: Config) -> None:
+    config = changed(tiny_config, sampling={"min_tokens": 0, "temperature": 1.0})
+    layout, found = logprobs_of_layout(random_model(architecture), config)
+    assert not layout.shares_prompts
+    assert reason in str(found)
+
+
+def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, policy: Any) -> None:
+    """A model with its own code may take the arguments and forget them."""
+    forward = policy.base_model
+
+    def forgetful(*args: Any, tree: object = None, attention_mask: object = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    broken = _Wrapped(policy, forgetful)
+    layout, reason = choose_layout(broken, tiny_config, ENDS)  # type: ignore[arg-type]
+    assert not layout.shares_prompts
+    assert "would differ there by" in str(reason)
+
+
+class _Wrapped:
+    """A policy with another `base_model`."""
+
+    def __init__(self, policy: Any, base_model: Callable[..., Any]) -> None:
+        self._policy, self.base_model = policy, base_model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._policy(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+
+def test_the_reason_is_told_once(tiny_config: Config) -> None:
+    model = random_model(MistralConfig(**SIZES, sliding_window=8))
+    passes = ForwardBackward(tiny_config, ENDS, CPU)
+    assert passes.take_obstacle() is None
+    passes.backward(model, random_sequences(4, SHAPES[:2]))
+    assert passes.take_obstacle() == "its attention has a sliding window"
+    assert passes.take_obstacle() is None

@@ -1,0 +1,133 @@
+"""Signals that ask a process for its stacks: to the right process, or to none."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from grpo_ray.cluster.hosting import ServingGroup, send_stack_signal
+from grpo_ray.cluster.reaper import process_at
+
+TELLS = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: print("signalled", flush=True))
+print("up", flush=True)
+for line in sys.stdin: pass
+"""
+
+
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[str]"]:
+    """A process that says when it gets SIGUSR1."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", TELLS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "up\n"
+    yield started
+    started.kill()
+    started.communicate()
+
+
+def heard(process: "subprocess.Popen[str]") -> bool:
+    """Return whether the process has got a signal; it ends with that."""
+    time.sleep(0.3)
+    out, _ = process.communicate("")
+    return out == "signalled\n"
+
+
+def test_the_process_is_signalled(process: "subprocess.Popen[str]") -> None:
+    found = process_at(process.pid)
+    assert found is not None
+    send_stack_signal(found)
+    assert heard(process)
+
+
+def test_another_process_with_the_same_pid_is_not(process: "subprocess.Popen[str]") -> None:
+    """SIGUSR1 ends a process that does not expect it; a pid may be reused after its actor has died."""
+    send_stack_signal((process.pid, "12345"))
+    assert not heard(process)
+
+
+def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
+    send_stack_signal((2**22 - 7, "1"))
+    me = process_at(os.getpid())
+    assert me is not None
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(signal, "pidfd_send_signal", refuse)
+        send_stack_signal(me)
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A ServingGroup without Ray, with the actors `a`, `b` and `c` on node n1; `sent` has the signals."""
+    actors = SimpleNamespace(_logs=tmp_path, by_name=lambda: dict.fromkeys("abc"), sent=[], elsewhere=[])
+
+    class Task:
+        def __init__(self, function: Callable[..., None]) -> None: ...
+
+        def options(self, **options: Any) -> Any:
+            strategy = options["scheduling_strategy"]
+            return SimpleNamespace(
+                remote=lambda process: actors.elsewhere.append((strategy.node_id, strategy.soft, process))
+            )
+
+    node = SimpleNamespace(get_node_id=lambda: "n1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
+    monkeypatch.setattr(ray, "remote", Task)
+    monkeypatch.setattr("grpo_ray.cluster.hosting.send_stack_signal", actors.sent.append)
+    return actors
+
+
+@pytest.mark.parametrize("damage", ["", "n1", "n1 pid 5", "n1 12 5 6"])
+def test_a_damaged_pid_file_hinders_no_other_actor(group: Any, tmp_path: Path, damage: str) -> None:
+    """A full disk leaves an empty one."""
+    (tmp_path / "a.pid").write_text(damage)
+    (tmp_path / "b.pid").mkdir()
+    (tmp_path / "c.pid").write_text("n1 77 5")
+    ServingGroup.dump_stacks(group)
+    assert group.sent == [(77, "5")]
+
+
+def test_a_process_on_another_node_is_signalled_there_or_not_at_all(group: Any, tmp_path: Path) -> None:
+    """If that node is gone, its pid belongs to a stranger on every other one."""
+    (tmp_path / "a.pid").write_text("ab" * 28 + " 77 5")
+    ServingGroup.dump_stacks(group)
+    assert group.elsewhere == [("ab" * 28, False, (77, "5"))]
+    assert group.sent == []
+
+
+@pytest.mark.parametrize("num_hung", [0, 1, 3])
+def test_generators_that_are_up_shut_down_whatever_the_others_do(
+    monkeypatch: pytest.MonkeyPatch, num_hung: int
+) -> None:
+    """A Generator that is being replaced must not cost the others' engines their clean end."""
+    names = [f"generator-{i}" for i in range(4)]
+    shut_down, killed = [], []
+
+    def client(index: int) -> Any:
+        name = names[index]
+        probe = SimpleNamespace(remote=lambda: name)
+        shutdown = SimpleNamespace(remote=lambda: shut_down.append(name))
+        return SimpleNamespace(handle=SimpleNamespace(name=name, take_stats=probe, shutdown=shutdown))
+
+    clients = {name: client(index) for index, name in enumerate(names)}
+    group = SimpleNamespace(generators=dict.fromkeys(names), _clients=clients)
+    up = names[num_hung:]
+    monkeypatch.setattr(ray, "wait", lambda probes, **_: (up, names[:num_hung]))
+    monkeypatch.setattr(ray, "get", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "kill", lambda handle: killed.append(handle.name))
+    ServingGroup.stop(group)  # type: ignore[arg-type]
+    assert (shut_down, killed) == (up, names)

@@ -1,0 +1,355 @@
+"""A run's folder by an attacker: report, audit, evaluate and top run none of its code, and do what they can."""
+
+import http.server
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from local_runs import make_config, train
+from local_serving import serve_locally as serve_locally
+from report_runs import group, make_run
+from test_report_page import script_data
+
+from grpo_ray.config.loading import load_config
+from grpo_ray.telemetry.run_files import RunDirectory, dump_config
+from grpo_ray.tools.cli import main
+
+REWARD = "evil_reward:grade"
+AUTO_MAP = {
+    "AutoTokenizer": ["evil.EvilTokenizer", None],
+    "AutoConfig": "evil.EvilConfig",
+    "AutoModelForCausalLM": "evil.EvilModel",
+}
+
+
+class Touch:
+    """An object that makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def poison(model: Path, marker: Path) -> None:
+    """Give a model code of its own, for classes that transformers lacks; loading any makes the marker."""
+    (model / "evil.py").write_text(
+        f"open({str(marker)!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM\n"
+        "class EvilTokenizer(PreTrainedTokenizerFast): pass\n"
+        "class EvilConfig(Qwen2Config): model_type = 'evil'\n"
+        "class EvilModel(Qwen2ForCausalLM): config_class = EvilConfig\n"
+    )
+    edit(model / "config.json", auto_map=AUTO_MAP, model_type="evil")
+    edit(model / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
+    for name in ("pytorch_model.bin", "optimizer.pt", "vocab.pkl"):
+        (model / name).write_bytes(pickle.dumps(Touch(marker)))
+
+
+def recount(checkpoint: Path) -> None:
+    """Make the checkpoint look whole: an attacker can write the sizes of its files, too."""
+    state = checkpoint / "training" / "state.json"
+    data = json.loads(state.read_text())
+    data["files"] = {f: (checkpoint / f).stat().st_size for f in data["files"] if (checkpoint / f).exists()}
+    state.write_text(json.dumps(data))
+
+
+def rewrite(run: RunDirectory, change: Callable[[dict[str, Any]], Any]) -> None:
+    data = yaml.safe_load(run.config_path.read_text())
+    change(data)
+    run.config_path.write_text(yaml.safe_dump(data))
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "code-ran"
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a run with files that are in order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
+        folder = tmp_path_factory.mktemp("runs") / "run"
+        train(make_config("algorithm.num_steps=4"), folder)
+    return folder
+
+
+@pytest.fixture
+def evil(honest: Path, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """Return a copy of the run after an attacker's work, as the current folder of a careless user."""
+    run = RunDirectory(shutil.copytree(honest, tmp_path / "run"))
+    for checkpoint in run.checkpoints.glob("step-*"):
+        poison(checkpoint, marker)
+        recount(checkpoint)
+
+    def change(data: dict[str, Any]) -> None:
+        data["model"]["trust_remote_code"] = True
+        data["task"]["reward"] = REWARD
+
+    rewrite(run, change)
+    (run.path / "evil_reward.py").write_text(
+        f"open({str(marker)!r}, 'w')\ndef grade(response, truth):\n    return 0.0\n"
+    )
+    monkeypatch.chdir(run.path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "evil_reward", raising=False)
+    return run
+
+
+def keep_to_transformers(run: RunDirectory) -> None:
+    """Name classes that transformers has: the checkpoints then load without the code beside them."""
+    for path in run.checkpoints.glob("step-*/tokenizer_config.json"):
+        edit(path, tokenizer_class="PreTrainedTokenizerFast")
+        edit(path.with_name("config.json"), model_type="qwen2")
+        recount(path.parent)
+
+
+# ---- report ----
+
+
+def report(run: RunDirectory, *options: str) -> dict[str, Any]:
+    assert main(["report", str(run.path), *options]) == 0
+    data: dict[str, Any] = script_data((run.path / "report.html").read_text(encoding="utf-8"))["runs"][0]
+    return data
+
+
+def test_report_shows_an_evil_run_without_its_tokens(evil: RunDirectory, marker: Path) -> None:
+    data = report(evil)
+    assert not marker.exists()
+    assert data["facts"]["steps"] == "4"
+    assert data["rollouts"][0]["response"] is not None
+    assert "tokens" not in data["rollouts"][0]
+    assert "the run's model.trust_remote_code is ignored" in data["notices"][0]
+    assert data["notices"][-1].startswith("responses are not split into tokens")
+
+
+def test_report_shows_all_where_transformers_knows_the_classes(evil: RunDirectory, marker: Path) -> None:
+    keep_to_transformers(evil)
+    data = report(evil, "--log-ratio", "last")
+    assert not marker.exists()
+    assert data["rollouts"][0]["ratios"]
+
+
+def test_report_runs_the_models_code_on_request(evil: RunDirectory, marker: Path) -> None:
+    data = report(evil, "--trust-remote-code")
+    assert marker.exists()
+    assert not any("ignored" in notice for notice in data["notices"])
+
+
+def test_report_unpickles_nothing(evil: RunDirectory, marker: Path) -> None:
+    keep_to_transformers(evil)
+    for weights in evil.checkpoints.glob("step-*/model.safetensors"):
+        weights.unlink()
+        recount(weights.parent)
+    assert "no log-ratios" in " ".join(report(evil)["notices"])
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("command", ["report", "audit", "evaluate"])
+def test_yaml_makes_no_object(
+    command: str, evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil.config_path.write_text(f"run: !!python/object/apply:os.system ['touch {marker}']\n")
+    assert main([command, str(evil.path)]) == 2
+    assert "not valid YAML" in capsys.readouterr().err
+    assert not marker.exists()
+
+
+# ---- audit ----
+
+
+def test_audit_checks_all_but_rewards_that_are_code(
+    evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(evil.path)]) == 0
+    assert not marker.exists()
+    printed = capsys.readouterr().out
+    assert "4 steps, 16 groups" in printed
+    assert "no problem" in printed
+    assert "note: the run's model.trust_remote_code is ignored" in printed
+    assert f"note: rewards are not checked, because {REWARD} is code" in printed
+
+
+def test_audit_runs_a_reward_on_request(evil: RunDirectory, marker: Path) -> None:
+    main(["audit", str(evil.path), "--run-reward-code"])
+    assert marker.exists()
+
+
+def test_audit_still_finds_a_wrong_builtin_reward_beside_code(
+    evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["task"]["reward"] = "brevity"  # not the reward that the run had
+
+    rewrite(evil, change)
+    assert main(["audit", str(evil.path)]) == 1
+    assert "it earns" in capsys.readouterr().out
+    assert not marker.exists()
+
+
+def test_audit_reads_a_chat_template_without_the_models_code(
+    tmp_path: Path, marker: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    poison(model, marker)
+    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 4)
+    task = {
+        "kind": "file",
+        "train_path": str(tmp_path / "data.jsonl"),
+        "prompt": "chat",
+        "reward": "exact_match",
+    }
+    task |= {"validation_path": task["train_path"], "duplicates": "keep"}
+    config = load_config("configs/quickstart.yaml", [
+        f"model={json.dumps({'path': str(model), 'trust_remote_code': True})}", f"task={json.dumps(task)}",
+    ])  # fmt: skip
+    run = make_run(tmp_path / "run", config, num_steps=0)
+    main(["audit", str(run.path)])
+    assert "the run's model.trust_remote_code is ignored" in capsys.readouterr().out
+    assert not marker.exists()
+    main(["audit", str(run.path), "--trust-remote-code"])
+    assert marker.exists()
+
+
+@pytest.mark.slow
+def test_audit_downloads_nothing_that_a_folder_names(tmp_path: Path) -> None:
+    requests: list[str] = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    task = {
+        "kind": "file",
+        "train_path": "evil/questions",
+        "validation_path": "evil/questions",
+        "reward": "r1_zero",
+    }
+    config = load_config(
+        "configs/quickstart.yaml", ['model={"path": "evil/model"}', f"task={json.dumps(task)}"]
+    )
+    run = make_run(tmp_path / "run", config, num_steps=0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        variables = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+        variables |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hub")}
+        program = [sys.executable, "-m", "grpo_ray", "audit", str(run.path)]
+        done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    assert "the task's data is missing" in done.stdout, done.stderr
+    assert requests == []
+
+
+# ---- evaluate ----
+
+
+def evaluate(run: Path, output: Path, *options: str) -> int:
+    more = [
+        "generator.engine=torch",
+        "recovery.restart_backoff_s=0.01",
+        "--limit",
+        "1",
+        "--output",
+        str(output),
+    ]
+    return main(["evaluate", str(run), *more, *options])
+
+
+@pytest.mark.parametrize("target", ["", "config.yaml", "checkpoints/step-000004"])
+def test_evaluate_refuses_a_reward_that_is_code(
+    evil: RunDirectory, marker: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(evil.path / target, tmp_path / "e") == 2
+    assert f"{REWARD} is code that the run's configuration names" in capsys.readouterr().err
+    assert not marker.exists()
+    assert not (tmp_path / "e").exists()
+
+
+def test_evaluate_samples_an_evil_run_with_another_reward(
+    evil: RunDirectory,
+    marker: Path,
+    tmp_path: Path,
+    serve_locally: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    serve_locally()
+    assert evaluate(evil.path, tmp_path / "e", "--reward", "exact_match") == 2
+    assert "model.path: " in capsys.readouterr().err  # its classes exist only as code
+    keep_to_transformers(evil)
+    assert evaluate(evil.path, tmp_path / "e", "--reward", "exact_match", "--checkpoint", "all") == 0
+    assert "the run's model.trust_remote_code is ignored" in " ".join(capsys.readouterr().out.split())
+    assert not marker.exists()
+    assert (tmp_path / "e" / "step-000004" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("how", [["--run-reward-code"], ["--reward", REWARD], [f"task.reward={REWARD}"]])
+def test_evaluate_runs_a_reward_that_the_command_line_allows(
+    evil: RunDirectory,
+    marker: Path,
+    tmp_path: Path,
+    serve_locally: Any,
+    how: list[str],
+) -> None:
+    serve_locally()
+    keep_to_transformers(evil)
+    assert evaluate(evil.path, tmp_path / "e", *how) == 0
+    assert marker.exists()
+
+
+def test_evaluate_runs_the_models_code_on_request(
+    evil: RunDirectory,
+    marker: Path,
+    tmp_path: Path,
+    serve_locally: Any,
+) -> None:
+    serve_locally()
+    evaluate(evil.path, tmp_path / "e", "--reward", "exact_match", "--trust-remote-code")
+    assert marker.exists()
+
+
+def test_a_configuration_of_the_users_own_is_believed_as_by_train(
+    tmp_path: Path,
+    marker: Path,
+    evil: RunDirectory,
+    serve_locally: Any,
+) -> None:
+    serve_locally()
+    config = load_config(evil.config_path, ["model.trust_remote_code=false"])
+    dump_config(config, tmp_path / "mine.yaml")
+    assert evaluate(tmp_path / "mine.yaml", tmp_path / "e") == 0
+    assert marker.exists()  # its reward
+
+
+# ---- top ----
+
+
+def test_top_loads_nothing(evil: RunDirectory, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(evil.path), "--once"]) == 0
+    assert "reward" in capsys.readouterr().out
+    assert not marker.exists()
+
+
+def test_a_made_up_run_needs_no_more_than_its_folder(tmp_path: Path, tiny_config: Any) -> None:
+    """The evil folder differs from this one by its evil alone."""
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1, steps=[[group(0)]])
+    assert report(run)["notices"][0].startswith("no log-ratios")

@@ -1,0 +1,211 @@
+"""Texts with escape sequences, control, direction and invisible characters, on every way to a terminal."""
+
+import io
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from test_top import NOW, make_run, make_state, step
+
+from grpo_ray.telemetry.console import RunConsole, VisibleConsole
+from grpo_ray.telemetry.evaluation_summary import Outcomes, summarise
+from grpo_ray.telemetry.json_lines import JsonLines
+from grpo_ray.telemetry.run_state import ActorState, Ending, LiveStatus
+from grpo_ray.telemetry.visible_text import UNSEEN, visible
+from grpo_ray.tools.audit.audit import AuditReport
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.evaluation.offline import evaluate_vllm
+from grpo_ray.tools.evaluation.readable import _readable, summary_table
+
+CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"  # a terminal puts this into the clipboard
+HOSTILE = f"{CLIPBOARD}\x1b[31m \x9b31m \x9d0;t\x9c \x00\r\b\x7f \u202eab\u2066 \u00ad\u200b\ufeff \U000e0041"
+HOSTILE += " [red]:smile:"
+SHOWN = r"\x1b]52;c;ZXZpbA==\x07\x1b[31m"
+
+
+def check(output: str) -> None:
+    """Check an output that has no control codes of its own: the text is shown, and nothing is sent."""
+    assert SHOWN in output.replace("\n", "")
+    assert r"\u202eab\u2066" in output
+    assert UNSEEN.findall(output) == []
+
+
+def check_terminal(output: str) -> None:
+    """Check an output with rich's own colours and movements."""
+    assert SHOWN in output
+    assert CLIPBOARD not in output
+    assert UNSEEN.findall(re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", output)) == []
+    assert "\x1b[31m" not in output
+
+
+# ---- the characters ----
+
+
+def test_every_control_format_and_tag_character_is_written_out() -> None:
+    assert visible(HOSTILE) == (
+        r"\x1b]52;c;ZXZpbA==\x07\x1b[31m \x9b31m \x9d0;t\x9c \x00\r\x08\x7f \u202eab\u2066 "
+        r"\xad\u200b\ufeff \U000e0041 [red]:smile:"
+    )
+    harmless = "two\nlines\tand a tab, é, e\u0301, שלום, 你好, 👍\ufe0f, ⟨x⟩, \\x1b"
+    assert visible(harmless) == harmless
+    assert visible("\ud800") == r"\ud800"
+    assert visible(visible(HOSTILE)) == visible(HOSTILE)
+
+
+@pytest.mark.parametrize("mark", list("\u061c\u00ad\u2060\u2064\u2028\u2029\u180e\U000e007f"))
+def test_the_marks_that_the_page_once_missed(mark: str) -> None:
+    assert mark not in visible(mark)
+
+
+def test_the_page_knows_the_same_characters() -> None:
+    script = Path("grpo_ray/tools/report/web/elements.js").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^const UNSEEN = /(.*)/gu;$", script, re.M)
+    pattern = re.compile(re.sub(r"\\u\{(\w+)\}", lambda code: rf"\U{code[1]:0>8}", text))
+    different = [
+        hex(n) for n in range(sys.maxunicode + 1) if bool(pattern.match(chr(n))) != bool(UNSEEN.match(chr(n)))
+    ]
+    assert different == []
+
+
+# ---- the ways to a terminal ----
+
+
+def use(console: RunConsole) -> None:
+    with console:
+        console.status(HOSTILE)
+        console.warning(HOSTILE)
+        console.print(HOSTILE)
+
+
+def test_a_runs_console_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    use(RunConsole(num_steps=2))
+    printed = capsys.readouterr().out
+    check(printed)
+    assert printed.count(SHOWN) == 3
+    assert printed.count("[red]:smile:") == 3
+
+
+def test_a_runs_console_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+    use(RunConsole(num_steps=2))
+    check_terminal(capsys.readouterr().out)
+
+
+def test_rich_alone_would_send_it() -> None:
+    """The reason for VisibleConsole: rich discards a few of the characters and sends the others."""
+    for kind, is_sent in ((Console, True), (VisibleConsole, False)):
+        table = Table.grid()
+        table.add_row(HOSTILE)
+        console = kind(file=io.StringIO(), width=300)
+        console.print(table)
+        assert ("\x9b31m" in console.file.getvalue()) == is_sent  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_frame_of_top(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+    has_ended: bool,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    actor = ActorState(name=f"a{HOSTILE}", doing=HOSTILE, for_s=1.0, num_calls=2)
+    state = make_state(
+        host=HOSTILE, phase=HOSTILE, warnings=(f"warning {HOSTILE}",), now=LiveStatus(step=4, actors=(actor,)),
+        ending=Ending(kind="failed", text=f"ended {HOSTILE}") if has_ended else None,
+    )  # fmt: skip
+    run = make_run(tmp_path / "run", state, [step(4) | {f"time/{HOSTILE}/train_s": 1.0}])
+    JsonLines(run.events_path).append({"time": NOW, "kind": "x", "actor": None, "text": f"event {HOSTILE}"})
+    assert main(["top", str(run.path), "--once"]) == 0
+    printed = capsys.readouterr().out
+    (check_terminal if is_terminal else check)(printed)
+    assert f"event {SHOWN}" in printed
+    assert f"{'ended' if has_ended else 'warning'} {SHOWN}" in printed
+
+
+def test_errors_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / HOSTILE.replace("\0", ""))]) == 2
+    check(capsys.readouterr().err)
+
+
+def test_the_traceback_of_an_unexpected_error() -> None:
+    program = (
+        "from grpo_ray.tools import cli\n"
+        "def fail(*_): raise AssertionError(" + repr(HOSTILE) + ")\n"
+        "cli.parse = fail\n"
+        "cli.main(['check'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 1
+    check(done.stderr.decode())
+    assert "Traceback (most recent call last)" in done.stderr.decode()
+
+
+def test_the_problems_of_an_audit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", None, [])
+    report = AuditReport(problems=[HOSTILE], notes=[HOSTILE])
+    monkeypatch.setattr("grpo_ray.tools.audit.audit.audit", lambda *_: report)
+    assert main(["audit", str(run.path)]) == 1
+    check(capsys.readouterr().out)
+
+
+# ---- an evaluation ----
+
+
+def test_the_samples_and_the_table_of_an_evaluation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    row = {
+        "task": "", "reward": 0.0, "num_tokens": 3, "finish_reason": "stop", "example_id": 0, "sample": 0,
+        "error": HOSTILE, "prompt": HOSTILE, "response": HOSTILE, "ground_truth": HOSTILE,
+    }  # fmt: skip
+    text = _readable(row)
+    check(text)
+    assert text.count(SHOWN) == 4
+    RunConsole(0).print(summary_table(replace(make_summary(), accuracy_by_task={HOSTILE: 0.5})))
+    check(capsys.readouterr().out)
+
+
+def make_summary() -> Any:
+    import numpy as np
+
+    zeros = np.zeros((2, 1))
+    return summarise(
+        Outcomes(zeros, zeros, zeros, zeros > 0, zeros + 3, zeros > 0, np.array(["", ""])), step=0, version=0
+    )
+
+
+def test_the_warning_of_a_reward_that_raises(llm: Callable[..., Any]) -> None:
+    def reward_fn(response: str, truth: str) -> float:
+        raise ValueError(HOSTILE)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        evaluate_vllm(llm(), reward_fn, ["p"], SimpleNamespace(n=1), ["t"])  # type: ignore[arg-type]
+    (warning,) = [w for w in caught if "could not be graded" in str(w.message)]
+    check(str(warning.message))
+
+
+@pytest.fixture
+def llm() -> Callable[..., Any]:
+    answer = SimpleNamespace(text="r", token_ids=[1], finish_reason="stop")
+    return lambda: SimpleNamespace(generate=lambda *_: [SimpleNamespace(outputs=[answer])])

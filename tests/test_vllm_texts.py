@@ -1,0 +1,88 @@
+"""Texts of whole responses against those that vLLM makes token by token, to the byte."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.vllm
+
+END = 0
+
+
+def byte_level() -> Any:
+    """Make a tokenizer of single bytes, so that most responses hold broken characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<end>": END, **{c: i for i, c in enumerate(alphabet, 1)}}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def sentence_pieces() -> Any:
+    """Make a tokenizer as of Llama 2: words that begin with their space, and bytes for everything else."""
+    pieces = ["<end>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁the", "b", "é", "▁"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+TOKENIZERS = {"byte level": byte_level(), "sentence pieces": sentence_pieces()}
+IDS = {name: st.integers(0, len(tokenizer) - 1) for name, tokenizer in TOKENIZERS.items()}
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[str, list[int], list[int]]:
+    """Draw a tokenizer, a prompt, and a response of words, random tokens and end tokens."""
+    name = draw(st.sampled_from(sorted(TOKENIZERS)))
+    words = st.text(max_size=8).map(lambda text: ids_of(name, text))
+    parts = draw(st.lists(words | st.lists(IDS[name], max_size=4) | st.just([END]), min_size=1, max_size=6))
+    response = [token for part in parts for token in part] or [END]
+    return name, draw(st.lists(IDS[name], min_size=1, max_size=6)), response
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    first = 1 if name == "sentence pieces" else None
+    if first is not None:
+        return [first + byte for byte in text.encode()]
+    alphabet = {byte: token for token, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)}
+    return [alphabet[c] for piece, _ in pre_tokenizers.ByteLevel(False).pre_tokenize_str(text) for c in piece]
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts())
+def test_texts_are_vllms_to_the_byte(case: tuple[str, list[int], list[int]]) -> None:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    from grpo_ray.engines.vllm_texts import decode
+
+    name, prompt, response = case
+    params = SamplingParams(detokenize=False)
+    request: Any = SimpleNamespace(request_id="", prompt_token_ids=prompt, sampling_params=params)
+    one_by_one = FastIncrementalDetokenizer(TOKENIZERS[name], request)
+    for token in response:
+        one_by_one.update([token], stop_terminated=False)
+    assert decode(TOKENIZERS[name], prompt, response, params) == one_by_one.output_text
+
+
+def test_logprobs_come_without_texts() -> None:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    from grpo_ray.engines import vllm_texts
+
+    request: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0, flat_logprobs=True))
+    try:
+        vllm_texts.omit_texts_of_logprobs()
+        processor = LogprobsProcessor.from_new_request(TOKENIZERS["byte level"], request)
+    finally:
+        vllm_texts.keep_texts_of_logprobs()
+    assert processor.tokenizer is None
+    assert LogprobsProcessor.from_new_request(TOKENIZERS["byte level"], request).tokenizer is not None

@@ -1,0 +1,38 @@
+"""The check that a weight sync brought every parameter of vLLM's model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+LOADED = {"q.weight", "q.bias", "experts.w13_weight", "norm.weight"}
+
+
+def receive(quantization: str | None, parameters: set[str], loaded: set[str]) -> None:
+    pytest.importorskip("vllm")
+    from grpo_ray.engines.weight_transfer import SharedMemoryTransferEngine
+
+    engine: Any = object.__new__(SharedMemoryTransferEngine)
+    named = {name: torch.empty(0) for name in parameters}
+    engine.model = SimpleNamespace(load_weights=lambda _: loaded, named_parameters=lambda: named.items())
+    text_config = SimpleNamespace(tie_word_embeddings=False)
+    engine.model_config = SimpleNamespace(quantization=quantization, hf_text_config=text_config)
+    engine._buffer = lambda info: torch.empty(0, dtype=torch.uint8)
+    engine.receive_weights(SimpleNamespace(specs=[]))
+
+
+def test_scales_of_a_quantized_model_are_in_no_snapshot_and_its_weights_are() -> None:
+    made_here = {"q.weight_scale", "q.input_scale", "attn.k_scale", "experts.w13_weight_scale", "q.g_idx"}
+    receive("fp8", LOADED | made_here, LOADED)
+    for lost in sorted(LOADED):
+        with pytest.raises(ValueError, match=f"nothing for .*{lost}"):
+            receive("fp8", LOADED | made_here, LOADED - {lost})
+
+
+def test_a_model_as_it_is_needs_every_parameter() -> None:
+    receive(None, LOADED, LOADED)
+    with pytest.raises(ValueError, match=r"nothing for \['q.scale'\]"):
+        receive(None, LOADED | {"q.scale"}, LOADED)
