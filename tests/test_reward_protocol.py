@@ -112,6 +112,7 @@ def test_a_second_verdict_is_not_the_next_answers(pool: RewardPool) -> None:
     assert wrong["reward"] == 0
     (forged,) = grade(pool, "forge-right 71")
     assert are_right([forged])  # its own verdict can be forged: docs/threats.md
+    time.sleep(1)  # as above
     assert are_right(grade(pool, "72"))
 
 

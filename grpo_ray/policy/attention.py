@@ -53,13 +53,14 @@ class Block:
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """Return `[segments * length, heads, head_dim]`."""
-        group_size = queries.shape[1] // keys.shape[1]
         seen_keys, seen_values = _rows(keys, self.keys), _rows(values, self.keys)
-        if group_size > 1:
+        is_shared = queries.shape[1] != keys.shape[1]
+        if is_shared and keys.is_cuda:  # its kernels that take a mask have one key head per query head
+            group_size = queries.shape[1] // keys.shape[1]
             seen_keys, seen_values = (x.repeat_interleave(group_size, dim=1) for x in (seen_keys, seen_values))
         mixed = scaled_dot_product_attention(
-            _rows(queries, self.queries), seen_keys, seen_values,
-            attn_mask=self.is_allowed, is_causal=self.is_allowed is None, scale=scale,
+            _rows(queries, self.queries), seen_keys, seen_values, attn_mask=self.is_allowed,
+            is_causal=self.is_allowed is None, scale=scale, enable_gqa=is_shared and not keys.is_cuda,
         )  # fmt: skip
         return mixed.transpose(1, 2).flatten(0, 1)
 

@@ -85,7 +85,7 @@ def kept_per_token(shape: ModelShape, config: Config, tokens: Tokens) -> float:
     The count follows Korthikanti et al. 2022 (Reducing Activation Recomputation, section 4.1), for RMSNorm in
     float32, SwiGLU and attention that keeps no scores: norms keep their input and what they scale; matrices and
     attention keep their inputs. Over shared prompts attention gathers the keys and values of each response's
-    prompt; without a kernel for that, it also repeats them per head and gathers queries and results.
+    prompt; without a kernel for that, it also gathers queries and results and, on a GPU, repeats keys per head.
     """
     h, q, kv, i = shape.hidden_size, shape.query_width, shape.kv_width, shape.intermediate_size
     width, keys = served_width(config), tokens.keys / tokens.all
@@ -94,7 +94,7 @@ def kept_per_token(shape: ModelShape, config: Config, tokens: Tokens) -> float:
     if is_shared and has_varlen_kernel(config):
         attention = width * (2 * q + 2 * kv * keys)
     elif is_shared:
-        attention = width * q * (3 + 2 * keys)
+        attention = width * (3 * q + 2 * keys * (q if config.learner.num_gpus else kv))
     else:
         attention = width * (5 * q if is_own else 2 * q + 2 * kv)
     if is_shared and is_own:
