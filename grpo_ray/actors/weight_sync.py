@@ -109,7 +109,8 @@ class WeightSync:
         Raises:
             DataLost: the snapshot was lost with the Learner that made it.
         """
-        if version != self._published_version + 1:
+        is_first = self._snapshot is None and version == self._published_version  # Generators began with others
+        if version != self._published_version + 1 and not is_first:
             raise ValueError(f"version {version} cannot follow {self._published_version}")
         (snapshot,) = boxed
         async with self._transaction:
