@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from grpo_ray.config import ModelConfig
-from grpo_ray.config.model import AdapterConfig
+from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.policy.device import cast_parameters
 from grpo_ray.policy.loading import WEIGHTS, load_policy
 from grpo_ray.policy.model import PolicyModel

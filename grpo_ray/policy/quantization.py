@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_ray.config import ModelConfig
+from grpo_ray.config.model import ModelConfig
 from grpo_ray.policy.model import PolicyModel
+
+BLOCK = 64  # weights that share a scale
 
 
 def check_quantization(model: ModelConfig) -> None:
@@ -31,12 +33,15 @@ def check_quantization(model: ModelConfig) -> None:
 def quantize_linear_layers(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the linear layers but the output layer by ones in 4 bits, one at a time, on the device.
 
+    A layer stays as it is if its rows are not whole blocks: on CPUs bitsandbytes 0.50 dequantizes those with the
+    scales of their neighbours.
+
     Args:
         dtype: of the dequantized weights and of the products.
     """
     output = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and layer is not output:
+        if type(layer) is nn.Linear and layer is not output and layer.in_features % BLOCK == 0:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _quantized(layer, dtype, device))
 
