@@ -26,6 +26,7 @@ from grpo_ray.policy.quantization import dequantized, is_quantized, quantize_lin
 NAME = "default"  # peft's name of a model's only adapter
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in PEFT's files
+FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}  # PEFT's names and ours
 DIGEST = "base_sha256"  # in the file's metadata, which peft ignores
 OWN = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
 WINDOW_BYTES, NUM_WINDOWS = 4096, 16
@@ -89,6 +90,11 @@ def check_adapter(config: ModelConfig, model: PolicyModel) -> None:
     add_adapter(model, config.adapter, config.path or "")
     if config.adapter.path is not None:
         load_adapter(model, Path(config.adapter.path))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder, such as a checkpoint, holds an adapter in PEFT's format."""
+    return (folder / CONFIG).is_file()
 
 
 def has_adapter(model: PolicyModel) -> bool:
@@ -188,8 +194,7 @@ def load_adapter(model: Any, folder: Path) -> None:
     config = model.peft_config[NAME]
     check_adapter_files(folder, config.base_model_name_or_path)
     saved = json.loads((folder / CONFIG).read_bytes())
-    fields = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}
-    for name, field in fields.items():
+    for name, field in FIELDS.items():
         if saved.get(name, False) != getattr(config, name):
             raise ValueError(
                 f"model.adapter.{field}: the adapter in {str(folder)!r} has {saved.get(name)}, and the configuration "
@@ -240,6 +245,21 @@ def check_adapter_files(folder: Path, base: str) -> None:
             f"({saved.get('base_model_name_or_path')}), whose weights are not those of {base!r}; give model.path "
             "the base that it was trained on"
         )
+
+
+def saved_config(folder: Path) -> tuple[str, AdapterConfig]:
+    """Return the base that an adapter in PEFT's format names, and its configuration.
+
+    Raises:
+        ValueError: the folder has no usable adapter of this kind.
+    """
+    try:
+        saved = json.loads((folder / CONFIG).read_bytes())
+        own = {field: saved[name] for name, field in FIELDS.items() if name in saved}
+        targets = sorted({name.rpartition(".")[2] for name in saved["target_modules"]})
+        return str(saved["base_model_name_or_path"]), AdapterConfig(**own, target_modules=tuple(targets))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG} cannot be used ({error!r}); copy the adapter again") from error
 
 
 def base_digest(path: str) -> str | None:
