@@ -24,7 +24,12 @@ from grpo_ray.policy.microbatch import sequences_of
 from grpo_ray.policy.quantization import dequantized
 from grpo_ray.types import TrainBatch, WeightSnapshot
 
-KINDS: list[dict[str, Any]] = [{}, {"rslora": True}, {"dora": True}, {"target_modules": ["q_proj", "down_proj"]}]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"rslora": True},
+    {"dora": True},
+    {"target_modules": ["q_proj", "down_proj"]},
+]
 
 
 def options(folder: Path | str, **adapter: Any) -> ModelConfig:
@@ -146,7 +151,8 @@ def test_only_the_adapter_is_trained(
     for seed in range(2):
         train(learner, seed)
     after = {n: zlib.crc32(raw(p)) for n, p in learner.model.named_parameters() if not p.requires_grad}
-    assert base and after == base
+    assert base
+    assert after == base
     assert all(p.grad is None for p in learner.model.parameters() if not p.requires_grad)
     assert all(".lora_" in name for name in learner.masters.named)
     assert {p.dtype for p in learner.masters.parameters} == {torch.float32}
@@ -258,7 +264,9 @@ def test_a_4_bit_base_computes_what_its_dequantized_copy_does(
     copy = load_policy(str(folder))
     copy.load_state_dict(served, strict=False)
     copy.save_pretrained(tmp_path / "copy")
-    plain = Learner(str(tmp_path / "copy"), changed(quantized._config, model={"base_quantization": "none"}), ENDS)
+    plain = Learner(
+        str(tmp_path / "copy"), changed(quantized._config, model={"base_quantization": "none"}), ENDS
+    )
     for learner in (quantized, plain):
         perturbed(learner.model)
     merged, expected = tensors(quantized.snapshot()[0]), tensors(plain.snapshot()[0])
@@ -296,13 +304,17 @@ def test_what_cannot_be_adapted_is_refused_by_name(
     learner = make_learner()
     folder = written(learner, tmp_path / "step")
 
-    def check(match: str, base: Path = tiny_model(), **adapter: Any) -> None:
+    def check(match: str, base: Path | None = None, **adapter: Any) -> None:
+        base = base or tiny_model()
         model = skeleton(str(base), False, "transformers")
         with pytest.raises(ValueError, match=match):
             check_adapter(options(base, **adapter), model)
 
     check_adapter(options(tiny_model(), path=str(folder)), skeleton(str(tiny_model()), False, "transformers"))
-    check(r"target_modules: the model has no linear layer 'query' to adapt; it has down_proj", target_modules=["query"])
+    check(
+        r"target_modules: the model has no linear layer 'query' to adapt; it has down_proj",
+        target_modules=["query"],
+    )
     check(r"no linear layer 'lm_head'", target_modules=["lm_head"])
     check(r"adapter\.rslora: the adapter in", path=str(folder), rslora=True)
     check(r"adapter\.path: .* has no adapter_config\.json", path=str(tmp_path))
@@ -321,7 +333,9 @@ def test_what_cannot_be_adapted_is_refused_by_name(
 
 
 def test_a_4_bit_base_without_an_adapter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"base_quantization: nf4 weights cannot be trained; add model\.adapter"):
+    with pytest.raises(
+        ValueError, match=r"base_quantization: nf4 weights cannot be trained; add model\.adapter"
+    ):
         ModelConfig(path="x/y", base_quantization="nf4")
     with pytest.raises(ValueError, match="an empty list adapts nothing"):
         AdapterConfig(target_modules=())

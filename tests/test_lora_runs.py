@@ -1,4 +1,4 @@
-"""Whole runs with an adapter, in this process: what Generators sample from, resumes, and what the tools make of it."""
+"""Whole runs with an adapter, in this process: what Generators sample from, resumes, and the tools."""
 
 import json
 import zlib
@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
-from grpo_ray.errors import RunError
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.tools.cli import main

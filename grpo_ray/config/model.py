@@ -72,7 +72,7 @@ class AdapterConfig(Section):
     rank: PositiveInt = 16
     """Width of the narrow matrices."""
     alpha: PositiveInt = 32
-    """Scale of the product: it is multiplied with `alpha / rank`, or with `rslora` with `alpha / sqrt(rank)`."""
+    """Scale of the product, which is multiplied with `alpha / rank`; with `rslora`, `alpha / sqrt(rank)`."""
     target_modules: tuple[str, ...] | None = None
     """Names of the linear layers to adapt, such as `q_proj`; `null`: all but the output layer."""
     rslora: bool = False
@@ -80,8 +80,8 @@ class AdapterConfig(Section):
     dora: bool = False
     """Also train the length of each of the matrix's rows (DoRA, Liu et al. 2024)."""
     path: str | None = None
-    """A folder in PEFT's format to start from, such as a run's checkpoint; `null`: a new adapter, which at first
-    changes nothing."""
+    """A folder in PEFT's format to start from, such as a run's checkpoint. `null`: a new adapter, which changes
+    nothing at first."""
 
     @field_validator("target_modules")
     @classmethod

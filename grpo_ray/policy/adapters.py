@@ -1,4 +1,4 @@
-"""LoRA adapters on a frozen base, through peft: made, merged tensor by tensor for the sampler, saved and loaded.
+"""LoRA adapters on a frozen base, through peft: made, merged tensor by tensor for the sampler, and their files.
 
 peft puts its layers into the model in place, so that the policy keeps its class, its attention and its output
 layer. A layer `q_proj` then has its own weights in `q_proj.base_layer`, and the adapter's beside it.
@@ -26,7 +26,12 @@ from grpo_ray.policy.quantization import dequantized, is_quantized, quantize_lin
 NAME = "default"  # peft's name of a model's only adapter
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in PEFT's files
-FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}  # PEFT's names and ours
+FIELDS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+}  # PEFT's names and ours
 DIGEST = "base_sha256"  # in the file's metadata, which peft ignores
 OWN = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
 WINDOW_BYTES, NUM_WINDOWS = 4096, 16
@@ -116,7 +121,9 @@ def _targets(model: PolicyModel, config: AdapterConfig) -> list[str]:
                 f"{', '.join(known) or 'none'}"
             )
     if not known:
-        raise ValueError("model.adapter: the model has no linear layers that peft can adapt; remove the adapter")
+        raise ValueError(
+            "model.adapter: the model has no linear layers that peft can adapt; remove the adapter"
+        )
     return list(config.target_modules or known)
 
 
@@ -197,8 +204,8 @@ def load_adapter(model: Any, folder: Path) -> None:
     for name, field in FIELDS.items():
         if saved.get(name, False) != getattr(config, name):
             raise ValueError(
-                f"model.adapter.{field}: the adapter in {str(folder)!r} has {saved.get(name)}, and the configuration "
-                f"{getattr(config, name)}; give model.adapter the values that it was trained with"
+                f"model.adapter.{field}: the adapter in {str(folder)!r} has {saved.get(name)}, and the "
+                f"configuration {getattr(config, name)}; give model.adapter the values that it was trained with"
             )
     found = {name.removeprefix(PREFIX): tensor.float() for name, tensor in load_file(folder / FILE).items()}
     expected = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -209,11 +216,13 @@ def load_adapter(model: Any, folder: Path) -> None:
     if wrong:
         raise ValueError(
             f"model.adapter.path: {str(folder)!r} is the adapter of another base, or of other layers: it lacks "
-            f"{wrong[0]}, or has it in another shape, or in addition ({len(wrong)} such tensors); check model.path "
-            "and model.adapter.target_modules"
+            f"{wrong[0]}, or has it in another shape, or in addition ({len(wrong)} such tensors); check "
+            "model.path and model.adapter.target_modules"
         )
     if not all(torch.isfinite(tensor).all() for tensor in found.values()):
-        raise ValueError(f"model.adapter.path: values in {str(folder)!r} are NaN or infinite; use an earlier one")
+        raise ValueError(
+            f"model.adapter.path: values in {str(folder)!r} are NaN or infinite; use an earlier one"
+        )
     if not next(iter(expected.values())).is_meta:
         set_peft_model_state_dict(model, found)
 
@@ -242,8 +251,8 @@ def check_adapter_files(folder: Path, base: str) -> None:
     if digest and own and digest != own:
         raise ValueError(
             f"model.adapter.path: {str(folder)!r} is the adapter of another base "
-            f"({saved.get('base_model_name_or_path')}), whose weights are not those of {base!r}; give model.path "
-            "the base that it was trained on"
+            f"({saved.get('base_model_name_or_path')}), whose weights are not those of {base!r}; give "
+            "model.path the base that it was trained on"
         )
 
 

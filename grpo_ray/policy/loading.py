@@ -125,9 +125,7 @@ def load_policy(
     return model.eval()
 
 
-def _load_transformers(
-    path: str, trust_remote_code: bool, dtype: torch.dtype
-) -> tuple[PolicyModel, list[str]]:
+def _load_transformers(path: str, trust_remote_code: bool, dtype: torch.dtype) -> tuple[PolicyModel, list[str]]:
     """Load with transformers; also return the tensors that it could not find and filled with random values."""
     model, found = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa",

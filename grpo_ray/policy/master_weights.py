@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 
-
 class Parameters(Protocol):
     """A model, or a list of parameters."""
 

@@ -1,8 +1,8 @@
 """A frozen base in 4 bits: the linear layers under an adapter, in bitsandbytes' NF4.
 
 NF4 has 16 values at the quantiles of a normal distribution, and a scale per 64 weights that is itself quantized
-(Dettmers et al. 2023, QLoRA, section 3). bitsandbytes is chosen over torchao because peft's layers for it compute
-on GPUs and CPUs alike, without compilation.
+(Dettmers et al. 2023, QLoRA, section 3). bitsandbytes is chosen over torchao because peft's layers for it
+compute on GPUs and CPUs alike, without compilation.
 """
 
 import importlib.util
@@ -25,16 +25,16 @@ def check_quantization(model: ModelConfig) -> None:
     """
     if model.base_quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
-            f"model.base_quantization: {model.base_quantization} needs the package bitsandbytes on the Learner's "
-            "machine; install it with `pip install bitsandbytes`, or set model.base_quantization to none"
+            f"model.base_quantization: {model.base_quantization} needs the package bitsandbytes on the "
+            "Learner's machine; install it with `pip install bitsandbytes`, or set it to none"
         )
 
 
 def quantize_linear_layers(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the linear layers but the output layer by ones in 4 bits, one at a time, on the device.
 
-    A layer stays as it is if its rows are not whole blocks: on CPUs bitsandbytes 0.50 dequantizes those with the
-    scales of their neighbours.
+    A layer stays as it is if its rows are not whole blocks: on CPUs bitsandbytes 0.50 dequantizes those with
+    the scales of their neighbours.
 
     Args:
         dtype: of the dequantized weights and of the products.

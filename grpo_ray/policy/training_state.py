@@ -1,8 +1,9 @@
 """The state that training resumes from: weights, optimizer, random generators and a moving reference.
 
 A `TrainingState` is a copy in host memory, which any thread may write while training continues. On disk it is a
-model in Hugging Face format, or an adapter in PEFT's, and `training/optimizer.safetensors`, with tensors `adam/<weight>/<moment>`,
-`random/<device>` and `reference/<weight>` (of a reference that moves), and counters in the file's metadata.
+model in Hugging Face format, or an adapter in PEFT's, and `training/optimizer.safetensors`, with tensors
+`adam/<weight>/<moment>`, `random/<device>` and `reference/<weight>` (of a reference that moves), and counters
+in the file's metadata.
 """
 
 import json

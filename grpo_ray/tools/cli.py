@@ -29,7 +29,8 @@ from grpo_ray.tools.top.arguments import TOP
 from grpo_ray.tools.train import CHECK, RESUME, TRAIN
 
 COMMANDS: tuple[Command[Any], ...] = (
-    TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT, DATA, PLAYGROUND,
+    TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT, DATA,
+    PLAYGROUND,
 )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def evaluate(options: EvaluationOptions) -> Path:
 
 
 def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
-    """Return the configuration with the model that the Generators load at startup: the first weights, or a base."""
+    """Return the configuration with the model that the Generators load first: the first weights, or a base."""
     first = plan.subject.weights[0]
     path = plan.config.model.path if first.folder is None or first.is_adapter else str(first.folder)
     if path is None:

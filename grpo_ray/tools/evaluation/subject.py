@@ -122,7 +122,7 @@ def _adapter_subject(folder: Path) -> Subject:
 
 
 def _initial(data: dict[str, Any]) -> Weights:
-    """Return the weights that a configuration starts from: its model's, or those of `model.adapter.path` on it."""
+    """Return the weights that a configuration starts from: its model's, or `model.adapter.path` on it."""
     model = data.get("model")
     adapter = model.get("adapter") if isinstance(model, dict) else None
     path = adapter.get("path") if isinstance(adapter, dict) else None

@@ -31,6 +31,6 @@ def _export(options: ExportOptions) -> int:
 
 EXPORT = Command(
     "export", ExportOptions, _export, "write a checkpoint as a whole model",
-    "Write a whole model in Hugging Face format: a checkpoint's adapter merged into its base, or the weights of a "
-    "run without an adapter; see docs/lora.md.",
+    "Write a whole model in Hugging Face format: a checkpoint's adapter merged into its base, or the weights "
+    "of a run without an adapter; see docs/lora.md.",
 )  # fmt: skip

@@ -36,7 +36,9 @@ def export_merged(options: ExportOptions) -> Path:
     unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
     try:
         if config.model.adapter is None:
-            shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns("training"), dirs_exist_ok=True)
+            shutil.copytree(
+                checkpoint, unfinished, ignore=shutil.ignore_patterns("training"), dirs_exist_ok=True
+            )
         else:
             base = base_folder(config)
             merged_policy(base, config.model, checkpoint).save_pretrained(unfinished)
