@@ -377,7 +377,9 @@ def test_the_state_is_what_a_learner_holds(
 
 @pytest.mark.parametrize("reference", ["none", "initial", "ema"])
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
-@pytest.mark.parametrize("adapter", [{"rank": 4}, {"rank": 4, "dora": True, "target_modules": ["q_proj", "up_proj"]}])
+@pytest.mark.parametrize(
+    "adapter", [{"rank": 4}, {"rank": 4, "dora": True, "target_modules": ["q_proj", "up_proj"]}]
+)
 def test_the_state_under_an_adapter_is_what_a_learner_holds(
     tiny_config: Config,
     tiny_model: Callable[..., Path],

@@ -4,7 +4,6 @@ peft puts its layers into the model in place, so that the policy keeps its class
 layer. A layer `q_proj` then has its own weights in `q_proj.base_layer`, and the adapter's beside it.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -12,29 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.policy.device import cast_parameters
-from grpo_ray.policy.loading import WEIGHTS, load_policy
+from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.quantization import dequantized, is_quantized, quantize_linear_layers
+from grpo_ray.telemetry.adapter_files import (
+    CONFIG,
+    DIGEST,
+    FIELDS,
+    FILE,
+    PREFIX,
+    base_digest,
+    check_adapter_files,
+)
 
 NAME = "default"  # peft's name of a model's only adapter
-CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of names in PEFT's files
-FIELDS = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "use_rslora": "rslora",
-    "use_dora": "dora",
-}  # PEFT's names and ours
-DIGEST = "base_sha256"  # in the file's metadata, which peft ignores
 OWN = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
-WINDOW_BYTES, NUM_WINDOWS = 4096, 16
 
 
 def load_trained(path: str, config: ModelConfig, device: torch.device, seed: int = 0) -> PolicyModel:
@@ -95,11 +91,6 @@ def check_adapter(config: ModelConfig, model: PolicyModel) -> None:
     add_adapter(model, config.adapter, config.path or "")
     if config.adapter.path is not None:
         load_adapter(model, Path(config.adapter.path))
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder, such as a checkpoint, holds an adapter in PEFT's format."""
-    return (folder / CONFIG).is_file()
 
 
 def has_adapter(model: PolicyModel) -> bool:
@@ -225,66 +216,3 @@ def load_adapter(model: Any, folder: Path) -> None:
         )
     if not next(iter(expected.values())).is_meta:
         set_peft_model_state_dict(model, found)
-
-
-def check_adapter_files(folder: Path, base: str) -> None:
-    """Refuse a folder without an adapter, or with one that was trained on another base.
-
-    Raises:
-        ValueError: the files are missing or damaged, or name another base by its digest.
-    """
-    for name in (CONFIG, FILE):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"model.adapter.path: {str(folder)!r} has no {name}; give a folder in PEFT's format, such as a "
-                "checkpoint of a run with model.adapter"
-            )
-    try:
-        saved = json.loads((folder / CONFIG).read_bytes())
-        with safe_open(folder / FILE, framework="pt") as file:
-            digest = (file.metadata() or {}).get(DIGEST)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"model.adapter.path: {str(folder)!r} is damaged ({error}); copy it again") from None
-    if saved.get("peft_type") != "LORA":
-        raise ValueError(f"model.adapter.path: {str(folder)!r} is of kind {saved.get('peft_type')}, not LORA")
-    own = base_digest(base)
-    if digest and own and digest != own:
-        raise ValueError(
-            f"model.adapter.path: {str(folder)!r} is the adapter of another base "
-            f"({saved.get('base_model_name_or_path')}), whose weights are not those of {base!r}; give "
-            "model.path the base that it was trained on"
-        )
-
-
-def saved_config(folder: Path) -> tuple[str, AdapterConfig]:
-    """Return the base that an adapter in PEFT's format names, and its configuration.
-
-    Raises:
-        ValueError: the folder has no usable adapter of this kind.
-    """
-    try:
-        saved = json.loads((folder / CONFIG).read_bytes())
-        own = {field: saved[name] for name, field in FIELDS.items() if name in saved}
-        targets = sorted({name.rpartition(".")[2] for name in saved["target_modules"]})
-        return str(saved["base_model_name_or_path"]), AdapterConfig(**own, target_modules=tuple(targets))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG} cannot be used ({error!r}); copy the adapter again") from error
-
-
-def base_digest(path: str) -> str | None:
-    """Return a digest of a model's weights, from samples of its files; None if they are not on this machine."""
-    config = Path(path) / "config.json"
-    if not config.exists():
-        cached = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
-        if not isinstance(cached, str):
-            return None
-        config = Path(cached)
-    digest = hashlib.sha256()
-    for file in sorted(config.parent.glob(WEIGHTS)):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as data:
-            for window in range(NUM_WINDOWS):
-                data.seek(size * window // NUM_WINDOWS)
-                digest.update(data.read(WINDOW_BYTES))
-    return digest.hexdigest()[:32]

@@ -185,7 +185,7 @@ class Controller:
         """
         if self._config.model.adapter is not None:
             self._log.display.status("sending the adapted weights")
-            await self._sync(self._version, *self._actors.learner.snapshot())
+            await self._sync(self._version, *self._actors.learner.snapshot(), is_initial=True)
         state = self._checkpoint.state if self._checkpoint is not None else None
         await self._producer.begin(self._version, state.ledger if state is not None else None)
         if state is not None and self._log.last_logged_step < self._version:
@@ -331,14 +331,16 @@ class Controller:
         self._log.display.step(version, metrics)
         await self._finish_step(version)
 
-    async def _sync(self, version: int, snapshot: Ref[WeightSnapshot], copied: Awaitable[int]) -> SyncReport:
+    async def _sync(
+        self, version: int, snapshot: Ref[WeightSnapshot], copied: Awaitable[int], is_initial: bool = False
+    ) -> SyncReport:
         """Load the snapshot into the Generators; those that fail are replaced."""
         with self._clock.stage("publish", f"version {version}"):
             with self._calls.call("learner", f"copies the weights of version {version}"):
                 await copied  # first, or a Learner that is stuck would look like Generators that are
             synced = self._pool.serving
             with self._calls.call("weight_sync", f"publishes version {version}"):
-                report = await self._actors.weight_sync.publish(version, (snapshot,))
+                report = await self._actors.weight_sync.publish(version, (snapshot,), is_initial)
         for name, error in report.failed.items():
             self._pool.retire(name, error, synced.get(name))
         return report

@@ -15,13 +15,13 @@ from grpo_ray.config import Config
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
-from grpo_ray.policy.adapters import is_adapter
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.run.open_calls import OpenCalls
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.stalls import StallWatch
+from grpo_ray.telemetry.adapter_files import is_adapter
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup, WeightSnapshot
