@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
-CHEAP = ("buffer", "head_memory", "learner_shared", "logprobs", "packing", "scoring")
+CHEAP = ("adapter_memory", "buffer", "head_memory", "learner_shared", "logprobs", "packing", "scoring")
 OTHERS = {
     "checkpointing",
     "generation",
