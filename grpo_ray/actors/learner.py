@@ -16,7 +16,13 @@ from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_on_device, pack_weights
-from grpo_ray.policy.adapters import load_adapter, load_trained, served_weights, trained_parameters
+from grpo_ray.policy.adapters import (
+    load_adapter,
+    load_trained,
+    served_adapter,
+    served_weights,
+    trained_parameters,
+)
 from grpo_ray.policy.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
@@ -251,7 +257,8 @@ class Learner:
             return self._snapshot(), self.version
 
     def _snapshot(self) -> WeightSnapshot:
-        parameters, sync = served_weights(self.model), self._config.weight_sync
+        sync = self._config.weight_sync
+        parameters = served_weights(self.model) if sync.send == "merged" else served_adapter(self.model)
         if sync.transport == "ipc":
             self._shared = None  # every Generator has loaded the previous one
             packed = pack_on_device(parameters, self.version, self._dtype, self._device)

@@ -107,8 +107,8 @@ class WeightSync:
         Args:
             version: the snapshot's.
             boxed: the reference to the snapshot, in a tuple so that its bytes are not fetched here.
-            is_initial: the Generators started with other weights than the current version's, such as the base of
-                an adapter; nothing has been sampled yet.
+            is_initial: the Generators started with other weights than the current version's, such as the base
+                of an adapter; nothing has been sampled yet.
 
         Raises:
             DataLost: the snapshot was lost with the Learner that made it.

@@ -157,6 +157,12 @@ def served_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor | Mer
             yield served, parameter
 
 
+def served_adapter(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the adapter's values under the names in PEFT's files, for an engine that merges nothing."""
+    for name, parameter in trained_parameters(model):
+        yield PREFIX + name.replace(f".{NAME}.", "."), parameter
+
+
 def trained_parameters(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 

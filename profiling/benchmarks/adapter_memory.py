@@ -52,7 +52,9 @@ def measure(overrides: list[str], quick: bool) -> dict[str, float]:
         seconds = time.perf_counter() - started
         learner.capture()
         captured = learner._captured
-        saved = {tensor.data_ptr(): tensor for tensor in (*captured.weights.values(), *captured.training.values())}
+        saved = {
+            tensor.data_ptr(): tensor for tensor in (*captured.weights.values(), *captured.training.values())
+        }
     trained = learner.masters.parameters
     return {
         "snapshot seconds": seconds,
@@ -72,7 +74,10 @@ def _state(learner: Any) -> list[torch.Tensor]:
             found += [state.absmax, state.state2.absmax]
     found += [parameter.grad for parameter in learner.masters.parameters if parameter.grad is not None]
     found += [
-        value for state in learner._optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+        value
+        for state in learner._optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
     ]
     return list({tensor.data_ptr(): tensor for tensor in found}.values())
 
