@@ -23,6 +23,7 @@ from grpo_ray.policy.loading import load_policy, skeleton
 from grpo_ray.policy.microbatch import sequences_of
 from grpo_ray.policy.quantization import dequantized
 from grpo_ray.telemetry.adapter_files import FILE
+from grpo_ray.telemetry.flops import ModelSize
 from grpo_ray.types import TrainBatch, WeightSnapshot
 
 KINDS: list[dict[str, Any]] = [
@@ -294,6 +295,14 @@ def test_layers_without_an_adapter_are_served_dequantized_too(make_learner: Call
     gate: Any = learner.model.get_submodule("model.layers.0.mlp.gate_proj")
     assert gate.weight.dtype is torch.uint8
     assert torch.equal(served["model.layers.0.mlp.gate_proj.weight"], dequantized(gate.weight).float())
+
+
+def test_a_4_bit_base_has_the_flops_of_its_weights(make_learner: Callable[..., Learner]) -> None:
+    plain, quantized = (
+        make_learner(model={"base_quantization": kind, "dtype": "bfloat16"}) for kind in ("none", "nf4")
+    )
+    wide = Learner(str(quantized._tokenizer.name_or_path), plain._config, ENDS)  # of the same width
+    assert ModelSize.of(quantized.model) == ModelSize.of(wide.model)
 
 
 # ---- refusals ----

@@ -1,6 +1,7 @@
 """Whole runs with an adapter, in this process: what Generators sample from, resumes, and the tools."""
 
 import json
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.engines.snapshot import as_tensor, unpack_weights
 from grpo_ray.policy.loading import load_policy
 from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.tools.cli import main
+from grpo_ray.tools.evaluation.evaluator import _snapshot
+from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.tools.report.log_ratios import log_ratios
+from grpo_ray.types import WeightSnapshot
 
 # Rows of whole blocks, so that every linear layer can be quantized.
 LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=128"]
@@ -120,6 +126,34 @@ def test_the_base_on_disk_is_left_alone(finished: Path) -> None:
     config = lora_config()
     merged_policy(str(base.parent), config.model, finished / "checkpoints/step-000004")
     assert zlib.crc32(base.read_bytes()) == before
+
+
+def test_an_evaluation_serves_the_exported_weights(finished: Path, tmp_path: Path) -> None:
+    """A run, its checkpoint and the adapter's folder alone have the same weights to evaluate."""
+    checkpoint = finished / "checkpoints/step-000004"
+    alone = shutil.copytree(checkpoint, tmp_path / "alone", ignore=shutil.ignore_patterns("training"))
+    run, own, copied = (find_subject(str(path)) for path in (finished, checkpoint, alone))
+    assert run.weights == own.weights == (Weights(4, checkpoint),)
+    assert copied.weights == (Weights(0, alone),)
+    assert copied.data["model"]["adapter"]["rank"] == 4
+    assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0
+    config = load_config(finished / "config.yaml")
+    served = unpack(_snapshot(config, str(checkpoint), 1))
+    expected = unpack(_snapshot(config, str(tmp_path / "model"), 1))
+    assert served.keys() == expected.keys()
+    assert all(torch.equal(served[name], expected[name]) for name in expected)
+
+
+def unpack(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
+    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+
+
+def test_a_run_is_evaluated_from_the_adapter_that_it_began_with(finished: Path, tmp_path: Path) -> None:
+    checkpoint = finished / "checkpoints/step-000004"
+    (tmp_path / "job.yaml").write_text(
+        f"model: {{tiny: {{}}, adapter: {{path: {checkpoint}}}}}\ntask: {{kind: sorting}}\n"
+    )
+    assert find_subject(str(tmp_path / "job.yaml")).weights == (Weights(0, checkpoint),)
 
 
 def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import logging
 import os
 import shlex
 import sys
@@ -73,6 +74,8 @@ def set_library_defaults() -> None:
     """Keep the notices of libraries from burying ours, and waiting threads from spinning."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # It says at every start on a CPU that a faster kernel could be fetched from a hub; its own one is fine.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # the actors' own output goes to the run's logs
     # Threads that spin while they wait make a busy machine several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
