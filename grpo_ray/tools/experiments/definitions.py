@@ -112,7 +112,7 @@ _ALL = (
             "full": ("model.adapter=null", "learner.learning_rate=2e-4"),
             **{
                 f"rank-{rank}": (f"model.adapter={{rank: {rank}, alpha: 32}}", f"learner.learning_rate={rate}")
-                for rank, rate in {1: "2e-3", 4: "2e-3", 16: "2e-3"}.items()
+                for rank, rate in {1: "1e-3", 4: "2e-3", 16: "2e-3"}.items()
             },
         },
         ("optim/grad_norm", "policy/entropy", "mismatch/kl"),
