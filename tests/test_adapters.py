@@ -289,6 +289,34 @@ def test_rows_that_are_not_whole_blocks_are_not_quantized(tiny_model: Callable[.
     assert set(widths.values()) == {torch.float32}
 
 
+def test_dora_on_a_4_bit_base_is_merged_as_it_computes(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(adapter={"dora": True}, model={"base_quantization": "nf4"})
+    perturbed(learner.model)
+    plain = load_policy(learner._tokenizer.name_or_path)
+    plain.load_state_dict(tensors(learner.snapshot()[0]), strict=False)
+    tokens = torch.arange(20, 40)[None]
+    with torch.no_grad():
+        assert relative_difference(plain(tokens).logits, learner.model(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_gradient_checkpointing_changes_nothing(
+    which: str, quantization: str, make_learner: Callable[..., Learner]
+) -> None:
+    model = {"base_quantization": quantization}
+    plain, recomputed = (
+        make_learner(model=model),
+        make_learner(model=model, learner={"gradient_checkpointing": which}),
+    )
+    groups = make_batch(plain)
+    for learner in (plain, recomputed):
+        perturbed(learner.model)
+        learner.accumulate_gradient(sequences_of(groups))
+    for name, master in plain.masters.named.items():
+        assert relative_difference(recomputed.masters.named[name].grad, master.grad) < 1e-6
+
+
 def test_layers_without_an_adapter_are_served_dequantized_too(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(adapter={"target_modules": ["q_proj"]}, model={"base_quantization": "nf4"})
     served = tensors(learner.snapshot()[0])

@@ -147,7 +147,7 @@ def test_impossible_comparisons_and_measurements_are_refused(
         (["compare", str(one), str(other)], "packing and buffer are different benchmarks"),
         (["compare", str(one)], "takes two result files, not 1"),
         (["compare", str(one), str(tmp_path / "none.json")], "not a result that bench.py wrote"),
-        (["overlap"], "'overlap' is not a benchmark; choose from buffer, "),
+        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, buffer, "),
         (["logprobs", "model.dtype=float32"], "logprobs takes no changes to the configuration"),
     ):
         assert bench.main(arguments) == 2
