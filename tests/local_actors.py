@@ -103,7 +103,7 @@ class LocalActors:
     ) -> None:
         self._config = config
         run = RunDirectory(run_dir)
-        model = str(checkpoint.model_path) if checkpoint else start.path
+        model = str(checkpoint.model_path) if checkpoint and config.model.adapter is None else start.path
         version = checkpoint.state.step if checkpoint else 0
         training = checkpoint.training_path if checkpoint else None
 

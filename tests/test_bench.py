@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
-CHEAP = ("buffer", "head_memory", "learner_shared", "logprobs", "packing", "scoring")
+CHEAP = ("adapter_memory", "buffer", "head_memory", "learner_shared", "logprobs", "packing", "scoring")
 OTHERS = {
     "checkpointing",
     "generation",
@@ -147,7 +147,7 @@ def test_impossible_comparisons_and_measurements_are_refused(
         (["compare", str(one), str(other)], "packing and buffer are different benchmarks"),
         (["compare", str(one)], "takes two result files, not 1"),
         (["compare", str(one), str(tmp_path / "none.json")], "not a result that bench.py wrote"),
-        (["overlap"], "'overlap' is not a benchmark; choose from buffer, "),
+        (["overlap"], "'overlap' is not a benchmark; choose from adapter_memory, buffer, "),
         (["logprobs", "model.dtype=float32"], "logprobs takes no changes to the configuration"),
     ):
         assert bench.main(arguments) == 2

@@ -379,6 +379,43 @@ def test_the_state_is_what_a_learner_holds(
     assert sum(item.num_bytes for item in items) == sum(t.numel() * t.element_size() for t in held)
 
 
+@pytest.mark.parametrize("reference", ["none", "initial", "ema"])
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize(
+    "adapter", [{"rank": 4}, {"rank": 4, "dora": True, "target_modules": ["q_proj", "up_proj"]}]
+)
+def test_the_state_under_an_adapter_is_what_a_learner_holds(
+    tiny_config: Config,
+    tiny_model: Callable[..., Path],
+    adapter: dict[str, Any],
+    quantization: str,
+    reference: str,
+) -> None:
+    config = changed(
+        tiny_config,
+        model={"dtype": "bfloat16", "adapter": adapter, "base_quantization": quantization},
+        algorithm={"kl": {"reference": reference}},
+    )
+    folder = tiny_model(True, hidden_size=64)
+    learner = Learner(str(folder), config, ENDS)
+    learner.train_step(TrainBatch(tuple(make_batch(learner))))
+    parameters = learner.masters.parameters
+    held = [*parameters, *(p.grad for p in parameters), *learner.model.parameters()]
+    held += [m for state in learner._optimizer.state.values() for m in state.values() if m.ndim]
+    scales = sum(
+        state.absmax.nbytes + state.state2.absmax.nbytes
+        for p in learner.model.parameters()
+        if (state := getattr(p, "quant_state", None)) is not None
+    )
+    if learner._reference is not None:
+        held += {*learner._reference._own, *learner._reference.masters.parameters}
+    shape = shape_of(json.loads((folder / "config.json").read_text()), "tiny")
+    planned = sum(item.num_bytes for item in state_items(shape, config))
+    # Small matrices have less than a whole group of 256 scales.
+    slack = 4 * 2 * 7 if quantization == "nf4" else 0
+    assert abs(planned - scales - sum(t.numel() * t.element_size() for t in held)) <= slack
+
+
 # ---- figures by hand ----
 
 

@@ -118,6 +118,23 @@ def test_versions_are_consecutive(start: int, version: int) -> None:
     assert generator.log == []
 
 
+def test_other_weights_than_the_generators_started_with_are_sent_as_the_same_version() -> None:
+    """An adapter's Generators start with its base; one that is restarted gets the adapted weights as well."""
+
+    async def run() -> None:
+        generator, fresh = FakeGenerator("a"), FakeGenerator("a")
+        sync = make_sync(generator, version=5)
+        report = await sync.publish(5, fakes(["adapted"]), is_initial=True)
+        assert (report.version, generator.loaded) == (5, ["adapted"])
+        await sync.retire("a")
+        assert await sync.admit(fresh) == 5
+        assert fresh.loaded == ["adapted"]
+        with pytest.raises(ValueError, match="version 6 cannot follow 5"):
+            await sync.publish(6, fakes(["weights 6"]), is_initial=True)
+
+    asyncio.run(run())
+
+
 def test_admission_waits_until_every_generator_runs_the_version() -> None:
     async def run() -> None:
         slow = FakeGenerator("slow")

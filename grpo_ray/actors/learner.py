@@ -16,16 +16,23 @@ from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_on_device, pack_weights
+from grpo_ray.policy.adapters import (
+    load_adapter,
+    load_trained,
+    served_adapter,
+    served_weights,
+    trained_parameters,
+)
 from grpo_ray.policy.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
-from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
 from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.optimizer import make_optimizer, move_optimizer, warm_up_learning_rate
 from grpo_ray.policy.out_of_memory import SmallerMicroBatches
-from grpo_ray.policy.reference import Reference
+from grpo_ray.policy.reference import AdapterReference, Reference
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.performance import Performance
@@ -53,7 +60,8 @@ class Learner:
     ) -> None:
         """
         Args:
-            checkpoint: the `training` folder in `model_path` to restore from.
+            model_path: the policy's folder or hub name, or the base's if an adapter is trained.
+            checkpoint: the `training` folder to restore from, in `model_path` or in the adapter's folder.
             skipped_folder: receives the batches of skipped updates.
             initial_path: the model that the run began with, if it is not `model_path`.
             profile_folder: receives the traces of `learner.profile_steps`.
@@ -73,10 +81,15 @@ class Learner:
         self.model = self._load(model_path)
         self._reference = self._make_reference(initial_path or model_path, model_path)
         recompute_in_backward(self.model, config.learner.gradient_checkpointing)
-        for model in [self.model, *([self._reference.model] if self._reference else [])]:
+        for model in {self.model, *([self._reference.model] if self._reference else [])}:
             if config.learner.compile:
                 compile_blocks(model)
-        self.masters = MasterWeights(self.model, self._dtype)
+        if config.model.adapter is None:
+            self.masters = MasterWeights(self.model, self._dtype)
+        else:
+            if checkpoint is not None:
+                load_adapter(self.model, checkpoint.parent)
+            self.masters = MasterWeights(self.model, self._dtype, trained_parameters(self.model))
         self._optimizer = make_optimizer(self.masters.parameters, config.learner)
         self._clock = StageClock(STAGES, rest="wait_for_batch")
         torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state
@@ -93,14 +106,15 @@ class Learner:
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
 
     def _load(self, path: str) -> PolicyModel:
-        model = self._config.model
-        return load_policy(path, model.trust_remote_code, model.implementation).to(self._home)
+        return load_trained(path, self._config.model, self._home, self._config.run.seed)
 
     def _make_reference(self, initial_path: str, model_path: str) -> Reference | None:
         """Return the reference policy with the weights that the run began with, or None without a KL term."""
         kl = self._config.algorithm.kl
         if kl.reference == "none":
             return None
+        if self._config.model.adapter is not None:
+            return AdapterReference(self.model, kl, self._dtype)
         first = self.model
         if initial_path != model_path and kl.reference == "initial":
             first = self._load(initial_path)
@@ -175,8 +189,8 @@ class Learner:
         sequences: Sequence[TrainSequence] = sequences_of(groups, algorithm.mask_truncated)
         sums: Sums = defaultdict(float)
         if self._reference is not None:
-            with self._clock.stage("logprobs", "reference"):
-                look_up = partial(self._forward_backward.with_reference, self._reference.model)
+            with self._clock.stage("logprobs", "reference"), self._reference.in_use() as reference:
+                look_up = partial(self._forward_backward.with_reference, reference)
                 sequences = self._memory.retry(look_up, sequences)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
@@ -243,7 +257,8 @@ class Learner:
             return self._snapshot(), self.version
 
     def _snapshot(self) -> WeightSnapshot:
-        parameters, sync = self.model.named_parameters(), self._config.weight_sync
+        sync = self._config.weight_sync
+        parameters = served_weights(self.model) if sync.send == "merged" else served_adapter(self.model)
         if sync.transport == "ipc":
             self._shared = None  # every Generator has loaded the previous one
             packed = pack_on_device(parameters, self.version, self._dtype, self._device)

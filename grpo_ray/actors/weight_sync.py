@@ -96,7 +96,9 @@ class WeightSync:
 
     # The transaction
 
-    async def publish(self, version: int, boxed: tuple[Ref[WeightSnapshot]]) -> SyncReport:
+    async def publish(
+        self, version: int, boxed: tuple[Ref[WeightSnapshot]], is_initial: bool = False
+    ) -> SyncReport:
         """Run the transaction on all Generators in parallel: pause(keep), load, resume.
 
         A Generator that fails or exceeds a phase's timeout is stale from then on, and the others continue
@@ -105,11 +107,13 @@ class WeightSync:
         Args:
             version: the snapshot's.
             boxed: the reference to the snapshot, in a tuple so that its bytes are not fetched here.
+            is_initial: the Generators started with other weights than the current version's, such as the base
+                of an adapter; nothing has been sampled yet.
 
         Raises:
             DataLost: the snapshot was lost with the Learner that made it.
         """
-        if version != self._published_version + 1:
+        if version != self._published_version + (not is_initial):
             raise ValueError(f"version {version} cannot follow {self._published_version}")
         (snapshot,) = boxed
         async with self._transaction:

@@ -104,7 +104,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, is_ruled_out, normaliser, entropy = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        # None: the output layer is frozen, as under an adapter.
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(normaliser)
         for rows in ctx.layer.chunks(len(labels)):
@@ -115,11 +116,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad -= _entropy_part(logits, entropy[rows], entropy_grad[rows])
             grad = ctx.layer.scale_gradient(grad).to(weight.dtype)
             torch.mm(grad, weight, out=hidden_grad[rows])
+            if weight_grad is None:
+                continue
             if weight.dtype == torch.float32:
                 weight_grad.addmm_(grad.T, hidden[rows])
             else:
                 weight_grad += grad.T @ hidden[rows]
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype)
+        return hidden_grad, weight_grad, None, None, None
 
 
 _apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogProbs.apply

@@ -157,7 +157,8 @@ class ActorGroup(ServingGroup):
     ) -> None:
         """
         Args:
-            model: the one that the run began with; a checkpoint's weights take precedence.
+            model: the one that the run began with; a checkpoint's weights take precedence, or its adapter is
+                put on it.
         """
         self._initial_path = model.path
         self._checkpoint = checkpoint
@@ -166,7 +167,8 @@ class ActorGroup(ServingGroup):
         version = 0
         if checkpoint is not None:
             version = checkpoint.state.step
-            model = StartingModel(str(checkpoint.model_path), model.end_token_ids, model.max_model_len)
+            if config.model.adapter is None:
+                model = StartingModel(str(checkpoint.model_path), model.end_token_ids, model.max_model_len)
         super().__init__(placement, config, model, self._run.logs, version)
         self.learner = self._start_learner()
         self.buffer = self._start_buffer()

@@ -126,6 +126,30 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapter_can_be_sent(self) -> "Config":
+        if self.weight_sync.send == "merged":
+            return self
+        adapter, generator = self.model.adapter, self.generator
+        if adapter is None:
+            raise ValueError(
+                "weight_sync.send: there is no adapter to send; add model.adapter, or set it to merged"
+            )
+        obstacles = {
+            "vLLM has no DoRA (model.adapter.dora)": adapter.dora,
+            "Generators would sample from the base before its quantization (model.base_quantization)": (
+                self.model.base_quantization != "none"
+            ),
+            "the reference engine has no LoRA layers (generator.engine)": generator.engine != "vllm",
+            "a sleeping vLLM gives up its adapter (generator.colocated)": generator.colocated,
+            "vLLM's ranks end at 512 (model.adapter.rank)": adapter.rank > 512,
+        }
+        if found := [obstacle for obstacle, is_present in obstacles.items() if is_present]:
+            raise ValueError(
+                f"weight_sync.send: `adapter` is not possible here: {'; '.join(found)}; use `merged`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _colocation_is_possible(self) -> "Config":
         generator, learner, max_lag = self.generator, self.learner, self.weight_sync.max_lag
         if not generator.colocated:

@@ -64,6 +64,38 @@ class TinyModelConfig(Section):
         return self
 
 
+class AdapterConfig(Section):
+    """A trainable adapter on the frozen model, through the library peft."""
+
+    kind: Literal["lora"] = "lora"
+    """`lora` adds to each adapted matrix a product of two narrow ones (Hu et al. 2021)."""
+    rank: PositiveInt = 16
+    """Width of the narrow matrices."""
+    alpha: PositiveInt = 32
+    """Scale of the product, which is multiplied with `alpha / rank`; with `rslora`, `alpha / sqrt(rank)`."""
+    target_modules: tuple[str, ...] | None = None
+    """Names of the linear layers to adapt, such as `q_proj`; `null`: all but the output layer."""
+    rslora: bool = False
+    """Scale by the square root of the rank (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Also train the length of each of the matrix's rows (DoRA, Liu et al. 2024)."""
+    path: str | None = None
+    """A folder in PEFT's format to start from, such as a run's checkpoint. `null`: a new adapter, which changes
+    nothing at first."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_targets(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if names == ():
+            raise ValueError("an empty list adapts nothing; name linear layers, or give null for all")
+        return names
+
+    @field_validator("path")
+    @classmethod
+    def _home_folder(cls, path: str | None) -> str | None:
+        return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
+
+
 class ModelConfig(Section):
     path: str | None = None
     """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`."""
@@ -78,6 +110,11 @@ class ModelConfig(Section):
     """Kernel of the Learner's attention: `sdpa` is torch's scaled_dot_product_attention, `varlen` torch's
     FlashAttention for packed rows, `flash_attention_2` and `flash_attention_3` the packages of those names.
     `auto` is `varlen` on GPUs in bfloat16, and `sdpa` elsewhere."""
+    adapter: AdapterConfig | None = None
+    """Adapter to train instead of the model's own weights, which stay as they are."""
+    base_quantization: Literal["none", "nf4"] = "none"
+    """`nf4` keeps the linear layers under an adapter in 4 bits in the Learner; Generators sample from the
+    dequantized weights, which are the ones that it trains on. Needs the package bitsandbytes."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model."""
 
@@ -90,4 +127,13 @@ class ModelConfig(Section):
     def _one_source(self) -> "ModelConfig":
         if (self.path is None) == (self.tiny is None):
             raise ValueError("give exactly one of `path` (a folder or hub name) and `tiny` (build one)")
+        return self
+
+    @model_validator(mode="after")
+    def _quantization_is_possible(self) -> "ModelConfig":
+        if self.base_quantization != "none" and self.adapter is None:
+            raise ValueError(
+                f"base_quantization: {self.base_quantization} weights cannot be trained; add model.adapter to "
+                "train an adapter on them, or set base_quantization to none"
+            )
         return self

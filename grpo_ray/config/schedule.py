@@ -17,6 +17,9 @@ class WeightSyncConfig(Section):
     transport: Literal["object_store", "ipc"] = "object_store"
     """Path of the weights to the Generators: `object_store`, then shared memory into the engine; or `ipc`, read
     in place on the GPU that a colocated Generator and Learner share."""
+    send: Literal["merged", "adapter"] = "merged"
+    """With `model.adapter`: `merged` sends the whole model with the adapter merged into it; `adapter` sends the
+    adapter alone, which vLLM's LoRA layers apply (sampling is slower, and rounds differently)."""
     phase_timeout_s: PositiveFloat = 300.0
     """Seconds per phase of a sync; a Generator that takes longer is named and replaced."""
     checksum: bool = False

@@ -31,4 +31,5 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
         )  # fmt: skip
     from grpo_ray.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(model_path, *options, max_model_len, seed, config.model.trust_remote_code)
+    adapter = config.model.adapter if config.weight_sync.send == "adapter" else None
+    return VllmEngine(model_path, *options, max_model_len, seed, config.model.trust_remote_code, adapter)

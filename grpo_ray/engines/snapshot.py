@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,8 +14,23 @@ from grpo_ray.types import TensorSpec, WeightSnapshot
 ALIGNMENT_BYTES = 64  # any dtype can be viewed in place
 
 
+class Weight(Protocol):
+    """A tensor, or a weight that is computed when `detach` is called, so that few exist at a time."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def detach(self) -> torch.Tensor: ...
+
+
+NamedWeights = Iterable[tuple[str, Weight]]
+
+
 def pack_weights(
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: NamedWeights,
     version: int,
     dtype: torch.dtype,
     with_checksum: bool = False,
@@ -26,7 +42,7 @@ def pack_weights(
 
 
 def pack_on_device(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype, device: torch.device
+    named_tensors: NamedWeights, version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
     """Pack like `pack_weights`, but into a buffer on a GPU, which the caller keeps while it may be loaded."""
     specs, buffer = _pack(named_tensors, dtype, device)
@@ -35,12 +51,12 @@ def pack_on_device(
 
 
 def _pack(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, device: torch.device
+    named_tensors: NamedWeights, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
-    tensors = [(n, t.detach(), dtype if t.is_floating_point() else t.dtype) for n, t in named_tensors]
+    tensors = [(n, t, dtype if t.dtype.is_floating_point else t.dtype) for n, t in named_tensors]
     specs, offset = [], 0
     for name, tensor, wire_dtype in tensors:
-        num_bytes = tensor.numel() * wire_dtype.itemsize
+        num_bytes = tensor.shape.numel() * wire_dtype.itemsize
         specs.append(
             TensorSpec(name, str(wire_dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
         )
@@ -48,7 +64,7 @@ def _pack(
     buffer = torch.empty(offset, dtype=torch.uint8, device=device)
     for spec, (_, tensor, wire_dtype) in zip(specs, tensors, strict=True):
         view = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype)
-        view.view(tensor.shape).copy_(tensor)
+        view.view(tensor.shape).copy_(tensor.detach())
     return tuple(specs), buffer
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.config import GeneratorConfig
+from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.base import EngineDied
+from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 
@@ -17,8 +19,13 @@ class VllmEngine:
 
     def __init__(
         self, model_path: str, config: GeneratorConfig, dtype: str, max_model_len: int, seed: int,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool = False, adapter: AdapterConfig | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            adapter: the adapter that snapshots hold, instead of a whole model.
+        """
+        self._adapter = None if adapter is None else ServedAdapter(adapter)
         on_cpu = config.num_gpus == 0
         self._sleeps = config.colocated and not on_cpu  # vLLM can only free GPU memory
         _set_environment(config if on_cpu else None)
@@ -52,6 +59,7 @@ class VllmEngine:
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
+            **(self._adapter.engine_arguments() if self._adapter is not None else {}),
         }
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust_remote_code, **arguments))
         self._buffer = SharedBuffer()
@@ -66,7 +74,8 @@ class VllmEngine:
 
         params = _sampling_params(settings)
         prompt = {"prompt_token_ids": list(prompt_token_ids)}
-        outputs = self._llm.generate(prompt, params, str(next(self._request_ids)))
+        lora = None if self._adapter is None else self._adapter.request
+        outputs = self._llm.generate(prompt, params, str(next(self._request_ids)), lora_request=lora)
         try:
             async for output in outputs:  # FINAL_ONLY: one output, when every sample has finished
                 if not params.detokenize:
@@ -85,9 +94,13 @@ class VllmEngine:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def start_weight_update(self) -> None:
-        await self._llm.start_weight_update()
+        if self._adapter is None:
+            await self._llm.start_weight_update()
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
+        if self._adapter is not None:
+            await self._adapter.load(self._llm, snapshot)
+            return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from grpo_ray.engines.weight_transfer import update_info
@@ -97,7 +110,10 @@ class VllmEngine:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info(self._buffer, snapshot)))
 
     async def finish_weight_update(self, version: int) -> None:
-        await self._llm.finish_weight_update(weight_version=str(version))
+        if self._adapter is not None:
+            await self._llm.update_weight_version(str(version))
+        else:
+            await self._llm.finish_weight_update(weight_version=str(version))
 
     async def reset_prefix_cache(self) -> None:
         # Running requests are recomputed from their tokens, so that later tokens are sampled from the new
@@ -119,6 +135,8 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown)
         del self._llm  # now, while the modules that its finalizer calls are still loaded
         self._buffer.close()
+        if self._adapter is not None:
+            self._adapter.close()
 
 
 def _defaults(config: GeneratorConfig) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from transformers import (
 from grpo_ray.config.model import Implementation
 from grpo_ray.policy.attention import NAME as ATTENTION
 from grpo_ray.policy.attention import tree_obstacle
+from grpo_ray.policy.device import cast_parameters
 from grpo_ray.policy.model import PolicyModel
-from grpo_ray.policy.transformer_lm import check_plain, load_transformer_lm
+from grpo_ray.policy.transformer_lm import TransformerLM, check_plain, load_transformer_lm
 
 WEIGHTS = "model*.safetensors"  # excludes second copies under other names
 
@@ -69,6 +70,16 @@ def _listed_shards(folder: Path) -> list[Path]:
         ) from None
 
 
+def skeleton(path: str, trust_remote_code: bool, implementation: Implementation) -> PolicyModel:
+    """Return the model without memory for its weights, to learn the names and shapes of its layers."""
+    with torch.device("meta"):
+        if implementation == "grpo_ray":
+            return TransformerLM(check_llama(path))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model: PolicyModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return model
+
+
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer.
 
@@ -85,9 +96,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def load_policy(
-    path: str, trust_remote_code: bool = False, implementation: Implementation = "transformers"
+    path: str,
+    trust_remote_code: bool = False,
+    implementation: Implementation = "transformers",
+    dtype: torch.dtype = torch.float32,
 ) -> PolicyModel:
-    """Load the model with float32 master weights in evaluation mode (no dropout, since the sampler has none).
+    """Load the model in evaluation mode (no dropout, since the sampler has none).
+
+    Args:
+        dtype: of the weights: float32 for those that are trained.
 
     Raises:
         ValueError: weights are missing, not finite or of a shape that does not match config.json; or
@@ -95,8 +112,9 @@ def load_policy(
     """
     if implementation == "grpo_ray":
         model, wrong = _load_transformer_lm(path)
+        cast_parameters(model.parameters(), dtype)
     else:
-        model, wrong = _load_transformers(path, trust_remote_code)
+        model, wrong = _load_transformers(path, trust_remote_code, dtype)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
@@ -107,10 +125,10 @@ def load_policy(
     return model.eval()
 
 
-def _load_transformers(path: str, trust_remote_code: bool) -> tuple[PolicyModel, list[str]]:
+def _load_transformers(path: str, trust_remote_code: bool, dtype: torch.dtype) -> tuple[PolicyModel, list[str]]:
     """Load with transformers; also return the tensors that it could not find and filled with random values."""
     model, found = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
+        path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
         ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
     )  # fmt: skip
     if tree_obstacle(model) is None:

@@ -1,11 +1,21 @@
 """Float32 weights for the optimizer beside the model's copy of them, which has the dtype of the sampler."""
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Protocol, Self
 
 import torch
 from torch import nn
 
-from grpo_ray.policy.model import PolicyModel
+
+class Parameters(Protocol):
+    """A model, or a list of parameters."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]: ...
+
+    def to(self, device: torch.device) -> Self: ...
 
 
 class MasterWeights:
@@ -19,15 +29,23 @@ class MasterWeights:
     Parameters that have `dtype` already are their own masters, and nothing is copied.
     """
 
-    def __init__(self, model: PolicyModel, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Parameters,
+        dtype: torch.dtype,
+        trained: Iterable[tuple[str, nn.Parameter]] | None = None,
+    ) -> None:
         """Turn the parameters of `model` into copies in `dtype`; its buffers stay as they are.
 
         (With rotary frequencies in bfloat16, the angle at position 1,000 would be off by 1.2 rad.)
+
+        Args:
+            trained: the parameters with names, if they are not all of the model's; the others have no masters.
         """
-        self._model = model
+        self._model, self._is_whole = model, trained is None
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's parameter, its master
         self.named: dict[str, nn.Parameter] = {}  # masters by the name of the model's parameter
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters() if trained is None else trained:
             self.named[name] = parameter if parameter.dtype == dtype else self._narrow(parameter, dtype)
 
     def _narrow(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
@@ -56,7 +74,12 @@ class MasterWeights:
             master.data = master.data.to(device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the model's state with the masters' values; tied weights share a tensor."""
+        """Return the model's state with the masters' values; tied weights share a tensor.
+
+        Of a model that is trained in part, return that part.
+        """
+        if not self._is_whole:
+            return dict(self.named)
         masters: dict[int, torch.Tensor] = {id(copy): master for copy, master in self._copies}
         state = self._model.state_dict(keep_vars=True)
         return {name: masters.get(id(tensor), tensor) for name, tensor in state.items()}

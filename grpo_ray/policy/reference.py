@@ -1,9 +1,11 @@
 """The reference policy that KL is measured against: frozen, refreshed periodically, or a moving average."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from grpo_ray.config.algorithm import KLConfig
 from grpo_ray.policy.device import cast_parameters
@@ -26,6 +28,11 @@ class Reference:
         if config.reference == "initial":
             cast_parameters(self.model.parameters(), dtype)
         self.masters = MasterWeights(self.model, dtype)
+
+    @contextmanager
+    def in_use(self) -> Iterator[PolicyModel]:
+        """Yield the model that computes the reference's log-probabilities, for the block alone."""
+        yield self.model
 
     @property
     def moves(self) -> bool:
@@ -56,3 +63,34 @@ class Reference:
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the weights that belong in a checkpoint; none if they do not change."""
         return self.masters.named if self.moves else {}
+
+
+class AdapterReference(Reference):
+    """Earlier values of a policy's adapter, which take their turn on the base that both share.
+
+    A new adapter changes nothing, so with it the frozen reference is the base itself.
+    """
+
+    def __init__(self, policy: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
+        """Start as a copy of the parameters of `policy` that are trained."""
+        self._config, self.model = config, policy
+        trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        self._in_model = [parameter for _, parameter in trained]
+        copies = (nn.Parameter(p.detach().clone(), requires_grad=False) for p in self._in_model)
+        self._own = nn.ParameterList(copies)
+        if config.reference == "initial":
+            cast_parameters(self._own, dtype)
+        names = [name for name, _ in trained]
+        self.masters = MasterWeights(self._own, dtype, zip(names, self._own, strict=True))
+
+    @contextmanager
+    def in_use(self) -> Iterator[PolicyModel]:
+        self._swap()
+        try:
+            yield self.model
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for policy, own in zip(self._in_model, self._own, strict=True):
+            policy.data, own.data = own.data, policy.data

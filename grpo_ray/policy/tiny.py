@@ -91,6 +91,13 @@ def tiny_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return train_tokenizer((prompt + response for prompt, response in pairs), config.model.tiny.vocab_size)
 
 
+def tiny_skeleton(config: Config, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
+    """Return the configured tiny model without memory for its weights."""
+    assert config.model.tiny is not None
+    with torch.device("meta"):
+        return build_model(config.model.tiny, tokenizer, config.run.seed, config.model.implementation)
+
+
 def _warmup_pairs(config: Config) -> Pairs:
     """Return the (prompt, response) pairs that the warm-up trains on; none without a warm-up."""
     assert config.model.tiny is not None

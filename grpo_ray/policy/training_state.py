@@ -1,8 +1,9 @@
 """The state that training resumes from: weights, optimizer, random generators and a moving reference.
 
 A `TrainingState` is a copy in host memory, which any thread may write while training continues. On disk it is a
-model in Hugging Face format and `training/optimizer.safetensors`, with tensors `adam/<weight>/<moment>`,
-`random/<device>` and `reference/<weight>` (of a reference that moves), and counters in the file's metadata.
+model in Hugging Face format, or an adapter in PEFT's, and `training/optimizer.safetensors`, with tensors
+`adam/<weight>/<moment>`, `random/<device>` and `reference/<weight>` (of a reference that moves), and counters
+in the file's metadata.
 """
 
 import json
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.policy.adapters import has_adapter, save_adapter
 from grpo_ray.policy.device import host_memory
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.model import PolicyModel
@@ -68,7 +70,7 @@ def write_state(
 ) -> dict[str, int]:
     """Write the state to an existing folder and flush it to disk; return the size of each file.
 
-    Only the configuration of `model` is used.
+    Only the configuration of `model`, and of its adapter, is used.
 
     Raises:
         OSError: it could not be written.
@@ -76,8 +78,11 @@ def write_state(
     training = folder / "training"
     training.mkdir(exist_ok=True)
     with _os_errors():
-        model.save_pretrained(folder, state_dict=dict(state.weights))
-        _declare_float32(folder / "config.json")
+        if has_adapter(model):
+            save_adapter(model, state.weights, folder)
+        else:
+            model.save_pretrained(folder, state_dict=dict(state.weights))
+            _declare_float32(folder / "config.json")
         tokenizer.save_pretrained(folder)
         metadata = {name: str(count) for name, count in state.counters.items()}
         save_file(state.training, training / FILE_NAME, metadata=metadata)

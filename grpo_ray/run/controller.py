@@ -35,7 +35,7 @@ from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.run_log import Metrics, RunLog
 from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import BatchFacts, Ref, StepReport, TrainBatch, WeightSnapshot
+from grpo_ray.types import BatchFacts, Ref, StepReport, SyncReport, TrainBatch, WeightSnapshot
 
 T = TypeVar("T")
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can continue from its last checkpoint
@@ -179,7 +179,13 @@ class Controller:
             await actor.ready()
 
     async def _begin(self) -> None:
-        """Restore the ledger and the groups of the checkpoint, and finish its last step."""
+        """Restore the ledger and the groups of the checkpoint, and finish its last step.
+
+        With an adapter the Generators have only its base so far: they get the Learner's weights first.
+        """
+        if self._config.model.adapter is not None:
+            self._log.display.status("sending the adapted weights")
+            await self._sync(self._version, *self._actors.learner.snapshot(), is_initial=True)
         state = self._checkpoint.state if self._checkpoint is not None else None
         await self._producer.begin(self._version, state.ledger if state is not None else None)
         if state is not None and self._log.last_logged_step < self._version:
@@ -319,18 +325,25 @@ class Controller:
                 if not self._config.weight_sync.in_flight:
                     await until_published.enter_async_context(self._producer.drained(version - 1))
             metrics |= {"timing/weight_sync/join_s": joining.seconds}
-            with self._clock.stage("publish", f"version {version}"):
-                with self._calls.call("learner", f"copies the weights of version {version}"):
-                    await copied  # first, or a Learner that is stuck would look like Generators that are
-                synced = self._pool.serving
-                with self._calls.call("weight_sync", f"publishes version {version}"):
-                    report = await self._actors.weight_sync.publish(version, (snapshot,))
-        for name, error in report.failed.items():
-            self._pool.retire(name, error, synced.get(name))
+            report = await self._sync(version, snapshot, copied)
         window = await self._step_metrics.take(metrics["throughput/trained_tokens"])
         metrics |= {**report.metrics, **window, **self._checkpointing.take_metrics()}
         self._log.display.step(version, metrics)
         await self._finish_step(version)
+
+    async def _sync(
+        self, version: int, snapshot: Ref[WeightSnapshot], copied: Awaitable[int], is_initial: bool = False
+    ) -> SyncReport:
+        """Load the snapshot into the Generators; those that fail are replaced."""
+        with self._clock.stage("publish", f"version {version}"):
+            with self._calls.call("learner", f"copies the weights of version {version}"):
+                await copied  # first, or a Learner that is stuck would look like Generators that are
+            synced = self._pool.serving
+            with self._calls.call("weight_sync", f"publishes version {version}"):
+                report = await self._actors.weight_sync.publish(version, (snapshot,), is_initial)
+        for name, error in report.failed.items():
+            self._pool.retire(name, error, synced.get(name))
+        return report
 
     async def _finish_step(self, step: int) -> None:
         """Evaluate when due, and write the step's metrics unless that has been done."""

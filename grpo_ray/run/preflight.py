@@ -9,6 +9,7 @@ from typing import NoReturn
 from grpo_ray.config import Config
 from grpo_ray.config.task import ExamplesTaskConfig, PlainTask
 from grpo_ray.engines.engine_args import check_engine_args
+from grpo_ray.policy.adapters import check_adapter
 from grpo_ray.policy.loading import (
     check_hub_model,
     check_lengths,
@@ -19,8 +20,10 @@ from grpo_ray.policy.loading import (
     is_local,
     load_tokenizer,
     max_positions,
+    skeleton,
 )
 from grpo_ray.policy.optimizer import check_moments
+from grpo_ray.policy.quantization import check_quantization
 from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.protection import protection_here
@@ -93,6 +96,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     for name, reward in config.task.rewards.items():
         check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
     check_moments(config.learner)
+    check_quantization(config.model)
     if config.model.tiny is not None:
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
@@ -156,9 +160,12 @@ def _prepare(
 def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
     """Return the tokenizer, checked against the model, and the longest sequence that the model supports."""
     if config.model.tiny is not None:  # both are built to fit
-        from grpo_ray.policy.tiny import tiny_tokenizer
+        from grpo_ray.policy.tiny import tiny_skeleton, tiny_tokenizer
 
-        return tiny_tokenizer(config), config.model.tiny.max_position_embeddings
+        tokenizer = tiny_tokenizer(config)
+        if config.model.adapter is not None:
+            check_adapter(config.model, tiny_skeleton(config, tokenizer))
+        return tokenizer, config.model.tiny.max_position_embeddings
     assert config.model.path is not None
     path, trust = config.model.path, config.model.trust_remote_code
     if config.model.implementation == "grpo_ray":
@@ -173,6 +180,8 @@ def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
             "or set eos_token in tokenizer_config.json"
         )
     check_vocabulary(path, tokenizer, ends, trust)
+    if config.model.adapter is not None:
+        check_adapter(config.model, skeleton(path, trust, config.model.implementation))
     return tokenizer, positions
 
 

@@ -109,7 +109,7 @@ class ModelSize:
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         shares = _active_shares(model, config)
         counted = [
-            (shares.get(name, 1.0) * p.numel(), p.requires_grad)
+            (shares.get(name, 1.0) * _num_values(p), p.requires_grad)
             for name, p in model.named_parameters()
             if p.ndim > 1 and not name.endswith("bias") and id(p) not in {*embeddings, id(output)}
         ]
@@ -157,6 +157,12 @@ class WorkCount:
         lengths = lengths_of(sequences)
         self.flops += ModelSize.of(model).training_flops(lengths)
         self.trained_tokens += num_tokens(lengths)
+
+
+def _num_values(parameter: Any) -> int:
+    """Return the number of values in a matrix; one in 4 bits has two of them per byte."""
+    state = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if state is None else state.shape.numel())
 
 
 def _config(model: Any) -> Any:

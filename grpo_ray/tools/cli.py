@@ -4,6 +4,7 @@
 """
 
 import argparse
+import logging
 import os
 import shlex
 import sys
@@ -21,6 +22,7 @@ from grpo_ray.tools.course.keyword_data.arguments import DATA
 from grpo_ray.tools.course.playground.arguments import PLAYGROUND
 from grpo_ray.tools.evaluation.arguments import EVALUATE
 from grpo_ray.tools.experiments.arguments import EXPERIMENT, SWEEP
+from grpo_ray.tools.export.arguments import EXPORT
 from grpo_ray.tools.planning.arguments import PLAN
 from grpo_ray.tools.report.arguments import REPORT
 from grpo_ray.tools.submit.arguments import SUBMIT
@@ -28,7 +30,8 @@ from grpo_ray.tools.top.arguments import TOP
 from grpo_ray.tools.train import CHECK, RESUME, TRAIN
 
 COMMANDS: tuple[Command[Any], ...] = (
-    TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, TOP, EXPERIMENT, SWEEP, EVALUATE, REPORT, DATA, PLAYGROUND,
+    TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT, DATA,
+    PLAYGROUND,
 )  # fmt: skip
 
 
@@ -71,6 +74,8 @@ def set_library_defaults() -> None:
     """Keep the notices of libraries from burying ours, and waiting threads from spinning."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # It says at every start on a CPU that a faster kernel could be fetched from a hub; its own one is fine.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # the actors' own output goes to the run's logs
     # Threads that spin while they wait make a busy machine several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -59,9 +59,9 @@ def evaluate(options: EvaluationOptions) -> Path:
 
 
 def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
-    """Return the configuration with the folder of the first weights, which the Generators load at startup."""
+    """Return the configuration with the model that the Generators load first: the first weights, or a base."""
     first = plan.subject.weights[0]
-    path = str(first.folder) if first.folder is not None else plan.config.model.path
+    path = plan.config.model.path if first.folder is None or first.is_adapter else str(first.folder)
     if path is None:
         from grpo_ray.policy.tiny import tiny_model_folder
 

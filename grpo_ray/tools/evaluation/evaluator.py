@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,7 +21,9 @@ from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.run.open_calls import OpenCalls
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.stalls import StallWatch
+from grpo_ray.telemetry.adapter_files import is_adapter
 from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup, WeightSnapshot
 
 T = TypeVar("T")
@@ -126,7 +129,10 @@ class Evaluator:
 def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
     model = config.model
     try:
-        policy = load_policy(path, model.trust_remote_code, model.implementation)
+        if is_adapter(Path(path)):
+            policy = merged_policy(base_folder(config), model, Path(path))
+        else:
+            policy = load_policy(path, model.trust_remote_code, model.implementation)
     except OSError as error:  # a run that is still training may have deleted it
         raise ValueError(f"{path} cannot be read: {error}") from error
     return pack_weights(policy.named_parameters(), version, getattr(torch, model.dtype))

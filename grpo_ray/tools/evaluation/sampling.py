@@ -24,7 +24,8 @@ async def sample(
     plan: EvaluationPlan, config: Config, left: Sequence[Weights], prepared: PreparedServing,
     actors: PuttingActors, console: EvaluationConsole,
 ) -> None:  # fmt: skip
-    """Sample with the weights in `left`, one after another; the actors start with the plan's first weights.
+    """Sample with the weights in `left`, one after another; the actors start with the plan's first weights, or
+    with the base of an adapter.
 
     Later weights that cannot be loaded are skipped.
 
@@ -42,7 +43,7 @@ async def sample(
 
     async def work() -> None:
         for weights in left:
-            if weights != plan.subject.weights[0]:
+            if weights != plan.subject.weights[0] or weights.is_adapter:
                 try:
                     await evaluator.load(str(weights.folder))
                 except ValueError as error:

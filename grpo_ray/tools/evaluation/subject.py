@@ -1,7 +1,7 @@
 """The subject of an evaluation: the model of a configuration, a run's checkpoints, or any model."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from grpo_ray.config.loading import make_config, read_config
 from grpo_ray.config.schema import nearest_name
 from grpo_ray.errors import RunError
 from grpo_ray.policy.loading import is_local
+from grpo_ray.telemetry.adapter_files import is_adapter, saved_config
 from grpo_ray.telemetry.checkpoint import LAST, Checkpoint, CheckpointStore
 from grpo_ray.telemetry.run_files import RunDirectory
 
@@ -25,6 +26,11 @@ class Weights:
 
     step: int
     folder: Path | None = None  # None: `model` of the configuration
+
+    @property
+    def is_adapter(self) -> bool:
+        """True if the folder holds an adapter, which needs the configuration's model as its base."""
+        return self.folder is not None and is_adapter(self.folder)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Weights":
@@ -61,7 +67,8 @@ def find_subject(target: str, checkpoint: str | None = None) -> Subject:
     path = Path(target).expanduser()
     if path.suffix in YAML:
         _refuse_checkpoint(target, "a configuration", checkpoint)
-        return Subject(path.stem, target, read_config(path), (Weights(0),))
+        data = read_config(path)
+        return Subject(path.stem, target, data, (_initial(data),))
     if (path / RUN_CONFIG).is_file():
         return _run_subject(RunDirectory(path), checkpoint or LAST)
     if (path.parent.parent / RUN_CONFIG).is_file() and path.parent.name == "checkpoints" and path.is_dir():
@@ -73,12 +80,16 @@ def find_subject(target: str, checkpoint: str | None = None) -> Subject:
         nearest = nearest_name(path.name, sorted(entry.name for entry in path.parent.iterdir()))
         hint = f"; did you mean {path.parent / nearest}?" if nearest else ""
         raise RunError(f"{target}: no such run or model folder in {path.parent}{hint}")
+    if is_adapter(path):
+        _refuse_checkpoint(target, "an adapter", checkpoint)
+        return _adapter_subject(path)
     if (path / "config.json").is_file() or not is_local(target):
         _refuse_checkpoint(target, "a model", checkpoint)
         return _model_subject(str(path) if path.exists() else target)
     raise RunError(
         f"{target}: nothing to evaluate; give a configuration (a .yaml file), a run's folder (with a "
-        "config.yaml), a model's folder (with a config.json), or a model on the hub as owner/name"
+        "config.yaml), a model's folder (with a config.json), an adapter's (with an adapter_config.json), or a "
+        "model on the hub as owner/name"
     )
 
 
@@ -101,12 +112,29 @@ def _model_subject(target: str) -> Subject:
     return Subject(Path(target).name, target, data, (Weights(0),), notices)
 
 
+def _adapter_subject(folder: Path) -> Subject:
+    """Return an adapter in PEFT's format on the base that it names."""
+    base, adapter = saved_config(folder)
+    subject = _model_subject(base)
+    model = {**subject.data["model"], "adapter": adapter.model_dump()}
+    data = {**subject.data, "model": model}
+    return replace(subject, name=folder.name, source=str(folder), data=data, weights=(Weights(0, folder),))
+
+
+def _initial(data: dict[str, Any]) -> Weights:
+    """Return the weights that a configuration starts from: its model's, or `model.adapter.path` on it."""
+    model = data.get("model")
+    adapter = model.get("adapter") if isinstance(model, dict) else None
+    path = adapter.get("path") if isinstance(adapter, dict) else None
+    return Weights(0, Path(path).expanduser() if isinstance(path, str) else None)
+
+
 def _run_subject(run: RunDirectory, choice: str) -> Subject:
     store = CheckpointStore(run)
     checkpoints = store.all()
     notices = [f"skipped, because it is damaged: {line}" for line in store.damaged]
     data = read_config(run.config_path)
-    chosen = _choose(run, store, checkpoints, choice)
+    chosen = _choose(run, store, checkpoints, choice, _initial(data))
     if choice == ALL:
         notices += _missing(run, data, len(checkpoints) + len(notices), chosen[-1].step)
     return Subject(run.path.resolve().name, str(run.config_path), data, chosen, tuple(notices), True)
@@ -125,15 +153,15 @@ def _missing(run: RunDirectory, data: dict[str, Any], num_kept: int, last_step: 
 
 
 def _choose(
-    run: RunDirectory, store: CheckpointStore, checkpoints: list[Checkpoint], choice: str
+    run: RunDirectory, store: CheckpointStore, checkpoints: list[Checkpoint], choice: str, initial: Weights
 ) -> tuple[Weights, ...]:
     if choice == INITIAL:
-        return (Weights(0),)
+        return (initial,)
     if not checkpoints:
         raise RunError(
             f"{run.path} has no checkpoint yet; evaluate its initial weights with --checkpoint initial"
         )
     if choice == ALL:  # from the initial weights on, unless there is a checkpoint of step 0
-        first = [] if checkpoints[0].state.step == 0 else [Weights(0)]
+        first = [] if checkpoints[0].state.step == 0 else [initial]
         return (*first, *map(Weights.of, checkpoints))
     return (Weights.of(store.choose(choice, "--checkpoint", (ALL, INITIAL))),)

@@ -106,6 +106,18 @@ _ALL = (
         ("rollout/zero_variance_groups", "reward/baseline_variance", "optim/grad_norm"),
     ),
     Experiment(
+        "lora",
+        "All weights or an adapter, and of what rank?",
+        {
+            "full": ("model.adapter=null", "learner.learning_rate=2e-4"),
+            **{
+                f"rank-{rank}": (f"model.adapter={{rank: {rank}, alpha: 32}}", f"learner.learning_rate={rate}")
+                for rank, rate in {1: "1e-3", 4: "2e-3", 16: "2e-3"}.items()
+            },
+        },
+        ("optim/grad_norm", "policy/entropy", "mismatch/kl"),
+    ),
+    Experiment(
         "prompt",
         "The R1-Zero prompt and its tags, or the question alone and a box?",
         {

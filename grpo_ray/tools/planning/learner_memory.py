@@ -7,11 +7,14 @@ with what torch allocates.
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
+from grpo_ray.config.model import AdapterConfig
 from grpo_ray.tools.planning.gpu_memory import FLOAT32, Budget, Item, served_width, snapshot_in_place
 from grpo_ray.tools.planning.model_shape import ModelShape
 
 CHUNK_BYTES = 2**28
 """Bytes of float32 logits that algorithms/chunked.py, which imports torch, computes at a time."""
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight: 4 bits, an 8-bit scale per 64 weights, and a float32 scale per 256 of those."""
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}
 
 
@@ -38,6 +41,8 @@ def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_by
 
 def state_items(shape: ModelShape, config: Config) -> list[Item]:
     """Return the memory that lasts from step to step."""
+    if config.model.adapter is not None:
+        return adapter_items(shape, config, config.model.adapter)
     parameters, width = shape.num_parameters, served_width(config)
     copy = 0 if width == FLOAT32 else width * parameters  # as policy/master_weights.py holds it
     items = [
@@ -55,6 +60,38 @@ def state_items(shape: ModelShape, config: Config) -> list[Item]:
         num_bytes = width * parameters if reference == "initial" else FLOAT32 * parameters + copy
         items.append(Item("reference", num_bytes, f"algorithm.kl.reference: {reference}"))
     return [item for item in items if item.num_bytes]
+
+
+def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> list[Item]:
+    """Return the lasting memory of a frozen base and an adapter (policy/adapters.py).
+
+    A reference is a second set of the adapter's values, which share the base.
+    """
+    width, matrices = served_width(config), shape.num_layers * shape.layer_matrices
+    trained = adapter_parameters(shape, adapter)
+    if config.model.base_quantization == "nf4":
+        others = width * (shape.num_parameters - matrices)
+        note = f"frozen; linear layers in nf4, the rest in {config.model.dtype}"
+        base = Item("base", NF4_BYTES * matrices + others, note)
+    else:
+        base = Item("base", width * shape.num_parameters, f"frozen, {config.model.dtype}")
+    copy = 0 if width == FLOAT32 else width
+    moments = 2 * MOMENT_BYTES[config.learner.moments]
+    note = f"rank {adapter.rank}, {trained:,} parameters: weights, gradients and AdamW's moments"
+    items = [base, Item("adapter", (2 * FLOAT32 + copy + moments) * trained, note)]
+    if (reference := config.algorithm.kl.reference) != "none":
+        own = width if reference == "initial" else FLOAT32 + copy
+        items.append(Item("reference", own * trained, f"algorithm.kl.reference: {reference}, on the same base"))
+    return items
+
+
+def adapter_parameters(shape: ModelShape, adapter: AdapterConfig) -> int:
+    """Return the number of values in an adapter of the plan's linear layers."""
+    sizes = shape.linear_sizes
+    named = {target.rpartition(".")[2] for target in adapter.target_modules or sizes}
+    found = [size for name, size in sizes.items() if name in named]
+    dora = sum(outputs for _, outputs in found) if adapter.dora else 0
+    return shape.num_layers * (adapter.rank * sum(map(sum, found)) + dora)
 
 
 def largest_micro_batch(config: Config, prompt_tokens: int) -> Tokens:
@@ -136,7 +173,9 @@ def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
     """Return the peak of algorithms/chunked.py: a chunk's logits, and gradients of weights and inputs."""
     width, vocab = served_width(config), shape.vocab_size
     rows = min(tokens.responses, max(1, CHUNK_BYTES // (FLOAT32 * vocab)))
-    chunk, weights, width_ratio = rows * FLOAT32 * vocab, FLOAT32 * shape.embedding, width / FLOAT32
+    is_frozen = config.model.adapter is not None  # its weights have no gradient
+    weights = 0 if is_frozen else FLOAT32 * shape.embedding
+    chunk, width_ratio = rows * FLOAT32 * vocab, width / FLOAT32
     # A chunk's logits and their gradient, with an entropy bonus two more of that size, else the last chunk's.
     copies = 4.0 if config.algorithm.entropy_bonus else 3.0
     if rows == tokens.responses and not config.algorithm.entropy_bonus:
@@ -145,5 +184,5 @@ def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
     if width < FLOAT32:  # the weights' gradient is summed in float32, with one narrow term at a time
         peak = max(peak, (1 + width_ratio) * (chunk + weights))
     states = 2 * width * tokens.responses * shape.hidden_size
-    note = f"a chunk of {rows:,} x {vocab:,} logits, and the gradient of its weights"
+    note = f"a chunk of {rows:,} x {vocab:,} logits{'' if is_frozen else ', and the gradient of its weights'}"
     return Item("output layer", peak + states, note)

@@ -47,6 +47,15 @@ class ModelShape:
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of one layer's matrices, by their names in the model."""
+        h, q, kv, i = self.hidden_size, self.query_width, self.kv_width, self.intermediate_size
+        return {
+            "q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h),
+            "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h),
+        }  # fmt: skip
+
+    @property
     def embedding(self) -> int:
         """Number of values in the embeddings, and in an output layer of its own."""
         return self.vocab_size * self.hidden_size

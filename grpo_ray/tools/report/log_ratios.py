@@ -11,6 +11,8 @@ from grpo_ray.config import Config
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.loading import check_local_model, end_token_ids, load_policy, load_tokenizer
 from grpo_ray.policy.microbatch import TrainSequence
+from grpo_ray.telemetry.adapter_files import is_adapter
+from grpo_ray.tools.export.merge import base_folder, merged_policy
 
 
 def log_ratios(
@@ -23,7 +25,7 @@ def log_ratios(
 
     Args:
         config: the run's configuration.
-        model_path: the checkpoint, in Hugging Face format.
+        model_path: the checkpoint, in Hugging Face format or PEFT's.
         rows: rollouts, with `prompt_token_ids`, `token_ids` and `logprobs`.
         max_tokens: number of response tokens to compute; later tokens do not influence them.
 
@@ -31,8 +33,12 @@ def log_ratios(
         ValueError: the checkpoint cannot be loaded.
     """
     path, model_config = str(model_path), config.model
-    check_local_model(path)
-    model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
+    if is_adapter(model_path):
+        path = base_folder(config)
+        model = merged_policy(path, model_config, model_path)
+    else:
+        check_local_model(path)
+        model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ends = end_token_ids(path, load_tokenizer(path, model_config.trust_remote_code))
     sequences = [_sequence(row, max_tokens) for row in rows]

@@ -9,6 +9,7 @@ import numpy as np
 from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.errors import RunError
 from grpo_ray.policy.loading import is_local, load_tokenizer
+from grpo_ray.telemetry.adapter_files import is_adapter, saved_config
 from grpo_ray.telemetry.checkpoint import LAST, CheckpointStore
 from grpo_ray.telemetry.readable_rollouts import shortened
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -76,7 +77,8 @@ def show_rollouts(
 def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     """Return the folder of the checkpoint to compare with."""
     folder = CheckpointStore(run).choose(log_ratio or LAST, "--log-ratio", (NO_RATIOS,)).model_path
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    folders = [folder, Path(saved_config(folder)[0])] if is_adapter(folder) else [folder]
+    num_bytes = sum(file.stat().st_size for each in folders for file in each.glob("*.safetensors"))
     if log_ratio is None and num_bytes > SMALL_WEIGHTS_BYTES:
         raise RunError(f"weights of {num_bytes / 1e9:.1f} GB take a while; request them with --log-ratio last")
     return folder

@@ -1,0 +1,60 @@
+"""An adapter served by vLLM's own LoRA layers, and replaced in place under running requests."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from grpo_ray.config.model import AdapterConfig
+from grpo_ray.engines.snapshot import as_tensor, unpack_weights
+from grpo_ray.telemetry.adapter_files import CONFIG, FIELDS, FILE
+from grpo_ray.types import WeightSnapshot
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
+SLOT = {"lora_name": "policy", "lora_int_id": 1}
+
+
+class ServedAdapter:
+    """The one adapter of an engine. Every request names it: on a CPU vLLM 0.32 would give the adapter of one
+    request to another that names none.
+    """
+
+    def __init__(self, config: AdapterConfig) -> None:
+        self._config = config
+        memory = Path("/dev/shm")
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="grpo_ray-adapter-", dir=memory if memory.is_dir() else None)
+        )
+
+    def engine_arguments(self) -> dict[str, Any]:
+        rank = min(rank for rank in RANKS if rank >= self._config.rank)
+        return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+
+    @property
+    def request(self) -> Any:
+        """The argument of a request that is sampled with the adapter."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(**SLOT, lora_path=str(self._folder))
+
+    async def load(self, llm: Any, snapshot: WeightSnapshot) -> None:
+        """Load the snapshot's tensors, named as in PEFT's format, in place of the earlier ones.
+
+        vLLM's prefix cache tells adapters apart by name and path alone, so it must be reset afterwards.
+        """
+        from vllm.lora.request import LoRARequest
+
+        tensors = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+        save_file(tensors, self._folder / FILE, metadata={"format": "pt"})
+        targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+        config = {name: getattr(self._config, field) for name, field in FIELDS.items()}
+        config |= {"peft_type": "LORA", "bias": "none", "target_modules": targets}
+        (self._folder / CONFIG).write_text(json.dumps(config))
+        # In place here alone: in a request it would be loaded anew each time.
+        await llm.add_lora(LoRARequest(**SLOT, lora_path=str(self._folder), load_inplace=True))
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,84 @@
+"""An adapter's files in PEFT's format, told apart by the base that it was trained on."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+
+from grpo_ray.config.model import AdapterConfig
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of the tensors' names
+FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "dora"}  # PEFT's and ours
+DIGEST = "base_sha256"  # in the file's metadata, which peft ignores
+WINDOW_BYTES, NUM_WINDOWS = 4096, 16
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder, such as a checkpoint, holds an adapter in PEFT's format."""
+    return (folder / CONFIG).is_file()
+
+
+def check_adapter_files(folder: Path, base: str) -> None:
+    """Refuse a folder without an adapter, or with one that was trained on another base.
+
+    Raises:
+        ValueError: the files are missing or damaged, or name another base by its digest.
+    """
+    for name in (CONFIG, FILE):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"model.adapter.path: {str(folder)!r} has no {name}; give a folder in PEFT's format, such as a "
+                "checkpoint of a run with model.adapter"
+            )
+    try:
+        saved = json.loads((folder / CONFIG).read_bytes())
+        with safe_open(folder / FILE, framework="numpy") as file:
+            digest = (file.metadata() or {}).get(DIGEST)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"model.adapter.path: {str(folder)!r} is damaged ({error}); copy it again") from None
+    if saved.get("peft_type") != "LORA":
+        raise ValueError(f"model.adapter.path: {str(folder)!r} is of kind {saved.get('peft_type')}, not LORA")
+    own = base_digest(base)
+    if digest and own and digest != own:
+        raise ValueError(
+            f"model.adapter.path: {str(folder)!r} is the adapter of another base "
+            f"({saved.get('base_model_name_or_path')}), whose weights are not those of {base!r}; give "
+            "model.path the base that it was trained on"
+        )
+
+
+def saved_config(folder: Path) -> tuple[str, AdapterConfig]:
+    """Return the base that an adapter in PEFT's format names, and its configuration.
+
+    Raises:
+        ValueError: the folder has no usable adapter of this kind.
+    """
+    try:
+        saved = json.loads((folder / CONFIG).read_bytes())
+        own = {field: saved[name] for name, field in FIELDS.items() if name in saved}
+        targets = sorted({name.rpartition(".")[2] for name in saved["target_modules"]})
+        return str(saved["base_model_name_or_path"]), AdapterConfig(**own, target_modules=tuple(targets))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG} cannot be used ({error!r}); copy the adapter again") from error
+
+
+def base_digest(path: str) -> str | None:
+    """Return a digest of a model's weights, from samples of its files; None if they are not on this machine."""
+    config = Path(path) / "config.json"
+    if not config.exists():
+        cached = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
+        if not isinstance(cached, str):
+            return None
+        config = Path(cached)
+    digest = hashlib.sha256()
+    for file in sorted(config.parent.glob("model*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as data:
+            for window in range(NUM_WINDOWS):
+                data.seek(size * window // NUM_WINDOWS)
+                digest.update(data.read(WINDOW_BYTES))
+    return digest.hexdigest()[:32]

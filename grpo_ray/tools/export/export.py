@@ -1,0 +1,51 @@
+"""`grpo-ray export RUN --merged FOLDER`: a checkpoint as a whole model in Hugging Face format."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from grpo_ray.config.loading import load_config
+from grpo_ray.errors import RunError
+from grpo_ray.policy.loading import load_tokenizer
+from grpo_ray.telemetry.checkpoint import CheckpointStore
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.export.arguments import ExportOptions
+from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.tools.trust import with_trust
+
+
+def export_merged(options: ExportOptions) -> Path:
+    """Write the model to a folder that appears whole or not at all; return it.
+
+    An adapter's model is in `model.dtype`, the weights that Generators sampled from. Without an adapter the
+    checkpoint's float32 weights are copied.
+
+    Raises:
+        RunError: there is no such run or checkpoint, or the folder exists already.
+        ValueError: the base or the adapter cannot be used.
+        OSError: it could not be written.
+    """
+    run, folder = RunDirectory(options.run), Path(options.merged).expanduser()
+    if not run.config_path.exists():
+        raise RunError(f"{options.run}: no run to export (it has no config.yaml)")
+    if folder.exists():
+        raise RunError(f"--merged: {folder} exists already; give a new folder, or move it away")
+    checkpoint = CheckpointStore(run).choose(options.checkpoint, "--checkpoint").path
+    config = with_trust(load_config(run.config_path), options.trust_remote_code)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
+    try:
+        if config.model.adapter is None:
+            shutil.copytree(
+                checkpoint, unfinished, ignore=shutil.ignore_patterns("training"), dirs_exist_ok=True
+            )
+        else:
+            base = base_folder(config)
+            merged_policy(base, config.model, checkpoint).save_pretrained(unfinished)
+            load_tokenizer(base, config.model.trust_remote_code).save_pretrained(unfinished)
+        unfinished.chmod(0o755)  # mkdtemp lets only its owner in
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return folder

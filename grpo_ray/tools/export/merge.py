@@ -1,0 +1,67 @@
+"""A policy without its adapter and its quantization: plain layers with the weights that Generators get."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_ray.config import Config
+from grpo_ray.config.model import ModelConfig
+from grpo_ray.policy.adapters import MergedWeight, has_adapter, load_adapter, load_trained, trained_parameters
+from grpo_ray.policy.device import cast_parameters
+from grpo_ray.policy.loading import check_local_model, is_local
+from grpo_ray.policy.model import PolicyModel
+from grpo_ray.policy.quantization import is_quantized
+
+
+def base_folder(config: Config) -> str:
+    """Return the folder or hub name of the model that a run began with; a tiny one is built if necessary.
+
+    Raises:
+        ValueError: the folder has no usable model.
+    """
+    if config.model.tiny is not None:
+        from grpo_ray.policy.tiny import tiny_model_folder
+
+        return str(tiny_model_folder(config))
+    assert config.model.path is not None
+    if is_local(config.model.path):
+        check_local_model(config.model.path)
+    return config.model.path
+
+
+def merged_policy(base: str, config: ModelConfig, adapter: Path) -> PolicyModel:
+    """Return a plain model in `model.dtype` with the adapter in a folder merged into its base.
+
+    One layer is merged at a time, in place, to the last bit as the Learner merges it for a weight sync.
+
+    Args:
+        base: the folder or hub name of the base.
+
+    Raises:
+        ValueError: the base or the adapter cannot be used, or they do not belong together.
+    """
+    assert config.adapter is not None
+    config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"path": None})})
+    model = load_trained(base, config, torch.device("cpu"))
+    load_adapter(model, adapter)
+    dtype = getattr(torch, config.dtype)
+    cast_parameters((p for _, p in trained_parameters(model)), dtype)  # as the Learner computes
+    for name, layer in list(model.named_modules()):
+        is_inside = ".base_layer" in name  # replaced with the layer around it
+        if hasattr(layer, "base_layer") or (is_quantized(getattr(layer, "weight", None)) and not is_inside):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, _plain(layer, dtype))
+    assert has_adapter(model)
+    del model.peft_config  # type: ignore[attr-defined]
+    return model.requires_grad_(True)
+
+
+def _plain(layer: Any, dtype: torch.dtype) -> nn.Linear:
+    base = getattr(layer, "base_layer", layer)
+    with torch.device("meta"):
+        plain = nn.Linear(base.in_features, base.out_features, base.bias is not None)
+    plain.weight = nn.Parameter(MergedWeight(layer).detach().to(dtype))
+    plain.bias = base.bias
+    return plain.eval()

@@ -1,0 +1,150 @@
+"""An adapter that vLLM's own LoRA layers apply: replaced in place, also under running requests."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import make_settings, perturb, plain_logprobs
+
+from grpo_ray.config import Config
+from grpo_ray.config.model import AdapterConfig, ModelConfig
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.base import Engine
+from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.policy.adapters import load_trained, served_adapter
+from grpo_ray.policy.model import PolicyModel
+from grpo_ray.types import Completion, SamplingSettings
+
+ENDS = (0, 17)
+# The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that it is cached.
+PROMPTS = [(40, 41, 42), (50,), tuple(range(40, 240))]
+SETTINGS = make_settings(num_samples=4, min_tokens=2, max_tokens=16, end_token_ids=ENDS)
+LONG = make_settings(num_samples=4, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
+
+Groups = list[tuple[Completion, ...]]
+
+
+def config_of(**sections: dict[str, object]) -> Config:
+    data = {
+        "model": {"tiny": {}, "dtype": "float32", "adapter": {"rank": 4}},
+        "task": {"kind": "sorting"},
+        "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+        "weight_sync": {"send": "adapter"},
+    }
+    return Config.model_validate({name: {**data.get(name, {}), **sections.get(name, {})} for name in data})
+
+
+@dataclass
+class Record:
+    """Outputs of one engine; `models[v]` has the adapter of version v."""
+
+    models: list[PolicyModel]
+    initial: Groups  # version 0, a new adapter
+    synced: Groups  # version 1
+    in_flight: Groups  # begun by version `old`; the next arrived during it
+    old: int
+    num_bytes: int  # of a snapshot
+
+
+@pytest.fixture(scope="module")
+def record(tiny_model: Callable[..., Path]) -> Record:
+    pytest.importorskip("vllm")
+    path = tiny_model(hidden_size=64)  # vLLM's CPU attention takes heads of 32 and more
+    model = ModelConfig(path=str(path), dtype="float32", adapter=AdapterConfig(rank=4))
+    models = [load_trained(str(path), model, torch.device("cpu")) for _ in range(5)]
+    for version, each in enumerate(models[1:], 1):
+        perturb(torch.nn.ParameterList(p for p in each.parameters() if p.requires_grad), version, 0.1)
+    return asyncio.run(_record(config_of(), path, models))
+
+
+async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
+    engine = make_engine(config, str(path), max_model_len=384, seed=0)
+    try:
+        await engine.start(0)
+        num_bytes = await _sync(engine, models[0], 0)
+        initial = await _generate(engine)
+        await _sync(engine, models[1], 1)
+        synced = await _generate(engine)
+        for version, delay_s in ((2, 0.2), (3, 0.05), (4, 1.0)):  # whatever the machine's speed
+            running = asyncio.gather(*(engine.generate(prompt, LONG) for prompt in PROMPTS))
+            await asyncio.sleep(delay_s)
+            await _sync(engine, models[version], version)
+            in_flight = await running
+            if all(len(np.unique(c.versions)) == 2 for group in in_flight for c in group):
+                break
+        return Record(models, initial, synced, in_flight, version - 1, num_bytes)
+    finally:
+        await engine.shutdown()
+
+
+async def _generate(engine: Engine) -> Groups:
+    return await asyncio.gather(*(engine.generate(prompt, SETTINGS) for prompt in PROMPTS))
+
+
+async def _sync(engine: Engine, model: PolicyModel, version: int) -> int:
+    snapshot = pack_weights(served_adapter(model), version, torch.float32)
+    await engine.pause()
+    await engine.start_weight_update()
+    await engine.update_weights(snapshot)
+    await engine.finish_weight_update(version)
+    await engine.reset_prefix_cache()
+    await engine.resume()
+    return snapshot.num_bytes
+
+
+@torch.no_grad()
+def difference(
+    model: PolicyModel, prompt: tuple[int, ...], completion: Completion, settings: SamplingSettings = SETTINGS
+) -> np.ndarray:
+    """Return the differences of the engine's logprobs from peft's own forward pass, by token."""
+    own = plain_logprobs(model, prompt, completion.token_ids.tolist(), 1.0, settings.min_tokens, ENDS)
+    return np.abs(own.numpy() - completion.logprobs)
+
+
+@pytest.mark.vllm
+def test_each_version_of_the_adapter_is_served_as_peft_computes_it(record: Record) -> None:
+    for version, groups in enumerate((record.initial, record.synced)):
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for completion in group:
+                assert set(completion.versions.tolist()) == {version}
+                assert difference(record.models[version], prompt, completion).max() < 1e-4
+    prompt, completion = PROMPTS[0], record.synced[0][0]
+    assert difference(record.models[0], prompt, completion).max() > 1e-3  # the versions do differ
+
+
+@pytest.mark.vllm
+def test_an_adapter_is_replaced_under_running_requests(record: Record) -> None:
+    old, new = record.models[record.old], record.models[record.old + 1]
+    for prompt, group in zip(PROMPTS, record.in_flight, strict=True):
+        for completion in group:
+            assert np.unique(completion.versions).tolist() == [record.old, record.old + 1]
+            is_old = completion.versions == record.old
+            assert (np.diff(completion.versions) >= 0).all()
+            assert difference(old, prompt, completion, LONG)[is_old].max() < 1e-4
+            assert difference(new, prompt, completion, LONG)[~is_old].max() < 1e-4
+
+
+@pytest.mark.vllm
+def test_only_the_adapter_travels(record: Record) -> None:
+    trained = sum(p.numel() for p in record.models[0].parameters() if p.requires_grad)
+    assert trained * 4 <= record.num_bytes < trained * 4 + 64 * 28  # aligned
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"adapter": None}}, "there is no adapter to send"),
+        ({"model": {"adapter": {"dora": True}}}, "vLLM has no DoRA"),
+        ({"model": {"adapter": {"rank": 513}}}, "ranks end at 512"),
+        ({"model": {"base_quantization": "nf4"}}, "before its quantization"),
+        ({"generator": {"engine": "torch", "num_gpus": 0}}, "reference engine has no LoRA"),
+        ({"generator": {"colocated": True, "num_gpus": 0}, "learner": {"num_gpus": 0}}, "gives up its adapter"),
+    ],
+)
+def test_what_cannot_serve_an_adapter_is_refused(sections: dict[str, dict[str, object]], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"weight_sync\.send: .*{message}"):
+        config_of(**sections)

@@ -1,0 +1,381 @@
+"""Adapters on a frozen base: their gradients, merged weights, files, and what is refused."""
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import ENDS, changed, make_batch, perturb, plain_logprobs, relative_difference, written
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.config.model import AdapterConfig, ModelConfig
+from grpo_ray.engines.snapshot import as_tensor, unpack_weights
+from grpo_ray.policy.adapters import check_adapter, load_trained, served_weights
+from grpo_ray.policy.loading import load_policy, skeleton
+from grpo_ray.policy.microbatch import sequences_of
+from grpo_ray.policy.quantization import dequantized
+from grpo_ray.telemetry.adapter_files import FILE
+from grpo_ray.telemetry.flops import ModelSize
+from grpo_ray.types import TrainBatch, WeightSnapshot
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"rslora": True},
+    {"dora": True},
+    {"target_modules": ["q_proj", "down_proj"]},
+]
+
+
+def options(folder: Path | str, **adapter: Any) -> ModelConfig:
+    return ModelConfig(path=str(folder), dtype="float32", adapter=AdapterConfig(rank=4, **adapter))
+
+
+def perturbed(model: torch.nn.Module, seed: int = 3) -> None:
+    """Change every value of the adapter, so that it has an effect."""
+    perturb(torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad), seed, 0.05)
+
+
+def tensors(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
+    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    """Return `make_learner(checkpoint=None, adapter={...}, model={...}, ...)`."""
+
+    def make(
+        checkpoint: Path | None = None, adapter: dict[str, Any] | None = None, **changes: dict[str, Any]
+    ) -> Learner:
+        model = {"adapter": {"rank": 4, **(adapter or {})}, **changes.pop("model", {})}
+        learner = {"learning_rate": 1e-2, **changes.pop("learner", {})}
+        config = changed(tiny_config, model=model, learner=learner, **changes)
+        training = None if checkpoint is None else checkpoint / "training"
+        # Rows of whole blocks, which is what is quantized.
+        size = 64 if config.model.base_quantization == "nf4" else 32
+        return Learner(str(tiny_model(hidden_size=size)), config, ENDS, training)
+
+    return make
+
+
+def train(learner: Learner, seed: int = 0) -> dict[str, float]:
+    groups = make_batch(learner, seed=seed, versions=learner.version)
+    return learner.train_step(TrainBatch(tuple(groups))).metrics
+
+
+# ---- the same as PEFT ----
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_merged_weights_give_the_logits_of_pefts_own_forward_pass(
+    adapter: dict[str, Any], tiny_model: Callable[..., Path]
+) -> None:
+    model = load_trained(str(tiny_model()), options(tiny_model(), **adapter), torch.device("cpu"))
+    perturbed(model)
+    merged = load_policy(str(tiny_model()))
+    expected = {name: p.shape for name, p in merged.named_parameters()}
+    served = {name: weight.detach() for name, weight in served_weights(model)}
+    assert {name: weight.shape for name, weight in served.items()} == expected
+    assert any(not torch.equal(served[name], p) for name, p in merged.named_parameters())
+    merged.load_state_dict(served, strict=False)
+    tokens = torch.randint(20, 280, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative_difference(merged(tokens).logits, model(tokens).logits) < 1e-6
+
+
+def test_the_gradient_is_that_of_a_peft_model(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
+    """PeftModel, loaded from the checkpoint, differentiates the loss in plain loops."""
+    learner = make_learner(algorithm={"loss": "reinforce_with_baseline", "aggregation": "sequence_mean"})
+    perturbed(learner.model)
+    groups, folder = make_batch(learner), written(learner, tmp_path / "step")
+    theirs = peft_model(folder, is_trainable=True)
+    losses = [
+        -float(advantage) * plain_logprobs(theirs, item.prompt_token_ids, c.token_ids, 1.0, 2, ENDS).mean()
+        for group in groups
+        for item in [group.rollout.item]
+        for c, advantage in zip(group.rollout.completions, group.advantages, strict=True)
+    ]
+    (sum(losses) / len(losses)).backward()
+    learner.accumulate_gradient(sequences_of(groups))
+    found = {f"base_model.model.{name}": p.grad for name, p in learner.masters.named.items()}
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient is not None
+        assert relative_difference(gradient, expected[name]) < 1e-6, name
+
+
+def peft_model(folder: Path, **options: Any) -> PeftModel:
+    """Load a checkpoint as a user of peft would, base included."""
+    base = json.loads((folder / "adapter_config.json").read_bytes())["base_model_name_or_path"]
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder), **options).eval()
+
+
+@pytest.mark.parametrize("adapter", [{}, {"dora": True}], ids=["lora", "dora"])
+def test_a_checkpoint_loads_in_peft_and_merges_there_to_what_generators_get(
+    adapter: dict[str, Any], make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make_learner(adapter=adapter)
+    train(learner)
+    served = tensors(learner.snapshot()[0])
+    merged = peft_model(written(learner, tmp_path / "step")).merge_and_unload()
+    theirs = dict(merged.named_parameters())
+    assert served.keys() == theirs.keys()
+    for name, weight in served.items():
+        torch.testing.assert_close(weight, theirs[name].detach(), rtol=1e-5, atol=1e-7)
+    assert {f.name for f in (tmp_path / "step").glob("*.safetensors")} == {FILE}
+
+
+def test_adapted_weights_are_merged_one_at_a_time(make_learner: Callable[..., Learner]) -> None:
+    weights = dict(served_weights(make_learner().model))
+    adapted = [name for name, weight in weights.items() if not isinstance(weight, torch.Tensor)]
+    assert len(adapted) == 2 * 7  # all linear layers of two blocks: none of them is in memory yet
+    assert all("_proj.weight" in name for name in adapted)
+
+
+# ---- training ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_only_the_adapter_is_trained(
+    dtype: str, quantization: str, make_learner: Callable[..., Learner]
+) -> None:
+    learner = make_learner(model={"dtype": dtype, "base_quantization": quantization})
+    base = {n: zlib.crc32(raw(p)) for n, p in learner.model.named_parameters() if not p.requires_grad}
+    for seed in range(2):
+        train(learner, seed)
+    after = {n: zlib.crc32(raw(p)) for n, p in learner.model.named_parameters() if not p.requires_grad}
+    assert base
+    assert after == base
+    assert all(p.grad is None for p in learner.model.parameters() if not p.requires_grad)
+    assert all(".lora_" in name for name in learner.masters.named)
+    assert {p.dtype for p in learner.masters.parameters} == {torch.float32}
+    assert set(learner._optimizer.state) == set(learner.masters.parameters)
+    weights = {p.dtype for n, p in learner.model.named_parameters() if ".base_layer.weight" in n}
+    assert weights == {torch.uint8 if quantization == "nf4" else getattr(torch, dtype)}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_the_package_s_own_model_is_adapted_too(
+    checkpointing: str, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    config = changed(
+        tiny_config,
+        model={"implementation": "grpo_ray", "adapter": {"rank": 2}},
+        learner={"gradient_checkpointing": checkpointing, "learning_rate": 1e-2},
+    )
+    learner = Learner(str(tiny_model(own=True)), config, ENDS)
+    before = tensors(learner.snapshot()[0])
+    train(learner)
+    after = tensors(learner.snapshot()[0])
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "_proj" in name}
+
+
+# ---- the reference ----
+
+
+def test_the_initial_reference_is_the_base(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path]
+) -> None:
+    learner = make_learner(algorithm={"kl": {"reference": "initial", "coefficient": 0.1}})
+    first, second = train(learner, 0), train(learner, 1)
+    assert abs(first["loss/kl_ref_k3"]) < 1e-9
+    assert second["loss/kl_ref_k3"] > 1e-5
+    base, tokens = load_policy(str(tiny_model())), torch.arange(20, 40)[None]
+    before = learner.model(tokens).logits
+    with learner._reference.in_use() as reference, torch.no_grad():
+        assert reference is learner.model
+        assert relative_difference(reference(tokens).logits, base(tokens).logits) < 1e-6
+    assert torch.equal(learner.model(tokens).logits, before)
+
+
+MOVING = {"reference": "ema", "coefficient": 0.1, "ema_decay": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("model", "kl"),
+    [
+        ({}, {}),
+        ({"dtype": "bfloat16"}, MOVING),
+        ({"dtype": "bfloat16", "base_quantization": "nf4"}, {}),
+        ({"adapter": {"rank": 4, "dora": True}}, {"reference": "initial", "coefficient": 0.1}),
+    ],
+    ids=["float32", "bfloat16-ema", "nf4", "dora-initial"],
+)
+def test_training_resumes_bit_for_bit(
+    model: dict[str, Any], kl: dict[str, Any], make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"model": model, "algorithm": {"kl": kl}} if kl else {"model": model}
+    learner = make_learner(adapter=model.get("adapter"), **changes)
+    for seed in range(2):
+        train(learner, seed)
+    folder = written(learner, tmp_path / "step")
+    resumed = make_learner(folder, adapter=model.get("adapter"), **changes)
+    assert resumed.version == 2
+    for seed in (2, 3):
+        assert raw_state(learner) == raw_state(resumed)
+        first, second = train(learner, seed), train(resumed, seed)
+        assert {k: v for k, v in first.items() if k.startswith("loss")} == {
+            k: v for k, v in second.items() if k.startswith("loss")
+        }
+    assert raw_state(learner) == raw_state(resumed)
+
+
+def raw_state(learner: Learner) -> list[bytes]:
+    served = tensors(learner.snapshot()[0])  # not its bytes: the gaps between tensors hold anything
+    return [raw(tensor) for tensor in (*served.values(), *learner.masters.parameters)]
+
+
+def test_an_adapter_is_continued_from_elsewhere(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
+    learner = make_learner()
+    train(learner)
+    folder = written(learner, tmp_path / "step")
+    kl = {"reference": "initial", "coefficient": 0.1}
+    continued = make_learner(adapter={"path": str(folder)}, algorithm={"kl": kl})
+    assert continued.version == 0
+    assert raw_state(continued) == raw_state(learner)
+    assert abs(train(continued, 1)["loss/kl_ref_k3"]) < 1e-9  # its beginning is this adapter, not the base
+
+
+# ---- four bits ----
+
+
+def test_a_4_bit_base_computes_what_its_dequantized_copy_does(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized, folder = make_learner(model={"base_quantization": "nf4"}), tiny_model(hidden_size=64)
+    original = {name: p.detach() for name, p in load_policy(str(folder)).named_parameters()}
+    served = tensors(quantized.snapshot()[0])
+    rounded = {name for name, weight in served.items() if not torch.equal(weight, original[name])}
+    assert rounded == {name for name in served if "_proj.weight" in name}
+    assert all(0.05 < relative_difference(served[name], original[name]) < 0.12 for name in rounded)
+    shutil.copytree(folder, tmp_path / "copy")
+    copy = load_policy(str(folder))
+    copy.load_state_dict(served, strict=False)
+    copy.save_pretrained(tmp_path / "copy")
+    plain = Learner(
+        str(tmp_path / "copy"), changed(quantized._config, model={"base_quantization": "none"}), ENDS
+    )
+    for learner in (quantized, plain):
+        perturbed(learner.model)
+    merged, expected = tensors(quantized.snapshot()[0]), tensors(plain.snapshot()[0])
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    groups = make_batch(plain)
+    for learner in (quantized, plain):
+        learner.accumulate_gradient(sequences_of(groups))
+    for name, master in quantized.masters.named.items():
+        assert relative_difference(master.grad, plain.masters.named[name].grad) < 1e-5, name
+
+
+def test_rows_that_are_not_whole_blocks_are_not_quantized(tiny_model: Callable[..., Path]) -> None:
+    """bitsandbytes on a CPU would dequantize them with the wrong scales."""
+    config = options(tiny_model()).model_copy(update={"base_quantization": "nf4"})
+    model = load_trained(str(tiny_model()), config, torch.device("cpu"))  # 32 wide, 64 in the MLP
+    widths = {n.split(".")[4]: p.dtype for n, p in model.named_parameters() if n.endswith("base_layer.weight")}
+    assert widths.pop("down_proj") is torch.uint8
+    assert set(widths.values()) == {torch.float32}
+
+
+def test_dora_on_a_4_bit_base_is_merged_as_it_computes(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(adapter={"dora": True}, model={"base_quantization": "nf4"})
+    perturbed(learner.model)
+    plain = load_policy(learner._tokenizer.name_or_path)
+    plain.load_state_dict(tensors(learner.snapshot()[0]), strict=False)
+    tokens = torch.arange(20, 40)[None]
+    with torch.no_grad():
+        assert relative_difference(plain(tokens).logits, learner.model(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_gradient_checkpointing_changes_nothing(
+    which: str, quantization: str, make_learner: Callable[..., Learner]
+) -> None:
+    model = {"base_quantization": quantization}
+    plain, recomputed = (
+        make_learner(model=model),
+        make_learner(model=model, learner={"gradient_checkpointing": which}),
+    )
+    groups = make_batch(plain)
+    for learner in (plain, recomputed):
+        perturbed(learner.model)
+        learner.accumulate_gradient(sequences_of(groups))
+    for name, master in plain.masters.named.items():
+        assert relative_difference(recomputed.masters.named[name].grad, master.grad) < 1e-6
+
+
+def test_layers_without_an_adapter_are_served_dequantized_too(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(adapter={"target_modules": ["q_proj"]}, model={"base_quantization": "nf4"})
+    served = tensors(learner.snapshot()[0])
+    gate: Any = learner.model.get_submodule("model.layers.0.mlp.gate_proj")
+    assert gate.weight.dtype is torch.uint8
+    assert torch.equal(served["model.layers.0.mlp.gate_proj.weight"], dequantized(gate.weight).float())
+
+
+def test_a_4_bit_base_has_the_flops_of_its_weights(make_learner: Callable[..., Learner]) -> None:
+    plain, quantized = (
+        make_learner(model={"base_quantization": kind, "dtype": "bfloat16"}) for kind in ("none", "nf4")
+    )
+    wide = Learner(str(quantized._tokenizer.name_or_path), plain._config, ENDS)  # of the same width
+    assert ModelSize.of(quantized.model) == ModelSize.of(wide.model)
+
+
+# ---- refusals ----
+
+
+def test_what_cannot_be_adapted_is_refused_by_name(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    learner = make_learner()
+    folder = written(learner, tmp_path / "step")
+
+    def check(match: str, base: Path | None = None, **adapter: Any) -> None:
+        base = base or tiny_model()
+        model = skeleton(str(base), False, "transformers")
+        with pytest.raises(ValueError, match=match):
+            check_adapter(options(base, **adapter), model)
+
+    check_adapter(options(tiny_model(), path=str(folder)), skeleton(str(tiny_model()), False, "transformers"))
+    check(
+        r"target_modules: the model has no linear layer 'query' to adapt; it has down_proj",
+        target_modules=["query"],
+    )
+    check(r"no linear layer 'lm_head'", target_modules=["lm_head"])
+    check(r"adapter\.rslora: the adapter in", path=str(folder), rslora=True)
+    check(r"adapter\.path: .* has no adapter_config\.json", path=str(tmp_path))
+    check(r"another base \(.*whose weights are not those of", tiny_model(hidden_size=64), path=str(folder))
+    check(r"another base, or of other layers: it lacks", path=str(folder), target_modules=["q_proj"])
+    # Of a base of the same shape, told by its weights; and without a digest, as peft itself writes.
+    check(r"another base \(", tiny_model(tied=False), path=str(folder))
+    values = load_file(folder / FILE)
+    save_file(values, folder / FILE)
+    check(r"another base, or of other layers", tiny_model(hidden_size=64), path=str(folder))
+    save_file({name: value * torch.nan for name, value in values.items()}, folder / FILE)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        load_trained(str(tiny_model()), options(tiny_model(), path=str(folder)), torch.device("cpu"))
+    (folder / FILE).write_bytes(b"damaged")
+    check(r"is damaged", path=str(folder))
+
+
+def test_a_4_bit_base_without_an_adapter_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"base_quantization: nf4 weights cannot be trained; add model\.adapter"
+    ):
+        ModelConfig(path="x/y", base_quantization="nf4")
+    with pytest.raises(ValueError, match="an empty list adapts nothing"):
+        AdapterConfig(target_modules=())
+    with pytest.raises(ValueError, match="greater than 0"):
+        AdapterConfig(rank=0)

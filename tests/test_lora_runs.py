@@ -1,0 +1,173 @@
+"""Whole runs with an adapter, in this process: what Generators sample from, resumes, and the tools."""
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from local_runs import make_config, train
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.engines.snapshot import as_tensor, unpack_weights
+from grpo_ray.policy.loading import load_policy
+from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.evaluation.evaluator import _snapshot
+from grpo_ray.tools.evaluation.subject import Weights, find_subject
+from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.tools.report.log_ratios import log_ratios
+from grpo_ray.types import WeightSnapshot
+
+# Rows of whole blocks, so that every linear layer can be quantized.
+LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=128"]
+
+
+REWARD = "def reward(response, truth):\n    return float(len(response) % 2)\n"  # something to learn from
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make the module of the reward importable, here and by the graders."""
+    folder = tmp_path_factory.mktemp("reward")
+    (folder / "odd_reward_of_lora.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def lora_config(*overrides: str) -> Config:
+    reward = "task.reward=odd_reward_of_lora:reward"
+    return make_config(*LORA, reward, "learner.learning_rate=1e-2", *overrides)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [dict(row) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["weight_sync.max_lag=0"],
+        ["weight_sync.max_lag=0", "model.base_quantization=nf4"],
+        ["weight_sync.max_lag=0", "generator.colocated=true", "learner.share_prompts=never"],
+        ["weight_sync.max_lag=0", "model.implementation=grpo_ray", "model.adapter.dora=true"],
+    ],
+    ids=["lora", "nf4", "colocated", "own-dora"],
+)
+def test_generators_sample_from_what_is_trained(overrides: list[str], tmp_path: Path) -> None:
+    """With nf4 the first version differs from the model on disk, and is sent before the first token."""
+    train(lora_config("algorithm.num_steps=4", *overrides), tmp_path / "run")
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 4
+    assert all(row["rollout/zero_variance_groups"] < 4 for row in rows)  # of 4
+    assert all(0 <= row["mismatch/kl"] < 1e-9 for row in rows)
+    assert all(row["mismatch/logprob_diff/max"] < 1e-4 for row in rows)
+
+
+def test_replay_and_lag_work_with_an_adapter(tmp_path: Path) -> None:
+    train(lora_config("buffer.replay.frac=0.5", "weight_sync.max_lag=1"), tmp_path / "run")
+    rows = metrics(tmp_path / "run")
+    assert max(row.get("lag/max", 0) for row in rows) >= 2
+    assert main(["audit", str(tmp_path / "run"), "--run-reward-code"]) == 0
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    config = lora_config("weight_sync.max_lag=0", "algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1")
+    train(config, tmp_path / "whole")
+    train(lora_config(*KL, "algorithm.num_steps=4"), tmp_path / "cut")
+    train(config, tmp_path / "cut")
+    for name in ("adapter_model.safetensors", "training/optimizer.safetensors"):
+        whole, cut = (load_file(tmp_path / run / "checkpoints/step-000008" / name) for run in ("whole", "cut"))
+        assert whole.keys() == cut.keys()
+        assert all(torch.equal(whole[key], cut[key]) for key in whole)
+
+
+KL = ("weight_sync.max_lag=0", "algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16-nf4"])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of 4 steps."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    is_narrow = request.param != "float32"
+    narrow = ["model.dtype=bfloat16", "model.base_quantization=nf4"] if is_narrow else []
+    train(lora_config("algorithm.num_steps=4", *narrow), folder)
+    return folder
+
+
+def test_an_exported_model_is_the_one_that_was_sampled_from(finished: Path, tmp_path: Path) -> None:
+    config = lora_config("algorithm.num_steps=4")
+    assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    checkpoint = finished / "checkpoints/step-000004"
+    saved = json.loads((checkpoint / "adapter_config.json").read_bytes())
+    assert saved["base_model_name_or_path"] == base_folder(config)
+    base = AutoModelForCausalLM.from_pretrained(saved["base_model_name_or_path"])
+    assert {n for n, p in exported.named_parameters()} == {n for n, p in base.named_parameters()}
+    if exported.dtype == torch.float32:
+        theirs = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
+        for name, parameter in exported.named_parameters():
+            torch.testing.assert_close(parameter, theirs.get_parameter(name), rtol=1e-5, atol=1e-7)
+    assert (tmp_path / "model/tokenizer.json").exists()
+    assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 2  # exists already
+
+
+def test_the_base_on_disk_is_left_alone(finished: Path) -> None:
+    base = Path(base_folder(lora_config())) / "model.safetensors"
+    before = zlib.crc32(base.read_bytes())
+    load_policy(str(base.parent))
+    config = lora_config()
+    merged_policy(str(base.parent), config.model, finished / "checkpoints/step-000004")
+    assert zlib.crc32(base.read_bytes()) == before
+
+
+def test_an_evaluation_serves_the_exported_weights(finished: Path, tmp_path: Path) -> None:
+    """A run, its checkpoint and the adapter's folder alone have the same weights to evaluate."""
+    checkpoint = finished / "checkpoints/step-000004"
+    alone = shutil.copytree(checkpoint, tmp_path / "alone", ignore=shutil.ignore_patterns("training"))
+    run, own, copied = (find_subject(str(path)) for path in (finished, checkpoint, alone))
+    assert run.weights == own.weights == (Weights(4, checkpoint),)
+    assert copied.weights == (Weights(0, alone),)
+    assert copied.data["model"]["adapter"]["rank"] == 4
+    assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0
+    config = load_config(finished / "config.yaml")
+    served = unpack(_snapshot(config, str(checkpoint), 1))
+    expected = unpack(_snapshot(config, str(tmp_path / "model"), 1))
+    assert served.keys() == expected.keys()
+    assert all(torch.equal(served[name], expected[name]) for name in expected)
+
+
+def unpack(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
+    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+
+
+def test_a_run_is_evaluated_from_the_adapter_that_it_began_with(finished: Path, tmp_path: Path) -> None:
+    checkpoint = finished / "checkpoints/step-000004"
+    (tmp_path / "job.yaml").write_text(
+        f"model: {{tiny: {{}}, adapter: {{path: {checkpoint}}}}}\ntask: {{kind: sorting}}\n"
+    )
+    assert find_subject(str(tmp_path / "job.yaml")).weights == (Weights(0, checkpoint),)
+
+
+def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_path: Path) -> None:
+    assert main(["report", str(finished), "--output", str(tmp_path / "page.html"), "--log-ratio", "last"]) == 0
+    rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-1.0, -1.0]}]
+    found = log_ratios(lora_config(), finished / "checkpoints/step-000004", rows, 5)
+    assert found[0].shape == (2,)
+
+
+def test_a_run_without_an_adapter_is_exported_too(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    train(make_config("algorithm.num_steps=2"), tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), "--merged", str(tmp_path / "model")]) == 0
+    weights = load_file(tmp_path / "model/model.safetensors")
+    expected = load_file(tmp_path / "run/checkpoints/step-000002/model.safetensors")
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert not (tmp_path / "model/training").exists()
+    assert main(["export", str(tmp_path), "--merged", str(tmp_path / "other")]) == 2
