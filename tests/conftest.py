@@ -103,7 +103,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Implementation) -> None:
     from builders import perturb
 
-    from grpo_ray.policy.tiny import build_model, train_tokenizer
+    from grpo_ray.models.tiny import build_model, train_tokenizer
     from grpo_ray.tasks.sorting import warmup_pairs
 
     pairs = warmup_pairs(SortingTaskConfig(), seed=0, num_pairs=300)

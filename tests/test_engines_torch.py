@@ -16,8 +16,8 @@ from grpo_ray.config import Config, GeneratorConfig
 from grpo_ray.engines import engine_seed, make_engine, sampling_batch
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.policy.loading import load_policy, load_tokenizer
-from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 ENDS = (0, 17)

@@ -21,9 +21,9 @@ from grpo_ray.config.model import Implementation
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.policy.loading import load_policy, load_tokenizer
-from grpo_ray.policy.model import PolicyModel
-from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm

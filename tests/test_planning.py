@@ -22,6 +22,8 @@ from grpo_ray.algorithms import chunked, chunked_log_probs
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import ModelConfig, TinyModelConfig
+from grpo_ray.models.tiny import build_model, tiny_tokenizer
+from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.policy import log_probs
 from grpo_ray.policy.attention import NAME as ATTENTION
 from grpo_ray.policy.attention import BlockAttention, VarlenAttention
@@ -30,8 +32,6 @@ from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.log_probs import model_inputs
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate_packed, collate_padded
 from grpo_ray.policy.segments import SegmentTree
-from grpo_ray.policy.tiny import build_model, tiny_tokenizer
-from grpo_ray.policy.transformer_lm import TransformerLM
 from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.cli import main
@@ -261,7 +261,7 @@ def test_a_layer_keeps_as_many_bytes_of_a_token_as_planned(family: str, dtype: s
         learner={
             "share_prompts": "never" if layout == "padded" else "auto",
             "micro_batch_tokens": 10**6,
-            "num_gpus": 0 if layout == "sdpa" else 1,  # on a GPU these blocks repeat keys, which nothing here can
+            "num_gpus": 0 if layout == "sdpa" else 1,  # on a GPU these blocks would repeat keys
         },
         sampling={"max_tokens": 40},
         algorithm={"prompts_per_step": 2},

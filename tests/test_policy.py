@@ -19,6 +19,17 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.models.tiny import (
+    END_TOKEN,
+    _recipe,
+    build_model,
+    cache_folder,
+    tiny_model_folder,
+    tiny_tokenizer,
+    train_tokenizer,
+)
+from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.models.warmup import IGNORED, _encode, _pad, warm_up
 from grpo_ray.policy import loading
 from grpo_ray.policy.loading import (
     check_hub_model,
@@ -30,17 +41,6 @@ from grpo_ray.policy.loading import (
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.policy.tiny import (
-    END_TOKEN,
-    _recipe,
-    build_model,
-    cache_folder,
-    tiny_model_folder,
-    tiny_tokenizer,
-    train_tokenizer,
-)
-from grpo_ray.policy.transformer_lm import TransformerLM
-from grpo_ray.policy.warmup import IGNORED, _encode, _pad, warm_up
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.sorting import warmup_pairs
 

@@ -16,6 +16,7 @@ from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.engines.snapshot import pack_on_device, pack_weights
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.adapters import (
     load_adapter,
     load_trained,
@@ -25,15 +26,15 @@ from grpo_ray.policy.adapters import (
 )
 from grpo_ray.policy.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.policy.device import hold_to_cores
-from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward, Sums, add, mean_metrics
+from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
 from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
-from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.optimizer import make_optimizer, move_optimizer, warm_up_learning_rate
 from grpo_ray.policy.out_of_memory import SmallerMicroBatches
 from grpo_ray.policy.reference import AdapterReference, Reference
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
+from grpo_ray.telemetry.learner_metrics import Sums, add, mean_metrics
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.performance import Performance
 from grpo_ray.telemetry.rollout_log import write_rollouts

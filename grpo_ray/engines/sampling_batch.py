@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo_ray.policy.model import PolicyModel
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.types import Completion, SamplingSettings
 
 

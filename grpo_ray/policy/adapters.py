@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from grpo_ray.config.model import AdapterConfig, ModelConfig
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.device import cast_parameters
 from grpo_ray.policy.loading import load_policy
-from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.quantization import dequantized, is_quantized, quantize_linear_layers
 from grpo_ray.telemetry.adapter_files import (
     CONFIG,

@@ -6,7 +6,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,31 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_ray.models.policy_model import TreeAttention
 from grpo_ray.policy.segments import NO_PARENT, SegmentTree, concatenated, padded
 
 NAME = "grpo_ray"
 FULLEST = 0.75
 """Segments shorter than this share of a block's longest begin a new block."""
-
-
-class TreeAttention(Protocol):
-    """Attention in a row of segments."""
-
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
-        """Attend along each token's path.
-
-        Args:
-            queries: `[tokens, heads, head_dim]`.
-            keys: `[tokens, kv_heads, head_dim]`; `heads / kv_heads` query heads share one.
-            values: as keys.
-            scale: factor of the scores; default: `head_dim ** -0.5`.
-
-        Returns:
-            `[tokens, heads, head_dim]`.
-        """
-        ...
-
-    def to(self, device: torch.device) -> Self: ...
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from grpo_ray.config.learner import Recomputation
-from grpo_ray.policy.model import PolicyModel
+from grpo_ray.models.policy_model import PolicyModel
 
 MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 

@@ -1,7 +1,6 @@
 """The policy on a batch, one micro-batch after another: computing log-probabilities, accumulating gradients."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +12,6 @@ from torch.profiler import record_function
 from grpo_ray.algorithms import (
     Objective,
     correction_sums,
-    effective_sample_fraction,
     effective_sample_sums,
     importance_weights,
     kl_sums,
@@ -22,12 +20,12 @@ from grpo_ray.algorithms import (
     policy_gradient_step,
 )
 from grpo_ray.config import Config
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.layout import Layout, choose_layout
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence
-from grpo_ray.policy.model import PolicyModel
 from grpo_ray.telemetry.flops import WorkCount
+from grpo_ray.telemetry.learner_metrics import Sums, add
 
-Sums = dict[str, float]
 MISMATCH = ("mismatch_kl", "logprob_diff_max", "weight_sum", "weight_square_sum", "num_weights")
 
 
@@ -220,58 +218,6 @@ def _sizes(batch: MicroBatch) -> Sums:
         "prompt_tokens": float(batch.num_prompt_tokens),
         "padding_tokens": float(batch.num_padding_tokens),
     }
-
-
-def add(sums: Sums, more: Mapping[str, float]) -> None:
-    """Add `more` to `sums` in place; of names that end in `_min` or `_max` keep the smallest or largest."""
-    for name, value in more.items():
-        # numpy's functions keep a nan, Python's min and max would lose it.
-        if name not in sums:
-            sums[name] = value
-        elif name.endswith("_min"):
-            sums[name] = float(np.minimum(sums[name], value))
-        elif name.endswith("_max"):
-            sums[name] = float(np.maximum(sums[name], value))
-        else:
-            sums[name] += value
-
-
-def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Compute the metrics of a step from its sums; those of which nothing was measured are absent."""
-    got: Mapping[str, float] = defaultdict(float, sums)
-    metrics: dict[str, float] = {}
-    if ratios := got["num_ratios"]:
-        clipped, low = got["num_clipped"], got["num_clipped_low"]
-        metrics |= {
-            "loss/clip_frac": clipped / ratios,
-            "loss/clip_frac/low": low / ratios,
-            "loss/clip_frac/high": (clipped - low) / ratios,
-        }
-    if compared := got["num_weights"]:
-        metrics |= {
-            "mismatch/kl": got["mismatch_kl"] / compared,
-            "mismatch/logprob_diff/max": got["logprob_diff_max"],
-            "mismatch/ess_frac": effective_sample_fraction(
-                got["weight_sum"], got["weight_square_sum"], compared
-            ),
-        }
-    if corrected := got["num_corrected"]:
-        metrics |= {
-            "correction/weight/mean": got["correction_weight_sum"] / corrected,
-            "correction/weight/min": got["correction_weight_min"],
-            "correction/weight/max": got["correction_weight_max"],
-            "correction/limited_frac": got["num_limited"] / corrected,
-        }
-    if computed := got["computed_tokens"]:
-        metrics |= {
-            "perf/prompt_frac": got["prompt_tokens"] / computed,
-            "perf/padding_frac": got["padding_tokens"] / computed,
-        }
-    if tokens := got["entropy_tokens"]:
-        metrics["policy/entropy/exact"] = got["entropy"] / tokens
-    if "kl_k1_sum" in sums and (tokens := got["kl_tokens"]):
-        metrics |= {"loss/kl_ref": got["kl_k1_sum"] / tokens, "loss/kl_ref_k3": got["kl_k3_sum"] / tokens}
-    return metrics
 
 
 def _mismatch_sums(first: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:

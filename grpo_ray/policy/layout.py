@@ -7,11 +7,11 @@ import torch
 
 from grpo_ray.algorithms import token_log_probs
 from grpo_ray.config import Config, SamplingConfig
-from grpo_ray.policy.attention import BlockAttention, TreeAttention, tree_obstacle
+from grpo_ray.models.policy_model import PolicyModel, TreeAttention
+from grpo_ray.policy.attention import BlockAttention, tree_obstacle
 from grpo_ray.policy.attention_kernels import make_varlen
 from grpo_ray.policy.log_probs import ResponseLogProbs, has_plain_output_layer
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate_packed, collate_padded, plan
-from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.segments import SegmentTree
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}

@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from grpo_ray.config.model import Implementation
+from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.transformer_lm import TransformerLM, check_plain, load_transformer_lm
 from grpo_ray.policy.attention import NAME as ATTENTION
 from grpo_ray.policy.attention import tree_obstacle
 from grpo_ray.policy.device import cast_parameters
-from grpo_ray.policy.model import PolicyModel
-from grpo_ray.policy.transformer_lm import TransformerLM, check_plain, load_transformer_lm
 
 WEIGHTS = "model*.safetensors"  # excludes second copies under other names
 

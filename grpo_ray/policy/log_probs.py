@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from grpo_ray.algorithms import chunked_log_probs, compute_entropy, token_log_probs
 from grpo_ray.algorithms.chunked import RULED_OUT
 from grpo_ray.config import SamplingConfig
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.microbatch import MicroBatch
-from grpo_ray.policy.model import PolicyModel
 
 
 class ResponseLogProbs:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from grpo_ray.policy.attention import TreeAttention
+from grpo_ray.models.policy_model import TreeAttention
 from grpo_ray.policy.segments import NO_PARENT, SegmentTree, concatenated
 from grpo_ray.types import ScoredGroup
 

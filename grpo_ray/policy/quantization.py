@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from grpo_ray.config.model import ModelConfig
-from grpo_ray.policy.model import PolicyModel
+from grpo_ray.models.policy_model import PolicyModel
 
 BLOCK = 64  # weights that share a scale
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from grpo_ray.config.algorithm import KLConfig
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.device import cast_parameters
 from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.model import PolicyModel
 
 
 class Reference:

@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.adapters import has_adapter, save_adapter
 from grpo_ray.policy.device import host_memory
 from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.optimizer import load_state, state_tensors
 from grpo_ray.policy.reference import Reference
 from grpo_ray.telemetry.durable import sync

@@ -133,7 +133,7 @@ def _prepare(
     config: Config, task: TaskData, progress: WarmupProgress | None
 ) -> tuple[PreparedServing, TaskData, Prompters]:
     if config.model.tiny is not None:
-        from grpo_ray.policy.tiny import tiny_model_folder
+        from grpo_ray.models.tiny import tiny_model_folder
 
         model_path = str(tiny_model_folder(config, progress))
     else:
@@ -160,7 +160,7 @@ def _prepare(
 def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
     """Return the tokenizer, checked against the model, and the longest sequence that the model supports."""
     if config.model.tiny is not None:  # both are built to fit
-        from grpo_ray.policy.tiny import tiny_skeleton, tiny_tokenizer
+        from grpo_ray.models.tiny import tiny_skeleton, tiny_tokenizer
 
         tokenizer = tiny_tokenizer(config)
         if config.model.adapter is not None:

@@ -28,7 +28,7 @@ class PromptAndResponse(Protocol):
 
 
 Model = Any
-"""A transformers model or a TransformerLM (policy/model.py)."""
+"""A transformers model or a TransformerLM (models/policy_model.py)."""
 
 Lengths = Sequence[tuple[int, Sequence[int]]]
 """For each distinct prompt its tokens, and the tokens of each response to it."""

@@ -8,10 +8,10 @@ from torch import nn
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import ModelConfig
+from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.adapters import MergedWeight, has_adapter, load_adapter, load_trained, trained_parameters
 from grpo_ray.policy.device import cast_parameters
 from grpo_ray.policy.loading import check_local_model, is_local
-from grpo_ray.policy.model import PolicyModel
 from grpo_ray.policy.quantization import is_quantized
 
 
@@ -22,7 +22,7 @@ def base_folder(config: Config) -> str:
         ValueError: the folder has no usable model.
     """
     if config.model.tiny is not None:
-        from grpo_ray.policy.tiny import tiny_model_folder
+        from grpo_ray.models.tiny import tiny_model_folder
 
         return str(tiny_model_folder(config))
     assert config.model.path is not None

@@ -8,6 +8,26 @@ import torch
 from torch import Tensor, nn
 
 
+class TreeAttention(Protocol):
+    """Attention in a row of segments."""
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
+        """Attend along each token's path.
+
+        Args:
+            queries: `[tokens, heads, head_dim]`.
+            keys: `[tokens, kv_heads, head_dim]`; `heads / kv_heads` query heads share one.
+            values: as keys.
+            scale: factor of the scores; default: `head_dim ** -0.5`.
+
+        Returns:
+            `[tokens, heads, head_dim]`.
+        """
+        ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+
 class PolicyOutput(Protocol):
     @property
     def logits(self) -> Tensor: ...  # [batch, positions kept, vocab]

@@ -21,9 +21,9 @@ from transformers import (
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import MixtureTaskConfig, SortingTaskConfig
-from grpo_ray.policy.model import PolicyModel
-from grpo_ray.policy.transformer_lm import TransformerLM
-from grpo_ray.policy.warmup import warm_up
+from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.models.warmup import warm_up
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
 from grpo_ray.tasks.examples import Pairs
 from grpo_ray.tasks.prompts import TextTemplate, template_of

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 
-from grpo_ray.policy.attention import TreeAttention
+from grpo_ray.models.policy_model import TreeAttention
 
 
 class RMSNorm(nn.Module):

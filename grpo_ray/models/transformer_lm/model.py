@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LlamaConfig
 
-from grpo_ray.policy.attention import TreeAttention
-from grpo_ray.policy.transformer_lm.layers import Block, Context, KeyValueCache, RMSNorm, rotary_angles
+from grpo_ray.models.policy_model import TreeAttention
+from grpo_ray.models.transformer_lm.layers import Block, Context, KeyValueCache, RMSNorm, rotary_angles
 
 OUTPUT_LAYER = "lm_head.weight"
 

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config.model import WarmupConfig
-from grpo_ray.policy.model import PolicyModel
+from grpo_ray.models.policy_model import PolicyModel
 
 IGNORED = -100  # label that cross_entropy skips
 

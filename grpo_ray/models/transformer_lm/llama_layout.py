@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 
-from grpo_ray.policy.transformer_lm.model import OUTPUT_LAYER, TransformerLM
+from grpo_ray.models.transformer_lm.model import OUTPUT_LAYER, TransformerLM
 
 
 def check_plain(config: PreTrainedConfig, path: str) -> LlamaConfig:
