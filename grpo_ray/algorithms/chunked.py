@@ -1,7 +1,8 @@
 """Log-probabilities and entropies from hidden states, without a tensor `[tokens, vocab]`.
 
 With a vocabulary of 151,936, one float32 copy of the logits of 8,192 tokens takes 4.6 GiB. Here the output
-layer is applied to a chunk of positions at a time, and the backward pass computes each chunk again.
+layer is applied to a chunk of positions at a time, and the backward pass computes each chunk again, unless
+there is one alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,13 +87,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         normaliser = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_probs, entropy = torch.empty_like(normaliser), torch.empty_like(normaliser)
-        for rows in layer.chunks(len(labels)):
+        chunks = layer.chunks(len(labels))
+        for rows in chunks:
             logits = layer.logits(hidden[rows], weight, None if is_ruled_out is None else is_ruled_out[rows])
             normaliser[rows] = logits.logsumexp(-1)
             all_log_probs = logits.sub_(normaliser[rows, None])
             log_probs[rows] = all_log_probs.gather(-1, labels[rows, None])[:, 0]
             entropy[rows] = -_row_products(all_log_probs.exp(), all_log_probs)
-        ctx.save_for_backward(hidden, weight, labels, is_ruled_out, normaliser, entropy)
+        only = all_log_probs if len(chunks) == 1 else None  # no larger than what the backward pass holds
+        ctx.save_for_backward(hidden, weight, labels, is_ruled_out, normaliser, entropy, only)
         ctx.layer = layer
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -102,18 +105,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, is_ruled_out, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, labels, is_ruled_out, normaliser, entropy, only = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         # None: the output layer is frozen, as under an adapter.
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(normaliser)
         for rows in ctx.layer.chunks(len(labels)):
-            ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
-            logits = ctx.layer.logits(hidden[rows], weight, ruled_out)
-            grad = _logits_grad(logits.sub_(normaliser[rows, None]), labels[rows], log_probs_grad[rows])
+            all_log_probs = only
+            if all_log_probs is None:
+                ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
+                all_log_probs = ctx.layer.logits(hidden[rows], weight, ruled_out).sub_(normaliser[rows, None])
+            grad = _logits_grad(all_log_probs, labels[rows], log_probs_grad[rows])
             if entropy_grad is not None:
-                grad -= _entropy_part(logits, entropy[rows], entropy_grad[rows])
+                grad -= _entropy_part(all_log_probs, entropy[rows], entropy_grad[rows])
             grad = ctx.layer.scale_gradient(grad).to(weight.dtype)
             torch.mm(grad, weight, out=hidden_grad[rows])
             if weight_grad is None:
