@@ -19,7 +19,7 @@ PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
 @pytest.mark.timeout(420)
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_logprobs_of_vllms_lora_layers_and_the_learner_agree_after_each_sync(tmp_path: Path) -> None:
-    """The model is random; any_reward_cli.py rewards half of the responses, so each step changes the adapter."""
+    """The model is random; any_reward_cli.py rewards half of its responses, so each step moves the adapter."""
     run = RunDirectory(tmp_path / "r")
     arguments = [
         "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=3",
