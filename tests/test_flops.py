@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.policy.forward_backward import mean_metrics
 from grpo_ray.policy.microbatch import TrainSequence, sequences_of
 from grpo_ray.telemetry.flops import ModelSize, WorkCount, lengths_of, num_pairs, num_tokens, peak_flops
+from grpo_ray.telemetry.learner_metrics import mean_metrics
 from grpo_ray.telemetry.performance import Performance
 from grpo_ray.types import TrainBatch
 
