@@ -4,9 +4,11 @@ Imports nothing heavy: the process that only hands out tests to the workers load
 """
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from ray_nodes import ray_head, token_environment
@@ -124,6 +126,14 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_RAY_CACHE", str(tmp_path_factory.mktemp("models")))
         yield
+
+
+@pytest.fixture(scope="module")
+def profiling_script() -> Iterator[Callable[[str], ModuleType]]:
+    """Return a function that imports a script of profiling/, with its folder on the path as when it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "profiling"))
+        yield importlib.import_module
 
 
 @pytest.fixture

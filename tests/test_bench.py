@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-ROOT = Path(__file__).parents[1]
 CHEAP = ("adapter_memory", "buffer", "head_memory", "learner_shared", "logprobs", "packing", "scoring")
 OTHERS = {
     "checkpointing",
@@ -25,13 +24,8 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    """Import bench.py with its folder on the path, as its own process and its workers have it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "profiling"))
-        import bench
-
-        yield bench
+def bench(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
+    return profiling_script("bench")
 
 
 @pytest.fixture(scope="module")

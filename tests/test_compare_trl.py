@@ -1,7 +1,7 @@
 """profiling/compare_trl.py, without TRL: both sides get the same work, and what is missing is said."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,16 +11,10 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.rewards.builtin import brevity_reward_fn, exact_match_reward_fn
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
-def compare_trl() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "profiling"))
-        import compare_trl
-
-        yield compare_trl
+def compare_trl(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
+    return profiling_script("compare_trl")
 
 
 def test_the_rewards_are_the_same(compare_trl: ModuleType) -> None:

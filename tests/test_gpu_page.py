@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,12 +37,8 @@ sys.exit(code or (f"imported {heavy}" if heavy else 0))
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "profiling"))
-        import gpu
-
-        yield gpu
+def gpu(profiling_script: Callable[[str], ModuleType]) -> ModuleType:
+    return profiling_script("gpu")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from grpo_ray.telemetry.adapter_files import CONFIG, FIELDS, FILE
 from grpo_ray.types import WeightSnapshot
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
-SLOT = {"lora_name": "policy", "lora_int_id": 1}
 
 
 class ServedAdapter:
@@ -33,20 +32,17 @@ class ServedAdapter:
         rank = min(rank for rank in RANKS if rank >= self._config.rank)
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
-    @property
-    def request(self) -> Any:
-        """The argument of a request that is sampled with the adapter."""
+    def request(self, load_inplace: bool = False) -> Any:
+        """Return the argument of a request that is sampled with the adapter."""
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(**SLOT, lora_path=str(self._folder))
+        return LoRARequest("policy", 1, str(self._folder), load_inplace=load_inplace)
 
     async def load(self, llm: Any, snapshot: WeightSnapshot) -> None:
         """Load the snapshot's tensors, named as in PEFT's format, in place of the earlier ones.
 
         vLLM's prefix cache tells adapters apart by name and path alone, so it must be reset afterwards.
         """
-        from vllm.lora.request import LoRARequest
-
         tensors = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
         save_file(tensors, self._folder / FILE, metadata={"format": "pt"})
         targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
@@ -54,7 +50,7 @@ class ServedAdapter:
         config |= {"peft_type": "LORA", "bias": "none", "target_modules": targets}
         (self._folder / CONFIG).write_text(json.dumps(config))
         # In place here alone: in a request it would be loaded anew each time.
-        await llm.add_lora(LoRARequest(**SLOT, lora_path=str(self._folder), load_inplace=True))
+        await llm.add_lora(self.request(load_inplace=True))
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -74,7 +74,7 @@ class VllmEngine:
 
         params = _sampling_params(settings)
         prompt = {"prompt_token_ids": list(prompt_token_ids)}
-        lora = None if self._adapter is None else self._adapter.request
+        lora = None if self._adapter is None else self._adapter.request()
         outputs = self._llm.generate(prompt, params, str(next(self._request_ids)), lora_request=lora)
         try:
             async for output in outputs:  # FINAL_ONLY: one output, when every sample has finished
