@@ -15,8 +15,8 @@ from grpo_ray.algorithms import Objective, group_advantages, policy_gradient_ste
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.tiny import tiny_model_folder
-from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import load_template
 from grpo_ray.types import Completion, SamplingSettings

@@ -19,6 +19,18 @@ class ActorDied(RuntimeError):
         self.name = name
 
 
+class OutOfDeviceMemory(ActorDied):
+    """The end of an actor that ran out of its GPU's memory, together with its other ranks."""
+
+    def __init__(self, name: str, reason: str, num_tokens: int) -> None:
+        """`num_tokens`: of the micro-batch that did not fit."""
+        super().__init__(name, reason)
+        self.num_tokens = num_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.args[0].partition(" died: ")[2], self.num_tokens)
+
+
 class DataLost(RuntimeError):
     """The loss of a call's arguments together with the node that held them."""
 

@@ -45,6 +45,7 @@ class DeviceHandle:
     ref_counter_offset: int
     event_handle: bytes
     event_sync_required: bool
+    gpu: str  # its UUID, by which another process finds it
 
 
 @dataclass(frozen=True)
@@ -249,18 +250,19 @@ class TensorSpec:
 class WeightSnapshot:
     """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
 
-    The bytes are in `data`, or in the buffer of `on_device` on the GPU that Learner and Generator share.
+    The bytes are in `data`, or in the buffers of `on_device`, one per GPU that a Generator shares with the
+    Learner.
     """
 
     version: int
     specs: tuple[TensorSpec, ...]
     data: np.ndarray  # uint8 [total_bytes]
     checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on
-    on_device: DeviceHandle | None = None
+    on_device: tuple[DeviceHandle, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes if self.on_device is None else self.on_device.num_bytes
+        return self.on_device[0].num_bytes if self.on_device else self.data.nbytes
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python profiling/chaos.py CONFIG [--scenarios torch,replay] [--faults 10] [--seed 0]
         [--kinds kill_learner,delay] [--pause 3] [--folder runs/chaos] [--table docs/chaos.md]
-        [section.key=value ...]
+        [--mark chaos] [section.key=value ...]
 
 Each scenario (chaos_scenarios.py; `replay+mixture` is both at once) is one run in FOLDER/SCENARIO-SEED with
 FAULTS faults, each of a kind that the campaign has drawn least so far. The outcome of a fault is read from the
@@ -103,7 +103,8 @@ class Campaign:
             faults = [fault for fault, what in zip(faults, did, strict=True) if what] or faults
             outcome = self._recover(faults, step, since) if any(did) else NOT_POSSIBLE
             seconds = time.monotonic() - began
-            self.run.bury_stopped()
+            self.run.bury()
+            self.run.check_said(since)
         except (RunEnded, TimeoutError, OSError) as error:
             outcome, seconds = NOT_RECOVERED, time.monotonic() - began
             if self._has_default_budgets and self.run.has_used_up_a_budget():
@@ -202,7 +203,7 @@ def main() -> int:
     text, is_good = table(results)
     print(text)
     if options.table:
-        write_table(Path(options.table), text)
+        write_table(Path(options.table), text, options.mark)
     return 0 if is_good else 1
 
 
@@ -216,6 +217,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=3.0, help="longest wait before a fault, in seconds")
     parser.add_argument("--folder", default="runs/chaos", help="folder of the runs and their results")
     parser.add_argument("--table", default="", help="Markdown file; the tables go between its marks")
+    parser.add_argument("--mark", default="chaos", help="name of the marks; each campaign has its own")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     for option, given, known in (("kinds", options.kinds, FAULTS), ("scenarios", options.scenarios, SCENARIOS)):

@@ -1,12 +1,13 @@
 """Faults of the run's files: no room, errors, writes that hang, a power cut, and damage."""
 
+import contextlib
 import errno
 import random
 import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,12 +20,22 @@ from grpo_ray.telemetry.checkpoint import CheckpointStore
 def fill_disk(run: ChaosRun, draw: random.Random) -> str | None:
     """Limit the size of files of these processes, which needs no disk: writing fails with EFBIG."""
     seconds, num_bytes = draw.uniform(2.0, 4.0), draw.randint(1, 100)
-    found = [psutil.Process(run.driver_pid), run.actor("buffer"), run.actor("learner")]
-    limited = [process for process in found if process and _limit_files(process, num_bytes)]
-    time.sleep(seconds)
-    for process in limited:
-        _limit_files(process, None)
+    names = [name for name in run.actors() if name.startswith(("buffer", "learner"))]
+    found = [psutil.Process(run.driver_pid), *map(run.actor, names)]
+    with limited_files([process for process in found if process], num_bytes):
+        time.sleep(seconds)
     return f"no file longer than {num_bytes} bytes for {seconds:.1f} s"
+
+
+@contextlib.contextmanager
+def limited_files(processes: Sequence[psutil.Process], num_bytes: int) -> Iterator[None]:
+    """Let these processes write no file beyond `num_bytes` bytes."""
+    limited = [process for process in processes if _limit_files(process, num_bytes)]
+    try:
+        yield
+    finally:
+        for process in limited:
+            _limit_files(process, None)
 
 
 def _limit_files(process: psutil.Process, num_bytes: int | None) -> bool:

@@ -5,11 +5,13 @@
 A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed as the fault happens:
 `poison_reward` (the grading of one response fails), `scorer_error` (the scoring of one group raises),
 `nan_gradient` (the gradient of one update is NaN), `hang_generator_start` and `hang_scorer_start` (the next one
-hangs as it starts).
+hangs as it starts), `kill_rank_1_backward` and the like (the Learner's rank 1 is killed in its next backward
+pass; `stop` stops it, `oom` raises that memory ran out; chaos_rank_faults.py has the stages).
 """
 
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,11 +25,12 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cluster import hosting
 from grpo_ray.engines.base import Engine
+from grpo_ray.policy import training_state
 from grpo_ray.policy.microbatch import TrainSequence
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.tools.cli import main
-from grpo_ray.types import RolloutGroup, Verdict
+from grpo_ray.types import RolloutGroup, StepReport, Verdict, WeightSnapshot
 
 FOLDER = os.environ.get("GRPO_RAY_CHAOS_TRIGGERS", "")  # travels to the actors with the functions that use it
 FOREVER_S = 1e6
@@ -71,12 +74,53 @@ class ChaosGenerator(Generator):
 
 
 class ChaosLearner(Learner):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        block: Any = self.model.model.layers[-1]
+        block.register_forward_hook(self._in_block)
+        self._optimizer.register_step_pre_hook(lambda *_: self._at("optimizer"))
+        gathered_weights = training_state.gathered_weights
+
+        def gathered(*args: Any) -> Any:
+            self._at("write_model")
+            return gathered_weights(*args)
+
+        training_state.gathered_weights = gathered
+
+    def _at(self, stage: str) -> None:
+        """Suffer the fault that is requested for this rank at this stage, if one is."""
+        suffix = f"rank_{self._ranks.rank}_{stage}"
+        if is_requested(f"kill_{suffix}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_requested(f"stop_{suffix}"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if is_requested(f"oom_{suffix}"):
+            raise torch.OutOfMemoryError(f"chaos: out of memory in {stage}")
+
+    def _in_block(self, _module: object, _args: object, output: Any) -> None:
+        self._at("forward")
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._at("backward"))
+
     def accumulate_gradient(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         sums = super().accumulate_gradient(sequences)
         if is_requested("nan_gradient"):
             weights = next(self.model.parameters())
             weights.grad = torch.full_like(weights, float("nan"))
         return sums
+
+    def _snapshot(self) -> WeightSnapshot:
+        self._at("snapshot")
+        return super()._snapshot()
+
+    def capture(self) -> StepReport | None:
+        self._at("capture")
+        return super().capture()
+
+    def write_captured(self, folder: Path) -> dict[str, int]:
+        self._at("write_shards")
+        return super().write_captured(folder)
 
 
 if __name__ == "__main__":  # classes of __main__ travel to the actors by value

@@ -9,6 +9,7 @@ import chaos_cluster_faults as cluster
 import chaos_disk_faults as disk
 import chaos_moment_faults as moment
 import chaos_process_faults as process
+import chaos_rank_faults as ranks
 from chaos_process_faults import Inject
 
 # Outcomes by the event that reports them; RODE_THROUGH has no event.
@@ -122,6 +123,16 @@ _ALL = (
     Fault("poison_reward", moment.trigger("poison_reward"), (COUNTED,), is_plain=True),
     Fault("scorer_error", moment.trigger("scorer_error"), ("retried",), "group_failed"),
     Fault("nan_gradient", moment.trigger("nan_gradient"), SKIPPED, "update_skipped", is_plain=True),
+    # Ranks of the Learner
+    *(
+        _restored(f"{kind}_rank_{stage}", ranks.at_stage(kind, stage), "ranks")
+        for stage in ranks.STAGES
+        for kind in ranks.CAUSES
+    ),
+    _restored("pause_rank", ranks.pause_rank, "ranks"),
+    _restored("stop_ranks", ranks.stop_ranks, "ranks"),
+    _resumed("interrupt_with_hung_rank", ranks.interrupt_with_hung_rank, "ranks"),
+    _ridden("fill_disk_of_rank", ranks.fill_disk_of_rank, "ranks"),
     # Nodes
     Fault("lose_node", cluster.lose_node, RESTORED, None, "cluster", NODE_LOST),
     Fault("lose_nodes_for_a_while", cluster.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),

@@ -20,13 +20,14 @@ def _while_restoring(run: ChaosRun, draw: random.Random) -> None:
 
 
 def die_again(run: ChaosRun, draw: random.Random) -> str:
-    before = run.actor("learner")
+    name = draw.choice([name for name in run.actors() if name.startswith("learner")])  # one of its ranks
+    before = run.actor(name)
     _while_restoring(run, draw)
-    run.wait_for(lambda: run.actor("learner") not in (None, before), 120.0, "another Learner")
-    learner = run.actor("learner")
+    run.wait_for(lambda: run.actor(name) not in (None, before), 120.0, "another Learner")
+    learner = run.actor(name)
     assert learner is not None
     signalled(learner, signal.SIGKILL)
-    return "SIGKILL to learner, and to the next one while the actors started"
+    return f"SIGKILL to learner, and to the next {name} while the actors started"
 
 
 def interrupt_restore(run: ChaosRun, draw: random.Random) -> str:

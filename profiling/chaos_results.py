@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 NOT_RECOVERED, NOT_POSSIBLE = "NOT RECOVERED", "not possible"
 BUDGET_USED_UP = "ended by its budget, resumed"  # with default budgets, which are per hour
-MARKS = "<!-- chaos -->", "<!-- /chaos -->"
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,11 @@ def _run_lines(results: Results, records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def write_table(path: Path, text: str) -> None:
+def write_table(path: Path, text: str, mark: str) -> None:
     """Write the tables between the marks in the file, which are appended if it has none."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     before = path.read_text() if path.exists() else ""
-    if MARKS[0] not in before:
-        before += f"\n{MARKS[0]}\n{MARKS[1]}\n"
-    block = f"{MARKS[0]}\n{text}\n{MARKS[1]}"
-    pattern = re.escape(MARKS[0]) + ".*" + re.escape(MARKS[1])
-    path.write_text(re.sub(pattern, lambda _: block, before, flags=re.DOTALL))
+    if begin not in before:
+        before += f"\n{begin}\n{end}\n"
+    pattern = re.escape(begin) + ".*" + re.escape(end)
+    path.write_text(re.sub(pattern, lambda _: f"{begin}\n{text}\n{end}", before, flags=re.DOTALL))

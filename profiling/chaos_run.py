@@ -66,6 +66,8 @@ class ChaosRun:
         self.environment = {**os.environ, TRIGGERS: str(self.triggers.resolve()), **NOT_NICE}
         self.cluster: Cluster | None = None
         self.stopped: list[psutil.Process] = []  # hung, never continued
+        self.must_end: list[psutil.Process] = []  # by the end of the recovery
+        self.must_say: list[tuple[str, str]] = []  # by then: an event's kind, and a pattern in its text
         self.wrong: list[str] = []
         self._driver: subprocess.Popen[bytes] | None = None
 
@@ -163,12 +165,20 @@ class ChaosRun:
         for process in wait_until_gone(processes, 20.0):
             process.kill()
 
-    def bury_stopped(self) -> None:
-        """Kill the hung processes that the run did not end, which is wrong."""
-        for process in wait_until_gone(self.stopped, 15.0):
+    def bury(self) -> None:
+        """Kill the hung and other processes that the run did not end, which is wrong."""
+        for process in wait_until_gone([*self.stopped, *self.must_end], 15.0):
             process.kill()
-            self.wrong.append(f"the stopped process {process.pid} was still there")
-        self.stopped = []
+            self.wrong.append(f"the process {process.pid} was still there")
+        self.stopped, self.must_end = [], []
+
+    def check_said(self, since: float) -> None:
+        """Look for the events that the fault must cause; one that is missing is wrong."""
+        for kind, pattern in self.must_say:
+            said = [event["text"] for event in self.events(since, kind)]
+            if not any(re.search(pattern, text) for text in said):
+                self.wrong.append(f"no event {kind} matches {pattern}: {said}")
+        self.must_say = []
 
     def heal(self) -> None:
         """Undo what a fault that failed half-way may have left."""
@@ -177,7 +187,7 @@ class ChaosRun:
         for process in self.stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.stopped = []
+        self.stopped, self.must_end, self.must_say = [], [], []
         if self._driver is not None:
             self.signal(signal.SIGCONT)
             if self._driver.poll() is not None:
@@ -262,6 +272,10 @@ class ChaosRun:
     @property
     def stall_timeout_s(self) -> float:
         return self._config.recovery.stall_timeout_s
+
+    @property
+    def collective_timeout_s(self) -> float:
+        return self._config.learner.collective_timeout_s
 
     @property
     def on_preemption_s(self) -> float:

@@ -55,6 +55,9 @@ SCENARIOS = {
     ),
     "graders": Scenario((*TORCH, f"task.reward={TOLERANCE}"), frozenset({"local", "graders"})),
     "vllm": Scenario(("generator.engine=vllm",), frozenset({"local", "vllm"})),
+    "ranks": Scenario(
+        (*TORCH, "learner.num_ranks=2", "learner.collective_timeout_s=20"), frozenset({"local", "ranks"})
+    ),
     "cluster": Scenario(
         (*TORCH, "placement.strategy=spread", "placement.wait_s=60"), frozenset({"cluster"}), num_nodes=2
     ),

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.learner import Learner
@@ -138,11 +144,41 @@ def plain_logprobs(
 
 
 @torch.no_grad()
+def logprobs_over_kept_cache(
+    models: Sequence[Any], prompt: Sequence[int], completion: Completion, settings: SamplingSettings
+) -> np.ndarray:
+    """Compute a response's logprobs where each version reads the keys and values that earlier ones computed."""
+    tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    versions, cache, rows, start = completion.versions, DynamicCache(), [], 0
+    for version in np.unique(versions):
+        # The last token that a version draws is the first that the next computes.
+        end = len(prompt) + int(np.flatnonzero(versions == version)[-1])
+        rows.append(models[version](tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0])
+        start = end
+    logits = torch.cat(rows)[len(prompt) - 1 :] / settings.temperature
+    logits[: settings.min_tokens, list(settings.end_token_ids)] = -torch.inf
+    found = torch.log_softmax(logits, dim=1).gather(1, tokens[0, len(prompt) :, None].long())
+    return found[:, 0].numpy()
+
+
+@torch.no_grad()
 def perturb(model: torch.nn.Module, seed: int, scale: float) -> None:
     """Add noise to every weight, biases and norms included, so that omitting one is noticed."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
+    """Build a random mixture of experts with weights of its own for the output layer."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
 
 
 # ---- Learners ----

@@ -120,6 +120,22 @@ def _write_model(folder: Path, tied: bool, hidden_size: int, implementation: Imp
     tokenizer.save_pretrained(folder)
 
 
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
+    """The folder of a random Qwen3-MoE with tokenizer: 2 layers of 4 experts, of which a token takes 2."""
+    from builders import perturb, tiny_mixture
+
+    from grpo_ray.models.loading import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny-moe")
+    tokenizer = load_tokenizer(str(tiny_model()))
+    model = tiny_mixture(tokenizer)
+    perturb(model, seed=0, scale=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A model cache of the file's own."""

@@ -15,8 +15,8 @@ from local_runs import make_config, train
 import grpo_ray
 from grpo_ray.algorithms import compute_policy_gradient_loss
 from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.models.tiny import tiny_model_folder
-from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit

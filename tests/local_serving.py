@@ -13,7 +13,7 @@ from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
-from grpo_ray.policy.loading import load_tokenizer
+from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tools.evaluation import evaluate
 from grpo_ray.types import Completion, SamplingSettings, StartingModel
 

@@ -50,6 +50,20 @@ def metrics_of(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ranks_of(step: int, num_ranks: int = 2) -> dict[str, Any]:
+    """Return the lines of a step of a Learner of several ranks, of which `step % num_ranks` was the slowest."""
+    row = {name: value for name, value in metrics_of(step).items() if not name.startswith("time/learner/")}
+    for rank in range(num_ranks):
+        is_slowest = rank == step % num_ranks
+        row |= {
+            f"time/learner-{rank}/train_s": 1.5, f"time/learner-{rank}/wait_for_batch_s": 0.5,
+            f"ranks/learner-{rank}/collectives_s": 0.1 if is_slowest else 0.4 + 0.01 * rank,
+            f"memory/learner-{rank}_bytes": (1 + rank + step / 8) * 2**30,
+            f"memory/learner-{rank}_device_peak_bytes": (10 + rank) * 2.0**30,
+        }  # fmt: skip
+    return row | {"ranks/slowest": float(step % num_ranks), "ranks/imbalance": 1 + step / 100}
+
+
 def group(
     step: int, texts: Sequence[str] = ("right", "wrong"), size: int = 3, group_id: int | None = None
 ) -> ScoredGroup:

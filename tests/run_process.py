@@ -1,9 +1,18 @@
-"""Waiting for a run in another process, and finding its actors."""
+"""Runs in other processes: starting, waiting, finding their actors, comparing what they wrote."""
 
+import contextlib
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import psutil
+from small_run import QUICKSTART, SMALL
+
+PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
+EVERY_THIRD = "checkpoint.every_num_steps=3"
 
 
 def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], timeout_s: float = 240) -> None:
@@ -25,3 +34,34 @@ def num_lines(file: Path) -> int:
 def pid_of(folder: Path, name: str) -> int:
     """Return the pid of the actor `name`."""
     return int((folder / "logs" / f"{name}.pid").read_text().split()[1])
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, PROGRAM, "train", QUICKSTART, *SMALL, EVERY_THIRD]
+    command += [f"run.output_dir={folder.parent}", f"run.name={folder.name}", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def resume(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PROGRAM, "resume", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Return those that are still there after `timeout_s`."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def used_by(driver: subprocess.Popen[str]) -> tuple[list[psutil.Process], set[str]]:
+    """Return the processes below a driver, and the files in /dev/shm that all of them use."""
+    children, files = psutil.Process(driver.pid).children(recursive=True), set()
+    for process in [psutil.Process(driver.pid), *children]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            files |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    return children, files
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    timed = ("time/", "timing/", "throughput/", "utilization/", "memory/", "perf/")
+    return {name: value for name, value in row.items() if not name.startswith(timed)}

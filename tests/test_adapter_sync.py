@@ -15,8 +15,8 @@ from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.models.adapters import load_trained, served_adapter
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.policy.adapters import load_trained, served_adapter
 from grpo_ray.types import Completion, SamplingSettings
 
 ENDS = (0, 17)

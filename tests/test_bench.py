@@ -18,6 +18,8 @@ OTHERS = {
     "long_run",
     "objectives",
     "pipeline",
+    "ranks",
+    "recompute_kv",
     "sampling",
     "weight_sync",
 }

@@ -205,13 +205,27 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (["generator.colocated=true"], ["generator.colocated", "set weight_sync.max_lag to 0 (it is 1)"]),
         (
             ["generator.colocated=true", "weight_sync.max_lag=0", "generator.num_generators=2"],
-            ["generator.colocated: one Generator and the Learner share one GPU", "(they are 2, 1 and 1)"],
+            [
+                "generator.colocated: each of the 1 ranks of the Learner",
+                "num_generators to the same number (it is 2)",
+            ],
         ),
         (
             ["buffer.replay.frac=0.5", "buffer.replay.max_groups=15"],
             ["buffer.replay.max_groups (15) must be at least the 16 groups that a batch replays"],
         ),
         (["weight_sync.transport=ipc"], ["weight_sync.transport: `ipc`", "use `object_store`"]),
+        (
+            ["weight_sync.recompute_kv=false", "weight_sync.in_flight=false"],
+            [
+                "weight_sync.recompute_kv: false has no effect",
+                "(weight_sync.in_flight is false); set it to true",
+            ],
+        ),
+        (
+            ["weight_sync.recompute_kv=false", "generator.colocated=true", "weight_sync.max_lag=0"],
+            ["no request runs during a sync (generator.colocated is true, weight_sync.max_lag is 0)"],
+        ),
         (["sampling.min_tokens=2000"], ["sampling: min_tokens (2000) must not exceed max_tokens (1024)"]),
         (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
         (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),

@@ -1,11 +1,14 @@
-"""Console output that cannot be written does not end a run."""
+"""Console output: it is complete, and a line that cannot be written does not end a run."""
 
+import io
 import os
 import sys
 
 import pytest
+from rich.console import Console
 
-from grpo_ray.telemetry.console import RunConsole, step_line
+from grpo_ray.config.loading import load_config
+from grpo_ray.telemetry.console import RunConsole, banner, step_line
 from grpo_ray.telemetry.metrics_catalog import SYNC
 
 
@@ -40,3 +43,18 @@ def test_a_step_without_some_measurements_still_has_its_line() -> None:
     )  # fmt: skip
     assert "entropy nan" in step_line(metrics)
     assert "entropy 0.125" in step_line(metrics | {"policy/entropy": 0.125})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "float32 on CPU, 1 thread"),
+        (["learner.num_ranks=2", "learner.num_threads=3"], "2 ranks, each float32 on CPU, 3 threads"),
+        (["learner.num_ranks=4", "learner.replicas=2"], "4 ranks in 2 replicas, each float32 on CPU, 1 thread"),
+    ],
+)
+def test_the_banner_has_the_learners_ranks(overrides: list[str], expected: str) -> None:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(banner(load_config("configs/quickstart.yaml", overrides), 12, "runs/x"))
+    (line,) = [line for line in console.export_text().splitlines() if line.split()[0] == "Learner"]
+    assert line.split(maxsplit=1)[1].strip() == expected

@@ -399,7 +399,7 @@ def test_a_checkpoint_that_cannot_be_written_is_retried_and_shown_every_step(
     original = Learner.write_captured
 
     def full_from_8_to_10(self: Learner, folder: Path) -> float:
-        if self._captured is not None and 8 <= self._captured.counters["version"] < 11:
+        if self._captured is not None and 8 <= self._captured.training["counters/version"] < 11:
             raise OSError(28, "No space left on device")
         return original(self, folder)
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import make_settings, perturb, plain_logprobs
+from builders import logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
 from transformers import PreTrainedModel
 
 from grpo_ray.config import Config, GeneratorConfig
 from grpo_ray.engines import engine_seed, make_engine, sampling_batch
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 ENDS = (0, 17)
@@ -27,10 +27,12 @@ PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]
 @pytest.fixture
 def make_torch_engine(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., TorchEngine]:
     def make(
-        tied: bool = True, index: int = 0, max_lag: int = 1, own: bool = False, **generator: object
-    ) -> TorchEngine:
+        tied: bool = True, index: int = 0, max_lag: int = 1, own: bool = False, recompute_kv: bool = True,
+        **generator: object,
+    ) -> TorchEngine:  # fmt: skip
         changed = tiny_config.generator.model_copy(update=generator)
-        sync = tiny_config.weight_sync.model_copy(update={"max_lag": max_lag})
+        changes = {"max_lag": max_lag, "recompute_kv": recompute_kv}
+        sync = tiny_config.weight_sync.model_copy(update=changes)
         model = tiny_config.model.model_copy(update={"implementation": "grpo_ray" if own else "transformers"})
         config = tiny_config.model_copy(update={"generator": changed, "weight_sync": sync, "model": model})
         engine = make_engine(config, str(tiny_model(tied, own=own)), max_model_len=128, seed=index)
@@ -321,6 +323,30 @@ def test_weights_replaced_in_flight(
                 assert errors[version][versions == version].max() < 1e-4
                 # a wrong label would be noticed
                 assert errors[version][versions != version].max() > 1e-2
+
+
+def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
+    make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
+) -> None:
+    engine = make_torch_engine(recompute_kv=False)
+    settings = make_settings(num_samples=2, temperature=0.7, min_tokens=30, max_tokens=30, end_token_ids=ENDS)
+    models = [load_policy(str(tiny_model())) for _ in range(3)]
+    for version in (1, 2):
+        perturb(models[version], seed=version, scale=0.1)
+
+    async def run() -> tuple[Completion, ...]:
+        request = asyncio.create_task(engine.generate(PROMPTS[0], settings))
+        for version in (1, 2):
+            await length_reached(engine, 10 * version)
+            await sync(engine, models[version], version)
+        return await request
+
+    for completion in asyncio.run(run()):
+        assert set(completion.versions.tolist()) == {0, 1, 2}
+        expected = logprobs_over_kept_cache(models, PROMPTS[0], completion, settings)
+        assert np.abs(expected - completion.logprobs).max() < 1e-4
+        recomputed = logprob_error(models[2], PROMPTS[0], completion, settings)
+        assert recomputed[completion.versions == 2].max() > 1e-3
 
 
 def test_nothing_is_sampled_while_paused(make_torch_engine: Callable[..., TorchEngine]) -> None:

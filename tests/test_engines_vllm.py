@@ -1,7 +1,8 @@
 """Logprobs, versions and stops of vLLM itself, before and after its weights are replaced.
 
-There is one engine for a Qwen2 with tied embeddings and one for a TransformerLM without; each runs through
-`_record` once, and the tests check the record.
+There is one engine for a Qwen2 with tied embeddings, one for a TransformerLM without, and one for a Qwen3-MoE,
+which transformers holds under other names and in other shapes than its checkpoint; each runs through `_record`
+once, and the tests check the record.
 """
 
 import asyncio
@@ -21,9 +22,11 @@ from grpo_ray.config.model import Implementation
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.models.adapters import served_weights
+from grpo_ray.models.hub_format import in_hub_format
+from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.policy.loading import load_policy, load_tokenizer
 from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm
@@ -61,11 +64,13 @@ class Record:
     refusal: str  # the error for a snapshot that lacks a tensor
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["Qwen2, tied", "TransformerLM, untied"])
-def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Record:
+@pytest.fixture(scope="module", params=["Qwen2, tied", "TransformerLM, untied", "Qwen3-MoE"])
+def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tiny_moe: Path) -> Record:
     pytest.importorskip("vllm")
-    own = request.param
+    own = request.param.startswith("TransformerLM")
     path = tiny_model(tied=not own, hidden_size=64, own=own)  # vLLM's CPU attention takes heads of 32 and more
+    if request.param == "Qwen3-MoE":
+        path = tiny_moe
     implementation: Implementation = "grpo_ray" if own else "transformers"
     models = [load_policy(str(path), implementation=implementation) for _ in range(6)]
     for version in range(1, 6):
@@ -125,14 +130,17 @@ async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int
 async def _sync(engine: Engine, model: PolicyModel, version: int) -> None:
     await engine.pause()
     await engine.start_weight_update()
-    await engine.update_weights(pack_weights(model.named_parameters(), version, torch.float32))
+    await engine.update_weights(
+        pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32)
+    )
     await engine.finish_weight_update(version)
     await engine.reset_prefix_cache()
     await engine.resume()
 
 
 async def _refusal(engine: Engine, model: PolicyModel) -> str:
-    tensors = [(name, weight) for name, weight in model.named_parameters() if name != "model.norm.weight"]
+    served = in_hub_format(model, served_weights(model))
+    tensors = [(name, weight) for name, weight in served if name != "model.norm.weight"]
     await engine.pause()
     await engine.start_weight_update()
     with pytest.raises(Exception, match="does not fit the model") as caught:

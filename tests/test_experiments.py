@@ -296,6 +296,8 @@ def test_jobs_by_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         QUICKSTART, ["generator.num_generators=2", "generator.num_threads=3", "learner.num_threads=2"]
     )
     assert (cores_of(two), gpus_of(two)) == (8, 0)
+    ranks = load_config(QUICKSTART, ["learner.num_ranks=3", "learner.num_threads=2"])
+    assert cores_of(ranks) == load_config(QUICKSTART).generator.num_threads + 3 * 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(17)))
     assert default_jobs([two, load_config(QUICKSTART)]) == 2
     assert default_jobs([load_config(QUICKSTART, ["learner.cpu_cores=[0]"])]) == 1

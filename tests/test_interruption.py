@@ -1,19 +1,24 @@
 """A run that is interrupted, killed and resumed from the command line: real processes, real Ray."""
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from local_runs import train
-from run_process import wait_for_step, wait_until
+from run_process import (
+    EVERY_THIRD,
+    resume,
+    start,
+    untimed,
+    used_by,
+    wait_for_step,
+    wait_until,
+    wait_until_gone,
+)
 from safetensors.torch import load_file
 from small_run import QUICKSTART, SMALL
 
@@ -23,40 +28,6 @@ from grpo_ray.tools.audit.audit import audit
 from grpo_ray.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("model_cache")
-
-PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
-EVERY_THIRD = "checkpoint.every_num_steps=3"
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, PROGRAM, "train", QUICKSTART, *SMALL, EVERY_THIRD]
-    command += [f"run.output_dir={folder.parent}", f"run.name={folder.name}", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def resume(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, PROGRAM, "resume", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Return those that are still there after `timeout_s`."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def used_by(driver: subprocess.Popen[str]) -> tuple[list[psutil.Process], set[str]]:
-    """Return the processes below a driver, and the files in /dev/shm that all of them use."""
-    children, files = psutil.Process(driver.pid).children(recursive=True), set()
-    for process in [psutil.Process(driver.pid), *children]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            files |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
-    return children, files
-
-
-def untimed(row: dict[str, Any]) -> dict[str, Any]:
-    timed = ("time/", "timing/", "throughput/", "utilization/", "memory/", "perf/")
-    return {name: value for name, value in row.items() if not name.startswith(timed)}
 
 
 @pytest.mark.ray

@@ -37,6 +37,13 @@ def config_of(command: Iterable[str]) -> Config:
     return load_config(ROOT / options.config, options.overrides)
 
 
+def submitted_by(script: str) -> Config:
+    """Return the configuration of the cluster page's command with this script, for two nodes of four GPUs."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "cluster.md").read_text())
+    (command,) = re.findall(rf"^    \S.*{script} ({EIGHT_GPUS} .+)$", text, re.M)
+    return config_of(["train", *shlex.split(command, comments=True)])
+
+
 def start_options() -> set[str]:
     from ray.scripts.scripts import start
 
@@ -146,7 +153,7 @@ def test_the_autoscalers_file_fits_rays_schema_and_the_job() -> None:
     head, worker = types[cluster["head_node_type"]], types["worker"]
     nodes = [Node("head", head["resources"])] + worker["max_workers"] * [Node("worker", worker["resources"])]
     assert worker["max_workers"] <= cluster["max_workers"]
-    assert shortfalls(load_config(ROOT / EIGHT_GPUS), nodes) == []
+    assert shortfalls(submitted_by("launch/ray_job.sh"), nodes) == []
 
     with pytest.raises(Exception, match="max_wurkers"):  # the schema would find a mistake
         validate_config(prepare_config({**cluster, "max_wurkers": 1}))
@@ -294,7 +301,7 @@ def test_slurm_asks_for_what_the_job_wants_and_stops_it_in_time() -> None:
     text = (LAUNCH / "slurm.sh").read_text()
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", text, re.M))
     node = Node("node", {"CPU": float(asked["cpus-per-task"]), "GPU": float(asked["gpus-per-node"])})
-    assert shortfalls(load_config(ROOT / EIGHT_GPUS), int(asked["nodes"]) * [node]) == []
+    assert shortfalls(submitted_by("launch/slurm.sh"), int(asked["nodes"]) * [node]) == []
     assert asked["ntasks-per-node"] == "1"
     (patience_s,) = re.findall(r"run\.on_preemption_s=(\d+)", text)
     assert int(asked["signal"].removeprefix("B:USR1@")) > int(patience_s)

@@ -28,7 +28,7 @@ from builders import (
     same_groups,
     written,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_ray.actors.learner import Learner
@@ -336,6 +336,40 @@ def test_mismatch_and_clipping_by_hand(make_learner: Callable[..., Learner]) -> 
     assert metrics["throughput/trained_tokens"] == 8
 
 
+@pytest.mark.parametrize("share_prompts", ["auto", "never"])
+def test_mismatch_after_a_switch_of_versions_by_hand(
+    make_learner: Callable[..., Learner], share_prompts: str
+) -> None:
+    """Two groups: a response of one version alone, two with one switch, and one with two."""
+    learner = make_learner(weight_sync={"max_lag": 2}, learner={"share_prompts": share_prompts})
+    learner.version = 2
+    rows = [([0, 0, 0, 0], 0), ([0, 1, 1, 1], 1), ([0, 0, 0, 1, 2], 3), ([1, 1, 1, 1, 1, 2], 5)]
+    rng = np.random.default_rng(0)
+    completions, later = [], []
+    for number, (versions, switch) in enumerate(rows):
+        response = list(range(21, 21 + len(versions)))
+        with torch.no_grad():
+            own = own_logprobs(learner, [1, 2 + number // 2], response).numpy()
+        log_ratio = rng.normal(0, 0.5, len(versions))
+        completions.append(make_completion(response, (own - log_ratio).tolist(), versions))
+        later += (np.exp(log_ratio) - 1 - log_ratio)[switch:].tolist() if switch else []
+    groups = [
+        make_group(make_item(number, [1, 2 + number]), completions[2 * number :][:2], [1, 0], [1.0, -1.0])
+        for number in range(2)
+    ]
+    metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
+    assert metrics["mismatch/tokens_after_switch"] == len(later) == 6
+    assert metrics["mismatch/kl/after_switch"] == pytest.approx(np.mean(later), rel=1e-4)
+
+
+def test_without_a_switch_there_is_no_mismatch_after_it(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner()
+    metrics = learner.train_step(TrainBatch(tuple(make_batch(learner)))).metrics
+    assert metrics["mismatch/tokens_after_switch"] == 0
+    assert "mismatch/kl/after_switch" not in metrics
+    assert metrics["mismatch/kl"] > 0
+
+
 def test_exact_entropy_is_the_mean_over_tokens_with_an_advantage(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(sampling={"temperature": 0.7})
     groups = make_batch(learner)
@@ -487,7 +521,9 @@ def test_steps_after_the_capture_do_not_change_what_is_written(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_folder_is_a_model_of_float32(make_learner: Callable[..., Learner], tmp_path: Path, tied: bool) -> None:
+def test_folder_is_a_model_in_its_dtype(
+    make_learner: Callable[..., Learner], tmp_path: Path, tied: bool
+) -> None:
     learner = make_learner(tied, model={"dtype": "bfloat16"})
     train(learner, [1])
     folder = written(learner, tmp_path / "step")
@@ -497,8 +533,12 @@ def test_folder_is_a_model_of_float32(make_learner: Callable[..., Learner], tmp_
     assert os.listdir(folder / "training") == ["optimizer.safetensors"]
     tensors = load_file(folder / "model.safetensors")
     assert ("lm_head.weight" in tensors) == (not tied)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    masters = load_file(folder / "training" / "optimizer.safetensors")
+    for name, master in learner.masters.named.items():
+        assert torch.equal(masters[f"weights/{name}"], master)
+        assert torch.equal(tensors[name], master.bfloat16())
     assert AutoTokenizer.from_pretrained(folder).encode("sort 31245") == learner._tokenizer.encode("sort 31245")
 
 
@@ -512,6 +552,19 @@ def test_nothing_trained_yet(
     assert second.version == 0
     assert torch.equal(weights(second), weights(learner))
     assert train(second, range(2)) == train(learner, range(2))
+
+
+def test_counters_in_a_file_s_metadata_are_read(
+    make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path
+) -> None:
+    """Checkpoints had them there before a Learner had ranks."""
+    learner = make_learner()
+    train(learner, [0])
+    file = written(learner, tmp_path / "step") / "training" / "optimizer.safetensors"
+    tensors = load_file(file)
+    counters = {name: str(int(tensors.pop(f"counters/{name}"))) for name in ("version", "skipped_in_a_row")}
+    save_file(tensors, file, metadata=counters)
+    assert resume(learner, tmp_path / "step").version == 1
 
 
 def test_tied_weights_are_copied_once(make_learner: Callable[..., Learner]) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.policy.loading import load_policy
+from grpo_ray.models.loading import load_policy
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.microbatch import sequences_of
 from grpo_ray.types import TrainBatch
@@ -166,10 +166,10 @@ def test_checkpoint_holds_the_masters_and_training_resumes_bit_for_bit(
     learner = make_learner(family, tied, **options)
     step(learner, 0)
     folder = written(learner, tmp_path / "step")
-    saved = load_file(folder / "model.safetensors")
-    assert saved.keys() == learner.masters.named.keys()
-    assert all(torch.equal(saved[name], master) for name, master in learner.masters.named.items())
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    assert load_file(folder / "model.safetensors").keys() == learner.masters.named.keys()
+    saved = load_file(folder / "training" / "optimizer.safetensors")
+    assert all(torch.equal(saved[f"weights/{name}"], m) for name, m in learner.masters.named.items())
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     resumed = Learner(str(folder), learner._config, ENDS, folder / "training")
     assert torch.equal(flat_weights(resumed.model), flat_weights(learner.model))
     for seed in (1, 2):

@@ -10,17 +10,19 @@ from builders import make_completion, make_group, make_item
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray.policy.attention import BlockAttention
+from grpo_ray.models.attention import BlockAttention
+from grpo_ray.models.segments import SegmentTree
 from grpo_ray.policy.microbatch import (
+    NEVER,
     MicroBatch,
     TrainSequence,
     collate_packed,
     collate_padded,
+    first_switch,
     minibatches,
     plan,
     sequences_of,
 )
-from grpo_ray.policy.segments import SegmentTree
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 0.0) -> TrainSequence:
@@ -42,7 +44,7 @@ def two_sequences() -> list[TrainSequence]:
         make_sequence([21], [22, 23, 24], -2.0),
     )
     return [
-        with_logprobs(long_prompt, proximal=[-0.5, -0.25], reference=[-7, -8]),
+        with_logprobs(replace(long_prompt, switch=1), proximal=[-0.5, -0.25], reference=[-7, -8]),
         with_logprobs(long_response, proximal=[-3, -4, -5], reference=[-9, -10, -11]),
     ]
 
@@ -53,6 +55,7 @@ OF_RESPONSES = {
     "response_mask": [[True, True, False], [True, True, True]],
     "behaviour_logprobs": [[-1.0, -2.0, 0.0], [-1.0, -2.0, -3.0]],
     "advantages": [[0.5], [-2.0]],
+    "switches": [[1], [NEVER]],
     "proximal_logprobs": [[-0.5, -0.25, 0.0], [-3.0, -4.0, -5.0]],
     "reference_logprobs": [[-7.0, -8.0, 0.0], [-9.0, -10.0, -11.0]],
 }
@@ -62,14 +65,22 @@ def values_of(batch: MicroBatch) -> dict[str, object]:
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     assert dtypes.pop("response_mask") is torch.bool
-    integers = {"input_ids", "position_ids", "labels", "sources", "places"} & dtypes.keys()
+    integers = {"input_ids", "position_ids", "labels", "sources", "places", "switches"} & dtypes.keys()
     assert {dtypes.pop(name) for name in integers} == {torch.int64}
     assert set(dtypes.values()) == {torch.float32}
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
+@pytest.mark.parametrize(
+    ("versions", "switch"), [([3], NEVER), ([3, 3], NEVER), ([3, 4], 1), ([0, 0, 2, 3], 2), ([], NEVER)]
+)
+def test_first_switch(versions: list[int], switch: int) -> None:
+    assert first_switch(np.array(versions, dtype=np.int32)) == switch
+
+
 def test_two_sequences_of_different_shapes_padded() -> None:
     batch = collate_padded(two_sequences())
+    assert batch.after_switch.tolist() == [[False, True, True], [False, False, False]]
     input_ids = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 0]]
     assert values_of(batch) == OF_RESPONSES | {"input_ids": input_ids, "sources": [2, 3, 5, 6, 7]}
     assert (batch.num_prompt_tokens, batch.num_padding_tokens) == (4, 1)

@@ -6,12 +6,13 @@ import pytest
 from small_run import QUICKSTART
 
 from grpo_ray.cluster import session
-from grpo_ray.cluster.placement import Bundle, Node, bundles_of, describe, shortfalls
+from grpo_ray.cluster.placement import Bundle, Node, bundles_of, describe, listed, shortfalls
 from grpo_ray.cluster.session import ResourceError
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.placement import PlacementConfig
 from grpo_ray.errors import RunError
+from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.resources import gpus_of
 
 EIGHT_GPUS = "configs/qwen2.5-math-1.5b-8gpu.yaml"
@@ -32,7 +33,9 @@ def quickstart(*overrides: str) -> Config:
 
 
 def on_gpus(*overrides: str) -> Config:
-    return load_config(EIGHT_GPUS, ["learner.num_cpus=1", *overrides])
+    """Return a configuration with seven Generators and a Learner of one rank, a GPU for each."""
+    one_rank = ("generator.num_generators=7", "learner.num_ranks=1", "learner.num_cpus=1")
+    return load_config(EIGHT_GPUS, [*one_rank, *overrides])
 
 
 def test_every_actor_that_reserves_something_has_a_bundle() -> None:
@@ -109,6 +112,79 @@ LARGE, SMALL = Node("10.0.0.1", {"GPU": 8, "CPU": 96}), Node("10.0.0.2", {"GPU":
 )  # fmt: skip
 def test_what_is_missing(overrides: tuple[str, ...], nodes: tuple[Node, ...], lines: list[str]) -> None:
     assert shortfalls(on_gpus(*overrides), nodes) == lines
+
+
+RANKS = ("generator.num_generators=2", "learner.num_ranks=6")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "lines"),
+    [
+        (RANKS, (LARGE,), []),
+        (RANKS, (SMALL,), ["GPU: 8 needed (2 x 1 for Generators, 6 x 1 for the Learner's ranks), 2 there"]),
+        (RANKS, (SMALL, SMALL, SMALL, SMALL), [
+            "GPU: 6 for learner-0 to learner-5 must be on one node, where 2 are there; a lower "
+            "learner.ranks_per_node divides them over nodes",
+        ]),
+        ((*RANKS, "learner.ranks_per_node=2"), (SMALL, SMALL, SMALL, SMALL), []),
+        ((*RANKS, "learner.ranks_per_node=3"), (Node("a", {"GPU": 4, "CPU": 9}), SMALL, SMALL), [
+            "3 GPU, 3 CPU must be on one node each for learner-0 to learner-2 and for learner-3 to learner-5; "
+            "room for 1 of these 2 is there",
+        ]),
+        ((*RANKS, "placement.strategy=colocate"), (SMALL, SMALL, SMALL, SMALL), [
+            "GPU: 8 for generator-0, generator-1 and learner-0 to learner-5 must be on one node, where 2 are "
+            "there",
+        ]),
+    ],
+)  # fmt: skip
+def test_what_is_missing_for_ranks(
+    overrides: tuple[str, ...], nodes: tuple[Node, ...], lines: list[str]
+) -> None:
+    assert shortfalls(on_gpus(*overrides), nodes) == lines
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["learner"], "learner"),
+        (["generator-0", "learner"], "generator-0 and learner"),
+        (["a-0", "a-1"], "a-0 and a-1"),
+        ([f"a-{n}" for n in range(8)], "a-0 to a-7"),
+        (["a-0", "a-2", "a-3", "a-4", "b-5", "scorer"], "a-0, a-2 to a-4, b-5 and scorer"),
+    ],
+)
+def test_long_lists_of_actors_are_shortened(names: list[str], text: str) -> None:
+    assert listed(names) == text
+
+
+def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The quickstart's data are built in, so only its places are changed here."""
+    command = ["check", QUICKSTART, "generator.num_gpus=1", "learner.num_gpus=1", *RANKS]
+    bundles = [
+        "  2 x 1 GPU, 0.5 CPU for generator-0 and generator-1",
+        "  6 GPU, 3 CPU on one node for learner-0 to learner-5",
+    ]
+    for nodes, lacking in (
+        ([], []),
+        (["--nodes", "1x8"], []),
+        (["--nodes", "1x8x3"], [
+            "  ! CPU: 4 needed (2 x 0.5 for Generators, 6 x 0.5 for the Learner's ranks), 3 there"
+        ]),
+        (["--nodes", "2x4"], [
+            "  ! GPU: 6 for learner-0 to learner-5 must be on one node, where 4 are there; a lower "
+            "learner.ranks_per_node divides them over nodes"
+        ]),
+    ):  # fmt: skip
+        assert main([*command, *nodes]) == (1 if lacking else 0)
+        assert capsys.readouterr().out.splitlines()[1:] == bundles + lacking
+
+
+@pytest.mark.parametrize("nodes", ["8", "2x", "0x8", "2x8x9x9", "axb"])
+def test_nodes_that_are_not_understood_are_refused(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", QUICKSTART, "--nodes", nodes])
+    assert "N nodes x GPUs of each, such as 2x8" in capsys.readouterr().err
 
 
 def test_free_and_existing_resources_differ() -> None:

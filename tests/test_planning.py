@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from builders import ENDS, changed, make_batch
-from local_runs import make_config as make_run_config
-from local_runs import train
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_ray.actors.learner import Learner
@@ -22,18 +20,16 @@ from grpo_ray.algorithms import chunked, chunked_log_probs
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import ModelConfig, TinyModelConfig
+from grpo_ray.models.attention import NAME as ATTENTION
+from grpo_ray.models.attention import BlockAttention, VarlenAttention
+from grpo_ray.models.loading import cast_parameters
+from grpo_ray.models.segments import SegmentTree
 from grpo_ray.models.tiny import build_model, tiny_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.policy import log_probs
-from grpo_ray.policy.attention import NAME as ATTENTION
-from grpo_ray.policy.attention import BlockAttention, VarlenAttention
-from grpo_ray.policy.device import cast_parameters
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.log_probs import model_inputs
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate_packed, collate_padded
-from grpo_ray.policy.segments import SegmentTree
-from grpo_ray.telemetry.metrics_catalog import SYNC
-from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning import learner_memory
 from grpo_ray.tools.planning.gpu_memory import (
@@ -56,7 +52,6 @@ from grpo_ray.tools.planning.learner_memory import (
 from grpo_ray.tools.planning.memory_plan import plan_memory
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape, shape_of
 from grpo_ray.tools.planning.options import PlanOptions
-from grpo_ray.tools.planning.step_time import MeasuredRun, best_split, measure, splits, step_time
 from grpo_ray.types import TrainBatch
 
 QWEN = "configs/qwen2.5-math-1.5b.yaml"
@@ -508,6 +503,74 @@ def test_a_snapshot_that_is_read_in_place_stays_on_the_gpu_in_both_turns() -> No
     assert generator_beside.capacity_bytes == 80 * GIB - snapshot
 
 
+# ---- ranks, by hand ----
+
+
+def learner_items(shape: ModelShape = SHAPE_7B, **changes: dict[str, Any]) -> dict[str, float]:
+    return items_of(budgets_of(plan_config(**changes), shape)[1])
+
+
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), (3, 1), (5, 1), (8, 1), (8, 2), (12, 3)])
+def test_ranks_divide_the_state_and_nothing_else(num_ranks: int, replicas: int) -> None:
+    one = learner_items()
+    several = learner_items(learner={"num_ranks": num_ranks, "replicas": replicas})
+    shards = num_ranks // replicas
+    for name in ("weights", "gradients", "AdamW's moments"):
+        assert shards * several[name] == pytest.approx(one[name])
+    for name in ("activations", "output layer"):
+        assert several[name] == one[name]
+    assert "copy of the weights" not in several  # but for what is gathered
+    assert set(several) - set(one) == {"gathered weights", "unreduced gradients"}
+
+
+def test_figures_of_7b_on_eight_ranks_by_hand() -> None:
+    found, parameters = learner_items(learner={"num_ranks": 8}), 7_615_616_512
+    assert found["weights"] == found["gradients"] == 4 * parameters / 8
+    assert found["AdamW's moments"] == 8 * parameters / 8
+    embedding = 152_064 * 3584  # and an output layer of that size
+    block = 3584 * 2 * (3584 + 512) + 3 * 3584 * 18_944 + (3584 + 2 * 512) + 2 * 3584
+    assert 2 * embedding + 28 * block + 3584 == parameters
+    root = 2 * embedding + 3584
+    assert found["gathered weights"] == 2 * (root + root / 8 + 3 * block)
+    assert found["unreduced gradients"] == 2 * embedding + (2 + 4 + 4 / 8 + 4) * block
+    budget = budgets_of(plan_config(learner={"num_ranks": 8}), SHAPE_7B)[1]
+    assert budget.device == "the GPU of each of the Learner's 8 ranks"
+    assert budget.remark.startswith("host memory of rank 0: 28.4 GiB while it loads the model in float32, 14.2")
+
+
+def test_the_roots_gradient_is_the_peak_where_a_pass_takes_less() -> None:
+    """Here a large vocabulary meets small blocks and few tokens."""
+    shape = replace(SHAPE_7B, intermediate_size=1024)
+    changes = {"sampling": {"max_tokens": 64}, "algorithm": {"prompts_per_step": 1}}
+    found = learner_items(shape, learner={"num_ranks": 8}, **changes)
+    root = 2 * 152_064 * 3584 + 3584
+    block = 3584 * 2 * (3584 + 512) + 3 * 3584 * 1024 + (3584 + 2 * 512) + 2 * 3584
+    assert found["gathered weights"] == 2 * (root + root / 8)
+    assert found["unreduced gradients"] == (2 + 4 + 4 / 8) * root + 4 * block
+    assert not {"activations", "output layer"} & set(found)
+
+
+@pytest.mark.parametrize(("reference", "num_bytes"), [("initial", 2), ("ema", 4)])
+def test_a_reference_is_sharded_too(reference: str, num_bytes: int) -> None:
+    found = learner_items(learner={"num_ranks": 4}, algorithm={"kl": {"reference": reference}})
+    assert found["reference"] == num_bytes * SHAPE_7B.num_parameters / 4
+
+
+def test_a_base_of_4_bits_is_whole_on_every_rank_and_one_of_16_is_sharded() -> None:
+    adapter = {"rank": 16, "alpha": 32}
+    trained = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18_944))
+    whole, one = (
+        learner_items(model={"adapter": adapter, "base_quantization": "nf4"}, learner={"num_ranks": n})
+        for n in (4, 1)
+    )
+    assert whole["base"] == one["base"]
+    assert whole["adapter"] == (4 + 4 + 8) * trained / 4
+    assert whole["gathered weights"] == 3 * 2 * trained // 28
+    sharded = learner_items(model={"adapter": adapter}, learner={"num_ranks": 4})
+    assert sharded["base"] == 2 * SHAPE_7B.num_parameters / 4
+    assert sharded["unreduced gradients"] == whole["unreduced gradients"] == (2 + 4 + 4 / 4 + 4) * trained // 28
+
+
 def test_a_budget_says_how_much_is_missing_and_what_takes_most() -> None:
     items = [Item("a", 2 * GIB), Item("b", 3 * GIB)]
     assert Budget("x", items, 4 * GIB).missing_bytes == GIB
@@ -546,6 +609,26 @@ def test_7b_does_not_fit_one_24_gb_gpu(folder_of: Folder, capsys: pytest.Capture
     # 7,615,616,512 x 18 bytes are 127.67 GiB; the gradient of the output layer takes 3.0 GiB more.
     assert "DOES NOT FIT: 108.0 GiB too much; the largest item is AdamW's moments (56.7 GiB)" in printed
     assert printed.endswith("does not fit: the GPU, in the Learner's turn\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "it fits with learner.num_ranks=2: 69.0 GiB per rank"),
+        (("--gpu-memory", "24"), "it fits with learner.num_ranks=16: 18.1 GiB per rank"),
+        (
+            ("--gpu-memory", "24", *ON_ONE_GPU),
+            "it fits with learner.num_ranks=16 generator.num_generators=16: 18.1 GiB",
+        ),
+        (("--gpu-memory", "5"), "more ranks (learner.num_ranks) are not enough; use a lower learner.micro"),
+        (("learner.moments=8bit",), "it may fit with a lower learner.micro_batch_tokens"),
+    ],
+)
+def test_a_learner_that_does_not_fit_has_a_remedy(
+    overrides: tuple[str, ...], message: str, folder_of: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(QWEN, folder_of(QWEN_7B), *overrides) == 1
+    assert f"! the Learner does not fit; {message}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [("--gpus", "2"), ("--gpus", "1", *ON_ONE_GPU)])
@@ -592,146 +675,6 @@ def test_the_longest_prompt_is_what_the_models_length_leaves(folder_of: Folder) 
     assert plan_memory(replace(given, prompt_tokens=None)).prompt_tokens == 256
     limited = PlanOptions(QWEN, (folder, "generator.max_model_len=1500"))
     assert plan_memory(limited).prompt_tokens == 1500 - 1024
-
-
-# ---- a run's own figures ----
-
-ROW = {
-    "throughput/sampled_tokens_per_s": 600.0,
-    "utilization/generators": 0.75,
-    "throughput/trained_tokens_per_s": 300.0,
-    "throughput/trained_tokens": 384.0,
-    "utilization/learner": 0.5,
-    "rollout/response_tokens/mean": 64.0,
-    "timing/step_s": 1.5,
-    "timing/weight_sync/pause_s": 0.01,
-    "timing/weight_sync/transfer_s": 0.02,
-    "timing/weight_sync/resume_s": 0.03,
-}
-
-
-def write_run(folder: Path, config: Config, rows: Sequence[dict[str, float]]) -> Path:
-    folder.mkdir()
-    dump_config(config, folder / "config.yaml")
-    lines = [json.dumps({"step": step, **row}) for step, row in enumerate(rows, start=1)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-def test_rates_are_tokens_over_seconds_of_work(tmp_path: Path, tiny_config: Config) -> None:
-    config = changed(tiny_config, generator={"num_generators": 2})  # 12 rollouts per step
-    slow = {**ROW, "timing/step_s": 99.0, "throughput/sampled_tokens_per_s": 1.0}
-    idle = {**ROW, "throughput/sampled_tokens_per_s": 0.0, "utilization/generators": 0.0}
-    found = measure(write_run(tmp_path / "run", config, [slow, slow, ROW, ROW, ROW, idle]))
-    assert found.sampled_tokens_per_s == 600 / (0.75 * 2)
-    assert found.trained_tokens_per_s == 300 / 0.5
-    assert found.trained_frac == 384 / (12 * 64)
-    assert found.sync_s == pytest.approx(0.06)
-    assert (found.response_tokens, found.step_s, found.num_steps) == (64, 1.5, 3)
-
-
-def test_a_run_without_rates_is_refused(tmp_path: Path, tiny_config: Config) -> None:
-    idle = {**ROW, "utilization/learner": 0.0}
-    with pytest.raises(ValueError, match="no step in which"):
-        measure(write_run(tmp_path / "idle", tiny_config, [idle]))
-    with pytest.raises(ValueError, match=r"no config\.yaml"):
-        measure(tmp_path / "none")
-
-
-def test_a_mean_response_is_of_no_use_without_a_run(
-    folder_of: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(QWEN, folder_of(QWEN_1_5B), "--response-tokens", "100") == 2
-    assert "--response-tokens: the time of a step needs the rates of a run" in capsys.readouterr().err
-
-
-def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
-    tmp_path: Path, tiny_config: Config, folder_of: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_folder = str(write_run(tmp_path / "run", tiny_config, [ROW]))
-    assert run(QWEN, folder_of(QWEN_1_5B), "--from", run_folder) == 0
-    printed = capsys.readouterr().out
-    assert "of another model (788,608 parameters)" in printed
-    assert "of other devices" in printed
-    assert "responses of 64 tokens" in printed
-    own = (str(tmp_path / "run" / "config.yaml"), "--from", run_folder)
-    assert run(*own, "--response-tokens", "10") == 0
-    assert "responses of 10 tokens" in capsys.readouterr().out
-    assert run(*own) == 0
-    assert "!" not in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("model_cache", "any_reward")
-def test_a_run_that_was_trained_is_planned_with_its_own_rates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(make_run_config("algorithm.num_steps=4"), tmp_path / "run")
-    assert run("configs/quickstart.yaml", "--from", str(tmp_path / "run")) == 0
-    assert "tokens/s per Generator" in capsys.readouterr().out
-
-
-# ---- time ----
-
-
-def measured(
-    sampled: float, trained: float, sync_s: float = 0.0, trained_frac: float = 1.0, **others: Any
-) -> MeasuredRun:
-    """Return a run that measured these rates."""
-    values = {"config": plan_config(), "num_steps": 3, "step_s": 1.0, "response_tokens": 100.0, **others}
-    return MeasuredRun(
-        sampled_tokens_per_s=sampled, trained_tokens_per_s=trained, sync_s=sync_s, trained_frac=trained_frac,
-        **values,
-    )  # fmt: skip
-
-
-def test_a_step_is_the_sum_when_synchronous_and_the_slower_side_when_not() -> None:
-    run = measured(1000, 4000, sync_s=0.5, trained_frac=0.5)
-    config = plan_config(algorithm={"prompts_per_step": 10, "samples_per_prompt": 4, "epochs_per_batch": 2})
-    overlapping = step_time(config, run, response_tokens=100, num_generators=1)
-    # 4,000 tokens are sampled; 4,000 are trained in two epochs.
-    assert (overlapping.sample_s, overlapping.train_s) == (4.0, 1.0)
-    assert overlapping.step_s == 4.5
-    assert step_time(config, run, 100, num_generators=8).step_s == 1.0
-    assert step_time(changed(config, weight_sync={"max_lag": 0}), run, 100, 1).step_s == 5.5
-
-
-def test_replayed_groups_are_trained_and_not_sampled() -> None:
-    config = plan_config(buffer={"replay": {"frac": 0.25}})
-    time = step_time(config, measured(1000, 1000), response_tokens=100, num_generators=1)
-    assert (time.sample_s, time.train_s) == (24 * 8 * 100 / 1000, 32 * 8 * 100 / 1000)
-
-
-def test_the_best_split_is_the_smallest_that_keeps_the_learner_busy() -> None:
-    config = plan_config(generator={"num_gpus": 2})
-    found = splits(config, measured(1000, 2500), response_tokens=100, num_gpus=8)
-    assert list(found) == [1, 2, 3]  # with 3, 5 and 7 GPUs in use
-    assert best_split(found) == 3  # 25.6, 12.8 and 8.5 s to sample, 10.24 to train
-    assert best_split(splits(config, measured(1000, 100), 100, 8)) == 1
-    synchronous = changed(config, weight_sync={"max_lag": 0})
-    assert best_split(splits(synchronous, measured(1000, 100), 100, 8)) == 3  # 264.5 s, with 2 268.8
-    assert best_split(splits(synchronous, measured(1000, 40), 100, 8)) == 2  # 652.8 s, with 3 648.5
-    assert not splits(config, measured(1000, 2500), 100, num_gpus=2)
-    colocated = plan_config(generator={"colocated": True}, weight_sync={"max_lag": 0})
-    assert not splits(colocated, measured(1000, 2500), 100, num_gpus=8)
-
-
-def test_the_split_is_printed_with_the_idle_side(
-    tmp_path: Path, folder_of: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """3,000 tokens/s per Generator and 9,000 of the Learner: three Generators keep it busy."""
-    folder = folder_of(QWEN_1_5B)
-    config = load_config(QWEN, [folder])
-    rates = {"throughput/sampled_tokens_per_s": 3000.0, "throughput/trained_tokens_per_s": 9000.0}
-    busy = {"utilization/generators": 1.0, "utilization/learner": 1.0}
-    tokens = {"rollout/response_tokens/mean": 300.0, "throughput/trained_tokens": 256 * 300.0}
-    no_sync = dict.fromkeys(SYNC, 0.0)
-    run_folder = write_run(tmp_path / "run", config, [{**ROW, **rates, **busy, **tokens, **no_sync}])
-    assert run(QWEN, folder, "--gpus", "8", "--from", str(run_folder)) == 0
-    printed = capsys.readouterr().out
-    assert "*           3    8.53 s    8.53 s    8.53 s  Learner, 0%\n" in printed
-    assert "Learner, 67%" in printed
-    assert "Generators, 57%" in printed
-    assert "best: generator.num_generators=3; 4 more GPUs bring nothing" in printed
 
 
 def test_a_plan_needs_neither_torch_nor_ray(folder_of: Folder) -> None:

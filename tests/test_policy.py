@@ -19,6 +19,17 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.models import loading
+from grpo_ray.models.loading import (
+    check_hub_model,
+    check_lengths,
+    check_local_model,
+    end_token_ids,
+    is_local,
+    load_policy,
+    load_tokenizer,
+    max_positions,
+)
 from grpo_ray.models.tiny import (
     END_TOKEN,
     _recipe,
@@ -30,17 +41,6 @@ from grpo_ray.models.tiny import (
 )
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.models.warmup import IGNORED, _encode, _pad, warm_up
-from grpo_ray.policy import loading
-from grpo_ray.policy.loading import (
-    check_hub_model,
-    check_lengths,
-    check_local_model,
-    end_token_ids,
-    is_local,
-    load_policy,
-    load_tokenizer,
-    max_positions,
-)
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.sorting import warmup_pairs
 

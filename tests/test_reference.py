@@ -1,5 +1,6 @@
 """The reference policy: its movement, the KL measured against it, and its part of a checkpoint."""
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from safetensors.torch import load_file
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import KLConfig
-from grpo_ray.policy.loading import load_policy
+from grpo_ray.models.loading import load_policy
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.reference import Reference
 from grpo_ray.telemetry.metrics_catalog import check_names
@@ -143,7 +144,7 @@ def test_distance_in_bfloat16_is_0_at_version_0_on_long_responses(
 def test_small_steps_move_an_average(tiny_model: Callable[..., Path]) -> None:
     """Each step is less than half of bfloat16's smallest."""
     policy = load_policy(str(tiny_model()))
-    reference = Reference(policy, KLConfig(reference="ema", ema_decay=0.999), torch.bfloat16)
+    reference = Reference(copy.deepcopy(policy), KLConfig(reference="ema", ema_decay=0.999), torch.bfloat16)
     before = flat_weights(policy)
     perturb(policy, seed=1, scale=1e-2)
     masters = MasterWeights(policy, torch.float32)

@@ -10,7 +10,7 @@ import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browsing
 from builders import changed
 from matplotlib.image import imread
-from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, write_lines
+from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
@@ -326,6 +326,78 @@ def test_stages_of_an_actor_have_colours_of_their_own(browser: Browser, tmp_path
     assert len(set(colors[2])) == 2  # two kinds of waiting, one of them paler
     assert "var(--wait)" in colors[2][1]
     assert browser.run("document.querySelector('#time select').value") == "learner"
+
+
+# ---- ranks ----
+
+
+def page_of(folder: Path, *runs: RunDirectory) -> Path:
+    page = folder / "page.html"
+    data = [run_data(run, run.path.name, Bounds(100, 100, 0), None) for run in runs]
+    page.write_text(make_page(data), encoding="utf-8")
+    return page
+
+
+@pytest.mark.parametrize(("size", "scheme"), SCREENS)
+def test_ranks_have_curves_and_a_table(
+    browser: Browser, tmp_path: Path, config: Config, size: tuple[int, int], scheme: str
+) -> None:
+    run = make_run(tmp_path / "ranks", config)
+    write_lines(run.metrics_path, [ranks_of(step) for step in range(1, 7)])
+    browser.look(size, scheme)
+    browser.open(page_of(tmp_path, run))
+    assert browser.errors() == []
+    assert browser.run(f"{figure('Time in collectives')}.querySelectorAll('polyline').length") == 2
+    slowest = figure("Slowest rank")
+    assert browser.run(f"{slowest}.querySelectorAll('polyline').length") == 0
+    heights = browser.run(f"[...{slowest}.querySelectorAll('circle')].map(dot => dot.getAttribute('cy'))")
+    assert len(heights) == 6
+    assert len(set(heights)) == 2
+    assert heights[0::2] == heights[:1] * 3
+    ticks = browser.run(f"[...{slowest}.querySelectorAll('.tick')].map(tick => tick.textContent)")
+    assert ticks[:2] == ["0", "1"]  # no rank 0.5
+    rows = browser.run(
+        "[...document.querySelectorAll('#ranks tr')]"
+        ".map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    assert rows == [
+        [
+            "Rank", "In collectives per step", "Of the step", "Steps as the slowest", "Process memory",
+            "GPU memory, peak",
+        ],
+        ["learner-0", "0.25 s", "12.5%", "50%", "1.75 GiB", "10 GiB"],
+        ["learner-1", "0.255 s", "12.8%", "50%", "2.75 GiB", "11 GiB"],
+    ]  # fmt: skip
+    memory = figure("Memory of each rank's process")
+    ticks = browser.run(f"[...{memory}.querySelectorAll('.tick')].map(tick => tick.textContent)")
+    assert ticks[:4] == ["0", "1", "2", "3"]  # GiB
+    assert browser.run("document.documentElement.scrollWidth") == size[0]
+    contrasts: dict[str, Any] = browser.run(CONTRASTS)
+    assert {name: value for name, value in contrasts.items() if value < 4.5} == {}
+
+
+def test_a_run_with_ranks_is_compared_with_one_without(
+    browser: Browser, tmp_path: Path, config: Config
+) -> None:
+    one, two = (make_run(tmp_path / name, config) for name in ("one", "two"))
+    rows = [ranks_of(step) for step in range(1, 7)]
+    on_a_cpu = [{name: value for name, value in row.items() if "device_peak" not in name} for row in rows]
+    write_lines(two.metrics_path, on_a_cpu)
+    browser.look(DESKTOP)
+    browser.open(page_of(tmp_path, one, two))
+    assert browser.errors() == []
+    names = browser.run("[...document.querySelectorAll('#ranks h3')].map(heading => heading.firstChild.data)")
+    assert names[-1] == "two"
+    assert "Peak memory of each rank's GPU" not in names
+    assert browser.run("document.querySelectorAll('#ranks table').length") == 1
+    assert "GPU" not in browser.run("document.querySelector('#ranks table').textContent")
+    legend = f"{figure('Time in collectives')}.querySelector('.legend').textContent"
+    assert browser.run(legend) == "two, learner-0two, learner-1"
+
+
+def test_one_rank_has_no_section_of_ranks(opened: Browser) -> None:
+    assert opened.run("document.getElementById('ranks')") is None
+    assert "Ranks" not in opened.run("document.getElementById('nav').textContent")
 
 
 def test_any_metric_can_be_drawn(opened: Browser) -> None:

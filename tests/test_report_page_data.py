@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import changed, make_completion, make_group, make_item, plain_logprobs
-from report_runs import add_checkpoint, group, make_run
+from report_runs import add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
 from grpo_ray.config import Config
-from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.readable_rollouts import MAX_CHARACTERS
 from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
@@ -23,7 +24,9 @@ from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report import rollout_sample
 from grpo_ray.tools.report.log_ratios import log_ratios
-from grpo_ray.tools.report.panels import charted
+from grpo_ray.tools.report.page import make_page
+from grpo_ray.tools.report.panels import RANKS, Panel, charted, expanded
+from grpo_ray.tools.report.rank_totals import RankTotals
 from grpo_ray.tools.report.rollout_rows import MAX_TOKENS, show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, standard_error_of, step_files
 from grpo_ray.tools.report.run_data import Bounds, run_data
@@ -78,6 +81,75 @@ def test_a_run_without_stage_times_has_none() -> None:
 
 def test_charts_show_metrics_that_exist() -> None:
     assert check_names(charted()) == []
+
+
+# ---- ranks ----
+
+
+def test_a_panel_has_a_series_per_rank_in_their_order() -> None:
+    panel = Panel("Memory", "bytes", (("memory/learner-*_bytes", "learner-*"), ("a", "b")))
+    names = [
+        "memory/learner-10_bytes", "memory/learner-2_bytes", "memory/learner-2_device_peak_bytes",
+        "memory/learner_bytes", "xmemory/learner-3_bytes",
+    ]  # fmt: skip
+    assert expanded(panel, names).series == (
+        ("memory/learner-2_bytes", "learner-2"), ("memory/learner-10_bytes", "learner-10"), ("a", "b"),
+    )  # fmt: skip
+    assert expanded(panel, ["memory/learner_bytes"]).series == (("a", "b"),)
+
+
+def test_a_bin_has_the_rank_that_was_the_slowest_most_often() -> None:
+    rows = [{"step": step, "ranks/slowest": slowest} for step, slowest in enumerate((3.0, 0.0, 3.0, 1.0), 1)]
+    assert make_series(rows, 4, {}, max_points=2).columns == {"ranks/slowest": [3.0, 3.0]}
+    assert make_series(rows, 4, {}, max_points=1).columns == {"ranks/slowest": [3.0]}
+
+
+def test_actors_are_in_the_order_of_their_numbers() -> None:
+    names = ["learner-10", "weight_sync", "learner-2", "generator-1", "scorer", "generator-0"]
+    found = stage_times({f"time/{name}/train_s": [1.0] for name in names})
+    assert list(found) == ["generator-0", "generator-1", "learner-2", "learner-10", "scorer", "weight_sync"]
+
+
+def test_ranks_over_all_steps() -> None:
+    totals = RankTotals()
+    first = {
+        "step": 1, "timing/step_s": 2.0, "ranks/slowest": 1.0, "ranks/learner-0/collectives_s": 0.5,
+        "ranks/learner-1/collectives_s": 0.1, "memory/learner-0_bytes": 9.0, "memory/learner-1_bytes": 5.0,
+        "memory/learner-1_device_peak_bytes": 70.0,
+    }  # fmt: skip
+    second = {
+        "step": 2, "timing/step_s": 3.0, "ranks/slowest": 0.0, "ranks/learner-0/collectives_s": 0.2,
+        "ranks/learner-1/collectives_s": None, "memory/learner-0_bytes": 8.0, "memory/learner-1_bytes": None,
+        "memory/learner-1_device_peak_bytes": 60.0,
+    }  # fmt: skip
+    assert [totals.noted(row) for row in (first, second)] == [first, second]
+    zero, one = totals.rows()
+    assert zero == {
+        "name": "learner-0", "collectives_s": pytest.approx(0.35), "collectives_frac": pytest.approx(0.7 / 5),
+        "slowest_frac": 0.5, "process_bytes": 9.0, "device_bytes": None,
+    }  # fmt: skip
+    assert one == {
+        "name": "learner-1", "collectives_s": 0.1, "collectives_frac": 0.05, "slowest_frac": 1.0,
+        "process_bytes": 5.0, "device_bytes": 70.0,
+    }  # fmt: skip
+
+
+def test_a_run_has_ranks_on_the_page_only_if_there_are_several(tmp_path: Path, tiny_config: Config) -> None:
+    def panels(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, list[list[str]]]]:
+        write_lines(run.metrics_path, lines)
+        data = run_data(run, "run", ALL, None)
+        (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', make_page([data]))
+        found = {part["title"]: part["panels"] for part in json.loads(text)["panels"]}[RANKS]
+        return data["ranks"], {panel["title"]: panel["series"] for panel in found}
+
+    run = make_run(tmp_path / "run", tiny_config)
+    ranks, drawn = panels([metrics_of(step) for step in (1, 2)])
+    assert ranks == []
+    assert [series for series in drawn.values() if any("learner-" in name for name, _ in series)] == []
+    ranks, drawn = panels([ranks_of(step, num_ranks=12) for step in (1, 2)])
+    assert [rank["name"] for rank in ranks] == [f"learner-{number}" for number in range(12)]
+    assert [label for _, label in drawn["Time in collectives"]] == [rank["name"] for rank in ranks]
+    assert drawn["Peak memory of each rank's GPU"][11] == ["memory/learner-11_device_peak_bytes", "learner-11"]
 
 
 # ---- the sample of rollouts ----

@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from grpo_ray.config import Config, SamplingConfig
+from grpo_ray.models.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
+from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.policy.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
+from grpo_ray.models.segments import SegmentTree
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.layout import Layout, choose_layout
-from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.log_probs import ResponseLogProbs
 from grpo_ray.policy.microbatch import TrainSequence
-from grpo_ray.policy.segments import SegmentTree
 
 ENDS = (0, 17)
 VOCAB = 280

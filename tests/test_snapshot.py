@@ -3,6 +3,7 @@
 import inspect
 import zlib
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -112,6 +113,7 @@ def test_handle_carries_torch_s_own_arguments_to_the_other_process(monkeypatch: 
     monkeypatch.setattr(
         device_buffer, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, arguments)
     )
+    monkeypatch.setattr(device_buffer, "gpu_of", lambda device: "GPU-1")
     rebuilt: list[tuple[object, ...]] = []
     monkeypatch.setattr(device_buffer, "rebuild_cuda_tensor", lambda *args: rebuilt.append(args))
 
@@ -124,9 +126,30 @@ def test_handle_carries_torch_s_own_arguments_to_the_other_process(monkeypatch: 
 
 def test_snapshot_on_a_device_is_checked_by_its_own_size() -> None:
     spec = TensorSpec("w", "float32", (4,), 64, 16)
-    handle = DeviceHandle(80, b"h", 80, 0, b"r", 0, b"e", False)
-    check_snapshot(WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=handle))
+    handle = DeviceHandle(80, b"h", 80, 0, b"r", 0, b"e", False, "GPU-1")
+    check_snapshot(WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=(handle,)))
     with pytest.raises(ValueError, match="version 3 did not arrive complete: w is cut off"):
         check_snapshot(
-            WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=replace(handle, num_bytes=79))
+            WeightSnapshot(3, (spec,), np.empty(0, np.uint8), on_device=(replace(handle, num_bytes=79),))
         )
+
+
+def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a colocated Learner shares a buffer on its GPU; a Generator reads that of its own."""
+    from grpo_ray.engines import weight_transfer
+    from grpo_ray.engines.weight_transfer import SharedMemoryTransferEngine, SharedMemoryUpdateInfo
+
+    first = DeviceHandle(80, b"first", 80, 0, b"r", 0, b"e", False, "GPU-1")
+    snapshot = WeightSnapshot(
+        3, (), np.empty(0, np.uint8), on_device=(first, replace(first, storage_handle=b"second", gpu="GPU-2"))
+    )
+    monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: f"GPU-{device.index + 1}")
+    monkeypatch.setattr(weight_transfer, "open_shared", lambda handle, device: handle.storage_handle)
+    sent = weight_transfer.update_info(SimpleNamespace(path=""), snapshot)
+    opened = [
+        SharedMemoryTransferEngine._buffer(
+            SimpleNamespace(device=torch.device("cuda", index)), SharedMemoryUpdateInfo(**sent)
+        )
+        for index in (0, 1)
+    ]
+    assert opened == [b"first", b"second"]

@@ -142,6 +142,21 @@ def test_metrics_by_hand() -> None:
     assert check_names(metrics) == []
 
 
+def test_the_learners_utilization_is_the_mean_of_its_ranks() -> None:
+    stages = {"optimizer": 0.0, "logprobs": 0.0, "wait_for_batch": 1.0}
+    metrics = window(
+        learner_0={"train": 3.0, **stages},
+        learner_1={"train": 1.0, **stages},
+        learner_10={"train": 0.0, **stages},
+    ).metrics(num_generators=1)
+    assert metrics["utilization/learner"] == pytest.approx((0.75 + 0.5 + 0.0) / 3)
+    assert metrics["time/learner-10/wait_for_batch_s"] == 1
+    assert metrics["memory/learner-1_bytes"] == 7
+    assert check_names(metrics) == []
+    other = window(learners={"train": 1.0, "wait_for_batch": 1.0}).metrics(num_generators=1)
+    assert "utilization/learner" not in other  # no rank has this name
+
+
 def test_unknown_metrics_are_left_out() -> None:
     """A silent Generator may have been idle or busy; a dead one was not busy."""
     known = window(generator_0={"generate": 3.0, "wait_for_prompts": 1.0})

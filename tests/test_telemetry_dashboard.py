@@ -35,6 +35,7 @@ def exported() -> set[str]:
     for name, endings in (
         (f"ray_{ray_metrics.STAGE_SECONDS}", ("_bucket", "_sum", "_count")),
         (f"ray_{ray_metrics.STAGE_TIME}", ("_total",)),
+        (f"ray_{ray_metrics.COLLECTIVE_TIME}", ("_total",)),
     ):
         names.remove(name)
         names |= {name + ending for ending in endings}
@@ -55,7 +56,8 @@ def test_the_names_are_stable() -> None:
     assert all(re.fullmatch(r"grpo_ray_[a-z_]+", name) for name in ray_metrics.names())
     assert len(set(ray_metrics.names())) == len(ray_metrics.names())
     assert {"grpo_ray_stage_seconds", "grpo_ray_reward", "grpo_ray_lag_max", "grpo_ray_buffer_groups",
-            "grpo_ray_learner_utilization", "grpo_ray_sampled_tokens_per_second", "grpo_ray_phase",
+            "grpo_ray_learner_utilization", "grpo_ray_collective_time_seconds",
+            "grpo_ray_sampled_tokens_per_second", "grpo_ray_phase",
             } <= set(ray_metrics.names())  # fmt: skip
 
 
@@ -129,6 +131,47 @@ def test_a_line_is_exported_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         "grpo_ray_memory_bytes": [(7.0, {"run": "sums", "process": "object_store_spilled"})],
     }
     assert sorted(FakeMetric.told) == sorted(ray_metrics.names())
+
+
+def test_each_rank_has_a_series_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeMetric, "told", {})
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(ray_metrics, kind, FakeMetric)
+    RayMetrics("sums").line(
+        3,
+        {
+            "ranks/learner-0/collectives_s": 0.25,
+            "ranks/learner-1/collectives_s": 0.0,
+            "ranks/learner-2/collectives_s": 0.5,
+            "ranks/slowest": 1.0,
+            "ranks/imbalance": 1.125,
+            "memory/learner-2_bytes": 7.0,
+        },
+    )
+    told = {name: values for name, values in FakeMetric.told.items() if values}
+    assert told == {
+        "grpo_ray_step": [(3, {"run": "sums"})],
+        "grpo_ray_collective_time_seconds": [
+            (0.25, {"run": "sums", "actor": "learner-0"}),
+            (0.5, {"run": "sums", "actor": "learner-2"}),  # Ray's counters refuse 0
+        ],
+        "grpo_ray_slowest_rank": [(1.0, {"run": "sums"})],
+        "grpo_ray_rank_imbalance": [(1.125, {"run": "sums"})],
+        "grpo_ray_memory_bytes": [(7.0, {"run": "sums", "process": "learner-2"})],
+    }
+
+
+def test_panels_of_ranks_may_be_empty_only_without_ranks() -> None:
+    check = script()
+    assert exported() >= check.OF_RANKS
+    one, several = [{"step": 1}], [{"step": 1}, {"step": 2, "ranks/slowest": 0.0}]
+    of_ranks = {
+        title
+        for title, queries in check.queries().items()
+        if not all(check.is_due(query, one) for query in queries)
+    }
+    assert of_ranks == {"Time in collectives, by rank", "Slowest rank", "Imbalance of the ranks"}
+    assert all(check.is_due(query, several) for queries in check.queries().values() for query in queries)
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("0", False), ("false", False), ("1", True), (None, True)])

@@ -61,7 +61,22 @@ def test_events_by_hand(tmp_path: Path) -> None:
 def test_every_actor_has_a_row_of_its_own() -> None:
     names = ["driver", "learner", "buffer", "scorer", "weight_sync", *(f"generator-{i}" for i in range(12))]
     assert [row_of(name) for name in names] == list(range(1, 18))
-    assert row_of("generator-99") < row_of("scorer-0") < row_of("scorer-1")
+    assert row_of("generator-99") < row_of("scorer-0") < row_of("scorer-1") < row_of("learner-0")
+    ranks = [f"learner-{number}" for number in range(12)]
+    assert [row_of(name) for name in ranks] == list(range(20_000, 20_012))
+
+
+def test_ranks_have_rows_of_their_own_at_the_learners_place(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    Timeline(path, "run").append({"generator-0": turns(1)})
+    ranks = {"learner-0": turns(1), "learner-1": turns(2), "weight_sync": turns(1)}
+    Timeline(path, "run").append(ranks)  # a resumed process with two ranks of the Learner
+    events = read(path)
+    assert rows(events) == {6: "generator-0", 20_000: "learner-0", 20_001: "learner-1", 5: "weight_sync"}
+    places = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert places == {6: 6, 20_000: 2, 20_001: 2, 5: 5}  # below the driver, above all others
+    lengths = {event["tid"]: event["dur"] / 1e6 for event in events if event["ph"] == "X"}
+    assert lengths == {6: 1, 20_000: 1, 20_001: 2, 5: 1}
 
 
 def test_the_file_is_whole_after_each_append_and_continues(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from grpo_ray.tools.top.frame import draw_frame, stage_shares
 from grpo_ray.tools.top.job import job_of
 from grpo_ray.tools.top.keys import keys
 from grpo_ray.tools.top.learner_figures import learner_figures
+from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
 from grpo_ray.tools.top.watch_run import TopOptions, top
 
@@ -364,6 +365,114 @@ def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> No
     assert shares.evaluates == pytest.approx(1 / 5)
 
 
+def test_a_learner_of_several_ranks_is_their_mean() -> None:
+    rows = [rank_step(2, waits=(0.5, 0.1)), rank_step(3, waits=(0.7, 0.3))]
+    shares = time_shares(rows)
+    assert shares is not None
+    assert shares.learner_waits == pytest.approx((0.5 + 0.1 + 0.7 + 0.3) / 8)
+    assert shares.learner_trains == pytest.approx(1 - shares.learner_waits)
+    assert bottleneck([rank_step(2, waits=(0.3, 0.1), samples=1.0)]).startswith(
+        "Learner trains 90% of the time and Generators sample 50%: the Learner is the bottleneck"
+    )
+
+
+# ---- ranks ----
+
+
+def rank_step(
+    number: int, waits: tuple[float, ...] = (0.2, 0.2), samples: float = 1.9,
+    collectives: tuple[float, ...] = (0.4, 0.1), slowest: int = 1, imbalance: float = 1.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Make the metrics of a step of two seconds of a Learner of several ranks; each value is a rank's."""
+    row = {name: value for name, value in step(number, samples=samples).items() if "/learner/" not in name}
+    for rank, (waiting, spent) in enumerate(zip(waits, collectives, strict=True)):
+        row |= {
+            f"time/learner-{rank}/wait_for_batch_s": waiting, f"time/learner-{rank}/train_s": 2 - waiting,
+            f"ranks/learner-{rank}/collectives_s": spent,
+        }  # fmt: skip
+    return row | {"ranks/slowest": float(slowest), "ranks/imbalance": imbalance}
+
+
+def test_ranks_by_hand() -> None:
+    rows = [
+        rank_step(2, (0.2,) * 3, collectives=(0.5, 0.1, 0.3), slowest=1, imbalance=1.1),
+        rank_step(3, (0.2,) * 3, collectives=(0.1, 0.3, 0.7), slowest=0, imbalance=1.3),
+        rank_step(4, (0.2,) * 3, collectives=(0.6, 0.2, 0.2), slowest=1, imbalance=1.2),
+    ]
+    figures = rank_figures(rows)
+    assert figures is not None
+    assert figures.collectives == pytest.approx({"learner-0": 0.2, "learner-1": 0.1, "learner-2": 0.2})
+    assert ranks_line(figures) == (
+        "Ranks: slowest learner-1 (2 of 3 steps), with 10% of the time in collectives, the others 20%; "
+        "imbalance 1.20"
+    )
+
+
+def test_only_steps_with_the_newest_steps_ranks_count() -> None:
+    four = rank_step(2, (0.2,) * 4, collectives=(1.0, 1.0, 1.0, 0.0), slowest=3)
+    figures = rank_figures([four, rank_step(3)])  # the run was resumed with two
+    assert figures is not None
+    assert (figures.slowest, figures.num_steps) == ("learner-1", 1)
+    assert figures.collectives == pytest.approx({"learner-0": 0.2, "learner-1": 0.05})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ranks/slowest": None}, {"ranks/slowest": 7.0}, {"timing/step_s": None}, {"timing/step_s": 0.0}],
+)
+def test_lines_without_a_slowest_rank_or_a_time_are_left_out(changes: dict[str, Any]) -> None:
+    assert rank_figures([rank_step(2) | changes]) is None
+    figures = rank_figures([rank_step(2), rank_step(3) | changes])
+    assert figures is not None
+    assert figures.num_steps == 1
+
+
+def test_one_rank_has_no_figures_of_ranks(tmp_path: Path) -> None:
+    assert rank_figures([]) is None
+    assert rank_figures([step(2), step(3)]) is None
+    text = drawn(view_of(make_run(tmp_path / "run", make_state(), [step(2)])), 140)
+    assert "Ranks" not in text
+    assert "collectives" not in text
+
+
+def test_the_cause_of_waits_in_collectives() -> None:
+    def hint(**changes: Any) -> str | None:
+        figures = rank_figures([rank_step(number, **changes) for number in (2, 3, 4)])
+        assert figures is not None
+        return rank_hint(figures)
+
+    assert hint() is None
+    uneven = hint(collectives=(0.8, 0.1), imbalance=1.5)
+    assert uneven is not None
+    assert uneven.startswith("40% of the time of most ranks is in collectives, because batches cannot be dealt")
+    late = hint(collectives=(0.8, 0.1))
+    assert late is not None
+    assert late.endswith("waiting for learner-1, which has no more work: its device or node is slower")
+    slow = hint(collectives=(0.8, 0.7))  # all ranks spend the time there, so nothing waits: it is the transfer
+    assert slow is not None
+    assert "raise learner.micro_batch_tokens" in slow
+
+
+def test_a_frame_shows_each_rank_and_the_slowest(tmp_path: Path) -> None:
+    actors = [
+        ActorState(name=f"learner-{rank}", doing="trains version 5", for_s=0.2, num_calls=1) for rank in (0, 1)
+    ]
+    state = make_state(now=LiveStatus(step=4, actors=tuple(actors)))
+    rows = [rank_step(number, collectives=(0.6, 0.1)) for number in range(1, 5)]
+    run = make_run(tmp_path / "run", state, rows)
+    for width in (80, 140):
+        text = drawn(view_of(run), width)
+        (first,) = [line for line in text.splitlines() if line.startswith("learner-0")]
+        (second,) = [line for line in text.splitlines() if line.startswith("learner-1")]
+        assert "trains version 5" in first
+        assert "train 90%" in first
+        assert "; collectives 30%" in first
+        assert "; collectives 5%" in second
+        words = " ".join(text.split())
+        assert "! 30% of the time of most ranks is in collectives, waiting for learner-1" in words
+        assert "Ranks: slowest learner-1 (3 of 3 steps)" in words
+
+
 def test_without_times_there_is_no_bottleneck() -> None:
     assert bottleneck([]) == "No step has been timed yet."
     assert bottleneck([{"step": 1, "timing/step_s": None}]) == "No step has been timed yet."
@@ -384,8 +493,9 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
     known = set(leaves(load_config("configs/quickstart.yaml").model_dump()))
     guide = Path("docs/tuning.md").read_text()
     source = Path("grpo_ray/tools/top/bottleneck.py").read_text().partition("def _from_outside")[2]
+    source += Path("grpo_ray/tools/top/rank_figures.py").read_text().partition("def rank_hint")[2]
     named = {word for word in re.findall(r"\b[a-z_]+\.[a-z_]+\b", source) if word in known}
-    assert len(named) >= 9
+    assert len(named) >= 13
     assert [name for name in sorted(named) if name not in guide] == []
 
 

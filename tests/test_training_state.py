@@ -8,8 +8,9 @@ import pytest
 import torch
 from builders import file_size_limit
 
-from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.policy.master_weights import MasterWeights
+from grpo_ray.policy.ranks import Ranks
 from grpo_ray.policy.training_state import capture_state, write_state
 
 
@@ -29,7 +30,7 @@ def test_a_disk_that_fills_up_is_an_os_error_whoever_finds_it(
         (tmp_path / "config.json").write_text("{}")
         monkeypatch.setattr(model, "save_pretrained", lambda *_, **__: None)
     with file_size_limit(2000), pytest.raises(OSError, match="too large") as caught:
-        write_state(state, model, tokenizer, tmp_path)
+        write_state(state, model, tokenizer, torch.float32, tmp_path, Ranks())
     assert caught.value.errno == errno.EFBIG
 
 

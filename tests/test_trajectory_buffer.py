@@ -21,9 +21,9 @@ from builders import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.batch_metrics import cut_metrics, rollout_metrics
 from grpo_ray.actors.trajectory_buffer import buffer_arguments
 from grpo_ray.config import Config
+from grpo_ray.telemetry.batch_metrics import cut_metrics, rollout_metrics
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter

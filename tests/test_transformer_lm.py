@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
+from grpo_ray.models import loading
+from grpo_ray.models.loading import load_policy
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.models.transformer_lm.layers import Context, RMSNorm, rotary_angles, rotate
 from grpo_ray.models.transformer_lm.model import _allowed
-from grpo_ray.policy import loading
-from grpo_ray.policy.loading import load_policy
 from grpo_ray.run.preflight import check_files
 from grpo_ray.types import TrainBatch
 

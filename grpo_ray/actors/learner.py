@@ -1,11 +1,14 @@
 """Learner: GRPO updates of the policy, one batch after another, on its own device."""
 
+import copy
 import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,28 +18,33 @@ from torch.profiler import record_function
 from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
-from grpo_ray.engines.snapshot import pack_on_device, pack_weights
-from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.policy.adapters import (
+from grpo_ray.engines.snapshot import NamedWeights, pack_on_device, pack_weights, take_part
+from grpo_ray.models.adapters import (
     load_adapter,
     load_trained,
     served_adapter,
     served_weights,
     trained_parameters,
 )
-from grpo_ray.policy.blocks import compile_blocks, recompute_in_backward
+from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
+from grpo_ray.models.hub_format import in_hub_format
+from grpo_ray.models.loading import cast_parameters, load_tokenizer
+from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.sharded import gathered, whole
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
-from grpo_ray.policy.loading import load_tokenizer
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
 from grpo_ray.policy.optimizer import make_optimizer, move_optimizer, warm_up_learning_rate
 from grpo_ray.policy.out_of_memory import SmallerMicroBatches
+from grpo_ray.policy.ranks import Ranks, Seat
 from grpo_ray.policy.reference import AdapterReference, Reference
+from grpo_ray.policy.sharded_loading import load_in_shards
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.telemetry.learner_metrics import Sums, add, mean_metrics
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.performance import Performance
+from grpo_ray.telemetry.performance import DEVICE_PEAK, Performance
+from grpo_ray.telemetry.ranks import IMBALANCE, SLOWEST, collectives_of, rank_name
 from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
@@ -47,7 +55,11 @@ STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "writ
 
 
 class Learner:
-    """The policy, its float32 weights and their optimizer; `version` is the number of completed steps."""
+    """The policy, its float32 weights and their optimizer; `version` is the number of completed steps.
+
+    With `learner.num_ranks` it is one of several: each holds a part of all weights, every call goes to all of
+    them, and they meet in collectives.
+    """
 
     def __init__(
         self,
@@ -58,6 +70,7 @@ class Learner:
         skipped_folder: Path | None = None,
         initial_path: str | None = None,
         profile_folder: Path | None = None,
+        seat: Seat | None = None,
     ) -> None:
         """
         Args:
@@ -66,16 +79,18 @@ class Learner:
             skipped_folder: receives the batches of skipped updates.
             initial_path: the model that the run began with, if it is not `model_path`.
             profile_folder: receives the traces of `learner.profile_steps`.
+            seat: this rank's place, if there are several.
         """
         self._config = config
         self._device = torch.device("cuda" if config.learner.num_gpus else "cpu")
+        self._ranks = Ranks(seat, self._device)
         if self._device.type == "cpu":
             torch.set_num_threads(config.learner.num_threads)
-            hold_to_cores(config.learner.cpu_cores)
+            hold_to_cores(config.learner.cores_of(self._ranks.rank))
         self._dtype = getattr(torch, config.model.dtype)
-        self._forward_backward = ForwardBackward(config, end_token_ids, self._device)
+        self._forward_backward = ForwardBackward(config, end_token_ids, self._device, self._ranks)
         self._performance = Performance(config, self._device)
-        self._memory = SmallerMicroBatches(self._forward_backward)
+        self._memory = SmallerMicroBatches(self._forward_backward, self._ranks.size)
         self._tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
         # When colocated, the Generators have the device first.
         self._home = torch.device("cpu") if config.generator.colocated else self._device
@@ -96,8 +111,9 @@ class Learner:
         torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state
         self.version = 0
         self._skipped_in_a_row = 0
-        self._skipped_folder = skipped_folder
-        self._profiler = StepProfiler(config.learner.profile_steps, profile_folder)
+        self._skipped_folder = skipped_folder if self._ranks.is_first else None
+        profiled = config.learner.profile_steps if self._ranks.is_first else None
+        self._profiler = StepProfiler(profiled, profile_folder)
         self._last_report: StepReport | None = None
         self._captured: TrainingState | None = None
         self._spare: TrainingState | None = None  # a written state; the next takes its memory
@@ -106,8 +122,11 @@ class Learner:
             counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
 
-    def _load(self, path: str) -> PolicyModel:
-        return load_trained(path, self._config.model, self._home, self._config.run.seed)
+    def _load(self, path: str, kept_dtype: torch.dtype | None = None) -> PolicyModel:
+        model, seed = self._config.model, self._config.run.seed
+        if self._ranks.size > 1:
+            return load_in_shards(path, model, self._home, self._ranks, seed, kept_dtype)
+        return load_trained(path, model, self._home, seed)
 
     def _make_reference(self, initial_path: str, model_path: str) -> Reference | None:
         """Return the reference policy with the weights that the run began with, or None without a KL term."""
@@ -116,9 +135,14 @@ class Learner:
             return None
         if self._config.model.adapter is not None:
             return AdapterReference(self.model, kl, self._dtype)
-        first = self.model
-        if initial_path != model_path and kl.reference == "initial":
-            first = self._load(initial_path)
+        kept_dtype = self._dtype if kl.reference == "initial" else None
+        path = initial_path if kl.reference == "initial" else model_path
+        if path != model_path or self._ranks.size > 1:
+            first = self._load(path, kept_dtype)
+        else:
+            first = copy.deepcopy(self.model)
+        if kept_dtype is not None and self._ranks.size == 1:
+            cast_parameters(first.parameters(), kept_dtype)
         return Reference(first, kl, self._dtype)
 
     def __repr__(self) -> str:
@@ -152,17 +176,38 @@ class Learner:
         """
         if not batch.groups:
             raise ValueError(f"the batch of version {self.version} has no groups to train on")
+        ids = [group.rollout.item.group_id for group in batch.groups]
+        self._ranks.agree("the batch", (self.version, ids))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        self._ranks.time.take()  # of the last snapshot, and of waiting for the batch
         with self._clock.stage("train", f"step {self._step}, {len(batch.groups)} groups") as duration:
             metrics = self._train_on(batch.groups)
             if self._device.type == "cuda":
                 torch.cuda.synchronize()  # otherwise the step is timed and reported before it is done
         metrics["timing/train_s"] = duration.seconds
         metrics |= self._performance.take(self._forward_backward.work, duration.seconds)
+        metrics |= self._metrics_of_ranks(metrics)
         self._last_report = StepReport(
             self.version, metrics, self._write_profile(), self._memory.take_report(),
             self._forward_backward.take_obstacle(),
         )  # fmt: skip
         return self._last_report
+
+    def _metrics_of_ranks(self, own: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of each rank, if there are several; `own` are this one's."""
+        if self._ranks.size == 1:
+            return {}
+        found = self._ranks.gathered((self._ranks.time.take(), own.get(DEVICE_PEAK)))
+        waits = [seconds for seconds, _ in found]
+        peaks = {rank: peak for rank, (_, peak) in enumerate(found) if peak is not None}
+        return {
+            **{collectives_of(rank_name(rank)): seconds for rank, seconds in enumerate(waits)},
+            SLOWEST: float(np.argmin(waits)),  # the others waited for it
+            IMBALANCE: self._forward_backward.imbalance,
+            **{f"memory/{rank_name(rank)}_device_peak_bytes": peak for rank, peak in peaks.items()},
+            **({DEVICE_PEAK: max(peaks.values())} if peaks else {}),
+        }
 
     def _write_profile(self) -> str | None:
         """Write the step's trace, if it has one; return the error if that fails."""
@@ -229,7 +274,7 @@ class Learner:
         """Take an optimizer step, unless loss or gradient is not finite."""
         learning_rate = warm_up_learning_rate(self._optimizer, self._config.learner, self._step)
         norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters, self._config.learner.max_grad_norm)
-        grad_norm = norm.item()  # the only wait for the device per update
+        grad_norm = whole(norm).item()  # the only wait for the device per update
         is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not is_skipped:
             with record_function("optimizer"):
@@ -258,14 +303,22 @@ class Learner:
             return self._snapshot(), self.version
 
     def _snapshot(self) -> WeightSnapshot:
+        send = self._config.weight_sync.send
+        served = served_weights(self.model) if send == "merged" else served_adapter(self.model)
+        with gathered(self.model, served, self._dtype, by_block=send == "merged") as weights:
+            return self._packed(in_hub_format(self.model, weights) if send == "merged" else weights)
+
+    def _packed(self, weights: NamedWeights) -> WeightSnapshot:
         sync = self._config.weight_sync
-        parameters = served_weights(self.model) if sync.send == "merged" else served_adapter(self.model)
         if sync.transport == "ipc":
             self._shared = None  # every Generator has loaded the previous one
-            packed = pack_on_device(parameters, self.version, self._dtype, self._device)
+            packed = pack_on_device(weights, self.version, self._dtype, self._device)
             snapshot, self._shared = packed  # kept until the next: a replacement Generator loads it as well
-            return snapshot
-        return pack_weights(parameters, self.version, self._dtype, sync.checksum)
+            return replace(snapshot, on_device=tuple(chain(*self._ranks.gathered(snapshot.on_device))))
+        if not self._ranks.is_first:
+            take_part(weights)
+            return WeightSnapshot(self.version, (), np.empty(0, np.uint8))
+        return pack_weights(weights, self.version, self._dtype, sync.checksum)
 
     def make_room(self) -> None:
         """Move off the colocated device, to leave it to the Generators until `take_room`."""
@@ -307,7 +360,7 @@ class Learner:
         assert captured is not None, "capture first"
         with self._clock.stage("write_checkpoint"):
             try:
-                return write_state(captured, self.model, self._tokenizer, folder)
+                return write_state(captured, self.model, self._tokenizer, self._dtype, folder, self._ranks)
             finally:
                 if self._device.type == "cuda":  # page-locked, see host_memory
                     self._spare = captured

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.actors.batch_metrics import cut_metrics, group_outcomes, part_metrics, rollout_metrics
 from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
 from grpo_ray.config import Config
+from grpo_ray.telemetry.batch_metrics import cut_metrics, group_outcomes, part_metrics, rollout_metrics
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter

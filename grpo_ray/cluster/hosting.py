@@ -26,17 +26,19 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
-from grpo_ray.cluster.placement import LEARNER, generator_names, scorer_names
+from grpo_ray.cluster.crew import Crew, Meeting
+from grpo_ray.cluster.placement import LEARNER, generator_names, rank_names, scorer_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import Process, process_at
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor, result_of
 from grpo_ray.cluster.session import Placement
-from grpo_ray.cluster.spilling import SpilledBytes
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, make_engine
+from grpo_ray.policy.ranks import Seat
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.ray_metrics import RayMetrics, are_on
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.spilling import SpilledBytes
 from grpo_ray.types import Ref, StartingModel
 
 T = TypeVar("T")
@@ -103,6 +105,13 @@ class ServingGroup:
                     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
                     task = ray.remote(send_stack_signal)
                     task.options(num_cpus=0, scheduling_strategy=affinity).remote(process)
+
+    def _place_of(self, name: str) -> str:
+        """Return the address of an actor's node; empty if its process was not up yet."""
+        with contextlib.suppress(OSError, IndexError):
+            node = (self._logs / f"{name}.pid").read_text().split()[0]
+            return next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), "")
+        return ""
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End the engines' own processes, then the actors; a Generator that is not up yet is just killed.
@@ -175,7 +184,7 @@ class ActorGroup(ServingGroup):
         self.weight_sync = self._start_weight_sync()
 
     def by_name(self) -> dict[str, ActorClient]:
-        others: tuple[ActorClient, ...] = (self.learner, self.buffer, self.weight_sync)
+        others: list[ActorClient] = [*self.ranks, self.buffer, self.weight_sync]
         return {**super().by_name(), **{client.name: client for client in others}}
 
     def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -193,8 +202,18 @@ class ActorGroup(ServingGroup):
         return self._checkpoint.training_path if self._checkpoint else None
 
     def _start_learner(self) -> LearnerClient:
-        actor = self._host(Learner, LEARNER, beside=("write_captured", "take_stats", "work_done"))
-        handle = actor.options(**self._placement.options(LEARNER)).remote(
+        names = rank_names(self._config)
+        if len(names) == 1:
+            self.ranks = [self._start_rank(LEARNER)]
+            return cast(LearnerClient, self.ranks[0])
+        self._meeting = Meeting(self._config)  # open as long as the ranks
+        self.ranks = [self._start_rank(name, self._meeting.seat(rank)) for rank, name in enumerate(names)]
+        limit_s = self._config.learner.collective_timeout_s
+        return cast(LearnerClient, Crew(LEARNER, self.ranks, self._place_of, limit_s))
+
+    def _start_rank(self, name: str, seat: Seat | None = None) -> Client:
+        actor = self._host(Learner, name, beside=("write_captured", "take_stats", "work_done"))
+        handle = actor.options(**self._placement.options(name)).remote(
             self._model.path,
             self._config,
             self._model.end_token_ids,
@@ -202,8 +221,9 @@ class ActorGroup(ServingGroup):
             self._run.skipped,
             self._initial_path,
             self._run.profile,
+            seat,
         )
-        return cast(LearnerClient, self._client(Learner, LEARNER, handle))
+        return self._client(Learner, name, handle)
 
     def _start_buffer(self) -> BufferClient:
         """Start the buffer on this node, because it writes the run's rollouts into the run directory."""

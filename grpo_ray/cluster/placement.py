@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_ray.config import Config
+from grpo_ray.telemetry.ranks import rank_name
 
 Resources = Mapping[str, float]  # "GPU" and "CPU"; zero amounts are left out
 
@@ -25,12 +26,19 @@ class Node:
     name: str
     resources: Resources
 
-    def fits(self, bundle: Bundle) -> bool:
-        return all(self.resources.get(name, 0) >= amount for name, amount in bundle.resources.items())
+    def room_for(self, size: Resources) -> int:
+        """Return how many bundles of this size would fit, if nothing else were here."""
+        return min(int(_exact([self.resources.get(name, 0) / amount])) for name, amount in size.items())
 
 
 def generator_names(config: Config) -> list[str]:
     return [f"generator-{index}" for index in range(config.generator.num_generators)]
+
+
+def rank_names(config: Config) -> list[str]:
+    """Return the names of the Learner's ranks: `learner`, or `learner-0` and so on if there are several."""
+    number = config.learner.num_ranks
+    return [LEARNER] if number == 1 else [rank_name(rank) for rank in range(number)]
 
 
 def scorer_names(config: Config) -> list[str]:
@@ -43,10 +51,11 @@ def reservations(config: Config) -> dict[str, dict[str, float]]:
     """Return the resources that each actor reserves in Ray, by its name; actors left out reserve nothing."""
     learner, generator = config.learner, config.generator
     one = {"GPU": config.gpus_per_generator, "CPU": generator.num_cpus}
+    of_rank = {"GPU": config.gpus_of_learner, "CPU": learner.num_cpus}
     of_scorer = {"GPU": 0.0, "CPU": config.scorer.num_cpus}
     return {
         **dict.fromkeys(generator_names(config), one),  # first, so that `spread` places these first
-        LEARNER: {"GPU": config.gpus_of_learner, "CPU": learner.num_cpus},
+        **dict.fromkeys(rank_names(config), of_rank),
         **dict.fromkeys(scorer_names(config), of_scorer),
     }
 
@@ -54,19 +63,24 @@ def reservations(config: Config) -> dict[str, dict[str, float]]:
 def bundles_of(config: Config) -> tuple[Bundle, ...]:
     """Return the bundles of a run; actors that reserve nothing are in no bundle.
 
-    An actor has a bundle of its own, unless it shares devices (`generator.colocated`: Generators and Learner)
-    or a node (`placement.strategy: colocate`: all).
+    An actor has a bundle of its own, but the Learner's ranks of one node have one together. All share one under
+    `placement.strategy: colocate`. Under `generator.colocated` a Generator and a rank share a GPU's bundle, or
+    on CPUs all Generators and ranks.
     """
     wanted = {name: amounts for name, amounts in reservations(config).items() if any(amounts.values())}
+    ranks, per_node = rank_names(config), config.learner.num_ranks_per_node
+    nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
+    apart = [[name] for name in generator_names(config)], [[name] for name in scorer_names(config)]
     if config.placement.strategy == "colocate":
-        together = set(wanted)
+        groups = [list(wanted)]
+    elif config.generator.colocated and config.learner.num_gpus:
+        groups = [[*pair] for pair in zip(generator_names(config), ranks, strict=True)] + apart[1]
     elif config.generator.colocated:
-        together = set(wanted) - set(scorer_names(config))
+        groups = [generator_names(config) + ranks, *apart[1]]
     else:
-        together = set()
-    shared = tuple(name for name in wanted if name in together)
-    groups = [*([shared] if shared else []), *((name,) for name in wanted if name not in together)]
-    return tuple(Bundle(names, _sum(wanted[name] for name in names)) for names in groups)
+        groups = [*apart[0], *nodes, *apart[1]]
+    present = (tuple(name for name in group if name in wanted) for group in groups)
+    return tuple(Bundle(names, _sum(wanted[name] for name in names)) for names in present if names)
 
 
 def total(bundles: Sequence[Bundle], resource: str) -> float:
@@ -91,40 +105,68 @@ def shortfalls(config: Config, nodes: Sequence[Node], there: str = "there") -> l
         if wanted > in_all:
             lines.append(f"{resource}: {wanted:g} needed ({_shares(config, resource)}), {in_all:g} {there}")
         elif at_once > largest:
-            sharers = " and ".join(bundle.actors)
-            lines.append(
-                f"{resource}: {at_once:g} for {sharers} must be on one node, where {largest:g} are {there}"
-            )
+            is_ranks = len(bundle.actors) > 1 and all(name.startswith(LEARNER) for name in bundle.actors)
+            divide = "; a lower learner.ranks_per_node divides them over nodes" if is_ranks else ""
+            place = f"must be on one node, where {largest:g} are {there}{divide}"
+            lines.append(f"{resource}: {at_once:g} for {listed(bundle.actors)} {place}")
     if not lines:
-        lines = [_no_node_for(bundle, there) for bundle in bundles if not any(n.fits(bundle) for n in nodes)]
+        sizes = {tuple(bundle.resources.items()): bundle.resources for bundle in bundles}
+        lines = [line for size in sizes.values() for line in _no_room(size, bundles, nodes, there)]
     if config.placement.strategy == "strict_spread" and len(bundles) > len(nodes):
         lines.append(f"nodes: {len(bundles)} needed (placement.strategy: strict_spread), {len(nodes)} {there}")
     return lines
 
 
 def describe(nodes: Sequence[Node]) -> str:
-    return "; ".join(f"{node.name}: {_amounts(node.resources) or 'nothing'}" for node in nodes)
+    return "; ".join(f"{node.name}: {amounts_of(node.resources) or 'nothing'}" for node in nodes)
 
 
-def _no_node_for(bundle: Bundle, there: str) -> str:
-    return f"{_amounts(bundle.resources)} for {' and '.join(bundle.actors)} are not {there} on one node"
+def listed(names: Iterable[str]) -> str:
+    """Return the names as text, with three or more numbered in a row as `learner-0 to learner-7`."""
+    rows: list[list[str]] = []
+    for name in names:
+        kind, _, number = name.rpartition("-")
+        if kind and rows and rows[-1][-1] == f"{kind}-{int(number) - 1}":
+            rows[-1].append(name)
+        else:
+            rows.append([name])
+    parts = [part for row in rows for part in ([f"{row[0]} to {row[-1]}"] if len(row) > 2 else row)]
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
+def _no_room(size: Resources, bundles: Sequence[Bundle], nodes: Sequence[Node], there: str) -> list[str]:
+    """Return a line if the nodes have room for fewer bundles of this size, or larger, than there are."""
+    room = sum(node.room_for(size) for node in nodes)
+    alike = [bundle for bundle in bundles if Node("", bundle.resources).room_for(size)]
+    if room >= len(alike):
+        return []
+    names = [f"for {listed(bundle.actors)}" for bundle in alike]
+    if len(alike) == 1:
+        return [f"{amounts_of(size)} {names[0]} are not {there} on one node"]
+    found = f"room for {room} of these {len(alike)} is {there}"
+    return [f"{amounts_of(size)} must be on one node each {' and '.join(names)}; {found}"]
 
 
 def _shares(config: Config, resource: str) -> str:
     """Return the amounts per actor, such as `2 x 1 for Generators, 1 for the Learner`."""
     amounts = {name: amounts[resource] for name, amounts in reservations(config).items()}
-    names = scorer_names(config)
-    several = len(names) > 1
-    scorers = f"{len(names)} x " if several else "", amounts[names[0]], "Scorers" if several else "the Scorer"
+    kinds = (
+        (generator_names(config), "Generators", "Generators"),
+        (rank_names(config), "the Learner", "the Learner's ranks"),
+        (scorer_names(config), "the Scorer", "Scorers"),
+    )
     shares = [
-        (f"{config.generator.num_generators} x ", amounts[generator_names(config)[0]], "Generators"),
-        ("", amounts[LEARNER], "the Learner"),
-        scorers,
+        (
+            f"{len(names)} x " if len(names) > 1 or one == several else "",
+            amounts[names[0]],
+            several if len(names) > 1 else one,
+        )
+        for names, one, several in kinds
     ]
     return ", ".join(f"{times}{amount:g} for {actors}" for times, amount, actors in shares if amount)
 
 
-def _amounts(resources: Resources) -> str:
+def amounts_of(resources: Resources) -> str:
     return ", ".join(f"{resources[name]:g} {name}" for name in ("GPU", "CPU") if resources.get(name))
 
 

@@ -29,9 +29,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from grpo_ray.cluster.actor_log import redirect_output
 from grpo_ray.cluster.reaper import process_at
 from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.telemetry.actor_log import redirect_output
 
 T = TypeVar("T")
 

@@ -171,6 +171,7 @@ def _refuse_busy(config: Config, wait_s: float) -> NoReturn:
 def _refuse(lacking: Sequence[str], what: str, also: str = "") -> None:
     if lacking:
         raise ResourceError(
-            f"{what}: {'; '.join(lacking)}. Run it on a larger cluster, or lower generator.num_generators or "
-            f"num_gpus and num_cpus of generator, learner and scorer (0 GPUs runs on the CPU){also}"
+            f"{what}: {'; '.join(lacking)}. Run it on a larger cluster, or lower generator.num_generators, "
+            "learner.num_ranks, or num_gpus and num_cpus of generator, learner and scorer (0 GPUs runs on the "
+            f"CPU){also}"
         )

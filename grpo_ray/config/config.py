@@ -84,7 +84,7 @@ class Config(Section):
 
     @property
     def gpus_of_learner(self) -> float:
-        """GPUs that the Learner reserves in Ray: if colocated, half of the one shared with the Generator."""
+        """GPUs that each rank of the Learner reserves in Ray: if colocated, half of a Generator's."""
         return self.learner.num_gpus / 2 if self.generator.colocated else self.learner.num_gpus
 
     # ---- combinations ----
@@ -126,6 +126,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _kept_keys_and_values_have_requests(self) -> "Config":
+        sync = self.weight_sync
+        reasons = {
+            "weight_sync.in_flight is false": not sync.in_flight,
+            "generator.colocated is true": self.generator.colocated,
+            "weight_sync.max_lag is 0": sync.max_lag == 0,
+        }
+        if not sync.recompute_kv and any(reasons.values()):
+            found = ", ".join(reason for reason, is_so in reasons.items() if is_so)
+            raise ValueError(
+                f"weight_sync.recompute_kv: false has no effect here, because no request runs during a sync "
+                f"({found}); set it to true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapter_can_be_sent(self) -> "Config":
         if self.weight_sync.send == "merged":
             return self
@@ -160,11 +176,17 @@ class Config(Section):
                 f"set weight_sync.max_lag to 0 (it is {max_lag})"
             )
         shares = generator.num_gpus, learner.num_gpus
-        if any(shares) and (shares != (1, 1) or generator.num_generators > 1):
+        if any(shares) and shares != (1, 1):
             raise ValueError(
-                "generator.colocated: one Generator and the Learner share one GPU; set "
-                "generator.num_generators, generator.num_gpus and learner.num_gpus to 1 (they are "
-                f"{generator.num_generators}, {shares[0]} and {shares[1]}), or both num_gpus to 0 for the CPU"
+                "generator.colocated: each Generator shares one GPU with a rank of the Learner; set "
+                f"generator.num_gpus and learner.num_gpus to 1 (they are {shares[0]} and {shares[1]}), or "
+                "both to 0 for the CPU"
+            )
+        if any(shares) and generator.num_generators != learner.num_ranks:
+            raise ValueError(
+                f"generator.colocated: each of the {learner.num_ranks} ranks of the Learner "
+                "(learner.num_ranks) shares its GPU with one Generator; set generator.num_generators to the "
+                f"same number (it is {generator.num_generators})"
             )
         return self
 

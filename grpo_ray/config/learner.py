@@ -39,14 +39,26 @@ class LearnerConfig(Section):
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
     """Data type of AdamW's two moments, of 4, 2 or 1 bytes each per parameter. `bfloat16` needs betas of at
     most 0.99; `8bit` needs the package bitsandbytes."""
+    num_ranks: PositiveInt = 1
+    """Processes that share the Learner's work, each on its own device. Weights, gradients and the optimizer's
+    state are sharded over them (FSDP2), and each computes a share of every batch; the update is that of one."""
+    replicas: PositiveInt = 1
+    """Copies of the sharded weights: each is sharded over `num_ranks / replicas` ranks (HSDP). Then most
+    communication is between the ranks of one replica, which should be on one node."""
+    ranks_per_node: PositiveInt | None = None
+    """Ranks that are placed together on one node; default: those of one replica, or the largest share of
+    them that has at most 8."""
+    collective_timeout_s: PositiveFloat = 300.0
+    """Time until a rank that waits for the others ends the Learner, which is then restored from the last
+    checkpoint."""
     num_gpus: Annotated[int, Field(ge=0, le=1)] = 1
-    """1, or 0 to run on the CPU."""
+    """1 per rank, or 0 to run on the CPU."""
     num_cpus: NonNegativeFloat = 1
-    """CPUs that the Learner reserves in Ray."""
+    """CPUs that each rank reserves in Ray."""
     num_threads: PositiveInt = 1
-    """CPU threads (CPU only)."""
+    """CPU threads of each rank (CPU only)."""
     cpu_cores: tuple[NonNegativeInt, ...] | None = None
-    """Cores that the Learner's process is pinned to (CPU only); default: any."""
+    """Cores that the Learner's process is pinned to (CPU only), dealt out to the ranks; default: any."""
     slowdown_s: NonNegativeFloat = 0.0
     """Artificial delay per step in seconds, for experiments with schedules."""
     peak_tflops: PositiveFloat | None = None
@@ -68,6 +80,42 @@ class LearnerConfig(Section):
                 "recomputes the cheap ones by itself; with learner.compile choose none or full"
             )
         return self
+
+    @model_validator(mode="after")
+    def _ranks_are_possible(self) -> Self:
+        if self.num_ranks % self.replicas:
+            raise ValueError(
+                f"replicas: {self.num_ranks} ranks (learner.num_ranks) cannot be divided into {self.replicas} "
+                "replicas of one size"
+            )
+        if self.num_ranks % self.num_ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node: {self.num_ranks} ranks (learner.num_ranks) cannot be divided into nodes of "
+                f"{self.num_ranks_per_node}; set learner.ranks_per_node to a divisor of learner.num_ranks"
+            )
+        if self.num_ranks == 1:
+            return self
+        if self.moments == "8bit":
+            raise ValueError(
+                "moments: 8bit has no sharded form, so it needs learner.num_ranks of 1; use bfloat16 with ranks"
+            )
+        if self.cpu_cores is not None and len(self.cpu_cores) < self.num_ranks:
+            raise ValueError(
+                f"cpu_cores: {len(self.cpu_cores)} cores cannot be dealt to {self.num_ranks} ranks "
+                "(learner.num_ranks); name at least one per rank, or none"
+            )
+        return self
+
+    @property
+    def num_ranks_per_node(self) -> int:
+        if self.ranks_per_node is not None:
+            return self.ranks_per_node
+        in_replica = self.num_ranks // self.replicas
+        return max(number for number in range(1, 9) if in_replica % number == 0)
+
+    def cores_of(self, rank: int) -> tuple[int, ...] | None:
+        """Return the cores that a rank is pinned to."""
+        return self.cpu_cores and self.cpu_cores[rank :: self.num_ranks]
 
     @model_validator(mode="after")
     def _moments_are_possible(self) -> Self:

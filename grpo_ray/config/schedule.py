@@ -14,6 +14,10 @@ class WeightSyncConfig(Section):
     """true: weights are replaced under running requests, which continue with the new ones (best where response
     lengths vary widely). false: a sync first waits for the running requests to finish on their version (best
     where they end together, since nothing is recomputed)."""
+    recompute_kv: bool = True
+    """true: a sync discards the keys and values of running requests, and the engine computes them anew with the
+    new weights. false: it keeps them, so that later tokens attend to keys and values of earlier weights; new
+    requests use those of their own version alone. What it costs: `mismatch/kl/after_switch`."""
     transport: Literal["object_store", "ipc"] = "object_store"
     """Path of the weights to the Generators: `object_store`, then shared memory into the engine; or `ipc`, read
     in place on the GPU that a colocated Generator and Learner share."""

@@ -20,6 +20,7 @@ def engine_seed(run_seed: int, generator: str, version: int, num_starts: int) ->
 def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) -> Engine:
     """Return the configured engine."""
     options = config.generator, config.model.dtype
+    recompute_kv = config.weight_sync.recompute_kv
     if config.generator.engine == "torch":
         from grpo_ray.engines.torch_engine import TorchEngine
 
@@ -27,9 +28,11 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
         is_exact = config.weight_sync.max_lag == 0
         return TorchEngine(
             model_path, *options, seed, config.model.trust_remote_code, joins_requests=not is_exact,
-            implementation=config.model.implementation,
+            implementation=config.model.implementation, recompute_kv=recompute_kv,
         )  # fmt: skip
     from grpo_ray.engines.vllm_engine import VllmEngine
 
     adapter = config.model.adapter if config.weight_sync.send == "adapter" else None
-    return VllmEngine(model_path, *options, max_model_len, seed, config.model.trust_remote_code, adapter)
+    return VllmEngine(
+        model_path, *options, max_model_len, seed, config.model.trust_remote_code, adapter, recompute_kv
+    )

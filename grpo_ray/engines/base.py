@@ -42,7 +42,7 @@ class Engine(Protocol):
         """Commit the update: tokens sampled from now on carry `version`."""
 
     async def reset_prefix_cache(self) -> None:
-        """Discard keys and values that the old weights computed."""
+        """Discard keys and values of the old weights, unless `weight_sync.recompute_kv` is false."""
 
     async def resume(self) -> None:
         """Continue sampling."""

@@ -13,7 +13,13 @@ def share(buffer: torch.Tensor) -> DeviceHandle:
     """Return the handle of a flat uint8 tensor on a GPU, which the caller keeps while it may be read."""
     _, arguments = reduce_tensor(buffer)
     storage_handle, storage_size, storage_offset = arguments[7:10]
-    return DeviceHandle(buffer.numel(), storage_handle, storage_size, storage_offset, *arguments[11:15])
+    place = storage_handle, storage_size, storage_offset, *arguments[11:15]
+    return DeviceHandle(*[buffer.numel(), *place, gpu_of(buffer.device)])
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the UUID of a GPU, which is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def open_shared(handle: DeviceHandle, device: torch.device) -> torch.Tensor:

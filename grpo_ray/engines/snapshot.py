@@ -41,19 +41,25 @@ def pack_weights(
     return WeightSnapshot(version, specs, data, zlib.crc32(data.data) if with_checksum else None)
 
 
+def take_part(named_tensors: NamedWeights) -> None:
+    """Compute each weight and discard it, for another rank that packs them: a sharded weight is gathered."""
+    for _, tensor in named_tensors:
+        tensor.detach()
+
+
 def pack_on_device(
     named_tensors: NamedWeights, version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
     """Pack like `pack_weights`, but into a buffer on a GPU, which the caller keeps while it may be loaded."""
     specs, buffer = _pack(named_tensors, dtype, device)
     torch.cuda.synchronize(device)  # another process reads it
-    return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=share(buffer)), buffer
+    return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=(share(buffer),)), buffer
 
 
 def _pack(
     named_tensors: NamedWeights, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
-    tensors = [(n, t, dtype if t.dtype.is_floating_point else t.dtype) for n, t in named_tensors]
+    tensors = [(n, t, _wire_dtype(t, dtype)) for n, t in named_tensors]
     specs, offset = [], 0
     for name, tensor, wire_dtype in tensors:
         num_bytes = tensor.shape.numel() * wire_dtype.itemsize
@@ -66,6 +72,11 @@ def _pack(
         view = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype)
         view.view(tensor.shape).copy_(tensor.detach())
     return tuple(specs), buffer
+
+
+def _wire_dtype(tensor: Weight, dtype: torch.dtype) -> torch.dtype:
+    is_kept = getattr(tensor, "keeps_dtype", not tensor.dtype.is_floating_point)
+    return tensor.dtype if is_kept else dtype
 
 
 def check_snapshot(snapshot: WeightSnapshot) -> None:

@@ -13,8 +13,9 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import Implementation
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.engines.snapshot import as_tensor, unpack_weights
-from grpo_ray.policy.device import cast_parameters, hold_to_cores
-from grpo_ray.policy.loading import load_policy, load_tokenizer
+from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
+from grpo_ray.models.loading import cast_parameters, load_policy, load_tokenizer
+from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 _Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]
@@ -29,7 +30,7 @@ class TorchEngine:
 
     def __init__(
         self, model_path: str, config: GeneratorConfig, dtype: str, seed: int, trust_remote_code: bool = False,
-        joins_requests: bool = True, implementation: Implementation = "transformers",
+        joins_requests: bool = True, implementation: Implementation = "transformers", recompute_kv: bool = True,
     ) -> None:  # fmt: skip
         device = "cuda" if config.num_gpus else "cpu"
         if device == "cpu":
@@ -42,7 +43,7 @@ class TorchEngine:
         self._version = 0
         self._seeds = itertools.count(seed << 32)
         self._max_num_seqs = config.max_num_seqs
-        self._joins_requests = joins_requests
+        self._joins_requests, self._recompute_kv = joins_requests, recompute_kv
         self._waiting: list[_Waiting] = []
         self._batch: SamplingBatch | None = None
         self._server: asyncio.Task[None] | None = None
@@ -100,15 +101,16 @@ class TorchEngine:
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         weights = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
         shapes = {name: weight.shape for name, weight in weights.items()}
-        if shapes != {name: weight.shape for name, weight in self._model.named_parameters()}:
-            raise ValueError(_misfit(shapes, dict(self._model.named_parameters())))
-        self._model.load_state_dict(weights, strict=False)  # strict would require the tied copies as well
+        expected = dict(in_hub_format(self._model, model_tensors(self._model)))
+        if shapes != {name: weight.shape for name, weight in expected.items()}:
+            raise ValueError(_misfit(shapes, expected))
+        load_hub_format(self._model, weights)
 
     async def finish_weight_update(self, version: int) -> None:
         self._version = version
 
     async def reset_prefix_cache(self) -> None:
-        if self._batch is not None:
+        if self._batch is not None and self._recompute_kv:
             self._batch.forget_cache()
 
     async def resume(self) -> None:

@@ -19,12 +19,16 @@ class VllmEngine:
 
     def __init__(
         self, model_path: str, config: GeneratorConfig, dtype: str, max_model_len: int, seed: int,
-        trust_remote_code: bool = False, adapter: AdapterConfig | None = None,
+        trust_remote_code: bool = False, adapter: AdapterConfig | None = None, recompute_kv: bool = True,
     ) -> None:  # fmt: skip
         """
         Args:
             adapter: the adapter that snapshots hold, instead of a whole model.
+            recompute_kv: see `weight_sync.recompute_kv`.
         """
+        self._recompute_kv, self._num_pauses = recompute_kv, 0
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._adapter = None if adapter is None else ServedAdapter(adapter)
         on_cpu = config.num_gpus == 0
         self._sleeps = config.colocated and not on_cpu  # vLLM can only free GPU memory
@@ -73,7 +77,8 @@ class VllmEngine:
         from grpo_ray.engines.vllm_texts import decode
 
         params = _sampling_params(settings)
-        prompt = {"prompt_token_ids": list(prompt_token_ids)}
+        await self._resumed.wait()  # so that the prompt is computed by the version of its salt
+        prompt = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": str(self._num_pauses)}
         lora = None if self._adapter is None else self._adapter.request()
         outputs = self._llm.generate(prompt, params, str(next(self._request_ids)), lora_request=lora)
         try:
@@ -91,6 +96,8 @@ class VllmEngine:
         await self._llm.update_weight_version(str(version))
 
     async def pause(self) -> None:
+        self._resumed.clear()
+        self._num_pauses += 1
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def start_weight_update(self) -> None:
@@ -105,7 +112,7 @@ class VllmEngine:
 
         from grpo_ray.engines.weight_transfer import update_info
 
-        if snapshot.on_device is None:
+        if not snapshot.on_device:
             await asyncio.to_thread(self._buffer.write, snapshot)
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info(self._buffer, snapshot)))
 
@@ -118,10 +125,12 @@ class VllmEngine:
     async def reset_prefix_cache(self) -> None:
         # Running requests are recomputed from their tokens, so that later tokens are sampled from the new
         # weights alone, not from new weights over keys and values of the old ones.
-        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._recompute_kv:
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
+        self._resumed.set()
 
     async def sleep(self) -> None:
         if self._sleeps:

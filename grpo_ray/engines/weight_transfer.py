@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from grpo_ray.engines.device_buffer import open_shared
+from grpo_ray.engines.device_buffer import gpu_of, open_shared
 from grpo_ray.engines.snapshot import unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
@@ -64,13 +64,13 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """Location and layout of the bytes; `specs` are the fields of each `TensorSpec`.
 
-    The bytes are in the pages of `path`, or on the GPU: `on_device` has the fields of a `DeviceHandle`.
+    The bytes are in the pages of `path`, or on the GPU: `on_device` has the fields of each `DeviceHandle`.
     """
 
     path: str
     num_bytes: int
     specs: list[dict[str, Any]]
-    on_device: dict[str, Any] | None = None
+    on_device: list[dict[str, Any]] | None = None
 
 
 class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -87,6 +87,10 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         # transformation of each layer run again, as at start-up.
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        for layer in self.model.modules() if self.device.type == "cpu" else ():
+            # Only experts that have no kernel yet are packed, which vLLM 0.32 forgets in a reload on a CPU.
+            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                layer.quant_method.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
@@ -105,8 +109,9 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
 
     def _buffer(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
-        if update_info.on_device is not None:
-            return open_shared(DeviceHandle(**update_info.on_device), self.device)
+        if update_info.on_device:
+            handles = {fields["gpu"]: DeviceHandle(**fields) for fields in update_info.on_device}
+            return open_shared(handles[gpu_of(self.device)], self.device)
         with open(update_info.path, "rb") as file:
             pages = mmap.mmap(file.fileno(), update_info.num_bytes, flags=mmap.MAP_PRIVATE)
         return torch.frombuffer(pages, dtype=torch.uint8)
@@ -133,5 +138,5 @@ def update_info(buffer: SharedBuffer, snapshot: WeightSnapshot) -> dict[str, Any
         "path": buffer.path,
         "num_bytes": snapshot.num_bytes,
         "specs": [asdict(spec) for spec in snapshot.specs],
-        "on_device": asdict(snapshot.on_device) if snapshot.on_device is not None else None,
+        "on_device": [asdict(handle) for handle in snapshot.on_device],
     }

@@ -99,6 +99,8 @@ class PolicyModel(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> object: ...
 
-    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save_pretrained(
+        self, folder: Path, state_dict: dict[str, Tensor] | None = None, max_shard_size: str = ...
+    ) -> None:
         """Write a folder in Hugging Face format; a `state_dict` replaces the model's own weights."""
         ...

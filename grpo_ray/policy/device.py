@@ -1,9 +1,9 @@
-"""The cores that a process runs on, memory for copies on the host, and the dtype of parameters."""
+"""The cores that a process runs on, and memory for copies on the host."""
 
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -28,12 +28,3 @@ def host_memory(like: torch.Tensor) -> torch.Tensor:
         if int(cuda.cudaHostRegister(address, memory.nbytes, 0)) == 0:
             weakref.finalize(memory, cuda.cudaHostUnregister, address)
     return memory
-
-
-def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
-    """Cast parameters in place; `model.to(dtype)` would also round buffers such as rotary frequencies.
-
-    (With frequencies in bfloat16, the angle at position 1,000 is off by 1.2 rad.)
-    """
-    for parameter in parameters:
-        parameter.data = parameter.data.to(dtype)

@@ -1,9 +1,11 @@
 """The policy on a batch, one micro-batch after another: computing log-probabilities, accumulating gradients."""
 
 import itertools
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,19 +23,31 @@ from grpo_ray.algorithms import (
 )
 from grpo_ray.config import Config
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.policy.dealing import Pass, deal, imbalance
 from grpo_ray.policy.layout import Layout, choose_layout
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence
-from grpo_ray.telemetry.flops import WorkCount
+from grpo_ray.policy.ranks import Ranks
+from grpo_ray.telemetry.flops import ModelSize, WorkCount, lengths_of
 from grpo_ray.telemetry.learner_metrics import Sums, add
 
-MISMATCH = ("mismatch_kl", "logprob_diff_max", "weight_sum", "weight_square_sum", "num_weights")
+MISMATCH = (
+    "mismatch_kl", "logprob_diff_max", "weight_sum", "weight_square_sum", "num_weights", "after_switch_kl",
+    "num_after_switch",
+)  # fmt: skip
 
 
 class ForwardBackward:
     """Forward and backward passes on sequences; the split into micro-batches does not change the results."""
 
-    def __init__(self, config: Config, end_token_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        end_token_ids: tuple[int, ...],
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
+        self._ranks = ranks or Ranks()
         self._objective = Objective.from_config(config.algorithm)
         self._layout: Layout | None = None  # chosen in the first pass, when the model is on the device
         self._obstacle: str | None = None
@@ -41,6 +55,7 @@ class ForwardBackward:
         self.in_progress = (0, 0)  # the sequences and tokens of the latest micro-batch
         self.num_micro_batches = 0  # computed so far
         self.work = WorkCount()
+        self.imbalance = 1.0  # of the latest passes' costs over the ranks
 
     @property
     def needs_proximal(self) -> bool:
@@ -70,9 +85,11 @@ class ForwardBackward:
         found: dict[int, np.ndarray] = {}
         for indices, batch in self._batches(model, sequences):
             log_probs, _ = self._log_probs(model, batch)
-            found |= zip(indices, _rows(log_probs, batch), strict=True)
+            if indices:
+                found |= zip(indices, _rows(log_probs, batch), strict=True)
+        self._ranks.end_lookup(model)
         self.work.add_forward(model, sequences)
-        return found
+        return {index: row for of_rank in self._ranks.gathered(found) for index, row in of_rank.items()}
 
     def backward(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> Sums:
         """Add the gradient of one update on all of `sequences` to `.grad`; return summed metrics.
@@ -96,13 +113,16 @@ class ForwardBackward:
         measured = [s for s in omitted if s.reference_logprobs is not None]
         for _, batch in self._batches(model, measured):
             sums.add(self._measure_kl(model, batch))
-        counts: Sums = {"loss": 0.0, "trained_tokens": float(sum(len(s.response_token_ids) for s in computed))}
-        for _, batch in self._batches(model, computed):
+        counts: Sums = {"loss": 0.0}
+        for indices, batch in self._batches(model, computed):
             sums.add(self._backward(model, batch, denominator))
-            add(counts, _sizes(batch))
+            add(counts, _sizes(batch) if indices else {})
         self.work.add_forward(model, measured)
         self.work.add_training(model, computed)
-        return {**counts, **sums.read()}
+        total: Sums = {}
+        for of_rank in self._ranks.gathered({**counts, **sums.read()}):
+            add(total, of_rank)
+        return {**total, "trained_tokens": float(sum(len(s.response_token_ids) for s in computed))}
 
     @torch.no_grad()
     def _measure_kl(self, model: PolicyModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -151,32 +171,53 @@ class ForwardBackward:
     def _log_probs(self, model: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._layout is not None
         with record_function("forward"):
-            return self._layout.log_probs(model, batch)
+            return self._ranks.forward(model, self._layout.log_probs, model, batch)
 
     def _batches(
         self, model: PolicyModel, sequences: Sequence[TrainSequence]
     ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield micro-batches and the indices of their sequences; each is made while the one before it runs."""
+        """Yield this rank's micro-batches and the indices of their sequences; none for a repetition.
+
+        Each is made while the one before it runs. Every rank yields as many.
+        """
         if self._layout is None:
-            self._layout, self._obstacle = choose_layout(model, self._config, self._end_token_ids)
+            self._layout, self._obstacle = choose_layout(model, self._config, self._end_token_ids, self._ranks)
         assert self._layout is not None
         layout, on_gpu = self._layout, self._device.type == "cuda"
 
-        def make(indices: list[int]) -> MicroBatch:
-            batch = layout.collate([sequences[index] for index in indices])
+        def make(planned: Pass) -> MicroBatch:
+            batch = layout.collate([sequences[index] for index in planned.indices])
+            if not planned.counts:
+                batch = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
             return batch.pinned() if on_gpu else batch
 
-        planned = layout.plan(sequences, self.micro_batch_tokens)
+        planned = self._dealt(model, sequences)
         with ThreadPoolExecutor(1) as beside:
             made = beside.submit(make, planned[0]) if planned else None
-            for indices, following in itertools.zip_longest(planned, planned[1:]):
+            for each, following in itertools.zip_longest(planned, planned[1:]):
                 assert made is not None
                 made_batch = made.result()
-                self.in_progress = len(indices), made_batch.input_ids.numel()
+                self.in_progress = len(each.indices), made_batch.input_ids.numel()
                 batch = made_batch.to(self._device)
                 made = beside.submit(make, following) if following else None
-                yield indices, batch
+                yield each.indices if each.counts else [], batch
                 self.num_micro_batches += 1
+
+    def _dealt(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[Pass]:
+        """Return this rank's passes, checked to be a part of the same plan on all ranks."""
+        assert self._layout is not None
+        plan = partial(self._layout.plan, sequences)
+        if self._ranks.size == 1:
+            return [Pass(indices) for indices in plan(self.micro_batch_tokens)]
+        size = ModelSize.of(model)
+
+        def cost(indices: list[int]) -> float:
+            return size.forward_flops(lengths_of([sequences[index] for index in indices]))
+
+        dealt = deal(plan, self.micro_batch_tokens, self._ranks.size, cost)
+        self._ranks.agree("their micro-batches", zlib.crc32(repr(dealt).encode()))
+        self.imbalance = imbalance(dealt, cost)
+        return dealt[self._ranks.rank]
 
     def _num_counted(self, sequence: TrainSequence) -> int:
         """Count the response tokens in the loss: a ratio needs a finite old logprob."""
@@ -224,7 +265,9 @@ def _mismatch_sums(first: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Te
     """Compare the policy before the first update with the sampler, on tokens with an advantage."""
     mask = batch.advantage_mask
     mismatch = logprob_mismatch(first, batch.behaviour_logprobs, mask)
+    later = logprob_mismatch(first, batch.behaviour_logprobs, mask & batch.after_switch)
     sums = effective_sample_sums(first, batch.behaviour_logprobs, mask)
+    sums |= {"after_switch_kl": later["kl_sum"], "num_after_switch": later["num_tokens"]}
     return {"mismatch_kl": mismatch["kl_sum"], "logprob_diff_max": mismatch["abs_diff_max"], **sums}
 
 

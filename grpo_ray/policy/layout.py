@@ -4,15 +4,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch.distributed import DistError
 
 from grpo_ray.algorithms import token_log_probs
 from grpo_ray.config import Config, SamplingConfig
+from grpo_ray.models.attention import BlockAttention, tree_obstacle
+from grpo_ray.models.attention_kernels import make_varlen
 from grpo_ray.models.policy_model import PolicyModel, TreeAttention
-from grpo_ray.policy.attention import BlockAttention, tree_obstacle
-from grpo_ray.policy.attention_kernels import make_varlen
+from grpo_ray.models.segments import SegmentTree
 from grpo_ray.policy.log_probs import ResponseLogProbs, has_plain_output_layer
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate_packed, collate_padded, plan
-from grpo_ray.policy.segments import SegmentTree
+from grpo_ray.policy.ranks import Ranks
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Largest difference of log-probabilities, in nats, that rounding explains."""
@@ -45,16 +47,16 @@ class Layout:
 
 
 def choose_layout(
-    model: PolicyModel, config: Config, end_token_ids: tuple[int, ...]
+    model: PolicyModel, config: Config, end_token_ids: tuple[int, ...], ranks: Ranks | None = None
 ) -> tuple[Layout, str | None]:
     """Return the best layout that gives the model's own log-probabilities, tried on a few tokens.
 
     Also return the reason that it does not share prompts, unless the configuration says so.
     """
-    sampling = config.sampling
+    sampling, ranks = config.sampling, ranks or Ranks()
     is_chunked = has_plain_output_layer(model)
     padded = Layout(ResponseLogProbs(sampling, end_token_ids, is_chunked), None)
-    if is_chunked and _difference(model, padded):
+    if is_chunked and _difference(model, padded, ranks):
         padded.log_probs.is_chunked = False
     if config.learner.share_prompts == "never":
         return padded, None
@@ -65,32 +67,41 @@ def choose_layout(
     for make_attention in (varlen, BlockAttention.of):
         if make_attention is not None:
             layout = Layout(padded.log_probs, make_attention)
-            reason = _difference(model, layout)
+            reason = _difference(model, layout, ranks)
             if reason is None:
                 return layout, None
     return padded, reason
 
 
 @torch.no_grad()
-def _difference(model: PolicyModel, layout: Layout) -> str | None:
-    """Return how the layout's log-probabilities differ from the model's own on a few tokens, or None."""
+def _difference(model: PolicyModel, layout: Layout, ranks: Ranks) -> str | None:
+    """Return how the layout's log-probabilities differ from the model's own on a few tokens, or None.
+
+    All ranks do as many passes, whatever they find, and return what the first of them found.
+    """
     sequences = _a_few_sequences(model.get_output_embeddings().weight.shape[0])
+    reason: str | None = None
+    found = torch.empty(0)
     try:
         batch = layout.collate(sequences).to(model.device)
-        found = ResponseLogProbs(PLAIN, (), layout.log_probs.is_chunked)(model, batch)[0]
-    except torch.OutOfMemoryError:
+        log_probs = ResponseLogProbs(PLAIN, (), layout.log_probs.is_chunked)
+        found = ranks.forward(model, log_probs, model, batch)[0]
+    except (torch.OutOfMemoryError, DistError):
         raise
     except (RuntimeError, TypeError, ValueError) as error:
-        return f"its forward pass fails there ({type(error).__name__}: {error})"
+        reason = f"its forward pass fails there ({type(error).__name__}: {error})"
+        ranks.end_lookup(model)
     for row, sequence in enumerate(sequences):
         response = torch.from_numpy(sequence.response_token_ids).long()
         tokens = torch.cat([torch.tensor(sequence.prompt_token_ids), response])[None].to(model.device)
         logits = model(input_ids=tokens, use_cache=False).logits[:, -len(response) - 1 : -1]
-        own = token_log_probs(logits, tokens[:, -len(response) :])[0]
-        difference = float((found[row, : len(response)] - own).abs().max())
-        if not difference <= TOLERANCE.get(logits.dtype, 0.3):
-            return f"its log-probabilities would differ there by {difference:.2g}"
-    return None
+        if reason is None:
+            own = token_log_probs(logits, tokens[:, -len(response) :])[0]
+            difference = float((found[row, : len(response)] - own).abs().max())
+            if not difference <= TOLERANCE.get(logits.dtype, 0.3):
+                reason = f"its log-probabilities would differ there by {difference:.2g}"
+    ranks.end_lookup(model)
+    return next(filter(None, ranks.gathered(reason)), None)
 
 
 def _a_few_sequences(vocab: int) -> list[TrainSequence]:

@@ -1,11 +1,12 @@
 """Float32 weights for the optimizer beside the model's copy of them, which has the dtype of the sampler."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol, Self
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class Parameters(Protocol):
@@ -24,9 +25,10 @@ class MasterWeights:
     Forward and backward passes then run entirely in the sampler's dtype, residual stream included, while
     changes far below bfloat16's resolution still add up (Micikevicius et al. 2018, Mixed Precision Training,
     section 3.1). Each backward pass adds its gradient to the `.grad` of the master and frees its own, so that
-    micro-batches are summed in float32. For sharded models FSDP2's MixedPrecisionPolicy does the same.
+    micro-batches are summed in float32.
 
-    Parameters that have `dtype` already are their own masters, and nothing is copied.
+    Parameters that have `dtype` already are their own masters, and nothing is copied. So are sharded ones,
+    which FSDP2 casts as it gathers them.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class MasterWeights:
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's parameter, its master
         self.named: dict[str, nn.Parameter] = {}  # masters by the name of the model's parameter
         for name, parameter in model.named_parameters() if trained is None else trained:
-            self.named[name] = parameter if parameter.dtype == dtype else self._narrow(parameter, dtype)
+            is_own = parameter.dtype == dtype or isinstance(parameter, DTensor)
+            self.named[name] = parameter if is_own else self._narrow(parameter, dtype)
 
     def _narrow(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         """Cast the model's parameter in place; return its master, which takes over the memory."""
@@ -72,6 +75,13 @@ class MasterWeights:
         self._model.to(device)
         for _, master in self._copies:
             master.data = master.data.to(device)
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load values by name; masters without any keep theirs, and values of buffers are ignored."""
+        for name in weights.keys() & self.named.keys():
+            self.named[name].copy_(weights[name])
+        self.refresh()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state with the masters' values; tied weights share a tensor.

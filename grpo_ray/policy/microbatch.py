@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from grpo_ray.models.policy_model import TreeAttention
-from grpo_ray.policy.segments import NO_PARENT, SegmentTree, concatenated
+from grpo_ray.models.segments import NO_PARENT, SegmentTree, concatenated
 from grpo_ray.types import ScoredGroup
+
+NEVER = 2**31
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class TrainSequence:
     behaviour_logprobs: np.ndarray
     advantage: float
     has_signal: bool = True  # false if all advantages of its group are 0
+    switch: int = NEVER  # first token that another version sampled than the one before it
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
 
@@ -51,6 +54,7 @@ class MicroBatch:
     response_mask: torch.Tensor  # bool [batch, resp]
     behaviour_logprobs: torch.Tensor  # float32 [batch, resp]
     advantages: torch.Tensor  # float32 [batch, 1]
+    switches: torch.Tensor  # int64 [batch, 1], see TrainSequence
     num_prompt_tokens: int  # of `input_ids`; a prompt that is shared counts once
     proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
     reference_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
@@ -65,13 +69,20 @@ class MicroBatch:
         return self.response_mask & (self.advantages != 0)
 
     @property
+    def after_switch(self) -> torch.Tensor:
+        """The columns from each response's first switch of versions on, bool `[batch, resp]`."""
+        columns = torch.arange(self.response_mask.shape[1], device=self.switches.device)
+        return columns >= self.switches
+
+    @property
     def num_padding_tokens(self) -> int:
         return self.input_ids.numel() - self.num_prompt_tokens - len(self.labels)
 
     def to_responses(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the labels, `[response tokens]`, as `[batch, resp]` with zeros elsewhere."""
-        flat = values.new_zeros(self.response_mask.numel()).index_copy(0, self.places, values)
-        return flat.view(self.response_mask.shape)
+        width = self.response_mask.shape[1]
+        where = self.places // width, self.places % width
+        return values.new_zeros(self.response_mask.shape).index_put(where, values)
 
     def pinned(self) -> Self:
         """Return it in page-locked host memory, from which `to` copies without waiting."""
@@ -92,11 +103,16 @@ class MicroBatch:
 def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) -> list[TrainSequence]:
     """Return every completion of the groups, in order; `mask_truncated` omits those that were cut off."""
     return [
-        TrainSequence(group.rollout.item.prompt_token_ids, c.token_ids, c.logprobs, float(a), group.has_signal)
-        for group in groups
+        TrainSequence(prompt, c.token_ids, c.logprobs, float(a), group.has_signal, first_switch(c.versions))
+        for group, prompt in ((group, group.rollout.item.prompt_token_ids) for group in groups)
         for c, a in zip(group.rollout.completions, group.advantages, strict=True)
         if not (mask_truncated and c.is_truncated)
     ]
+
+
+def first_switch(versions: np.ndarray) -> int:
+    """Return the index of the first token that another version sampled than the first; NEVER without one."""
+    return int(np.argmax(versions != versions[0])) if np.any(versions != versions[:1]) else NEVER
 
 
 def minibatches(
@@ -248,6 +264,7 @@ def _of_responses(sequences: Sequence[TrainSequence]) -> dict[str, Any]:
         "response_mask": torch.from_numpy(mask),
         "behaviour_logprobs": per_token([s.behaviour_logprobs for s in sequences]),
         "advantages": torch.tensor([[s.advantage] for s in sequences]),
+        "switches": torch.tensor([[s.switch] for s in sequences]),
         "proximal_logprobs": per_token([s.proximal_logprobs for s in sequences]),
         "reference_logprobs": per_token([s.reference_logprobs for s in sequences]),
     }

@@ -1,7 +1,6 @@
 """The reference policy that KL is measured against: frozen, refreshed periodically, or a moving average."""
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 
 from grpo_ray.config.algorithm import KLConfig
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.policy.device import cast_parameters
 from grpo_ray.policy.master_weights import MasterWeights
 
 
@@ -21,12 +19,9 @@ class Reference:
     steps would be rounded away in bfloat16.
     """
 
-    def __init__(self, policy: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
-        """Start as a copy of `policy`, with its float32 weights."""
-        self._config = config
-        self.model: PolicyModel = copy.deepcopy(policy).requires_grad_(False).eval()
-        if config.reference == "initial":
-            cast_parameters(self.model.parameters(), dtype)
+    def __init__(self, model: PolicyModel, config: KLConfig, dtype: torch.dtype) -> None:
+        """Take over a model that nothing else uses: in float32 if it is to move, else in the policy's dtype."""
+        self._config, self.model = config, model.requires_grad_(False).eval()
         self.masters = MasterWeights(self.model, dtype)
 
     @contextmanager
@@ -53,13 +48,6 @@ class Reference:
             own.lerp_(new.to(own.dtype), weight)
         self.masters.refresh()
 
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load weights from a checkpoint."""
-        for name, master in self.masters.named.items():
-            master.copy_(weights[name])
-        self.masters.refresh()
-
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the weights that belong in a checkpoint; none if they do not change."""
         return self.masters.named if self.moves else {}
@@ -76,21 +64,23 @@ class AdapterReference(Reference):
         self._config, self.model = config, policy
         trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._in_model = [parameter for _, parameter in trained]
-        copies = (nn.Parameter(p.detach().clone(), requires_grad=False) for p in self._in_model)
-        self._own = nn.ParameterList(copies)
-        if config.reference == "initial":
-            cast_parameters(self._own, dtype)
+        kept = dtype if config.reference == "initial" else None
+        values = (p.detach().to(kept or p.dtype, copy=True) for p in self._in_model)
+        self._own = nn.ParameterList(nn.Parameter(value, requires_grad=False) for value in values)
         names = [name for name, _ in trained]
         self.masters = MasterWeights(self._own, dtype, zip(names, self._own, strict=True))
 
     @contextmanager
     def in_use(self) -> Iterator[PolicyModel]:
-        self._swap()
+        policys = [parameter.detach().clone() for parameter in self._in_model]
+        self._fill(self._own)
         try:
             yield self.model
         finally:
-            self._swap()
+            self._fill(policys)
 
-    def _swap(self) -> None:
-        for policy, own in zip(self._in_model, self._own, strict=True):
-            policy.data, own.data = own.data, policy.data
+    @torch.no_grad()
+    def _fill(self, values: Iterable[torch.Tensor]) -> None:
+        """Copy the values in place: FSDP2 holds on to the memory of its shards."""
+        for parameter, value in zip(self._in_model, values, strict=True):
+            parameter.copy_(value)

@@ -1,9 +1,10 @@
 """The state that training resumes from: weights, optimizer, random generators and a moving reference.
 
 A `TrainingState` is a copy in host memory, which any thread may write while training continues. On disk it is a
-model in Hugging Face format, or an adapter in PEFT's, and `training/optimizer.safetensors`, with tensors
-`adam/<weight>/<moment>`, `random/<device>` and `reference/<weight>` (of a reference that moves), and counters
-in the file's metadata.
+model in Hugging Face format and `model.dtype`, or an adapter in PEFT's, and tensors `weights/<weight>`
+(float32, if the model's are not), `adam/<weight>/<moment>`, `random/<device>`, `reference/<weight>` (of a
+reference that moves) and `counters/<name>`. One rank writes them to `training/optimizer.safetensors`; several
+write their shards to `training/state/`, through torch.distributed.checkpoint. Any number of ranks reads either.
 """
 
 import json
@@ -18,27 +19,38 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.models.adapters import has_adapter, save_adapter
+from grpo_ray.models.hub_format import persistent_buffers
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.policy.adapters import has_adapter, save_adapter
+from grpo_ray.models.sharded import local_part, sharded_like
 from grpo_ray.policy.device import host_memory
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.optimizer import load_state, state_tensors
+from grpo_ray.policy.ranks import Ranks
 from grpo_ray.policy.reference import Reference
+from grpo_ray.policy.shards import (
+    Shards,
+    gathered_weights,
+    read_shards,
+    shards_of,
+    write_shards,
+)
 from grpo_ray.telemetry.durable import sync
 
-FILE_NAME = "optimizer.safetensors"
-ADAM, RANDOM, REFERENCE = "adam/", "random/", "reference/"  # prefixes of tensor names
+FILE_NAME, FOLDER_NAME = "optimizer.safetensors", "state"
+WEIGHTS, ADAM, RANDOM, REFERENCE, COUNTERS = "weights/", "adam/", "random/", "reference/", "counters/"
+LARGEST_FILE = "5GB"  # of the Hugging Face folder
 RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Copies in host memory; tied weights share one copy."""
+    """Copies in host memory, of this rank's shards if there are several; tied weights share one copy."""
 
     weights: Tensors
     training: Tensors
-    counters: dict[str, int]
+    shards: Shards  # of the tensors that are sharded
 
 
 def capture_state(
@@ -54,38 +66,61 @@ def capture_state(
         reference: the weights of a reference that moves.
         spare: its memory is page-locked if it was copied from a GPU; to lock memory takes longer than a copy.
     """
-    kept = {REFERENCE + name: tensor for name, tensor in reference.items()}
+    weights = masters.state_dict()
+    training = {
+        **_optimizer_tensors(masters, optimizer),
+        **_random_tensors(),
+        **{REFERENCE + name: tensor for name, tensor in reference.items()},
+        **{COUNTERS + name: torch.tensor(count) for name, count in counters.items()},
+    }
     return TrainingState(
-        weights=_copies(masters.state_dict(), spare.weights if spare else {}),
-        training=_copies(
-            {**_optimizer_tensors(masters, optimizer), **_random_tensors(), **kept},
-            spare.training if spare else {},
-        ),
-        counters=dict(counters),
+        weights=_copies(weights, spare.weights if spare else {}),
+        training=_copies(training, spare.training if spare else {}),
+        shards=shards_of({**weights, **training}),
     )
 
 
 def write_state(
-    state: TrainingState, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    state: TrainingState,
+    model: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    folder: Path,
+    ranks: Ranks,
 ) -> dict[str, int]:
     """Write the state to an existing folder and flush it to disk; return the size of each file.
 
-    Only the configuration of `model`, and of its adapter, is used.
+    Every rank writes, the first alone returns. Only the configuration of `model`, and of its adapter, is used.
+
+    Args:
+        dtype: of the model's folder; an adapter stays in float32.
 
     Raises:
         OSError: it could not be written.
     """
     training = folder / "training"
-    training.mkdir(exist_ok=True)
+    wire = torch.float32 if has_adapter(model) else dtype
+    wide = {id(weight): name for name, weight in reversed(state.weights.items()) if weight.dtype != wire}
+    beside = {WEIGHTS + name: state.weights[name] for name in wide.values()}  # tied ones under their first name
     with _os_errors():
-        if has_adapter(model):
-            save_adapter(model, state.weights, folder)
+        shards = {**state.shards, **{WEIGHTS + name: shard for name, shard in state.shards.items()}}
+        if ranks.size > 1:  # makes the folder itself: an error of one rank alone would leave the others waiting
+            write_shards({**beside, **state.training}, shards, training / FOLDER_NAME, ranks)
         else:
-            model.save_pretrained(folder, state_dict=dict(state.weights))
-            _declare_float32(folder / "config.json")
+            training.mkdir(exist_ok=True)
+        # The last that all ranks take part in: an error of the first below leaves none of them waiting.
+        weights = gathered_weights(state.weights, shards, wire, ranks)
+        if not ranks.is_first:
+            return {}
+        if has_adapter(model):
+            save_adapter(model, weights, folder)
+        else:
+            weights |= {name: state.weights[name] for name, _ in persistent_buffers(model)}  # uncast
+            model.save_pretrained(folder, state_dict=weights, max_shard_size=LARGEST_FILE)
+            _declare(dtype, folder / "config.json")
         tokenizer.save_pretrained(folder)
-        metadata = {name: str(count) for name, count in state.counters.items()}
-        save_file(state.training, training / FILE_NAME, metadata=metadata)
+        if ranks.size == 1:
+            save_file({**beside, **state.training}, training / FILE_NAME)
     return _sync(folder, training)
 
 
@@ -95,39 +130,60 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     reference: Reference | None = None,
 ) -> dict[str, int]:
-    """Restore everything that `capture_state` copied except the weights; return the counters.
+    """Restore everything that `capture_state` copied but weights in the model's folder; return the counters.
 
     The reference keeps its weights if the checkpoint has none for it.
 
     Raises:
         ValueError: the state belongs to another model.
     """
-    path = training_folder / FILE_NAME
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        counters = {name: int(count) for name, count in (file.metadata() or {}).items()}
-    state = _optimizer_state(tensors, list(masters.named))
-    load_state(optimizer, state)
-    moved = {name.removeprefix(REFERENCE): tensors[name] for name in tensors if name.startswith(REFERENCE)}
+    tensors = _read(training_folder, masters)
+    load_state(optimizer, _optimizer_state(tensors, list(masters.named)))
+    masters.load(_part(tensors, WEIGHTS))
+    moved = _part(tensors, REFERENCE)
     if reference is not None and reference.moves and moved:
-        reference.load(moved)
-    torch.set_rng_state(tensors[RANDOM + "cpu"])
-    if torch.cuda.is_available() and RANDOM + "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[RANDOM + "cuda"])
-    return counters
+        reference.masters.load(moved)
+    random = _part(tensors, RANDOM)
+    torch.set_rng_state(random["cpu"])
+    if torch.cuda.is_available() and "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"])
+    return {name: int(count) for name, count in _part(tensors, COUNTERS).items()}
 
 
-def _declare_float32(path: Path) -> None:
-    """Name the dtype of the written weights, where `save_pretrained` has named that of the model's copy."""
-    config = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True) + "\n")
+def _read(training_folder: Path, masters: MasterWeights) -> Tensors:
+    """Read the tensors, those of a sharded weight in its shards."""
+
+    def like(name: str) -> torch.Tensor | None:
+        weight = name.partition("/")[2]
+        return masters.named.get(weight.rpartition("/")[0] if name.startswith(ADAM) else weight)
+
+    path = training_folder / FILE_NAME
+    if not path.exists():
+        return read_shards(training_folder / FOLDER_NAME, like)
+    with safe_open(path, framework="pt") as file:
+        # Runs that began before ranks existed have their counters in the file's metadata.
+        old = {
+            COUNTERS + name: torch.tensor(int(n)) for name, n in (file.metadata() or {}).items() if n.isdigit()
+        }
+        return old | {name: sharded_like(file.get_tensor(name).clone(), like(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def _part(tensors: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _declare(dtype: torch.dtype, path: Path) -> None:
+    """Name the dtype of the written weights, where `save_pretrained` has named that of the model."""
+    config = {**json.loads(path.read_bytes()), "dtype": str(dtype).removeprefix("torch.")}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _sync(folder: Path, training: Path) -> dict[str, int]:
     """Flush only the files written here: others may be writing to `training` at the same time."""
-    files = [*(path for path in folder.iterdir() if path.is_file()), training / FILE_NAME]
-    sizes = {str(path.relative_to(folder)): sync(path) for path in files}
-    for path in (training, folder):
+    own = [training / FILE_NAME, training / FOLDER_NAME, *folder.glob(f"training/{FOLDER_NAME}/*")]
+    paths = [*(path for path in folder.iterdir() if path.is_file()), *filter(Path.exists, own)]
+    sizes = {str(path.relative_to(folder)): sync(path) for path in paths if path.is_file()}
+    for path in (*filter(Path.is_dir, own), training, folder):
         sync(path)
     return sizes
 
@@ -165,10 +221,10 @@ def _random_tensors() -> Tensors:
 
 
 def _copies(tensors: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return contiguous copies in host memory; tensors that share their memory share one copy."""
+    """Return contiguous copies of this rank's parts in host memory; tensors of shared memory share one copy."""
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     result = {}
-    for name, tensor in tensors.items():
+    for name, tensor in ((name, local_part(tensor)) for name, tensor in tensors.items()):
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in copies or not tensor.numel():
             memory = spare.get(name)

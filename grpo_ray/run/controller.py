@@ -31,6 +31,7 @@ from grpo_ray.run.stalls import StallWatch
 from grpo_ray.run.step_metrics import StepMetrics
 from grpo_ray.run.validation import Validation
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.run_log import Metrics, RunLog
 from grpo_ray.telemetry.run_state import ActorState, LiveStatus
@@ -84,7 +85,10 @@ class Controller:
             published_version=self._producer.published_version,
             num_sampling=self._producer.num_sampling,
             num_buffered=self._producer.num_buffered_without(in_training[0].group_ids if in_training else ()),
-            actors=tuple(self._actor_state(name, calls.get(name, [])) for name in self._actors.by_name()),
+            actors=tuple(
+                self._actor_state(name, calls.get(name) or calls.get(name.partition("-")[0], []))
+                for name in self._actors.by_name()  # a rank of the Learner has the Learner's calls
+            ),
             is_evaluating=self._clock.current == "evaluate",
             is_stopping=self.was_stopped,
         )
@@ -158,6 +162,8 @@ class Controller:
         """
         self._log.display.status("starting the actors")
         waits = {asyncio.ensure_future(self._ready(a)): name for name, a in self._actors.by_name().items()}
+        for ready in waits:  # an error of a second one is no news
+            ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         pending = set(waits)
         limit_s = self._config.recovery.start_timeout_s
         notice_s, deadline = min(notice_s, limit_s / 2), time.monotonic() + limit_s
@@ -176,7 +182,12 @@ class Controller:
 
     async def _ready(self, actor: ActorClient) -> None:
         with self._calls.call(actor.name, "starts"):
-            await actor.ready()
+            try:
+                await actor.ready()
+            except ActorDied:
+                if RANK.fullmatch(actor.name):
+                    await self._actors.learner.ready()  # of several ranks, names the one that is the cause
+                raise
 
     async def _begin(self) -> None:
         """Restore the ledger and the groups of the checkpoint, and finish its last step.
@@ -185,7 +196,8 @@ class Controller:
         """
         if self._config.model.adapter is not None:
             self._log.display.status("sending the adapted weights")
-            await self._sync(self._version, *self._actors.learner.snapshot(), is_initial=True)
+            snapshot, copied = await self._first_snapshot()
+            await self._sync(self._version, snapshot, copied, is_initial=True)
         state = self._checkpoint.state if self._checkpoint is not None else None
         await self._producer.begin(self._version, state.ledger if state is not None else None)
         if state is not None and self._log.last_logged_step < self._version:
@@ -196,6 +208,15 @@ class Controller:
         self._log.display.status("training")
         await self._step_metrics.begin()
         self.has_begun = True
+
+    async def _first_snapshot(self) -> tuple[Ref[WeightSnapshot], Awaitable[int]]:
+        """Return the Learner's weights; sharded ones are gathered on the device, which Generators may share."""
+        if not self._config.generator.colocated or self._config.learner.num_ranks == 1:
+            return self._actors.learner.snapshot()
+        await self._give_device_to_learner()
+        snapshot, copied = self._actors.learner.snapshot()
+        await self._give_device_to_generators()
+        return snapshot, copied
 
     # Training
 

@@ -9,8 +9,8 @@ from typing import NoReturn
 from grpo_ray.config import Config
 from grpo_ray.config.task import ExamplesTaskConfig, PlainTask
 from grpo_ray.engines.engine_args import check_engine_args
-from grpo_ray.policy.adapters import check_adapter
-from grpo_ray.policy.loading import (
+from grpo_ray.models.adapters import check_adapter
+from grpo_ray.models.loading import (
     check_hub_model,
     check_lengths,
     check_llama,
@@ -22,8 +22,8 @@ from grpo_ray.policy.loading import (
     max_positions,
     skeleton,
 )
+from grpo_ray.models.quantization import check_quantization
 from grpo_ray.policy.optimizer import check_moments
-from grpo_ray.policy.quantization import check_quantization
 from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.protection import protection_here

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from grpo_ray.actors.clients import RunActors
 from grpo_ray.config import Config
-from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.errors import OutOfDeviceMemory, RunError, shown_plainly
 from grpo_ray.run.controller import RECOVERABLE, Controller
 from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restarts import RestartBudget
@@ -67,6 +67,8 @@ def train_through_restores(
                 return drive(controller)
             except RECOVERABLE as error:
                 log.event("run_failed", getattr(error, "name", None), str(error))
+                if isinstance(error, OutOfDeviceMemory):
+                    config = _with_smaller_micro_batches(config, error.num_tokens, log)
                 if not controller.has_begun and not restores.num_failures:
                     raise RunError(f"{error}\nThe actors' output is in {run.logs}/") from error
                 try:
@@ -74,6 +76,15 @@ def train_through_restores(
                 except RunError as used_up:
                     where = f"The actors' output is in {run.logs}/; {how_to_resume(run)}"
                     raise RunError(f"{used_up}\n{where}") from error
+
+
+def _with_smaller_micro_batches(config: Config, num_tokens: int, log: RunLog) -> Config:
+    """Return the configuration for the rest of this process; a micro-batch of `num_tokens` did not fit."""
+    most = config.learner.micro_batch_tokens
+    smaller = max(1, min(most, num_tokens or most) // 2)
+    log.event("learner_out_of_memory", "learner", f"goes on with learner.micro_batch_tokens {smaller}")
+    learner = config.learner.model_copy(update={"micro_batch_tokens": smaller})
+    return config.model_copy(update={"learner": learner})
 
 
 class _Restores:

@@ -12,7 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
-from grpo_ray.policy.loading import is_local
+from grpo_ray.models.loading import is_local
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.inputs import check_inputs, input_digests, write_digests
 from grpo_ray.run.preflight import Prepared, TaskData, check_files, prepare

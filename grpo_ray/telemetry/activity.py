@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock, StageTimes
 
@@ -45,9 +47,10 @@ class Window:
         if generating and self.is_complete:
             metrics["timing/generate_s"] = max(generating)
             metrics["utilization/generators"] = sum(generating) / num_generators / self.seconds
-        if "learner" in stages:
-            learner = stages["learner"]
-            metrics["utilization/learner"] = sum(learner.seconds[s] for s in TRAINING) / learner.wall_s
+        ranks = [times for name, times in stages.items() if RANK.fullmatch(name)]
+        if ranks:  # they train the same batches together, so those that answered stand for all
+            training = (sum(times.seconds[stage] for stage in TRAINING) / times.wall_s for times in ranks)
+            metrics["utilization/learner"] = fmean(training)
         scoring = [times.seconds["score"] for times in stages.values() if "score" in times.seconds]
         if scoring:
             metrics["timing/score_s"] = max(scoring)

@@ -148,7 +148,7 @@ def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
             f"{generator.num_generators} x {generator.engine} on "
             f"{_device(generator.num_gpus, generator.num_threads)}",
         ),
-        ("Learner", f"{config.model.dtype} on {_device(learner.num_gpus, learner.num_threads)}"),
+        ("Learner", _learner(config)),
         ("weights", f"{config.weight_sync.transport}; also actors: Scorer, TrajectoryBuffer, WeightSync"),
         ("directory", run_dir),
     ]
@@ -161,6 +161,16 @@ def two_columns(rows: Iterable[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(f"  {name}", value)
     return table
+
+
+def _learner(config: Config) -> str:
+    """Return the Learner's precision and device; for several ranks also their number, and that of replicas."""
+    learner = config.learner
+    one = f"{config.model.dtype} on {_device(learner.num_gpus, learner.num_threads)}"
+    if learner.num_ranks == 1:
+        return one
+    replicas = f" in {learner.replicas} replicas" if learner.replicas > 1 else ""
+    return f"{learner.num_ranks} ranks{replicas}, each {one}"
 
 
 def _schedule(config: Config) -> str:

@@ -43,6 +43,9 @@ def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
                 got["weight_sum"], got["weight_square_sum"], compared
             ),
         }
+        metrics["mismatch/tokens_after_switch"] = got["num_after_switch"]
+    if after_switch := got["num_after_switch"]:
+        metrics["mismatch/kl/after_switch"] = got["after_switch_kl"] / after_switch
     if corrected := got["num_corrected"]:
         metrics |= {
             "correction/weight/mean": got["correction_weight_sum"] / corrected,

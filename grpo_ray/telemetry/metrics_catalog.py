@@ -95,6 +95,12 @@ METRICS: dict[str, tuple[str, str]] = {
         "KL of the sampler to the Learner before its first update on the batch, on that update's tokens with "
         "an advantage other than 0",
     ),
+    "mismatch/kl/after_switch": (
+        "nats per token",
+        "the same on those of them that were sampled after their response's first switch of versions "
+        "(weight_sync.in_flight); absent without any",
+    ),
+    "mismatch/tokens_after_switch": ("tokens", "number of these tokens"),
     "mismatch/logprob_diff/max": (
         "nats",
         "largest absolute difference of behaviour and Learner logprobs of these tokens",
@@ -134,7 +140,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/checkpoint/capture_s": ("s", "time the Learner was blocked while its state was copied"),
     "timing/checkpoint/write_s": ("s", "writing a checkpoint, in parallel with training"),
     "timing/step_s": ("s", "the whole step"),
-    "utilization/learner": ("share", "time the Learner spent training"),
+    "utilization/learner": ("share", "time the Learner spent training, mean over its ranks"),
     "utilization/generators": ("share", "time the Generators spent sampling, mean over Generators"),
     "throughput/trained_tokens": ("tokens", "response tokens with a computed gradient, over all epochs"),
     "throughput/sampled_tokens_per_s": ("tokens/s", "response tokens sampled"),
@@ -151,6 +157,13 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "perf/prompt_frac": ("share", "prompt tokens, repeated ones too, of the tokens computed for the gradient"),
     "perf/padding_frac": ("share", "padding of the tokens computed for the gradient"),
+    # With several ranks of the Learner only.
+    "ranks/*/collectives_s": (
+        "s",
+        "time that a rank of the Learner spent in the step's collectives: transfer, and waiting for others",
+    ),
+    "ranks/slowest": ("", "number of the rank with the least time in collectives: the others waited for it"),
+    "ranks/imbalance": ("", "largest planned cost of a rank's share of the batch over the mean; 1 is even"),
     "recovery/restarts": ("restarts", "Generators and Scorers restarted so far"),
     "recovery/restores": ("restores", "restores from the last checkpoint so far"),
     "memory/object_store_spilled_bytes": ("bytes", "bytes that Ray's object store has spilled to disk so far"),

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from grpo_ray.telemetry.metrics_catalog import STAGE
+from grpo_ray.telemetry.ranks import COLLECTIVES, IMBALANCE, SLOWEST
 
 MEMORY = re.compile(r"memory/(?P<process>.+)_bytes")
 SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
 
 STAGE_SECONDS = "grpo_ray_stage_seconds"
 STAGE_TIME = "grpo_ray_stage_time_seconds"
+COLLECTIVE_TIME = "grpo_ray_collective_time_seconds"
 MEMORY_BYTES = "grpo_ray_memory_bytes"
 PHASE = "grpo_ray_phase"
 STEP = "grpo_ray_step"
@@ -39,13 +41,15 @@ GAUGES = {
     "perf/padding_frac": "grpo_ray_padding_ratio",
     "timing/step_s": "grpo_ray_step_seconds",
     "recovery/restarts": "grpo_ray_restarts",
+    SLOWEST: "grpo_ray_slowest_rank",
+    IMBALANCE: "grpo_ray_rank_imbalance",
 }
 """Gauge names by metric. Ray prefixes the names with `ray_`; dashboards rely on them."""
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all exported metrics, without Ray's prefix."""
-    return (STAGE_SECONDS, STAGE_TIME, MEMORY_BYTES, PHASE, STEP, *GAUGES.values())
+    return (STAGE_SECONDS, STAGE_TIME, COLLECTIVE_TIME, MEMORY_BYTES, PHASE, STEP, *GAUGES.values())
 
 
 def are_on() -> bool:
@@ -63,6 +67,9 @@ class RayMetrics:
         self._stages = Histogram(STAGE_SECONDS, "Seconds of each actor's stages in a step", SECONDS, tags)
         # Ray records each histogram value as the middle of its bucket, so the histogram's sum is not exact.
         self._stage_time = Counter(STAGE_TIME, "Seconds of each actor's stages so far", tags)
+        self._collectives = Counter(
+            COLLECTIVE_TIME, "Seconds of each of the Learner's ranks in collectives so far", ("run", "actor")
+        )
         self._memory = Gauge(MEMORY_BYTES, "Resident memory of a process", ("run", "process"))
         self._phase = Gauge(PHASE, "1 for the driver's current phase, 0 for the others", ("run", "phase"))
         self._step = Gauge(STEP, "Steps completed by the Learner", ("run",))
@@ -80,6 +87,8 @@ class RayMetrics:
                 self._stages.observe(value, tags)
                 if value > 0:  # Ray refuses 0
                     self._stage_time.inc(value, tags)
+            elif (rank := COLLECTIVES.fullmatch(name)) and value > 0:
+                self._collectives.inc(value, {**self._run, **rank.groupdict()})
             elif memory := MEMORY.fullmatch(name):
                 self._memory.set(value, {**self._run, **memory.groupdict()})
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.telemetry.durable import replacing
+from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.stage_clock import Span, StageTimes
 
 MAX_BYTES = 64 * 2**20  # beyond it the older half is dropped
@@ -22,6 +23,7 @@ LONGEST_EVENT = 64 * 2**10  # bytes
 Event = dict[str, Any]
 ROWS = ("driver", "learner", "buffer", "scorer", "weight_sync")  # from the top; then the Generators
 SCORERS = 10_000  # the first row of several Scorers, below every Generator
+RANKS = 20_000  # the first row of several ranks of the Learner, which viewers draw at the Learner's place
 
 
 class Timeline:
@@ -51,7 +53,7 @@ class Timeline:
             self._named.add(actor)
             yield {"ph": "M", "name": "process_name", **where, "args": {"name": self._run_name}}
             yield {"ph": "M", "name": "thread_name", **where, "args": {"name": actor}}
-            yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": where["tid"]}}
+            yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": place_of(actor)}}
         for turn in times.turns:
             start, end = _microseconds(turn)
             event = {"ph": "X", "cat": "stage", "name": turn.name, **where, "ts": start, "dur": end - start}
@@ -94,7 +96,12 @@ def row_of(actor: str) -> int:
     if actor in ROWS:
         return ROWS.index(actor) + 1
     kind, _, index = actor.rpartition("-")
-    return int(index) + (SCORERS if kind == "scorer" else len(ROWS) + 1)
+    return int(index) + {"learner": RANKS, "scorer": SCORERS}.get(kind, len(ROWS) + 1)
+
+
+def place_of(actor: str) -> int:
+    """Return the row's place from the top; rows of the same place are drawn in the order of their names."""
+    return row_of("learner" if RANK.fullmatch(actor) else actor)
 
 
 def _microseconds(span: Span) -> tuple[int, int]:

@@ -1,18 +1,52 @@
 """`grpo-ray train`, `resume` and `check`: the run itself, and a look at its configuration before it."""
 
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated
 
+from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, shortfalls
+from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import shown_plainly
 from grpo_ray.telemetry.visible_text import print_visible
-from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Overrides
+from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Option, Overrides
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     config: ConfigFile
     overrides: Overrides = ()
+
+
+MANY_CPUS = 10**6
+"""CPUs of a node where their number was not given."""
+
+
+def _nodes(text: str) -> tuple[Node, ...]:
+    """Convert `2x8` or `2x8x96`."""
+    numbers = text.split("x")
+    if not 2 <= len(numbers) <= 3 or not all(number.isdecimal() for number in numbers) or not int(numbers[0]):
+        raise ArgumentTypeError(
+            f"{text!r} is not N nodes x GPUs of each, such as 2x8 (or 2x8x96 with their CPUs)"
+        )
+    count, gpus, cpus = map(int, [*numbers, str(MANY_CPUS)][:3])
+    return tuple(Node(f"node-{index}", {"GPU": gpus, "CPU": cpus}) for index in range(count))
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    config: ConfigFile
+    overrides: Overrides = ()
+    nodes: Annotated[
+        tuple[Node, ...] | None,
+        Option(
+            "NxGPUS",
+            "nodes that the run must fit, such as 2x8: two with eight GPUs each; 2x8x96: and 96 CPUs",
+            type=_nodes,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +74,7 @@ def _resume(options: ResumeOptions) -> int:
     return 0
 
 
-def _check(options: TrainOptions) -> int:
+def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
     from grpo_ray.run.preflight import check_files
     from grpo_ray.telemetry.trackers import check_trackers
@@ -51,9 +85,33 @@ def _check(options: TrainOptions) -> int:
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for notice in task.notices:
         print_visible(f"  {notice}")
-    return 0
+    for line in bundle_lines(config):
+        print(f"  {line}")
+    if options.nodes is None:
+        return 0
+    lacking = shortfalls(config, options.nodes)
+    for line in lacking:
+        print(f"  ! {line}")
+    return 1 if lacking else 0
+
+
+def bundle_lines(config: Config) -> Iterator[str]:
+    """Yield the bundles in which a cluster must have room, equal ones of single actors in one line."""
+    for (is_single, amounts), alike in groupby(
+        bundles_of(config), lambda bundle: (len(bundle.actors) == 1, amounts_of(bundle.resources))
+    ):
+        bundles = list(alike)
+        if is_single:
+            times = f"{len(bundles)} x " if len(bundles) > 1 else ""
+            yield f"{times}{amounts} for {listed(bundle.actors[0] for bundle in bundles)}"
+        else:
+            yield from (f"{amounts} on one node for {listed(bundle.actors)}" for bundle in bundles)
 
 
 TRAIN = Command("train", TrainOptions, _train, "run a training job")
 RESUME = Command("resume", ResumeOptions, _resume, "resume a run from its last checkpoint")
-CHECK = Command("check", TrainOptions, _check, "check a configuration and its files")
+CHECK = Command(
+    "check", CheckOptions, _check, "check a configuration and its files",
+    "Check a configuration and its files, and print the resources that must be on one node each; with --nodes, "
+    "compare them with a cluster's. Exits with 1 if that lacks something.",
+)  # fmt: skip

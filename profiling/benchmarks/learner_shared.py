@@ -9,9 +9,9 @@ from benchmarks.tiny_learner import QUICKSTART, make_batch, model_folder
 from benchmarks.turns import take_turns
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.loading import load_policy
 from grpo_ray.policy.microbatch import TrainSequence, sequences_of
 from grpo_ray.telemetry.learner_metrics import Sums
 

@@ -8,8 +8,8 @@ import torch
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import model_folder
 from benchmarks.turns import take_turns
-from grpo_ray.policy.attention import BlockAttention
-from grpo_ray.policy.loading import load_policy
+from grpo_ray.models.attention import BlockAttention
+from grpo_ray.models.loading import load_policy
 from grpo_ray.policy.log_probs import model_inputs
 from grpo_ray.policy.microbatch import MicroBatch, TrainSequence, collate_packed, collate_padded, plan
 

@@ -24,8 +24,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.policy.loading import load_policy
 
 TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_ray.policy.attention import NAME as ATTENTION
+from grpo_ray.models.attention import NAME as ATTENTION
 from grpo_ray.policy.microbatch import TrainSequence
 
 

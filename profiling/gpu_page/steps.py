@@ -8,7 +8,7 @@ from transformers import Qwen2ForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
-from grpo_ray.policy.blocks import compile_blocks, recompute_in_backward
+from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.microbatch import TrainSequence

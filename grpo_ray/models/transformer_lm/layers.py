@@ -76,7 +76,7 @@ class Context:
 
     allowed: Tensor | None = None  # bool [batch or 1, 1, seq, keys]
     cache: KeyValueCache | None = None
-    tree: TreeAttention | None = None  # the batch is one row of segments (policy/segments.py)
+    tree: TreeAttention | None = None  # the batch is one row of segments (models/segments.py)
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LlamaConfig
@@ -151,11 +151,14 @@ class TransformerLM(nn.Module):
         """Keep only the blocks' inputs for the backward pass, and what the options say; recompute the rest."""
         self.model.checkpointing = gradient_checkpointing_kwargs or {"use_reentrant": False}
 
-    def save_pretrained(self, folder: Path | str, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save_pretrained(
+        self, folder: Path | str, state_dict: dict[str, Tensor] | None = None, max_shard_size: str = "5GB"
+    ) -> None:
         """Write `config.json`, `generation_config.json` and `model.safetensors` in Llama's layout.
 
         Args:
             state_dict: written instead of the model's own weights.
+            max_shard_size: of one file; a larger model is written to several.
 
         Raises:
             OSError, SafetensorError: the files could not be written.
@@ -169,11 +172,8 @@ class TransformerLM(nn.Module):
         self.config.dtype = self.lm_head.weight.dtype
         self.config.save_pretrained(folder)
         self.generation_config.save_pretrained(folder)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in weights.items()},
-            folder / "model.safetensors",
-            metadata={"format": "pt"},
-        )
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_torch_state_dict(contiguous, folder, max_shard_size=max_shard_size)
 
 
 def _check_shapes(

@@ -15,7 +15,9 @@ from grpo_ray.config import Config
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
-from grpo_ray.policy.loading import load_policy
+from grpo_ray.models.adapters import served_weights
+from grpo_ray.models.hub_format import in_hub_format
+from grpo_ray.models.loading import load_policy
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.run.open_calls import OpenCalls
@@ -135,4 +137,4 @@ def _snapshot(config: Config, path: str, version: int) -> WeightSnapshot:
             policy = load_policy(path, model.trust_remote_code, model.implementation)
     except OSError as error:  # a run that is still training may have deleted it
         raise ValueError(f"{path} cannot be read: {error}") from error
-    return pack_weights(policy.named_parameters(), version, getattr(torch, model.dtype))
+    return pack_weights(in_hub_format(policy, served_weights(policy)), version, getattr(torch, model.dtype))

@@ -12,7 +12,8 @@ from grpo_ray.config import Config
 
 def cores_of(config: Config) -> int:
     """Return the number of CPU cores that a run computes on."""
-    return config.generator.num_generators * config.generator.num_threads + config.learner.num_threads
+    generator, learner = config.generator, config.learner
+    return generator.num_generators * generator.num_threads + learner.num_ranks * learner.num_threads
 
 
 def gpus_of(config: Config) -> int:

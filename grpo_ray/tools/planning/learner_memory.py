@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig
-from grpo_ray.tools.planning.gpu_memory import FLOAT32, Budget, Item, served_width, snapshot_in_place
+from grpo_ray.tools.planning.gpu_memory import FLOAT32, Budget, Item, gib, served_width, snapshot_in_place
 from grpo_ray.tools.planning.model_shape import ModelShape
+from grpo_ray.tools.planning.sharding import num_shards, with_unsharded
 
 CHUNK_BYTES = 2**28
 """Bytes of float32 logits that algorithms/chunked.py, which imports torch, computes at a time."""
@@ -30,21 +31,40 @@ class Tokens:
 
 
 def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
-    """Return the budget of the Learner's GPU at the peak of a micro-batch; AdamW's step takes nothing more."""
+    """Return the budget of a rank's GPU at the peak of a micro-batch; AdamW's step takes nothing more."""
     working = working_items(shape, config, prompt_tokens)
+    working = with_unsharded(working, shape, config, adapter_parameters(shape, config.model.adapter))
     items = [*state_items(shape, config), *working, *snapshot_in_place(shape, config)]
+    num_ranks, remark = config.learner.num_ranks, host_remark(shape, config)
     if not config.learner.num_gpus:
-        return Budget("the Learner, on a CPU", items, None)
-    device = "the GPU, in the Learner's turn" if config.generator.colocated else "the Learner's GPU"
-    return Budget(device, items, gpu_bytes)
+        device = (
+            "the Learner, on a CPU" if num_ranks == 1 else f"each of the Learner's {num_ranks} ranks, on a CPU"
+        )
+        return Budget(device, items, None, remark)
+    if config.generator.colocated:
+        device = "the GPU, in the Learner's turn" if num_ranks == 1 else "each GPU, in the Learner's turn"
+    else:
+        device = (
+            "the Learner's GPU" if num_ranks == 1 else f"the GPU of each of the Learner's {num_ranks} ranks"
+        )
+    return Budget(device, items, gpu_bytes, remark)
+
+
+def host_remark(shape: ModelShape, config: Config) -> str:
+    """Return the host memory that rank 0 of several needs for whole copies of the model."""
+    if config.learner.num_ranks == 1:
+        return ""
+    loaded, sent = FLOAT32 * shape.num_parameters, served_width(config) * shape.num_parameters
+    return f"host memory of rank 0: {gib(loaded)} while it loads the model in float32, {gib(sent)} per snapshot"
 
 
 def state_items(shape: ModelShape, config: Config) -> list[Item]:
-    """Return the memory that lasts from step to step."""
+    """Return the memory that lasts from step to step: with several ranks, one rank's shards."""
     if config.model.adapter is not None:
         return adapter_items(shape, config, config.model.adapter)
-    parameters, width = shape.num_parameters, served_width(config)
-    copy = 0 if width == FLOAT32 else width * parameters  # as policy/master_weights.py holds it
+    parameters, width = shape.num_parameters / num_shards(config), served_width(config)
+    is_sharded = config.learner.num_ranks > 1  # then a bfloat16 copy exists only of the layers at work
+    copy = 0 if width == FLOAT32 or is_sharded else width * parameters  # as policy/master_weights.py holds it
     items = [
         Item("weights", FLOAT32 * parameters, "float32 master weights, 4 bytes per parameter"),
         Item("copy of the weights", copy, f"{config.model.dtype}, for the passes"),
@@ -63,21 +83,22 @@ def state_items(shape: ModelShape, config: Config) -> list[Item]:
 
 
 def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> list[Item]:
-    """Return the lasting memory of a frozen base and an adapter (policy/adapters.py).
+    """Return the lasting memory of a frozen base and an adapter (models/adapters.py).
 
-    A reference is a second set of the adapter's values, which share the base.
+    A reference is a second set of the adapter's values, which share the base. Ranks shard all but an nf4 base.
     """
     width, matrices = served_width(config), shape.num_layers * shape.layer_matrices
-    trained = adapter_parameters(shape, adapter)
+    trained = adapter_parameters(shape, adapter) / (shards := num_shards(config))
     if config.model.base_quantization == "nf4":
         others = width * (shape.num_parameters - matrices)
         note = f"frozen; linear layers in nf4, the rest in {config.model.dtype}"
         base = Item("base", NF4_BYTES * matrices + others, note)
     else:
-        base = Item("base", width * shape.num_parameters, f"frozen, {config.model.dtype}")
-    copy = 0 if width == FLOAT32 else width
+        base = Item("base", width * shape.num_parameters / shards, f"frozen, {config.model.dtype}")
+    copy = 0 if width == FLOAT32 or config.learner.num_ranks > 1 else width
     moments = 2 * MOMENT_BYTES[config.learner.moments]
-    note = f"rank {adapter.rank}, {trained:,} parameters: weights, gradients and AdamW's moments"
+    values = f"{adapter_parameters(shape, adapter):,} parameters"
+    note = f"rank {adapter.rank}, {values}: weights, gradients and AdamW's moments"
     items = [base, Item("adapter", (2 * FLOAT32 + copy + moments) * trained, note)]
     if (reference := config.algorithm.kl.reference) != "none":
         own = width if reference == "initial" else FLOAT32 + copy
@@ -85,8 +106,10 @@ def adapter_items(shape: ModelShape, config: Config, adapter: AdapterConfig) -> 
     return items
 
 
-def adapter_parameters(shape: ModelShape, adapter: AdapterConfig) -> int:
-    """Return the number of values in an adapter of the plan's linear layers."""
+def adapter_parameters(shape: ModelShape, adapter: AdapterConfig | None) -> int:
+    """Return the number of values in an adapter of the plan's linear layers; 0 without one."""
+    if adapter is None:
+        return 0
     sizes = shape.linear_sizes
     named = {target.rpartition(".")[2] for target in adapter.target_modules or sizes}
     found = [size for name, size in sizes.items() if name in named]
@@ -110,7 +133,7 @@ def largest_micro_batch(config: Config, prompt_tokens: int) -> Tokens:
 
 
 def has_varlen_kernel(config: Config) -> bool:
-    """Return whether attention runs in a kernel for segments of any length (policy/attention_kernels.py)."""
+    """Return whether attention runs in a kernel for segments of any length (models/attention_kernels.py)."""
     return (
         bool(config.learner.num_gpus) and config.model.dtype == "bfloat16" and config.model.attention != "sdpa"
     )

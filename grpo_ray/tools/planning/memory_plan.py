@@ -1,16 +1,21 @@
-"""The plan of a configuration: the budgets of its GPUs, and a run with measured rates."""
+"""The plan of a configuration: the budgets of its GPUs, the time of a step, and the splits of the GPUs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.tools.experiments.resources import gpus_of
 from grpo_ray.tools.planning.gpu_memory import GIB, Budget, generator_budget
+from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
 from grpo_ray.tools.planning.learner_memory import learner_budget
+from grpo_ray.tools.planning.measured_run import MeasuredRun, measure
 from grpo_ray.tools.planning.model_shape import ModelShape, find_shape
+from grpo_ray.tools.planning.modelled_work import Workload
 from grpo_ray.tools.planning.options import PlanOptions
-from grpo_ray.tools.planning.step_time import MeasuredRun, measure
+from grpo_ray.tools.planning.remedy import remedy_of
+from grpo_ray.tools.planning.splits import Split, splits
+from grpo_ray.tools.planning.step_time import StepTime, step_time
 
 DEFAULT_PROMPT_TOKENS = 256
 
@@ -20,15 +25,30 @@ class MemoryPlan:
     """The figures that `print_plan` shows."""
 
     config: Config
-    shape: ModelShape
+    work: Workload
+    machine: Machine
+    gpu_name: str
     num_gpus: int
     """Number of GPUs that there are."""
-    prompt_tokens: int
-    """Length of the longest prompt."""
     budgets: Sequence[Budget]
     run: MeasuredRun | None
-    response_tokens: float
-    """Mean length of a response."""
+    time: StepTime | None
+    """None: neither a run measured the rates nor are there data sheets, as on a CPU."""
+    splits: Sequence[Split]
+    remedy: str
+    """Changes with which the Learner would fit; empty if it does."""
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.work.shape
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.work.prompt_tokens
+
+    @property
+    def response_tokens(self) -> float:
+        return self.work.response_tokens
 
     @property
     def has_enough_gpus(self) -> bool:
@@ -44,18 +64,47 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
 
     Raises:
         ConfigError: the configuration is wrong.
-        ValueError: the model's shape is not known, the run has no rates, or there is no run for an option.
+        ValueError: the model's shape or the GPU is not known, the run has no rates, or there is no run for an
+            option that needs one.
     """
-    config = load_config(options.config, options.overrides)
+    config, machine = load_config(options.config, options.overrides), machine_of(options)
     shape = find_shape(config.model)
     run = measure(options.from_run) if options.from_run is not None else None
-    if run is None and options.response_tokens is not None:
-        raise ValueError("--response-tokens: the time of a step needs the rates of a run; give --from RUN too")
+    is_on_gpus = bool(config.generator.num_gpus and config.learner.num_gpus)
+    if run is None and not is_on_gpus and options.response_tokens is not None:
+        raise ValueError(
+            "--response-tokens: without GPUs the time of a step needs the rates of a run; give --from RUN too"
+        )
     max_tokens, max_model_len = config.sampling.max_tokens, config.generator.max_model_len
     left = max(1, max_model_len - max_tokens) if max_model_len is not None else DEFAULT_PROMPT_TOKENS
-    prompt_tokens = options.prompt_tokens or left
-    gpu_bytes = options.gpu_memory * GIB
-    budgets = [budget(shape, config, prompt_tokens, gpu_bytes) for budget in (generator_budget, learner_budget)]
     mean_tokens = options.response_tokens or (run.response_tokens if run else max_tokens)
+    work = Workload(shape, options.prompt_tokens or left, min(mean_tokens, max_tokens))
+    gpu_bytes = machine.gpu.memory_gib * GIB
+    of_learner = learner_budget(shape, config, work.prompt_tokens, gpu_bytes)
     num_gpus = gpus_of(config) if options.gpus is None else options.gpus
-    return MemoryPlan(config, shape, num_gpus, prompt_tokens, budgets, run, min(mean_tokens, max_tokens))
+    return MemoryPlan(
+        config=config,
+        work=work,
+        machine=machine,
+        gpu_name=options.gpu_type.upper(),
+        num_gpus=num_gpus,
+        budgets=[generator_budget(shape, config, work.prompt_tokens, gpu_bytes), of_learner],
+        run=run,
+        time=step_time(config, work, machine, run) if run or is_on_gpus else None,
+        splits=splits(config, work, machine, num_gpus, run),
+        remedy="" if of_learner.fits else remedy_of(shape, config, work.prompt_tokens, gpu_bytes),
+    )
+
+
+def machine_of(options: PlanOptions) -> Machine:
+    """Return the machine that the options describe.
+
+    Raises:
+        ValueError: there is no data sheet of the GPU.
+    """
+    gpu = GPU_TYPES.get(options.gpu_type.upper())
+    if gpu is None:
+        raise ValueError(f"--gpu-type {options.gpu_type}: no data sheet; known are {', '.join(GPU_TYPES)}")
+    if options.gpu_memory is not None:
+        gpu = replace(gpu, memory_gib=options.gpu_memory)
+    return Machine(gpu, options.gpus_per_node, options.network * GB)

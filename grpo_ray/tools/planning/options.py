@@ -15,16 +15,27 @@ class PlanOptions:
     gpus: Annotated[
         int | None, Option("N", "number of GPUs (default: as many as the run uses)", type=positive)
     ] = None
+    gpu_type: Annotated[
+        str, Option("NAME", "GPU whose data sheet the time is modelled from (default: %(default)s)")
+    ] = "H100"
     gpu_memory: Annotated[
-        float, Option("GIB", "memory of each GPU (default: %(default)g)", type=above_zero)
-    ] = 80.0
+        float | None, Option("GIB", "memory of each GPU (default: that of --gpu-type)", type=above_zero)
+    ] = None
+    gpus_per_node: Annotated[int, Option("N", "GPUs of a node (default: %(default)s)", type=positive)] = 8
+    network: Annotated[
+        float,
+        Option("GBS", "10^9 bytes per second between nodes, per node (default: %(default)g)", type=above_zero),
+    ] = 50.0
     prompt_tokens: Annotated[
         int | None,
         Option("N", "longest prompt (default: what generator.max_model_len leaves, else 256)", type=positive),
     ] = None
     response_tokens: Annotated[
-        float | None, Option("N", "mean response (default: that of the run in --from)", type=above_zero)
+        float | None,
+        Option(
+            "N", "mean response (default: that of the run in --from, else sampling.max_tokens)", type=above_zero
+        ),
     ] = None
     from_run: Annotated[
-        str | None, Option("RUN", "a run's directory, for the time of a step at its rates", name="--from")
+        str | None, Option("RUN", "a run's directory; its rates replace the modelled ones", name="--from")
     ] = None

@@ -1,72 +1,24 @@
-"""The time of a step at measured rates, and the best split of GPUs between Generators and Learner."""
+"""The time of a step, at rates that a run measured or that the data sheet of a GPU suggests."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
 
 from grpo_ray.config import Config
-from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.metrics_catalog import SYNC
-from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
-
-FIRST_STEPS = 2  # engine and allocator are slower in these
-NEEDED = (  # a step counts where all of them are above 0
-    "throughput/sampled_tokens_per_s", "throughput/trained_tokens_per_s",
-    "utilization/generators", "utilization/learner",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MeasuredRun:
-    """Medians over the steps of a run."""
-
-    config: Config
-    num_steps: int
-    step_s: float
-    response_tokens: float
-    """Mean length of a response."""
-    sampled_tokens_per_s: float
-    """Rate of one Generator while it samples."""
-    trained_tokens_per_s: float
-    """Rate of the Learner while it trains, in response tokens."""
-    trained_frac: float
-    """Share of the response tokens that get a gradient; groups without signal get none."""
-    sync_s: float
-    """Seconds of a weight sync, in which Generators are paused."""
-
-
-def measure(path: str | Path) -> MeasuredRun:
-    """Read a run's config.yaml and metrics.jsonl.
-
-    Raises:
-        ValueError: there is no run, or it has no step in which both sides worked.
-        ConfigError: its config.yaml is of another version.
-    """
-    run = RunDirectory(path)
-    if not run.config_path.exists():
-        raise ValueError(f"--from {path}: no run there (it has no config.yaml)")
-    config = load_config(run.config_path)
-    rows = last_of_each_step(run.metrics_path)
-    steady = rows[FIRST_STEPS if len(rows) > 2 * FIRST_STEPS else 0 :]
-    steady = [row for row in steady if all(row.get(name, 0) > 0 for name in NEEDED)]
-    if not steady:
-        raise ValueError(f"--from {path}: no step in which the Generators sampled and the Learner trained")
-    response_tokens = median(row["rollout/response_tokens/mean"] for row in steady)
-    all_tokens = config.algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens
-    # `throughput` is per second of a step, and `utilization` the share of the step that was work.
-    sampled = [row["throughput/sampled_tokens_per_s"] / row["utilization/generators"] for row in steady]
-    trained = [row["throughput/trained_tokens_per_s"] / row["utilization/learner"] for row in steady]
-    return MeasuredRun(
-        config=config,
-        num_steps=len(steady),
-        step_s=median(row["timing/step_s"] for row in steady),
-        response_tokens=response_tokens,
-        sampled_tokens_per_s=median(sampled) / config.generator.num_generators,
-        trained_tokens_per_s=median(trained),
-        trained_frac=min(1.0, median(row["throughput/trained_tokens"] for row in steady) / all_tokens),
-        sync_s=median(sum(row[name] for name in SYNC) for row in steady),
-    )
+from grpo_ray.tools.planning.collectives import collectives, gather_seconds
+from grpo_ray.tools.planning.gpu_memory import served_width
+from grpo_ray.tools.planning.hardware import COPY_TO_HOST, COPY_TO_STORE, IMBALANCE, LOAD_FROM_HOST, Machine
+from grpo_ray.tools.planning.learner_memory import adapter_parameters
+from grpo_ray.tools.planning.measured_run import MeasuredRun
+from grpo_ray.tools.planning.model_shape import ModelShape
+from grpo_ray.tools.planning.modelled_work import (
+    Passes,
+    Workload,
+    num_lookups,
+    num_micro_batches,
+    optimizer_s,
+    passes_on,
+    sampling_s,
+)
+from grpo_ray.tools.planning.sharding import sharded_parameters
 
 
 @dataclass(frozen=True)
@@ -75,40 +27,104 @@ class StepTime:
 
     sample_s: float
     train_s: float
+    """The slowest rank's, with the communication that its computation does not hide."""
     sync_s: float
+    """The pause of the Generators."""
     overlaps: bool
+    snapshot_s: float = 0.0
+    """Seconds in which the Learner gathers a snapshot and does not train."""
+    exposed_s: float = 0.0
+    """The part of `train_s` in which a rank waits for communication."""
 
     @property
     def step_s(self) -> float:
         """The sum in a synchronous run; with `max_lag` above 0, the slower side alone."""
-        if self.overlaps:
-            return max(self.sample_s + self.sync_s, self.train_s)
-        return self.sample_s + self.sync_s + self.train_s
+        sampling, training = self.generators_s, self.learner_s
+        return max(sampling, training) if self.overlaps else sampling + training
+
+    @property
+    def generators_s(self) -> float:
+        return self.sample_s + self.sync_s
+
+    @property
+    def learner_s(self) -> float:
+        return self.train_s + self.snapshot_s
 
 
-def step_time(config: Config, run: MeasuredRun, response_tokens: float, num_generators: int) -> StepTime:
-    """Return the time of a step with a mean response of `response_tokens`; replayed groups cost no sampling."""
+def step_time(config: Config, work: Workload, machine: Machine, run: MeasuredRun | None) -> StepTime:
+    """Return the time of a step; replayed groups cost no sampling.
+
+    Args:
+        run: measured the rates of a Generator and of the Learner; without one the GPU's data sheet has them.
+    """
+    overlaps = config.weight_sync.max_lag > 0
+    if run is None:
+        train_s, exposed_s = training_s(config, work, machine, passes_on(machine.gpu, config, work))
+        return StepTime(
+            sampling_s(machine.gpu, config, work),
+            train_s + config.num_updates * optimizer_s(machine.gpu, config, work.shape),
+            sent_bytes(work.shape, config) / max(1, config.generator.num_gpus) / LOAD_FROM_HOST,
+            overlaps,
+            snapshot_s(work.shape, config, machine),
+            exposed_s,
+        )
     algorithm = config.algorithm
-    sampled = config.fresh_per_step * algorithm.samples_per_prompt * response_tokens
-    trained = algorithm.epochs_per_batch * config.rollouts_per_step * response_tokens * run.trained_frac
+    sampled = config.fresh_per_step * algorithm.samples_per_prompt * work.response_tokens
+    trained = algorithm.epochs_per_batch * config.rollouts_per_step * work.response_tokens * run.trained_frac
+    measured, planned = run.config.learner.num_ranks, config.learner.num_ranks
+    compute_s = trained / run.trained_tokens_per_s
+    exposed_s = gathered_s = 0.0
+    if planned != measured:  # the run's rate includes the communication of its own ranks
+        alone_s = compute_s * measured / (IMBALANCE if measured > 1 else 1.0)
+        compute_s, exposed_s = training_s(config, work, machine, Passes(alone_s / 4, alone_s * 3 / 4))
+        gathered_s = gathering_s(work.shape, config, machine)
     return StepTime(
-        sample_s=sampled / (run.sampled_tokens_per_s * num_generators),
-        train_s=trained / run.trained_tokens_per_s,
-        sync_s=run.sync_s,
-        overlaps=config.weight_sync.max_lag > 0,
+        sampled / (run.sampled_tokens_per_s * config.generator.num_generators),
+        compute_s,
+        run.sync_s,
+        overlaps,
+        gathered_s,
+        exposed_s,
     )
 
 
-def splits(config: Config, run: MeasuredRun, response_tokens: float, num_gpus: int) -> dict[int, StepTime]:
-    """Return a step's time per number of Generators that leaves the Learner its GPU; none if they share it."""
-    each, own = config.generator.num_gpus, config.learner.num_gpus
-    if config.generator.colocated or not (each and own):
-        return {}
-    most = (num_gpus - own) // each
-    return {number: step_time(config, run, response_tokens, number) for number in range(1, most + 1)}
+def training_s(config: Config, work: Workload, machine: Machine, passes: Passes) -> tuple[float, float]:
+    """Return the seconds of a step's passes on the slowest rank, and those in which it waits for communication.
+
+    Args:
+        passes: those of the whole step on one GPU, which the ranks divide.
+    """
+    of_ranks = IMBALANCE / config.learner.num_ranks if config.learner.num_ranks > 1 else 1.0
+    communication = collectives(work.shape, config, machine)
+    num_micro = num_micro_batches(config, work)
+    times = config.num_updates * num_micro
+    forward_s, backward_s = passes.forward_s * of_ranks / times, passes.backward_s * of_ranks / times
+    in_passes = communication.forward_s(forward_s) + communication.backward_s(backward_s)
+    total_s = times * in_passes
+    if lookups := num_lookups(config) if passes.lookup_s else 0:
+        of_batch = lookups * num_micro * -(-config.num_updates // config.algorithm.epochs_per_batch)
+        total_s += of_batch * communication.forward_s(passes.lookup_s * of_ranks / of_batch)
+    computing_s = (passes.forward_s + passes.backward_s + passes.lookup_s) * of_ranks
+    return total_s, total_s - computing_s
 
 
-def best_split(times: Mapping[int, StepTime]) -> int:
-    """Return the number of Generators with the fastest step; of those within 1% of it, the smallest."""
-    fastest = min(time.step_s for time in times.values())
-    return min(number for number, time in times.items() if time.step_s <= 1.01 * fastest)
+def sent_bytes(shape: ModelShape, config: Config) -> float:
+    """Return the bytes of a snapshot."""
+    if config.model.adapter is not None and config.weight_sync.send == "adapter":
+        return served_width(config) * adapter_parameters(shape, config.model.adapter)
+    return served_width(config) * shape.num_parameters
+
+
+def snapshot_s(shape: ModelShape, config: Config, machine: Machine) -> float:
+    """Return the seconds of a snapshot: gathered by all ranks, copied to rank 0's host and the object store.
+
+    A colocated Generator reads it in place with the transport `ipc`.
+    """
+    num_bytes = 0.0 if config.weight_sync.transport == "ipc" else sent_bytes(shape, config)
+    return gathering_s(shape, config, machine) + num_bytes / COPY_TO_HOST + num_bytes / COPY_TO_STORE
+
+
+def gathering_s(shape: ModelShape, config: Config, machine: Machine) -> float:
+    """Return the seconds in which the ranks gather a snapshot's sharded tensors, in `model.dtype`."""
+    sharded, _ = sharded_parameters(shape, config, adapter_parameters(shape, config.model.adapter))
+    return gather_seconds(min(sent_bytes(shape, config), served_width(config) * sharded), config, machine)

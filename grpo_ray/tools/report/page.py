@@ -12,10 +12,10 @@ from typing import Any
 from grpo_ray.telemetry.json_lines import to_json
 from grpo_ray.telemetry.metrics_catalog import METRICS
 from grpo_ray.telemetry.visible_text import visible
-from grpo_ray.tools.report.panels import PANELS
+from grpo_ray.tools.report.panels import PANELS, expanded
 
 WEB = resources.files("grpo_ray.tools.report") / "web"
-SCRIPTS = ("elements.js", "chart.js", "stages.js", "rollouts.js", "page.js")
+SCRIPTS = ("elements.js", "chart.js", "stages.js", "ranks.js", "rollouts.js", "page.js")
 MOST_NAMES = 4  # in the page's title
 # In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it.
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -34,7 +34,7 @@ def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
         "title": html.escape(visible(", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} runs")),
         "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'",
         "style": style,
-        "data": embedded_json({"runs": runs, "panels": _panels(), "metrics": METRICS}),
+        "data": embedded_json({"runs": runs, "panels": _panels(runs), "metrics": METRICS}),
         "script": script,
     }
     # In one pass, so that a run's text that looks like one of the names is left alone.
@@ -47,10 +47,12 @@ def embedded_json(value: Any) -> str:
     return re.sub("[<>&\u2028\u2029]", lambda match: ESCAPED[match[0]], text)
 
 
-def _panels() -> list[dict[str, Any]]:
+def _panels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    names = {name for run in runs for part in run["series"] for name in part["columns"]}
+    sections = {title: [expanded(panel, names) for panel in panels] for title, panels in PANELS.items()}
     return [
         {"title": title, "panels": [{**vars(panel), "series": list(panel.series)} for panel in panels]}
-        for title, panels in PANELS.items()
+        for title, panels in sections.items()
     ]
 
 

@@ -1,19 +1,30 @@
 """The charts of the web page: which metrics share one, and their unit."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from grpo_ray.telemetry.ranks import IMBALANCE, SLOWEST, by_number
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart over steps; `series` are (metric, label) pairs, drawn as in `metrics.jsonl`."""
+    """One chart over steps; `series` are (metric, label) pairs, drawn as in `metrics.jsonl`.
+
+    A `*` in a metric stands for what the run has there, such as the number of each rank, also in the label.
+    """
 
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
     is_share: bool = False  # drawn from 0 to 1, unless a value is outside
     bands: bool = False  # drawn for the series that have standard errors
+    is_number: bool = False  # numbers of ranks: drawn as dots from 0, as nothing lies between two of them
+    scale: float = 1.0  # number of the metric's units in one of `unit`
 
 
+GIB = 2.0**30
+RANKS = "Ranks"  # the section of the Learner's ranks, if there are several
 REWARD, VALIDATION = "reward/mean", "eval/reward"  # the series with standard errors
 
 PANELS: dict[str, tuple[Panel, ...]] = {
@@ -49,11 +60,34 @@ PANELS: dict[str, tuple[Panel, ...]] = {
               (("perf/prompt_frac", "prompts"), ("perf/padding_frac", "padding")), True),
         Panel("Peak memory of the Learner's GPU", "bytes", (("memory/learner_device_peak_bytes", "peak"),)),
     ),
+    RANKS: (
+        Panel("Time in collectives", "s per step", (("ranks/learner-*/collectives_s", "learner-*"),)),
+        Panel("Slowest rank", "its number", ((SLOWEST, "slowest"),), is_number=True),
+        Panel("Imbalance", "largest planned cost over the mean", ((IMBALANCE, "imbalance"),)),
+        Panel("Memory of each rank's process", "GiB", (("memory/learner-*_bytes", "learner-*"),), scale=GIB),
+        Panel("Peak memory of each rank's GPU", "GiB",
+              (("memory/learner-*_device_peak_bytes", "learner-*"),), scale=GIB),
+    ),
     "Optimizer": (
         Panel("Gradient norm", "", (("optim/grad_norm", "norm"),)),
         Panel("Loss", "", (("loss/policy", "loss"),)),
     ),
 }  # fmt: skip
+
+
+def expanded(panel: Panel, names: Collection[str]) -> Panel:
+    """Return the panel with each `*` filled in from the metrics' names; series without `*` stay as they are."""
+    return replace(panel, series=tuple(pair for each in panel.series for pair in _filled_in(*each, names)))
+
+
+def _filled_in(metric: str, label: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    if "*" not in metric:
+        yield metric, label
+        return
+    pattern = re.compile(re.escape(metric).replace(r"\*", r"([^/_]+)"))
+    matches = filter(None, map(pattern.fullmatch, names))
+    for match in sorted(matches, key=lambda match: by_number(label.replace("*", match[1]))):
+        yield match[0], label.replace("*", match[1])
 
 
 def charted() -> set[str]:

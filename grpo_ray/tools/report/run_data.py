@@ -9,6 +9,7 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.step_lines import StepLines
 from grpo_ray.tools.report.panels import REWARD, VALIDATION
+from grpo_ray.tools.report.rank_totals import RankTotals
 from grpo_ray.tools.report.rollout_rows import show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
 from grpo_ray.tools.report.run_facts import RunTotals, run_facts
@@ -36,12 +37,11 @@ def run_data(
     Raises:
         RunError, ValueError: a file of the run is damaged, or there is no such checkpoint.
     """
-    metrics, totals = StepLines(run.metrics_path), RunTotals()
+    metrics, totals, ranks = StepLines(run.metrics_path), RunTotals(), RankTotals()
     evaluations = [{**row, VALIDATION: row.get("reward")} for row in StepLines(run.evaluations_summary_path)]
     files = step_files(run)
-    training = make_series(
-        map(totals.noted, metrics), len(metrics), {REWARD: files.standard_errors()}, bounds.max_points
-    )
+    rows = map(ranks.noted, map(totals.noted, metrics))
+    training = make_series(rows, len(metrics), {REWARD: files.standard_errors()}, bounds.max_points)
     if evaluations:  # they start at step 0, and have standard errors
         training.columns.pop(VALIDATION, None)
     validation = make_series(
@@ -58,6 +58,7 @@ def run_data(
         "facts": run_facts(run, totals, evaluations, files),
         "series": [asdict(training), asdict(validation)],
         "stages": stage_times(training.columns),
+        "ranks": ranks.rows(),
         "rollouts": shown.rows,
         "sample": {
             "num_rollouts": sample.num_rollouts,

@@ -5,7 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import mode
 from typing import Any
+
+from grpo_ray.telemetry.ranks import SLOWEST
 
 Row = Mapping[str, Any]
 DIGITS = 5  # significant digits; no chart shows more
@@ -27,8 +30,9 @@ def make_series(
     """Make one point per step, or per bin of consecutive steps.
 
     A bin's value is the mean over its steps, placed at their middle; for names that end in `/max` it is the
-    maximum, so that no peak is lost. Its standard error is that of a mean of independent steps,
-    `sqrt(sum(se^2)) / n`. Only one bin's rows are in memory at a time.
+    maximum, so that no peak is lost, and for the slowest rank the number that occurs most often. Its standard
+    error is that of a mean of independent steps, `sqrt(sum(se^2)) / n`. Only one bin's rows are in memory at a
+    time.
 
     Args:
         rows: in the order of their steps, each with a `step`; a value that was not finite is None.
@@ -79,6 +83,8 @@ def _value(name: str, numbers: Sequence[float]) -> float | None:
     values = [value for value in numbers if math.isfinite(value)]
     if not values:
         return None
+    if name == SLOWEST:
+        return mode(values)
     return rounded(max(values) if name.endswith("/max") else math.fsum(values) / len(values))
 
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from grpo_ray.telemetry.metrics_catalog import STAGE
+from grpo_ray.telemetry.ranks import by_number
 
 Stages = dict[str, list[float]]
 
@@ -14,4 +15,4 @@ def stage_times(columns: Mapping[str, Sequence[float | None]]) -> dict[str, Stag
     for name, column in columns.items():
         if match := STAGE.fullmatch(name):
             actors[match["actor"]][match["stage"]] = [value or 0.0 for value in column]
-    return dict(sorted(actors.items()))
+    return dict(sorted(actors.items(), key=lambda item: by_number(item[0])))

@@ -22,8 +22,8 @@ OVERLAP = "weight_sync.max_lag: 1 (and generator.colocated: false)"
 class Shares:
     """Shares of the last steps' time, 0 to 1."""
 
-    learner_waits: float  # for a batch
-    learner_trains: float
+    learner_waits: float  # for a batch; mean over the ranks, like the next
+    learner_trains: float  # with the waits of ranks for each other
     generators_sample: float  # mean over the Generators
     scores: float
     syncs: float

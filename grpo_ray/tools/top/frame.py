@@ -16,6 +16,7 @@ from grpo_ray.telemetry.run_state import ActorState, RunState
 from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.top.bottleneck import bottleneck, hints
 from grpo_ray.tools.top.learner_figures import learner_figures
+from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView
 
 WIDE = 112  # console columns from which everything is shown
@@ -108,6 +109,8 @@ def _actors(view: RunView, width: int) -> list[RenderableType]:
     if view.state is None or view.is_over or not view.state.now.actors:
         return []
     now, shares = view.state.now, stage_shares(view.steps, num_stages=2 if width >= WIDE else 1)
+    ranks = rank_figures(_steady(view.steps))
+    in_collectives = {} if ranks is None else {n: f"collectives {s:.0%}" for n, s in ranks.collectives.items()}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("actor", no_wrap=True, min_width=max(len(actor.name) for actor in now.actors))
     table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -117,7 +120,8 @@ def _actors(view: RunView, width: int) -> list[RenderableType]:
     for actor in now.actors:
         seconds = "" if actor.doing is None else f"{actor.for_s:.1f} s"
         row: list[RenderableType] = [plain_text(actor.name), _doing(actor), Text(seconds, style="dim")]
-        row.append(plain_text(shares.get(actor.name, "")))
+        recent = (shares.get(actor.name), in_collectives.get(actor.name))
+        row.append(plain_text("; ".join(filter(None, recent))))
         table.add_row(*row[: len(table.columns)])
     groups = (
         f"{now.num_sampling} groups in sampling or grading, {now.num_buffered} in the buffer; "
@@ -151,9 +155,14 @@ def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
 
 def _bottleneck(view: RunView) -> RenderableType:
     rows = _steady(view.steps)
-    lines = [Text(bottleneck(rows), style="bold"), *(Text(f"! {hint}", style="yellow") for hint in hints(rows))]
+    ranks, problems = rank_figures(rows), hints(rows)
+    if ranks is not None and (hint := rank_hint(ranks)):
+        problems.append(hint)
+    lines = [Text(bottleneck(rows), style="bold"), *(Text(f"! {hint}", style="yellow") for hint in problems)]
     if figures := learner_figures(rows):
         lines.append(Text(figures, style="dim"))
+    if ranks is not None:
+        lines.append(Text(ranks_line(ranks), style="dim"))
     return Group(Text(), *lines)
 
 

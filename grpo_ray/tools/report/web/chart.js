@@ -118,7 +118,7 @@ class LineChart extends Figure {
       .map((part) => ({
         name: several ? (this.panel.series.length > 1 ? `${run.name}, ${label}` : run.name) : label,
         color: seriesColor(several ? run.place : order), isDashed: order > 0,
-        steps: part.steps, values: part.columns[metric],
+        steps: part.steps, values: part.columns[metric].map((value) => value === null ? null : value / (this.panel.scale ?? 1)),
         errors: this.panel.bands && part.standard_errors[metric]?.some((error) => error !== null)
           ? part.standard_errors[metric] : null,
       })).filter((line) => line.values.some((value) => value !== null))));
@@ -132,14 +132,15 @@ class LineChart extends Figure {
     const own = lines.flatMap((line) => line.values.filter((value) => value !== null));
     // A band may extend beyond a share's 0 to 1 without changing the axis, and measured shares may reach 1.003.
     const isShare = this.panel.is_share && own.every((value) => value >= 0 && value < 1.02);
-    const known = isShare ? own : lines.flatMap((line) => line.values.flatMap((value, place) =>
+    const isWhole = this.panel.is_number;
+    const known = isWhole ? [0, ...own] : isShare ? own : lines.flatMap((line) => line.values.flatMap((value, place) =>
       value === null ? [] : [value - margin(line, place), value + margin(line, place)]));
     const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
     const values = valueRange(known, isShare);
     const range = steps.length > 1 ? [steps[0], steps.at(-1)] : [steps[0] - 1, steps[0] + 1];
-    const { root, x, y } = frame(width, range, values, ticks(...values, 5));
+    const { root, x, y } = frame(width, range, values, ticks(...values, 5).filter((tick) => !isWhole || Number.isInteger(tick)));
     for (const line of lines) if (line.errors) root.append(band(line, x, y));
-    for (const line of lines) root.append(...curve(line, x, y));
+    for (const line of lines) root.append(...curve(line, x, y, isWhole));
     this.marks = steps.map((step) => ({ step, x: x(step) }));
     return root;
   }
@@ -176,9 +177,11 @@ function stretches(line) {
   return found;
 }
 
-function curve(line, x, y) {
+/** Draw a line's stretches of known values; alone, or with `areDots`, a value is a dot. */
+function curve(line, x, y, areDots) {
   const at = (place) => `${x(line.steps[place]).toFixed(1)},${y(line.values[place]).toFixed(1)}`;
-  return stretches(line).map((places) => {
+  const parts = areDots ? stretches(line).flat().map((place) => [place]) : stretches(line);
+  return parts.map((places) => {
     const drawn = places.length > 1 ? svg("polyline", { class: "line", points: places.map(at).join(" ") })
       : svg("circle", { class: "dot", r: 3, cx: x(line.steps[places[0]]), cy: y(line.values[places[0]]) });
     drawn.style.setProperty("--color", line.color);

@@ -101,7 +101,8 @@ section("Runs", el("div", { class: "cards" }, ...DATA.runs.map(runCard)));
 for (const { title, panels } of DATA.panels) {
   const drawn = panels.map(addChart).filter((chart) => chart !== null);
   const hasBands = panels.some((panel) => panel.bands);
-  if (drawn.length > 0) section(title, el("div", { class: "charts" }, ...drawn), hasBands ? el("p", { class: "note" }, BANDS) : "");
+  const tables = title === "Ranks" && drawn.length > 0 ? rankTables() : [];
+  if (drawn.length > 0) section(title, el("div", { class: "charts" }, ...drawn), hasBands ? el("p", { class: "note" }, BANDS) : "", ...tables);
   if (hasBands) section("Time", ...stagesSection());
 }
 section("Any metric", anyMetric());

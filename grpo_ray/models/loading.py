@@ -1,7 +1,9 @@
 """Loading a policy and its tokenizer, checking them, and reading facts about them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
@@ -18,11 +20,10 @@ from transformers import (
 )
 
 from grpo_ray.config.model import Implementation
+from grpo_ray.models.attention import NAME as ATTENTION
+from grpo_ray.models.attention import tree_obstacle
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM, check_plain, load_transformer_lm
-from grpo_ray.policy.attention import NAME as ATTENTION
-from grpo_ray.policy.attention import tree_obstacle
-from grpo_ray.policy.device import cast_parameters
 
 WEIGHTS = "model*.safetensors"  # excludes second copies under other names
 
@@ -76,8 +77,10 @@ def skeleton(path: str, trust_remote_code: bool, implementation: Implementation)
         if implementation == "grpo_ray":
             return TransformerLM(check_llama(path))
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model: PolicyModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        return model
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+        )
+    return _with_tree_attention(model)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -131,9 +134,14 @@ def _load_transformers(path: str, trust_remote_code: bool, dtype: torch.dtype) -
         path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
         ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
     )  # fmt: skip
+    wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    return _with_tree_attention(model), sorted(wrong)
+
+
+def _with_tree_attention(model: Any) -> PolicyModel:
     if tree_obstacle(model) is None:
         model.set_attn_implementation(ATTENTION)
-    return model, sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    return model  # type: ignore[no-any-return]
 
 
 def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
@@ -167,6 +175,15 @@ def check_finite(model: PolicyModel, path: str) -> None:
             f"model.path: {number:,} of {size:,} values of {name!r} in {path!r} are NaN or infinite{more}; "
             "use a checkpoint from before the model broke"
         )
+
+
+def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    """Cast parameters in place; `model.to(dtype)` would also round buffers such as rotary frequencies.
+
+    (With frequencies in bfloat16, the angle at position 1,000 is off by 1.2 rad.)
+    """
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
 
 
 def max_positions(path: str, trust_remote_code: bool = False) -> int | None:

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from grpo_ray.config.model import AdapterConfig, ModelConfig
+from grpo_ray.models.hub_format import ExactBuffer, persistent_buffers
+from grpo_ray.models.loading import cast_parameters, load_policy
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.policy.device import cast_parameters
-from grpo_ray.policy.loading import load_policy
-from grpo_ray.policy.quantization import dequantized, is_quantized, quantize_linear_layers
+from grpo_ray.models.quantization import dequantized, is_quantized, quantize_linear_layers
+from grpo_ray.models.sharded import sharded_like
 from grpo_ray.telemetry.adapter_files import (
     CONFIG,
     DIGEST,
@@ -128,13 +129,13 @@ class MergedWeight:
 
     def __init__(self, layer: Any) -> None:
         """Take a layer with an adapter, or one in 4 bits, or both."""
-        self._layer, self._base = layer, getattr(layer, "base_layer", layer)
+        self.layer, self._base = layer, getattr(layer, "base_layer", layer)
         self.shape = torch.Size((self._base.out_features, self._base.in_features))
 
     @torch.no_grad()
     def detach(self) -> torch.Tensor:
         """Return the sum of the base and the adapter's product, `[outputs, inputs]` float32."""
-        layer, weight = self._layer, dequantized(self._base.weight).float()
+        layer, weight = self.layer, dequantized(self._base.weight).float()
         if layer is self._base:
             return weight
         narrow, wide = (getattr(layer, name)[NAME].weight.float() for name in ("lora_A", "lora_B"))
@@ -145,8 +146,8 @@ class MergedWeight:
         return weight
 
 
-def served_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor | MergedWeight]]:
-    """Yield the weights that the sampler loads, under the names in the model's Hugging Face folder."""
+def served_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor | MergedWeight | ExactBuffer]]:
+    """Yield the weights that the sampler loads, without an adapter's names; see also `in_hub_format`."""
     for name, parameter in model.named_parameters():
         if OWN.search(name):
             continue
@@ -155,6 +156,8 @@ def served_weights(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor | Mer
             yield served, MergedWeight(model.get_submodule(path.removesuffix(".base_layer")))
         else:
             yield served, parameter
+    for name, buffer in persistent_buffers(model):
+        yield name.replace(".base_layer.", "."), ExactBuffer(buffer)
 
 
 def served_adapter(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -193,7 +196,7 @@ def load_adapter(model: Any, folder: Path) -> None:
     Raises:
         ValueError: it is not an adapter for this model with this configuration; says why.
     """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
     config = model.peft_config[NAME]
     check_adapter_files(folder, config.base_model_name_or_path)
@@ -221,4 +224,6 @@ def load_adapter(model: Any, folder: Path) -> None:
             f"model.adapter.path: values in {str(folder)!r} are NaN or infinite; use an earlier one"
         )
     if not next(iter(expected.values())).is_meta:
-        set_peft_model_state_dict(model, found)
+        with torch.no_grad():
+            for name, own in expected.items():
+                own.copy_(sharded_like(found[name], own))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from grpo_ray.config.model import Attention
+from grpo_ray.models.attention import Kernel, VarlenAttention
 from grpo_ray.models.policy_model import TreeAttention
-from grpo_ray.policy.attention import Kernel, VarlenAttention
-from grpo_ray.policy.segments import SegmentTree
+from grpo_ray.models.segments import SegmentTree
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """The module with each kernel that torch does not bring along."""

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_ray.models.policy_model import TreeAttention
-from grpo_ray.policy.segments import NO_PARENT, SegmentTree, concatenated, padded
+from grpo_ray.models.segments import NO_PARENT, SegmentTree, concatenated, padded
 
 NAME = "grpo_ray"
 FULLEST = 0.75

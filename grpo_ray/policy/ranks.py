@@ -1,0 +1,209 @@
+"""The Learner's processes, its ranks: how they meet, what they exchange, and how they share a model.
+
+The weights, their gradients and the optimizer's state are sharded by FSDP2 (`fully_shard`; Zhao et al. 2023,
+PyTorch FSDP): a block's weights are gathered when it computes and released afterwards, and its gradients are
+summed into the shards. Each rank computes a share of the batch (dealing.py) with the whole batch's denominator,
+so that the sum of the ranks' gradients is the gradient of one rank.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.quantization import is_quantized
+from grpo_ray.policy.collectives import AllGather, CollectiveTime, ReduceScatter
+
+T = TypeVar("T")
+WRITE_TIMEOUT = timedelta(hours=1)  # for the slowest disk among the ranks'
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place among the others, and where they meet."""
+
+    rank: int
+    size: int
+    replicas: int
+    ranks_per_node: int
+    host: str  # of a TCPStore that outlives the ranks
+    port: int
+    start_timeout_s: float
+    collective_timeout_s: float
+
+
+class Ranks:
+    """The ranks as one of them sees them. A Learner of one rank has no process group, and exchanges nothing."""
+
+    def __init__(self, seat: Seat | None = None, device: torch.device | None = None) -> None:
+        """Join the others.
+
+        Raises:
+            RuntimeError: one of them did not come within `start_timeout_s`.
+        """
+        self.rank, self.size = (seat.rank, seat.size) if seat else (0, 1)
+        self.time = CollectiveTime()
+        if seat is None:
+            return
+        store = TCPStore(seat.host, seat.port, timeout=timedelta(seconds=seat.start_timeout_s))
+        store.set(f"here/{seat.rank}", "")  # a process group would only wait for as long as a collective
+        store.wait([f"here/{rank}" for rank in range(seat.size)])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(seat))
+        on_gpu = device is not None and device.type == "cuda"
+        if on_gpu:
+            _take_gpu(store, seat)
+        self._store, self._num_waits = store, 0
+        limit = timedelta(seconds=seat.collective_timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=seat.rank, world_size=seat.size,
+            timeout=limit,
+        )  # fmt: skip
+        self._kind = "cuda" if on_gpu else "cpu"
+        self._numbers = torch.arange(seat.size).view(seat.replicas, -1)  # a row per replica
+        self._mesh = self._mesh_of(self._kind, dist.group.WORLD, limit)
+        # Checkpoints are written beside the training: the collectives of the two must not meet.
+        self.writing = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self.writing_mesh = self._mesh_of("cpu", self.writing, WRITE_TIMEOUT)
+
+    def _mesh_of(self, kind: str, everybody: Any, limit: timedelta) -> DeviceMesh:
+        """Return a mesh of all ranks, with process groups of its own if there are several replicas."""
+        if len(self._numbers) == 1:
+            return DeviceMesh.from_group(everybody, kind, mesh_dim_names=("shard",))
+        backend = "nccl" if kind == "cuda" else "gloo"
+        groups = [
+            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=limit, backend=backend)[0]
+            for rows in (self._numbers.T, self._numbers)
+        ]
+        return DeviceMesh.from_group(groups, kind, self._numbers, mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that writes files and answers for all."""
+        return self.rank == 0
+
+    # ---- exchange ----
+
+    def gathered(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self.time.measured():
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: T | None) -> T:
+        """Return the first rank's value; the others' are ignored."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]  # type: ignore[return-value]
+
+    def agree(self, what: str, value: object) -> None:
+        """Check that all ranks are about to do the same.
+
+        Raises:
+            RuntimeError: they are not, on every rank.
+        """
+        others = [rank for rank, other in enumerate(self.gathered(value)) if other != value]
+        if others:
+            raise RuntimeError(
+                f"the Learner's ranks disagree about {what}: ranks {others} differ from {self.rank}"
+            )
+
+    def wait_for_first(self) -> None:
+        """Wait for the first rank, which takes longer than a collective's time limit allows."""
+        self._num_waits += 1
+        key = f"first/{self._num_waits}"
+        if self.is_first:
+            self._store.set(key, "is here")
+        else:
+            self._store.wait([key])
+
+    # ---- a model in shards ----
+
+    def shard(self, model: PolicyModel, dtype: torch.dtype) -> None:
+        """Shard the parameters in place: each becomes a DTensor with this rank's rows.
+
+        Weights in 4 bits stay whole on every rank: they are frozen, small, and have no rows.
+
+        Args:
+            dtype: of the gathered weights, and so of the computation; gradients are summed in float32.
+        """
+        whole = {parameter for parameter in model.parameters() if is_quantized(parameter)}
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
+            "reshard_after_forward": True,  # of the root too, or passes without gradients would leave it stale
+            "ignored_params": whole,
+        }
+        root: Any = model
+        for part in (*model.model.layers, root):
+            fully_shard(part, **options)
+        root.apply_whole = lambda compute, *args: compute(*args)
+        register_fsdp_forward_method(root, "apply_whole")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # the loss has the whole batch's denominator
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+                module.set_custom_all_gather(AllGather(self.time))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(ReduceScatter(self.time))  # type: ignore[arg-type]
+
+    def end_lookup(self, model: PolicyModel) -> None:
+        """Have FSDP2 forget the order of passes without gradients, which only a backward pass would clear."""
+        if isinstance(model, FSDPModule):
+            model.reset_iter_state()
+
+    def forward(self, model: PolicyModel, compute: Callable[..., T], *args: Any) -> T:
+        """Return `compute(*args)`, in which parts of `model` are used; FSDP2 gathers its weights meanwhile."""
+        if self.size == 1:
+            return compute(*args)
+        sharded: Any = model
+        result: T = sharded.apply_whole(compute, *args)
+        return result
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def _interface_towards(seat: Seat) -> str:
+    """Return the network interface that leads to the meeting: gloo's own choice may be the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((seat.host, seat.port))  # sends nothing
+        own = probe.getsockname()[0]
+    found = (name for name, all_of in psutil.net_if_addrs().items() if own in (a.address for a in all_of))
+    return next(found, "lo")
+
+
+def _take_gpu(store: TCPStore, seat: Seat) -> None:
+    """Take the GPU that stands at this rank's place in the order of its node's GPUs.
+
+    Ray gives each of a node's ranks one of their GPUs in any order; nothing has used it yet.
+    """
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not mine:
+        raise RuntimeError(
+            "Ray has set no CUDA_VISIBLE_DEVICES; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+        )
+    store.set(f"gpu/{seat.rank}", mine)
+    first = seat.rank // seat.ranks_per_node * seat.ranks_per_node
+    gpus = [store.get(f"gpu/{rank}").decode() for rank in range(first, first + seat.ranks_per_node)]
+    if len(set(gpus)) == len(gpus):
+        os.environ["CUDA_VISIBLE_DEVICES"] = sorted(gpus, key=lambda gpu: (len(gpu), gpu))[seat.rank - first]
+    logging.info("rank %d computes on GPU %s", seat.rank, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,0 +1,98 @@
+"""The division of a number of GPUs between Generators and the Learner's ranks, and the best one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from grpo_ray.config import Config
+from grpo_ray.tools.planning.gpu_memory import GIB, generator_budget
+from grpo_ray.tools.planning.hardware import Machine
+from grpo_ray.tools.planning.learner_memory import learner_budget
+from grpo_ray.tools.planning.measured_run import MeasuredRun
+from grpo_ray.tools.planning.modelled_work import Workload
+from grpo_ray.tools.planning.step_time import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Split:
+    """One division of the GPUs."""
+
+    config: Config
+    time: StepTime
+    rank_bytes: float
+    """Memory of a rank's GPU."""
+    fits: bool
+
+    @property
+    def overrides(self) -> str:
+        """The overrides of a configuration that make this split."""
+        generator, learner = self.config.generator, self.config.learner
+        texts = [
+            f"generator.num_generators={generator.num_generators}",
+            f"learner.num_ranks={learner.num_ranks}",
+        ]
+        if learner.replicas > 1:
+            texts.append(f"learner.replicas={learner.replicas}")
+        default = learner.model_copy(update={"ranks_per_node": None})
+        if learner.num_ranks_per_node != default.num_ranks_per_node:
+            texts.append(f"learner.ranks_per_node={learner.num_ranks_per_node}")
+        return " ".join(texts)
+
+
+def splits(
+    config: Config, work: Workload, machine: Machine, num_gpus: int, run: MeasuredRun | None
+) -> list[Split]:
+    """Return the divisions of `num_gpus`, by number of ranks; none if Generators and ranks share GPUs.
+
+    The ranks are on one node, or as many on each node. In the second case one copy of the weights per node
+    (`learner.replicas`) is taken where it makes the faster step of those that fit.
+    """
+    if config.generator.colocated or not (config.generator.num_gpus and config.learner.num_gpus):
+        return []
+    found = []
+    for number, num_nodes, num_generators in divisions(
+        num_gpus, machine.gpus_per_node, config.generator.num_gpus
+    ):
+        candidates = [
+            _split(divided(config, num_generators, number, replicas, number // num_nodes), work, machine, run)
+            for replicas in sorted({1, num_nodes})
+        ]
+        found.append(best_split(candidates) or candidates[0])
+    return found
+
+
+def divisions(num_gpus: int, gpus_per_node: int, of_generator: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (ranks, nodes that they are on, Generators that the other GPUs have room for)."""
+    nodes = [min(gpus_per_node, num_gpus - start) for start in range(0, num_gpus, gpus_per_node)]
+    for number in range(1, num_gpus):
+        if number <= nodes[0]:
+            left = [nodes[0] - number, *nodes[1:]]
+        elif number % len(nodes) == 0 and number // len(nodes) <= nodes[-1]:
+            left = [size - number // len(nodes) for size in nodes]
+        else:
+            continue
+        if num_generators := sum(size // of_generator for size in left):
+            yield number, 1 if number <= nodes[0] else len(nodes), num_generators
+
+
+def divided(config: Config, num_generators: int, num_ranks: int, replicas: int, per_node: int) -> Config:
+    """Return the configuration with another division."""
+    generator = config.generator.model_copy(update={"num_generators": num_generators})
+    ranks = {"num_ranks": num_ranks, "replicas": replicas, "ranks_per_node": per_node}
+    return config.model_copy(
+        update={"generator": generator, "learner": config.learner.model_copy(update=ranks)}
+    )
+
+
+def best_split(found: Sequence[Split]) -> Split | None:
+    """Return the fitting split with the fastest step; of those within 1% of it, the first."""
+    fitting = [split for split in found if split.fits]
+    fastest = min((split.time.step_s for split in fitting), default=0.0)
+    return next((split for split in fitting if split.time.step_s <= 1.01 * fastest), None)
+
+
+def _split(config: Config, work: Workload, machine: Machine, run: MeasuredRun | None) -> Split:
+    gpu_bytes = machine.gpu.memory_gib * GIB
+    of_rank = learner_budget(work.shape, config, work.prompt_tokens, gpu_bytes)
+    of_generator = generator_budget(work.shape, config, work.prompt_tokens, gpu_bytes)
+    time = step_time(config, work, machine, run)
+    return Split(config, time, of_rank.needed_bytes, of_rank.fits and of_generator.fits)

@@ -1,0 +1,69 @@
+"""Whole runs in which syncs interrupt long responses: keys and values recomputed, or kept.
+
+The quickstart's model writes 96 to 192 tokens per response, rewarded for digits, and sampling is
+the slower side, so that every sync finds responses half-written. Each round takes the next seed.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.jobs import steady_means, train
+from benchmarks.results import Options, Row
+from grpo_ray.telemetry.run_files import read_metrics
+
+TITLE = "whole runs with syncs in flight, keys and values recomputed or kept, seconds per step"
+TAKES_OVERRIDES = True
+WORK = [
+    "task.reward=profiling.benchmarks.digit_share:share_of_digits",
+    "sampling.stop=[]",
+    "sampling.min_tokens=96",
+    "sampling.max_tokens=192",
+    "algorithm.prompts_per_step=16",
+    "generator.max_num_seqs=64",
+    "weight_sync.in_flight=true",
+    "generator.cpu_cores=[0]",
+    "learner.cpu_cores=[1]",
+    "evaluation.every_num_steps=1000000",
+    "run.save_rollouts=false",
+]
+RECOMPUTED = "recomputed (recompute_kv true)"
+CASES = {RECOMPUTED: "true", "kept (recompute_kv false)": "false"}
+FACTS = {
+    "sampled tokens/s": "throughput/sampled_tokens_per_s",
+    "generate": "timing/generate_s",
+    "train": "timing/train_s",
+    "pause": "timing/weight_sync/pause_s",
+    "transfer": "timing/weight_sync/transfer_s",
+    "resume": "timing/weight_sync/resume_s",
+    "tokens": "throughput/trained_tokens",
+    "tokens after a switch": "mismatch/tokens_after_switch",
+    "KL": "mismatch/kl",
+    "KL after a switch": "mismatch/kl/after_switch",
+    "effective samples": "mismatch/ess_frac",
+    "last reward": "reward/mean",
+}
+LAST = 5  # steps over which the last reward is averaged
+
+
+def run(options: Options) -> list[Row]:
+    steps = 8 if options.quick else 20
+    means: dict[str, list[Mapping[str, float]]] = {name: [] for name in CASES}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(options.rounds or (1 if options.quick else 3)):
+            for name, value in CASES.items():
+                overrides = [*WORK, f"algorithm.num_steps={steps}", f"run.seed={seed}"]
+                overrides += [f"weight_sync.recompute_kv={value}", *options.overrides]
+                job = train(f"{value}-{seed}", overrides, Path(folder))
+                last = [row["reward/mean"] for row in read_metrics(job.metrics_path)[-LAST:]]
+                means[name].append({**steady_means(job), "reward/mean": statistics.fmean(last)})
+    return [
+        Row(
+            name,
+            tuple(mean["timing/step_s"] for mean in of_runs),
+            RECOMPUTED,
+            facts={fact: statistics.fmean(mean[key] for mean in of_runs) for fact, key in FACTS.items()},
+        )
+        for name, of_runs in means.items()
+    ]

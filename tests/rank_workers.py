@@ -1,0 +1,71 @@
+"""Real ranks in processes of their own, without Ray: each runs a function with its seat."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from grpo_ray.policy.ranks import Seat
+
+TIMEOUT_S = 120.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["grpo_ray.actors.learner", "builders", "peft"])
+
+
+def on_ranks(size: int, work: Callable[..., Any], *args: Any, replicas: int = 1, **changes: Any) -> list[Any]:
+    """Return what `work(seat, *args)` returned in each of `size` processes; raise the first error."""
+    store = meeting()
+    options = {
+        "start_timeout_s": TIMEOUT_S,
+        "collective_timeout_s": TIMEOUT_S,
+        "ranks_per_node": size,
+        **changes,
+    }
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(size):
+        seat = Seat(rank=rank, size=size, replicas=replicas, host="127.0.0.1", port=store.port, **options)
+        here, there = _context.Pipe(duplex=False)
+        process = _context.Process(target=_run, args=(there, work, seat, args), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        return _answers(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def meeting() -> TCPStore:
+    """Open a place for ranks to meet, at its `port`, while the object lives."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+def _answers(pipes: Sequence[Connection]) -> list[Any]:
+    answers: dict[Connection, Any] = {}
+    while len(answers) < len(pipes):
+        ready = wait([pipe for pipe in pipes if pipe not in answers], TIMEOUT_S)
+        if not ready:
+            raise TimeoutError(f"{len(pipes) - len(answers)} ranks gave no answer")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            answer, error = pipe.recv()
+            if error is not None:
+                raise RuntimeError(f"rank {pipes.index(pipe)}: {error}")
+            answers[pipe] = answer
+    return [answers[pipe] for pipe in pipes]
+
+
+def _run(pipe: Connection, work: Callable[..., Any], seat: Seat, args: Sequence[Any]) -> None:
+    try:
+        pipe.send((work(seat, *args), None))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))

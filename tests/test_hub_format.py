@@ -1,0 +1,162 @@
+"""Weights as they are sent to vLLM: like those in the files that `save_pretrained` writes."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import ENDS, changed, make_batch, make_settings, perturb, written
+from safetensors.torch import load_file
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.snapshot import as_tensor, pack_weights, unpack_weights
+from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.models import hub_format
+from grpo_ray.models.adapters import served_weights
+from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
+from grpo_ray.models.loading import load_policy
+from grpo_ray.types import TrainBatch, WeightSnapshot
+
+
+def fused_and_renamed() -> list[Any]:
+    """Return conversions by which a Qwen2's files would have one tensor for queries, keys and values."""
+    parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    return [
+        WeightRenaming(source_patterns="model.blocks.", target_patterns="model.layers."),
+        WeightConverter(
+            source_patterns="self_attn.qkv.weight", target_patterns=parts, operations=[Chunk(dim=0)]
+        ),
+    ]
+
+
+@pytest.fixture(params=["experts", "fused and renamed", "plain"])
+def model(request: pytest.FixtureRequest, tiny_moe: Path, tiny_model: Callable[..., Path]) -> Any:
+    if request.param == "experts":
+        return load_policy(str(tiny_moe))
+    model: Any = load_policy(str(tiny_model()))
+    if request.param == "fused and renamed":
+        for layer in model.model.layers:  # as many heads of keys as of queries, so that three equal parts fit
+            for name in ("k_proj", "v_proj"):
+                setattr(layer.self_attn, name, torch.nn.Linear(32, 32))
+        model._weight_conversions = fused_and_renamed()
+    return model
+
+
+def test_names_shapes_and_values_are_those_of_the_files(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    sent = in_hub_format(model, served_weights(model))
+    assert {name: (weight.shape, weight.dtype) for name, weight in sent} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in files.items()
+    }
+    for name, weight in sent:
+        assert torch.equal(weight.detach(), files[name]), name
+    for name, weight in reversed(sent):  # in any order, again
+        assert torch.equal(weight.detach(), files[name]), name
+
+
+def test_what_is_sent_loads_into_another_model(model: Any) -> None:
+    sent = {name: weight.detach().clone() for name, weight in in_hub_format(model, served_weights(model))}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    perturb(model, seed=1, scale=0.1)
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    load_hub_format(model, sent)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_new_model_is_sent_like_a_loaded_one(tiny_moe: Path) -> None:
+    loaded: Any = load_policy(str(tiny_moe))
+    new = type(loaded)(loaded.config)
+    names = [[name for name, _ in in_hub_format(m, model_tensors(m))] for m in (loaded, new)]
+    assert names[0] == names[1]
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names[1]
+
+
+def test_one_group_is_converted_at_a_time(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    revert = hub_format.revert_weight_conversion
+
+    def counted(*args: Any) -> dict[str, torch.Tensor]:
+        nonlocal most
+        tensors = revert(*args)
+        made.extend(weakref.ref(tensor) for tensor in tensors.values() if not tensor.is_meta)
+        gc.collect()
+        most = max(most, sum(reference() is not None for reference in made))
+        return tensors
+
+    monkeypatch.setattr(hub_format, "revert_weight_conversion", counted)
+    model = load_policy(str(tiny_moe))
+    pack_weights(in_hub_format(model, served_weights(model)), 1, torch.float32)
+    assert len(made) == 2 * 3 * 4  # layers, tensors of an expert, experts: each made once
+    assert most == 2 * 4  # gates and ways up of one layer's experts
+
+
+def test_persistent_buffers_are_sent_as_they_are(tiny_moe: Path) -> None:
+    model: Any = load_policy(str(tiny_moe))
+    correction = torch.randn(4)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_buffer("e_score_correction_bias", correction)
+        layer.mlp.gate.register_buffer("scratch", torch.zeros(4), persistent=False)
+    snapshot = pack_weights(in_hub_format(model, served_weights(model)), 1, torch.bfloat16)
+    sent = tensors_of(snapshot)
+    assert torch.equal(sent["model.layers.0.mlp.gate.e_score_correction_bias"], correction)
+    assert not any("scratch" in name or "inv_freq" in name for name in sent)
+    assert sent["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+def tensors_of(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
+    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+
+
+def test_a_checkpoint_has_persistent_buffers_as_they_are(
+    tiny_moe: Path, tiny_config: Config, tmp_path: Path
+) -> None:
+    learner = Learner(str(tiny_moe), changed(tiny_config, model={"dtype": "bfloat16"}), ENDS)
+    correction = torch.randn(4)
+    gate: Any = learner.model.get_submodule("model.layers.1.mlp.gate")
+    gate.register_buffer("e_score_correction_bias", correction)
+    files = load_file(written(learner, tmp_path / "checkpoint") / "model.safetensors")
+    assert torch.equal(files["model.layers.1.mlp.gate.e_score_correction_bias"], correction)
+    assert files["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_sends_what_its_checkpoint_holds(
+    dtype: str, tiny_moe: Path, tiny_config: Config, tmp_path: Path
+) -> None:
+    learner = Learner(str(tiny_moe), changed(tiny_config, model={"dtype": dtype}), ENDS)
+    before = tensors_of(learner.snapshot()[0])
+    report = learner.train_step(TrainBatch(tuple(make_batch(learner))))
+    assert report.unshared_prompts is None
+    sent = tensors_of(learner.snapshot()[0])
+    files = load_file(written(learner, tmp_path / "checkpoint") / "model.safetensors")
+    assert sent.keys() == files.keys()
+    assert all(torch.equal(sent[name], files[name]) for name in files)
+    moved = {name for name in sent if not torch.equal(sent[name], before[name])}
+    assert {name for name in sent if ".experts." in name or "mlp.gate" in name} <= moved
+
+
+def test_the_reference_engine_loads_what_is_sent(tiny_moe: Path, tiny_config: Config) -> None:
+    engine = make_engine(tiny_config, str(tiny_moe), max_model_len=64, seed=0)
+    assert isinstance(engine, TorchEngine)
+    model = load_policy(str(tiny_moe))
+    perturb(model, seed=1, scale=0.1)
+    snapshot = pack_weights(in_hub_format(model, served_weights(model)), 1, torch.float32)
+
+    async def run() -> None:
+        await engine.update_weights(snapshot)
+        with pytest.raises(ValueError, match=r"does not fit the model: missing \[.*experts\.0\.down_proj"):
+            await engine.update_weights(pack_weights(model.named_parameters(), 2, torch.float32))
+        await engine.generate((1, 2), make_settings())
+
+    asyncio.run(run())
+    mine, theirs = dict(engine._model.named_parameters()), dict(model.named_parameters())
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

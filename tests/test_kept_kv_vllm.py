@@ -1,0 +1,132 @@
+"""vLLM with `weight_sync.recompute_kv: false`: keys and values are kept, and no version shares another's."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import logprobs_over_kept_cache, make_settings, perturb, plain_logprobs
+
+from grpo_ray.config import Config
+from grpo_ray.engines import make_engine
+from grpo_ray.engines.base import Engine
+from grpo_ray.engines.snapshot import pack_weights
+from grpo_ray.models.loading import load_policy
+from grpo_ray.types import Completion
+
+pytestmark = pytest.mark.vllm
+
+ENDS = (0, 17)
+# The longer one fills a block of vLLM's prefix cache (128 tokens on a CPU).
+PROMPTS = [tuple(range(40, 240)), (60, 61, 62)]
+SHORT = make_settings(num_samples=2, temperature=0.7, max_tokens=12, end_token_ids=ENDS)
+LONG = make_settings(num_samples=4, temperature=0.7, min_tokens=150, max_tokens=150, end_token_ids=ENDS)
+
+Groups = list[tuple[Completion, ...]]
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Callable[..., Path]) -> tuple[list[Any], Groups, Groups, Groups]:
+    """Models by version, and the groups of version 0, of version 1, and those that further syncs interrupted.
+
+    Requests of the latter were sent before a sync, and during it.
+    """
+    pytest.importorskip("vllm")
+    path = str(tiny_model(hidden_size=64))
+    models = [load_policy(path) for _ in range(5)]
+    for version in range(1, 5):
+        perturb(models[version], seed=version, scale=0.1)
+    config = Config.model_validate(
+        {
+            "model": {"tiny": {}, "dtype": "float32"},
+            "task": {"kind": "sorting"},
+            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+            "weight_sync": {"recompute_kv": False},
+        }
+    )
+    return models, *asyncio.run(_record(config, path, models))
+
+
+async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups, Groups, Groups]:
+    engine = make_engine(config, path, max_model_len=384, seed=0)
+
+    def ask(settings: Any) -> "asyncio.Future[list[tuple[Completion, ...]]]":
+        return asyncio.gather(*(engine.generate(prompt, settings) for prompt in PROMPTS))
+
+    try:
+        await engine.start(0)
+        first = await ask(SHORT)
+        await _sync(engine, models[1], 1)
+        second = await ask(SHORT)
+        for version, delay_s in ((2, 0.2), (3, 0.05), (4, 1.0)):  # whatever the machine's speed
+            running = ask(LONG)
+            await asyncio.sleep(delay_s)
+            syncing = asyncio.create_task(_sync(engine, models[version], version))
+            await asyncio.sleep(0)  # it has begun to pause
+            during = ask(SHORT)
+            interrupted = await running
+            await syncing
+            of_new = await during
+            if all(len(np.unique(c.versions)) == 2 for group in interrupted for c in group):
+                break
+        return first, second, [*interrupted, *of_new]
+    finally:
+        await engine.shutdown()
+
+
+async def _sync(engine: Engine, model: Any, version: int) -> None:
+    await engine.pause()
+    await engine.start_weight_update()
+    await engine.update_weights(pack_weights(model.named_parameters(), version, torch.float32))
+    await engine.finish_weight_update(version)
+    await engine.reset_prefix_cache()
+    await engine.resume()
+
+
+def error_of(model: Any, prompt: tuple[int, ...], completion: Completion) -> float:
+    """Return the largest difference from what the model computes of all tokens at once, in nats."""
+    with torch.no_grad():
+        expected = plain_logprobs(model, prompt, completion.token_ids, SHORT.temperature, 0, ENDS)
+    return float(np.abs(expected.numpy() - completion.logprobs).max())
+
+
+def test_new_requests_use_no_prefix_of_another_version(
+    served: tuple[list[Any], Groups, Groups, Groups],
+) -> None:
+    """The same prompts, one longer than a block of the cache, before and after a sync."""
+    models, *groups, _ = served
+    for version, of_version in enumerate(groups):
+        for prompt, group in zip(PROMPTS, of_version, strict=True):
+            for completion in group:
+                assert (completion.versions == version).all()
+                assert error_of(models[version], prompt, completion) < 1e-4
+
+
+def test_requests_that_arrive_during_a_sync_are_of_the_new_version_alone(
+    served: tuple[list[Any], Groups, Groups, Groups],
+) -> None:
+    models, *_, interrupted = served
+    version = int(interrupted[0][0].versions[-1])
+    for prompt, group in zip(PROMPTS, interrupted[len(PROMPTS) :], strict=True):
+        for completion in group:
+            assert (completion.versions == version).all()
+            assert error_of(models[version], prompt, completion) < 1e-4
+
+
+def test_running_requests_continue_on_the_keys_and_values_that_they_have(
+    served: tuple[list[Any], Groups, Groups, Groups],
+) -> None:
+    models, *_, interrupted = served
+    for prompt, group in zip(PROMPTS, interrupted[: len(PROMPTS)], strict=True):
+        for completion in group:
+            old, new = np.unique(completion.versions)
+            assert new == old + 1
+            expected = logprobs_over_kept_cache(models, prompt, completion, LONG)
+            assert np.abs(expected - completion.logprobs).max() < 1e-4
+            with torch.no_grad():
+                anew = plain_logprobs(models[new], prompt, completion.token_ids, 0.7, LONG.min_tokens, ENDS)
+            later = completion.versions == new
+            assert np.abs(anew.numpy() - completion.logprobs)[later].max() > 1e-3

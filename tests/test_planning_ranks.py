@@ -1,0 +1,100 @@
+"""The plan of a rank's memory against what torch allocates: FSDP2 on real ranks, over gloo."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_planning import peak_bytes, plan_config
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_ray.tools.planning.learner_memory import state_items
+from grpo_ray.tools.planning.model_shape import shape_of
+from grpo_ray.tools.planning.sharding import with_unsharded
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 1024, "tie_word_embeddings": False, "use_cache": False,
+}  # fmt: skip
+
+
+def sharded_model(sizes: dict[str, Any], num_ranks: int) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**sizes), attn_implementation="sdpa"
+    )
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (num_ranks,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    for block in model.get_submodule("model.layers").children():
+        fully_shard(block, reshard_after_forward=True, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def shard_bytes(tensor: torch.Tensor | None) -> int:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().nbytes
+
+
+def measure_rank(rank: int, num_ranks: int, port: int, sizes: dict[str, Any], found: str) -> None:
+    """Write the bytes of rank 0's shards after a step, and of a pass's peak over two tokens."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    model = sharded_model(sizes, num_ranks)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.tensor([[1, 2]])
+
+    def compute() -> None:
+        model(input_ids=tokens).logits[:, :1].float().logsumexp(-1).sum().backward()
+
+    compute()
+    optimizer.step()
+    peak = peak_bytes(compute)
+    moments = [m for state in optimizer.state.values() for m in state.values() if m.ndim]
+    sums = [
+        sum(map(shard_bytes, tensors))
+        for tensors in (model.parameters(), [p.grad for p in model.parameters()], moments)
+    ]
+    if rank == 0:
+        Path(found).write_text(" ".join(map(str, [*sums, peak])))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("num_ranks", "vocab_size"), [(2, 512), (2, 32768), (3, 32768)])
+def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path: Path) -> None:
+    """With few tokens of a large vocabulary the peak is where the root's gradient is reduced.
+
+    Otherwise it is where blocks are; buffers of two blocks may or may not be freed by then, from run to run.
+    """
+    sizes = {**SIZES, "vocab_size": vocab_size}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    found = tmp_path / "found"
+    torch.multiprocessing.spawn(measure_rank, (num_ranks, port, sizes, str(found)), nprocs=num_ranks)
+    *state, peak = map(int, found.read_text().split())
+    shape, config = shape_of(sizes, "x"), plan_config(learner={"num_ranks": num_ranks})
+    planned_state = [item.num_bytes for item in state_items(shape, config)]
+    uneven = 0.005 if num_ranks == 3 else 0.0  # the first of three ranks has a row more of some matrices
+    assert state == pytest.approx(planned_state, rel=uneven)
+    items = with_unsharded([], shape, config, 0)
+    planned = sum(item.num_bytes for item in items)
+    if vocab_size == 32768:
+        assert "after the backward pass" in items[-1].note
+        assert planned == pytest.approx(peak, rel=0.08)
+    else:
+        assert 0.6 * planned <= peak <= 1.15 * planned

@@ -1,0 +1,339 @@
+"""A Learner of several gloo ranks against one rank: gradients, metrics, snapshots and checkpoints."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from builders import ENDS, changed, file_size_limit, make_batch
+from rank_workers import meeting, on_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.engines.snapshot import as_tensor, unpack_weights
+from grpo_ray.models.sharded import local_part, whole
+from grpo_ray.policy import shards
+from grpo_ray.policy.ranks import Ranks, Seat
+from grpo_ray.types import ScoredGroup, TrainBatch, WeightSnapshot
+
+EXACT = 1e-6
+SMOOTH = {"learner": {"adam_eps": 1e-2, "learning_rate": 1e-3}}  # an update in proportion to the gradient
+
+
+COUNTED = ("lag/", "loss/clip_frac", "optim/lr", "optim/num", "optim/skipped", "throughput/trained_tokens")
+"""Metrics that no order of additions changes."""
+
+
+def merged(*changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Merge changes of a configuration, section by section."""
+    result: dict[str, dict[str, Any]] = {}
+    for each in changes:
+        for section, values in each.items():
+            result[section] = {**result.get(section, {}), **values}
+    return result
+
+
+def steps(
+    seat: Seat | None,
+    model: str,
+    config: Config,
+    batches: Sequence[Sequence[ScoredGroup]],
+    checkpoint: Path | None = None,
+    written_to: Path | None = None,
+) -> dict[str, Any]:
+    """Train on the batches; return the gradients of all updates, the metrics and the final snapshot."""
+    torch.set_num_threads(1)
+    path = str(checkpoint) if checkpoint is not None and config.model.adapter is None else model
+    training = checkpoint / "training" if checkpoint is not None else None
+    learner = Learner(path, config, ENDS, training, initial_path=model, seat=seat)
+    gradients: list[torch.Tensor] = []
+    update = learner._update
+
+    def recorded(loss: float) -> dict[str, float]:
+        of_each = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.masters.parameters]
+        gradients.append(torch.cat([whole(gradient).flatten() for gradient in of_each]))
+        return update(loss)
+
+    learner._update = recorded  # type: ignore[method-assign]
+    metrics = [learner.train_step(TrainBatch(tuple(groups))).metrics for groups in batches]
+    result = {
+        "gradients": torch.stack(gradients).numpy() if gradients else None,
+        "metrics": metrics,
+        "weights": learner.snapshot()[0],
+        "exact": torch.cat([whole(p).flatten() for p in learner.masters.parameters]).numpy(),
+        "held": sum(
+            p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in learner.masters.parameters
+        ),
+    }
+    if written_to is not None:
+        written_to.mkdir(exist_ok=True)
+        learner.capture()
+        result["files"] = learner.write_captured(written_to)
+    learner._ranks.close()
+    return result
+
+
+def runs(
+    seat: Seat,
+    ports: Sequence[int],
+    model: str,
+    configs: Sequence[Config],
+    batches: Sequence[Sequence[ScoredGroup]],
+) -> list[dict[str, Any]]:
+    """Run `steps` with one configuration after another; they meet at one port each."""
+    pairs = zip(ports, configs, strict=True)
+    return [steps(replace(seat, port=port), model, config, batches) for port, config in pairs]
+
+
+def snapshot_tensors(snapshot: WeightSnapshot) -> dict[str, torch.Tensor]:
+    return dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+
+
+@pytest.fixture
+def batches(tiny_config: Config, tiny_model: Callable[..., Path]) -> list[list[ScoredGroup]]:
+    learner = Learner(str(tiny_model()), tiny_config, ENDS)
+    return [make_batch(learner, seed) for seed in range(2)]
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], exact: float = EXACT) -> None:
+    """Compare two results of `steps`: later gradients are those of weights that differ in their rounding."""
+    pairs = zip(found["gradients"], expected["gradients"], strict=True)
+    apart = [np.linalg.norm(one - other) / max(np.linalg.norm(other), 1e-9) for one, other in pairs]
+    assert apart[0] < exact, apart
+    assert max(apart) < 4 * exact, apart
+    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+        assert {name for name in one if not name.startswith("ranks/")} == set(other)
+        for name, value in other.items():
+            if name.startswith(COUNTED):
+                assert one[name] == value, name
+            elif not name.startswith(("timing/", "perf/")):
+                assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert np.abs(found["exact"] - expected["exact"]).max() < 1e-6
+
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "clip": {},
+    "constant": {"algorithm": {"aggregation": "constant"}},
+    "token mean": {"algorithm": {"aggregation": "token_mean"}},
+    "no baseline": {"algorithm": {"loss": "no_baseline"}},
+    "cispo": {"algorithm": {"loss": "cispo", "aggregation": "token_mean"}},
+    "gspo": {"algorithm": {"loss": "gspo"}},
+    "entropy": {"algorithm": {"entropy_bonus": 0.01}},
+    "proximal, two epochs of minibatches": {
+        "algorithm": {"old_log_probs": "proximal", "train_batch_size": 4, "epochs_per_batch": 2}
+    },
+    "corrected": {
+        "algorithm": {"off_policy_correction": "mask_band", "old_log_probs": "proximal", "train_batch_size": 6}
+    },
+    "KL to the beginning": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial"}}},
+    "KL to an average": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}}},
+    "KL measured": {"algorithm": {"kl": {"coefficient": 0.0, "reference": "initial"}}},
+    "padded rows": {"learner": {"share_prompts": "never"}},
+    "large micro-batches": {"learner": {"micro_batch_tokens": 4096}},
+    "one sequence per micro-batch": {"learner": {"micro_batch_tokens": 1}},
+    "recomputed": {"learner": {"gradient_checkpointing": "full"}},
+    "narrow moments": {"learner": {"moments": "bfloat16", "betas": (0.9, 0.95)}},
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_setting_gives_the_gradients_of_one_rank(
+    size: int, tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]]
+) -> None:
+    configs = [changed(tiny_config, **merged(SMOOTH, changes)) for changes in SETTINGS.values()]
+    stores = [meeting() for _ in configs]
+    sharded = [changed(config, learner={"num_ranks": size}) for config in configs]
+    model, ports = str(tiny_model()), [store.port for store in stores]
+    many = on_ranks(size, runs, ports, model, sharded, batches)
+    for number, (name, config) in enumerate(zip(SETTINGS, configs, strict=True)):
+        one = steps(None, model, config, batches)
+        try:
+            same(many[0][number], one)
+            for other in many[1:]:
+                assert np.array_equal(other[number]["gradients"], many[0][number]["gradients"])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_a_mixture_of_experts(tiny_config: Config, tiny_moe: Path) -> None:
+    """Its fused experts are gathered before they are split into the weights of the checkpoint."""
+    config = changed(tiny_config, **SMOOTH)
+    learner = Learner(str(tiny_moe), config, ENDS)
+    batches = [make_batch(learner, seed) for seed in range(2)]
+    many = on_ranks(2, steps, str(tiny_moe), changed(config, learner={"num_ranks": 2}), batches)
+    one = steps(None, str(tiny_moe), config, batches)
+    same(many[0], one, 5 * EXACT)
+    sent, expected = (snapshot_tensors(each["weights"]) for each in (many[0], one))
+    assert sent.keys() == expected.keys()
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in sent
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sent[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
+    tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]], tmp_path: Path
+) -> None:
+    config = changed(tiny_config, **SMOOTH)
+    many = changed(config, learner={"num_ranks": 4, "replicas": 2})
+    folder = tmp_path / "step"
+    found = on_ranks(4, steps, str(tiny_model()), many, batches, None, folder, replicas=2)
+    resumed = steps(None, str(tiny_model()), config, [], folder)
+    assert np.array_equal(resumed["exact"], found[0]["exact"])
+    one = steps(None, str(tiny_model()), config, batches)
+    same(found[0], one)
+    assert sum(rank["held"] for rank in found) == 2 * one["held"]
+
+
+def test_untied_and_own_models(
+    tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]]
+) -> None:
+    for model, implementation in ((tiny_model(tied=False), "transformers"), (tiny_model(own=True), "grpo_ray")):
+        config = changed(tiny_config, **SMOOTH, model={"implementation": implementation})
+        many = on_ranks(2, steps, str(model), changed(config, learner={"num_ranks": 2}), batches)
+        same(many[0], steps(None, str(model), config, batches))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["full", "lora", "dora", "4 bits"])
+def test_adapters_and_dtypes(
+    kind: str,
+    dtype: str,
+    tiny_config: Config,
+    tiny_model: Callable[..., Path],
+    batches: list[list[ScoredGroup]],
+) -> None:
+    model: dict[str, Any] = {"dtype": dtype}
+    if kind != "full":
+        model["adapter"] = {"rank": 4, "dora": kind == "dora"}
+    if kind == "4 bits":
+        model["base_quantization"] = "nf4"
+    kl = {"algorithm": {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}}}
+    config = changed(tiny_config, **merged(SMOOTH, kl), model=model)
+    is_wide = kind == "4 bits"  # its blocks have 64 weights
+    path = str(tiny_model(hidden_size=64 if is_wide else 32))
+    many = on_ranks(2, steps, path, changed(config, learner={"num_ranks": 2}), batches)
+    one = steps(None, path, config, batches)
+    if dtype == "float32":
+        same(many[0], one, 2 * EXACT if is_wide else EXACT)  # one rank's own rounding, in other micro-batches
+    else:  # the sums over a batch's gradients are rounded to bfloat16 in other places
+        difference = np.linalg.norm(many[0]["gradients"][0] - one["gradients"][0])
+        assert difference < 0.02 * np.linalg.norm(one["gradients"][0])
+    sent, expected = (snapshot_tensors(each["weights"]) for each in (many[0], one))
+    assert sent.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sent[name], tensor, rtol=0.02, atol=1e-3 if dtype == "bfloat16" else 1e-5)
+    assert many[1]["weights"].num_bytes == 0
+
+
+CONTINUED: dict[str, dict[str, dict[str, Any]]] = {
+    "float32": {},
+    "bfloat16 and a moving reference": {
+        "model": {"dtype": "bfloat16"},
+        "algorithm": {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}},
+    },
+    "an adapter": {"model": {"adapter": {"rank": 4}}, "algorithm": {"kl": {"reference": "initial"}}},
+    "a bfloat16 adapter and a refreshed reference": {
+        "model": {"adapter": {"rank": 4}, "dtype": "bfloat16"},
+        "algorithm": {"kl": {"reference": "initial", "coefficient": 0.1, "refresh_every_num_steps": 1}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
+    name: str,
+    tiny_config: Config,
+    tiny_model: Callable[..., Path],
+    batches: list[list[ScoredGroup]],
+    tmp_path: Path,
+) -> None:
+    """Train 2 steps, write a checkpoint, and train 2 more, with the same number of ranks or another."""
+    of_one = changed(tiny_config, **merged(SMOOTH, CONTINUED[name]))
+    model = str(tiny_model())
+
+    def run(size: int, batches: Sequence[Sequence[ScoredGroup]], *folders: Path | None) -> dict[str, Any]:
+        config = changed(of_one, learner={"num_ranks": size})
+        if size == 1:
+            return steps(None, model, config, batches, *folders)
+        result: dict[str, Any] = on_ranks(size, steps, model, config, batches, *folders)[0]
+        return result
+
+    first, second = batches, [aged(groups, 2) for groups in batches]
+    whole_run = {size: run(size, first + second) for size in (1, 2)}
+    for before, after in ((2, 2), (1, 1), (1, 2), (2, 1), (2, 4)):
+        folder = tmp_path / f"{before}"
+        if not folder.exists():
+            files = run(before, first, None, folder)["files"]
+            assert {str(p.relative_to(folder)): p.stat().st_size for p in files_of(folder)} == files
+        continued = run(after, second, folder)
+        if before == after:
+            assert np.array_equal(continued["exact"], whole_run[after]["exact"]), (before, after)
+            assert np.array_equal(continued["gradients"], whole_run[after]["gradients"][2:]), (before, after)
+        else:
+            far = 1e-6 if of_one.model.dtype == "float32" else 1e-3
+            assert np.abs(continued["exact"] - whole_run[1]["exact"]).max() < far, (before, after)
+
+
+def late(seat: Seat) -> list[int]:
+    """Join the others, the second rank later than a collective may take."""
+    if seat.rank == 1:
+        time.sleep(2 * seat.collective_timeout_s)
+    return Ranks(seat).gathered(seat.rank)
+
+
+def test_a_rank_may_start_later_than_a_collective_may_take() -> None:
+    assert on_ranks(2, late, collective_timeout_s=2.0) == [[0, 1], [0, 1]]
+
+
+def writes(seat: Seat, folder: Path) -> list[str]:
+    """Write shards while the second rank has no room, then no memory, then both; return the outcomes."""
+    ranks, outcomes = Ranks(seat), []
+    tensors = {"x": distribute_tensor(torch.arange(4096.0), ranks.writing_mesh, [Shard(0)])}
+
+    def write_data(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    no_room = partial(file_size_limit, 100)
+    no_memory = partial(patch.object, shards.HuggingFaceStorageWriter, "write_data", write_data)
+    for name, trouble in (("room", no_room), ("memory", no_memory), ("both", contextlib.nullcontext)):
+        try:
+            with trouble() if seat.rank == 1 else contextlib.nullcontext():
+                shards.write_shards(
+                    {n: local_part(t) for n, t in tensors.items()},
+                    shards.shards_of(tensors),
+                    folder / name,
+                    ranks,
+                )
+            read = shards.read_shards(folder / name, tensors.get)["x"]
+            outcomes.append(f"read {whole(read).sum().item():g}")
+        except (OSError, RuntimeError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+def test_a_rank_that_cannot_write_its_shards_fails_all_and_the_next_checkpoint_succeeds(tmp_path: Path) -> None:
+    for outcomes in on_ranks(2, writes, tmp_path):
+        assert outcomes[0] == "OSError: rank 1: [Errno 27] File too large"
+        assert outcomes[1] == "RuntimeError: rank 1: no memory"
+        assert outcomes[2] == f"read {torch.arange(4096.0).sum().item():g}"
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def aged(groups: Sequence[ScoredGroup], version: int) -> list[ScoredGroup]:
+    """Return the groups as sampled by another version."""
+    return [
+        replace(group, rollout=replace(group.rollout, completions=tuple(
+            replace(c, versions=np.full_like(c.versions, version)) for c in group.rollout.completions
+        ))) for group in groups
+    ]  # fmt: skip
