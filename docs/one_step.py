@@ -75,10 +75,8 @@ async def main() -> None:
 
     # 5. Sync: the engine loads the new weights, samples as version 1 from here on, and earns more.
     await engine.pause()
-    await engine.start_weight_update()
-    await engine.update_weights(pack_weights(policy.named_parameters(), 1, torch.float32))
-    await engine.finish_weight_update(version=1)
-    await engine.reset_prefix_cache()
+    await engine.load()
+    await engine.finish(version=1)
     await engine.resume()
     print(f"version 1: mean reward {score(await sample(engine, prompts, settings)).mean():.3f}, same prompts")
     await engine.shutdown()

@@ -34,6 +34,7 @@ from grpo_ray.types import Completion, SamplingSettings, StepReport, TrainBatch,
 
 STEPS = int(os.environ.get("FLAT_MEMORY_STEPS", "400"))
 AROUND = 5
+SETTLE_S = 0.5
 # A list with an entry for each of the four groups of a step would grow by 32 bytes, a dict by 150 or more.
 BYTES_PER_STEP = 24.0
 
@@ -99,7 +100,7 @@ class StubLearner:
         assert isinstance(await batch, TrainBatch)
         with self._clock.stage("train"):
             self.version += 1
-        self._actors.at_step(self.version)
+        await self._actors.at_step(self.version)
         names = ("loss/policy", "optim/skipped_updates", "optim/skipped_in_a_row", "throughput/trained_tokens")
         return StepReport(self.version, {**dict.fromkeys(names, 0.0), "timing/train_s": 0.1})
 
@@ -128,10 +129,15 @@ class StubActors(LocalActors):
     def _new_generator(self, name: str) -> LocalClient:
         return LocalClient(name, lambda: Generator(name, StubEngine(len(name)), 0.0, 0))  # type: ignore[arg-type]
 
-    def at_step(self, step: int) -> None:
-        """Measure around each of `steps`; the least has the fewest groups in flight."""
+    async def at_step(self, step: int) -> None:
+        """Measure around each of `steps`; the least has the fewest groups in flight.
+
+        While the Learner waits, every admitted group arrives in the buffer and is written, so that readings on
+        a loaded machine count as many groups as on an idle one.
+        """
         for place, first in enumerate(self._steps):
             if first <= step < first + AROUND:
+                await asyncio.sleep(SETTLE_S)
                 self.sizes[place] = min(self.sizes[place], container_bytes(), key=Counter.total)
 
 

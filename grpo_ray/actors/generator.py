@@ -7,10 +7,13 @@ from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.snapshot import check_snapshot
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
 from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
 
-STAGES = ("start", "load_weights", "resume", "pause", "sleep", "generate")
+# Weights are staged while groups are sampled, which then counts.
+STAGES = (
+    "start", "load_weights", "finish_weights", "resume", "pause", "sleep", "generate", "stage_weights"
+)  # fmt: skip
 
 
 class Generator:
@@ -25,11 +28,13 @@ class Generator:
         self._engine = engine
         self._slowdown_s = slowdown_s
         self._version = version
+        self._staged: int | None = None  # the version of the staged weights
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._clock = StageClock(STAGES, rest="wait_for_prompts")
         self._paused, self._asleep = ExitStack(), ExitStack()  # stages that last from one call to another
+        self._pause = Duration()  # of the current pause, or the last one
 
     def __repr__(self) -> str:
         doing = f"{self._clock.current}, {self._num_running} groups running"
@@ -59,29 +64,43 @@ class Generator:
         finally:
             self._leave()
 
-    async def pause(self) -> None:
-        """Stop sampling until `resume`; requests in flight are kept."""
-        self._paused.enter_context(self._clock.stage("pause"))
-        await self._engine.pause()
-
-    async def load_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load all tensors, then set the version, so that a partial update is never served as a new version.
+    async def stage_weights(self, snapshot: WeightSnapshot) -> None:
+        """Receive all weights of a version, while groups are sampled with the old ones.
 
         Raises:
             ValueError: the snapshot did not arrive complete, or does not fit the model.
         """
-        with self._clock.stage("load_weights", f"version {snapshot.version}"):
+        with self._clock.stage("stage_weights", f"version {snapshot.version}"):
             check_snapshot(snapshot)
-            await self._engine.start_weight_update()
-            await self._engine.update_weights(snapshot)
-            await self._engine.finish_weight_update(snapshot.version)
-        self._version = snapshot.version
+            await self._engine.stage(snapshot)
+        self._staged = snapshot.version
 
-    async def resume(self) -> None:
-        """Continue sampling, on the loaded weights alone."""
+    async def pause(self) -> None:
+        """Stop sampling until `resume`; requests in flight are kept."""
+        self._pause = self._paused.enter_context(self._clock.stage("pause"))
+        await self._engine.pause()
+
+    async def load_weights(self) -> None:
+        """Replace the weights by the staged ones.
+
+        Raises:
+            ValueError: they do not fit the model.
+        """
+        with self._clock.stage("load_weights", f"version {self._staged}"):
+            await self._engine.load()
+
+    async def finish_weights(self) -> None:
+        """Commit the loaded weights; a version is set only here, so a partial update is never served as it."""
+        assert self._staged is not None, "stage_weights first"
+        with self._clock.stage("finish_weights", f"version {self._staged}"):
+            await self._engine.finish(self._staged)
+        self._version, self._staged = self._staged, None
+
+    async def resume(self) -> float:
+        """Continue sampling; return the seconds that this Generator stood still."""
         with self._paused.pop_all(), self._clock.stage("resume"):
-            await self._engine.reset_prefix_cache()
             await self._engine.resume()
+        return self._pause.seconds
 
     async def sleep(self) -> None:
         """Free the device for the colocated Learner, once no group is running."""

@@ -1,7 +1,8 @@
 """WeightSync: the version ledger, admission, and the sync transaction."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 from grpo_ray.actors.clients import GeneratorClient
 from grpo_ray.actors.staleness import Admission
@@ -10,6 +11,9 @@ from grpo_ray.errors import DataLost
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.types import Admitted, Ref, SyncReport, WeightSnapshot
+
+
+PHASES = ("stage", "pause", "load", "finish", "resume")
 
 
 class WeightSyncError(RuntimeError):
@@ -46,7 +50,7 @@ class WeightSync:
         self._snapshot: Ref[WeightSnapshot] | None = None
         self._transaction = asyncio.Lock()
         self._admitted_more = asyncio.Condition()
-        self._clock = StageClock(("pause", "transfer", "resume"), rest="wait_for_version")
+        self._clock = StageClock(PHASES[::-1], rest="wait_for_version")
 
     def __repr__(self) -> str:
         stale = f", stale: {', '.join(sorted(self._stale))}" if self._stale else ""
@@ -99,9 +103,10 @@ class WeightSync:
     async def publish(
         self, version: int, boxed: tuple[Ref[WeightSnapshot]], is_initial: bool = False
     ) -> SyncReport:
-        """Run the transaction on all Generators in parallel: pause(keep), load, resume.
+        """Run the transaction: stage the weights everywhere, then switch each Generator.
 
-        A Generator that fails or exceeds a phase's timeout is stale from then on, and the others continue
+        Generators sample while the weights are staged; each then pauses, loads them, commits the version and
+        resumes, without waiting for another. A Generator that fails or exceeds a phase's timeout is stale from then on, and the others continue
         without it; the report names it, with the phase.
 
         Args:
@@ -117,7 +122,7 @@ class WeightSync:
             raise ValueError(f"version {version} cannot follow {self._published_version}")
         (snapshot,) = boxed
         async with self._transaction:
-            seconds, failed = await self._sync(list(self._generators.values()), snapshot, version)
+            metrics, failed = await self._sync(list(self._generators.values()), snapshot, version)
             for name in failed:
                 await self.retire(name)
             self._versions = dict.fromkeys(self._generators, version)
@@ -125,7 +130,6 @@ class WeightSync:
             async with self._admitted_more:
                 self._published_version = version
                 self._admitted_more.notify_all()
-        metrics = {f"timing/weight_sync/{phase}_s": s for phase, s in seconds.items()}
         return SyncReport(version, metrics, {name: str(error) for name, error in failed.items()})
 
     async def admit(self, generator: GeneratorClient) -> int:
@@ -148,40 +152,58 @@ class WeightSync:
             return self._published_version
 
     async def _sync(
-        self, generators: list[GeneratorClient], snapshot: Ref[WeightSnapshot], version: int
+        self, generators: Sequence[GeneratorClient], snapshot: Ref[WeightSnapshot], version: int
     ) -> tuple[dict[str, float], dict[str, WeightSyncError]]:
-        """Run each phase on every Generator that has not failed; return seconds per phase, and the failures."""
-        phases: dict[str, Callable[[GeneratorClient], Awaitable[None]]] = {
+        """Run all phases on the Generators; return the slowest one's seconds per phase, and the failures."""
+        calls: dict[str, Callable[[GeneratorClient], Awaitable[Any]]] = {
+            "stage": lambda generator: generator.stage_weights(snapshot),
             "pause": lambda generator: generator.pause(),
-            "transfer": lambda generator: generator.load_weights(snapshot),
+            "load": lambda generator: generator.load_weights(),
+            "finish": lambda generator: generator.finish_weights(),
             "resume": lambda generator: generator.resume(),
         }
-        seconds: dict[str, float] = {}
+        slowest = dict.fromkeys([*PHASES, "paused"], 0.0)
         failed: dict[str, WeightSyncError] = {}
-        for phase, call in phases.items():
-            present = [g for g in generators if g.name not in failed]
-            with self._clock.stage(phase, f"version {version}, {len(present)} Generators") as duration:
-                errors = await asyncio.gather(*(self._ask(g, phase, call(g)) for g in present))
-            failed |= {g.name: error for g, error in zip(present, errors, strict=True) if error is not None}
-            seconds[phase] = duration.seconds
-        return seconds, failed
 
-    async def _ask(
-        self, generator: GeneratorClient, phase: str, answer: Awaitable[None]
-    ) -> WeightSyncError | None:
+        async def run(generator: GeneratorClient, phases: Iterable[str]) -> None:
+            answer = None
+            for phase in phases:
+                with self._clock.stage(phase, f"version {version}, {generator.name}") as duration:
+                    try:
+                        answer = await self._ask(generator, phase, calls[phase](generator))
+                    except WeightSyncError as error:
+                        failed[generator.name] = error
+                        return
+                slowest[phase] = max(slowest[phase], duration.seconds)
+            slowest["paused"] = max(slowest["paused"], answer or 0.0)  # resume tells
+
+        # A snapshot can be lost while it is staged; until then no Generator has another version.
+        await _all(run(generator, PHASES[:1]) for generator in generators)
+        await _all(run(generator, PHASES[1:]) for generator in generators if generator.name not in failed)
+        return {f"timing/weight_sync/{name}_s": seconds for name, seconds in slowest.items()}, failed
+
+    async def _ask(self, generator: GeneratorClient, phase: str, answer: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout(self._phase_timeout_s):  # wait_for can swallow a cancellation
-                await answer
+                return await answer
         except TimeoutError:
-            return WeightSyncError(
+            raise WeightSyncError(
                 f"weight sync: {generator.name} did not finish phase `{phase}` within "
                 f"{self._phase_timeout_s:g} s (weight_sync.phase_timeout_s)"
-            )
+            ) from None
         except DataLost:  # the snapshot is gone, and no Generator is to blame
             raise
         except Exception as error:  # any other error excludes the Generator, and is reported
-            return WeightSyncError(f"weight sync: {generator.name} failed in phase `{phase}`: {error}")
-        return None
+            raise WeightSyncError(
+                f"weight sync: {generator.name} failed in phase `{phase}`: {error}"
+            ) from error
+
+
+async def _all(work: Iterable[Awaitable[None]]) -> None:
+    """Wait until all work has ended, then raise an error of any."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def admission_of(config: Config) -> Admission:

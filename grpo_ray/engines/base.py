@@ -12,9 +12,8 @@ class EngineDied(RuntimeError):
 class Engine(Protocol):
     """An engine that samples groups, and loads new weights in one transaction.
 
-    A weight update is `pause -> start_weight_update -> update_weights -> finish_weight_update(version) ->
-    reset_prefix_cache -> resume`. Requests in flight are kept and continue under the new weights; each token
-    carries the version that sampled it.
+    A weight update is `stage(snapshot) -> pause -> load -> finish(version) -> resume`. Requests in flight are
+    kept and continue under the new weights; each token carries the version that sampled it.
     """
 
     async def start(self, version: int) -> None:
@@ -29,20 +28,24 @@ class Engine(Protocol):
             EngineDied: this and every later request fails.
         """
 
+    async def stage(self, snapshot: WeightSnapshot) -> None:
+        """Bring the weights as near to the device as possible, while sampling continues with the old ones.
+
+        Raises:
+            ValueError: they are not exactly the model's; `load` raises it if that is found only there.
+        """
+
     async def pause(self) -> None:
         """Stop sampling after the current token; return once nothing is being sampled."""
 
-    async def start_weight_update(self) -> None:
-        """Prepare to receive weights."""
+    async def load(self) -> None:
+        """Replace all weights by the staged ones. The version stays the same."""
 
-    async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load the tensors; raise if they are not exactly the model's. The version stays the same."""
+    async def finish(self, version: int) -> None:
+        """Commit the update: tokens sampled from now on carry `version`.
 
-    async def finish_weight_update(self, version: int) -> None:
-        """Commit the update: tokens sampled from now on carry `version`."""
-
-    async def reset_prefix_cache(self) -> None:
-        """Discard keys and values of the old weights, unless `weight_sync.recompute_kv` is false."""
+        Discards keys and values of the old weights, unless `weight_sync.recompute_kv` is false.
+        """
 
     async def resume(self) -> None:
         """Continue sampling."""

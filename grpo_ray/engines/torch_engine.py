@@ -41,6 +41,7 @@ class TorchEngine:
         self._model = model.to(device)
         cast_parameters(self._model.parameters(), getattr(torch, dtype))
         self._version = 0
+        self._staged: dict[str, torch.Tensor] = {}
         self._seeds = itertools.count(seed << 32)
         self._max_num_seqs = config.max_num_seqs
         self._joins_requests, self._recompute_kv = joins_requests, recompute_kv
@@ -92,24 +93,23 @@ class TorchEngine:
                 await asyncio.to_thread(self._batch.step, self._version)
         self._batch = None
 
-    async def pause(self) -> None:
-        await self._stepping.acquire()
-
-    async def start_weight_update(self) -> None:
-        pass
-
-    async def update_weights(self, snapshot: WeightSnapshot) -> None:
+    async def stage(self, snapshot: WeightSnapshot) -> None:
         weights = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
         shapes = {name: weight.shape for name, weight in weights.items()}
         expected = dict(in_hub_format(self._model, model_tensors(self._model)))
         if shapes != {name: weight.shape for name, weight in expected.items()}:
             raise ValueError(_misfit(shapes, expected))
-        load_hub_format(self._model, weights)
+        self._staged = weights
 
-    async def finish_weight_update(self, version: int) -> None:
+    async def pause(self) -> None:
+        await self._stepping.acquire()
+
+    async def load(self) -> None:
+        load_hub_format(self._model, self._staged)
+        self._staged = {}
+
+    async def finish(self, version: int) -> None:
         self._version = version
-
-    async def reset_prefix_cache(self) -> None:
         if self._batch is not None and self._recompute_kv:
             self._batch.forget_cache()
 

@@ -67,6 +67,7 @@ class VllmEngine:
         }
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust_remote_code, **arguments))
         self._buffer = SharedBuffer()
+        self._staged: WeightSnapshot | None = None
         self._request_ids = itertools.count()
 
     async def generate(
@@ -95,16 +96,19 @@ class VllmEngine:
     async def start(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
 
+    async def stage(self, snapshot: WeightSnapshot) -> None:
+        self._staged = snapshot
+        if not snapshot.on_device and self._adapter is None:
+            await asyncio.to_thread(self._buffer.write, snapshot)
+
     async def pause(self) -> None:
         self._resumed.clear()
         self._num_pauses += 1
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
-    async def start_weight_update(self) -> None:
-        if self._adapter is None:
-            await self._llm.start_weight_update()
-
-    async def update_weights(self, snapshot: WeightSnapshot) -> None:
+    async def load(self) -> None:
+        snapshot, self._staged = self._staged, None
+        assert snapshot is not None, "stage first"
         if self._adapter is not None:
             await self._adapter.load(self._llm, snapshot)
             return
@@ -112,17 +116,14 @@ class VllmEngine:
 
         from grpo_ray.engines.weight_transfer import update_info
 
-        if not snapshot.on_device:
-            await asyncio.to_thread(self._buffer.write, snapshot)
+        await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info(self._buffer, snapshot)))
 
-    async def finish_weight_update(self, version: int) -> None:
+    async def finish(self, version: int) -> None:
         if self._adapter is not None:
             await self._llm.update_weight_version(str(version))
         else:
             await self._llm.finish_weight_update(weight_version=str(version))
-
-    async def reset_prefix_cache(self) -> None:
         # Running requests are recomputed from their tokens, so that later tokens are sampled from the new
         # weights alone, not from new weights over keys and values of the old ones.
         if self._recompute_kv:
