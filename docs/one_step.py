@@ -13,12 +13,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_ray.algorithms import Objective, group_advantages, policy_gradient_step, token_log_probs
 from grpo_ray.config.loading import load_config
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.tiny import tiny_model_folder
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import load_template
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 N, G = 32, 8
@@ -74,6 +74,7 @@ async def main() -> None:
     print(f"update:    {sums['num_tokens']} tokens; sampler and policy agree to {mismatch:.0e} nats")
 
     # 5. Sync: the engine loads the new weights, samples as version 1 from here on, and earns more.
+    await engine.stage(pack_weights(policy.named_parameters(), 1, torch.float32))
     await engine.pause()
     await engine.load()
     await engine.finish(version=1)

@@ -14,12 +14,12 @@ from local_runs import make_config, train
 
 import grpo_ray
 from grpo_ray.algorithms import compute_policy_gradient_loss
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.models.tiny import tiny_model_folder
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
+from grpo_ray.transfer.snapshot import pack_weights
 
 
 def train_with_own_task_loss_and_engine(folder: Path) -> None:

@@ -145,17 +145,14 @@ class FakeEngine:
     async def pause(self) -> None:
         self._call("pause")
 
-    async def start_weight_update(self) -> None:
-        self._call("start_weight_update")
+    async def stage(self, snapshot: WeightSnapshot) -> None:
+        self._call(f"stage {snapshot.version}")
 
-    async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        self._call(f"update_weights {snapshot.version}")
+    async def load(self) -> None:
+        self._call("load")
 
-    async def finish_weight_update(self, version: int) -> None:
-        self._call(f"finish_weight_update {version}")
-
-    async def reset_prefix_cache(self) -> None:
-        self._call("reset_prefix_cache")
+    async def finish(self, version: int) -> None:
+        self._call(f"finish {version}")
 
     async def resume(self) -> None:
         self._call("resume")
@@ -174,6 +171,16 @@ def snapshot(version: int) -> WeightSnapshot:
     return WeightSnapshot(version, (), np.zeros(0, np.uint8))
 
 
+async def update(generator: Generator, weights: WeightSnapshot) -> float:
+    """Run all phases of a sync; return the seconds that the Generator says it stood still."""
+    await generator.stage_weights(weights)
+    await generator.pause()
+    await asyncio.sleep(0.01)
+    await generator.load_weights()
+    await generator.finish_weights()
+    return await generator.resume()
+
+
 def test_weight_update_calls_the_engine_in_order() -> None:
     engine = FakeEngine()
     generator = Generator("generator-0", engine)
@@ -181,19 +188,16 @@ def test_weight_update_calls_the_engine_in_order() -> None:
     async def run() -> None:
         assert await generator.ready()
         assert "version=0" in repr(generator)
-        await generator.pause()
-        await generator.load_weights(snapshot(7))
-        await generator.resume()
+        assert await update(generator, snapshot(7)) >= 0.01
         await generator.shutdown()
 
     asyncio.run(run())
     assert engine.calls == [
         "start 0",
+        "stage 7",
         "pause",
-        "start_weight_update",
-        "update_weights 7",
-        "finish_weight_update 7",
-        "reset_prefix_cache",
+        "load",
+        "finish 7",
         "resume",
         "shutdown",
     ]
@@ -201,11 +205,11 @@ def test_weight_update_calls_the_engine_in_order() -> None:
 
 
 def test_failed_update_keeps_the_version_and_is_never_committed() -> None:
-    engine = FakeEngine(fails="update_weights 1")
+    engine = FakeEngine(fails="load")
     generator = Generator("generator-0", engine)
     with pytest.raises(RuntimeError, match="device was lost"):
-        asyncio.run(generator.load_weights(snapshot(1)))
-    assert engine.calls == ["start_weight_update", "update_weights 1"]
+        asyncio.run(update(generator, snapshot(1)))
+    assert engine.calls == ["stage 1", "pause", "load"]
     assert "version=0" in repr(generator)
 
 
@@ -235,11 +239,11 @@ def test_incomplete_snapshot_is_refused_before_it_reaches_the_engine(bad: Weight
     engine = FakeEngine()
     generator = Generator("generator-0", engine, version=7)
     with pytest.raises(ValueError, match="version 8 did not arrive complete"):
-        asyncio.run(generator.load_weights(bad))
+        asyncio.run(update(generator, bad))
     assert engine.calls == []
     assert "version=7" in repr(generator)
-    asyncio.run(generator.load_weights(WHOLE))
-    assert engine.calls == ["start_weight_update", "update_weights 8", "finish_weight_update 8"]
+    asyncio.run(update(generator, WHOLE))
+    assert engine.calls == ["stage 8", "pause", "load", "finish 8", "resume"]
     assert "version=8" in repr(generator)
 
 

@@ -14,9 +14,9 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.models.adapters import load_trained, served_adapter
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 ENDS = (0, 17)
@@ -87,11 +87,10 @@ async def _generate(engine: Engine) -> Groups:
 
 async def _sync(engine: Engine, model: PolicyModel, version: int) -> int:
     snapshot = pack_weights(served_adapter(model), version, torch.float32)
+    await engine.stage(snapshot)
     await engine.pause()
-    await engine.start_weight_update()
-    await engine.update_weights(snapshot)
-    await engine.finish_weight_update(version)
-    await engine.reset_prefix_cache()
+    await engine.load()
+    await engine.finish(version)
     await engine.resume()
     return snapshot.num_bytes
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from grpo_ray.config import Config, GeneratorConfig
 from grpo_ray.engines import engine_seed, make_engine, sampling_batch
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 ENDS = (0, 17)
@@ -280,11 +280,10 @@ def test_error_reaches_its_request_and_the_engine_keeps_serving(
 
 
 async def sync(engine: TorchEngine, model: PreTrainedModel, version: int) -> None:
+    await engine.stage(pack_weights(model.named_parameters(), version, torch.float32))
     await engine.pause()
-    await engine.start_weight_update()
-    await engine.update_weights(pack_weights(model.named_parameters(), version, torch.float32))
-    await engine.finish_weight_update(version)
-    await engine.reset_prefix_cache()
+    await engine.load()
+    await engine.finish(version)
     await engine.resume()
 
 
@@ -404,7 +403,7 @@ def refuses(engine: TorchEngine, snapshot: WeightSnapshot, match: str) -> None:
     """Check that the engine refuses the snapshot and keeps every weight as it was."""
     before = weights_of(engine)
     with pytest.raises(ValueError, match=match):
-        asyncio.run(engine.update_weights(snapshot))
+        asyncio.run(engine.stage(snapshot))
     after = weights_of(engine)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -457,7 +456,7 @@ def test_snapshot_that_fits_changes_every_weight(
 ) -> None:
     engine, model = make_torch_engine(), load_policy(str(tiny_model()))
     perturb(model, seed=1, scale=0.1)
-    asyncio.run(engine.update_weights(pack_weights(model.named_parameters(), 1, torch.float32)))
+    asyncio.run(sync(engine, model, version=1))
     new = dict(model.named_parameters())
     assert all(torch.equal(weight, new[name]) for name, weight in weights_of(engine).items())
 

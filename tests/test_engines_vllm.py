@@ -21,12 +21,12 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.models.adapters import served_weights
 from grpo_ray.models.hub_format import in_hub_format
 from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm
@@ -128,24 +128,23 @@ async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int
 
 
 async def _sync(engine: Engine, model: PolicyModel, version: int) -> None:
+    await engine.stage(pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32))
     await engine.pause()
-    await engine.start_weight_update()
-    await engine.update_weights(
-        pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32)
-    )
-    await engine.finish_weight_update(version)
-    await engine.reset_prefix_cache()
+    await engine.load()
+    await engine.finish(version)
     await engine.resume()
 
 
 async def _refusal(engine: Engine, model: PolicyModel) -> str:
     served = in_hub_format(model, served_weights(model))
     tensors = [(name, weight) for name, weight in served if name != "model.norm.weight"]
-    await engine.pause()
-    await engine.start_weight_update()
-    with pytest.raises(Exception, match="does not fit the model") as caught:
-        await engine.update_weights(pack_weights(tensors, 9, torch.float32))
-    return str(caught.value)
+    try:
+        await engine.stage(pack_weights(tensors, 9, torch.float32))
+        await engine.pause()
+        await engine.load()
+    except Exception as error:
+        return str(error)
+    pytest.fail("the snapshot was loaded")
 
 
 def logprob_error(

@@ -69,7 +69,7 @@ class StubEngine:
         text = f" </think> <answer> {self._rng.integers(10)} </answer>"
         return Completion(text, ids, -ones.astype(np.float32), ones * self._version, "stop")
 
-    async def finish_weight_update(self, version: int) -> None:
+    async def finish(self, version: int) -> None:
         self._version = version
 
     def __getattr__(self, _: str) -> Any:

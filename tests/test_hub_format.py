@@ -16,12 +16,12 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
-from grpo_ray.engines.snapshot import as_tensor, pack_weights, unpack_weights
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.models import hub_format
 from grpo_ray.models.adapters import served_weights
 from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.models.loading import load_policy
+from grpo_ray.transfer.snapshot import as_tensor, pack_weights, unpack_weights
 from grpo_ray.types import TrainBatch, WeightSnapshot
 
 

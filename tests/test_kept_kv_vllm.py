@@ -13,8 +13,8 @@ from builders import logprobs_over_kept_cache, make_settings, perturb, plain_log
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.models.loading import load_policy
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion
 
 pytestmark = pytest.mark.vllm
@@ -78,11 +78,10 @@ async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups,
 
 
 async def _sync(engine: Engine, model: Any, version: int) -> None:
+    await engine.stage(pack_weights(model.named_parameters(), version, torch.float32))
     await engine.pause()
-    await engine.start_weight_update()
-    await engine.update_weights(pack_weights(model.named_parameters(), version, torch.float32))
-    await engine.finish_weight_update(version)
-    await engine.reset_prefix_cache()
+    await engine.load()
+    await engine.finish(version)
     await engine.resume()
 
 

@@ -34,10 +34,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.staleness import StaleBatchError
 from grpo_ray.config import Config
-from grpo_ray.engines.snapshot import as_tensor, check_snapshot, unpack_weights
 from grpo_ray.policy.microbatch import sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups
+from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, unpack_weights
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
 LOSSES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.engines.snapshot import as_tensor, unpack_weights
 from grpo_ray.models.loading import load_policy
 from grpo_ray.telemetry.run_files import read_metrics
 from grpo_ray.tools.cli import main
@@ -23,6 +22,7 @@ from grpo_ray.tools.evaluation.evaluator import _snapshot
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.tools.report.log_ratios import log_ratios
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import WeightSnapshot
 
 # Rows of whole blocks, so that every linear layer can be quantized.

@@ -27,7 +27,7 @@ from test_planning import (
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.telemetry.flops import PEAK_TFLOPS, ModelSize
-from grpo_ray.telemetry.metrics_catalog import SYNC
+from grpo_ray.telemetry.metrics_catalog import PAUSED
 from grpo_ray.telemetry.run_files import dump_config
 from grpo_ray.tools.planning.collectives import Collectives, collectives, gather_seconds
 from grpo_ray.tools.planning.hardware import GB, GPU_TYPES, Machine
@@ -319,9 +319,7 @@ ROW = {
     "utilization/learner": 0.5,
     "rollout/response_tokens/mean": 64.0,
     "timing/step_s": 1.5,
-    "timing/weight_sync/pause_s": 0.01,
-    "timing/weight_sync/transfer_s": 0.02,
-    "timing/weight_sync/resume_s": 0.03,
+    "timing/weight_sync/paused_s": 0.06,
 }
 
 
@@ -465,7 +463,7 @@ def test_the_splits_are_printed_with_the_slower_side(
     rates = {"throughput/sampled_tokens_per_s": 9000.0, "throughput/trained_tokens_per_s": 9000.0}
     busy = {"utilization/generators": 1.0, "utilization/learner": 1.0}
     tokens = {"rollout/response_tokens/mean": 300.0, "throughput/trained_tokens": 256 * 300.0}
-    no_sync = dict.fromkeys(SYNC, 0.0)
+    no_sync = {PAUSED: 0.0}
     run_folder = write_run(tmp_path / "run", config, [{**ROW, **rates, **busy, **tokens, **no_sync}])
     assert run(QWEN, folder, "--gpus", "8", "--from", str(run_folder)) == 0
     printed = capsys.readouterr().out

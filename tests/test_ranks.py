@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
-from grpo_ray.engines.snapshot import as_tensor, unpack_weights
 from grpo_ray.models.sharded import local_part, whole
 from grpo_ray.policy import shards
 from grpo_ray.policy.ranks import Ranks, Seat
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import ScoredGroup, TrainBatch, WeightSnapshot
 
 EXACT = 1e-6

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from grpo_ray.engines import device_buffer
-from grpo_ray.engines.snapshot import as_tensor, check_snapshot, pack_weights, unpack_weights
+from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, pack_weights, unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 TENSORS = [

@@ -97,12 +97,18 @@ class VersionedGenerator:
     async def pause(self) -> None:
         await turns(1)
 
-    async def load_weights(self, snapshot: object) -> None:
+    async def stage_weights(self, snapshot: object) -> None:
+        await turns(1)
+
+    async def load_weights(self) -> None:
         await turns(next(self._load_turns, 1))
+
+    async def finish_weights(self) -> None:
         self.version += 1
 
-    async def resume(self) -> None:
+    async def resume(self) -> float:
         await turns(1)
+        return 0.0
 
 
 @dataclass

@@ -186,7 +186,7 @@ def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
     for stage in ("train", "optimizer", "snapshot", "capture", "wait_for_batch"):
         assert sum(actors["learner"][stage]) > 0, stage
     for name in (
-        "buffer/make_batch", "buffer/write_rollouts", "scorer/score", "weight_sync/transfer",
+        "buffer/make_batch", "buffer/write_rollouts", "scorer/score", "weight_sync/stage",
         "generator-1/generate", "generator-1/load_weights",
         "driver/train", "driver/evaluate", "driver/checkpoint",
     ):  # fmt: skip

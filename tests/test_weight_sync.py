@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.actors.staleness import Admission
-from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError, admission_of
+from grpo_ray.actors.weight_sync import PHASES, WeightSync, WeightSyncError, admission_of
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.types import Admitted, SyncReport
 
-PHASES = [("pause", "pause"), ("load", "transfer"), ("resume", "resume")]  # the call, and its name in reports
-DONE = ["pause", "pause done", "load", "load done", "resume", "resume done"]
+DONE = [event for phase in PHASES for event in (phase, f"{phase} done")]
 
 
 class FakeGenerator:
@@ -50,15 +49,22 @@ class FakeGenerator:
         await asyncio.sleep(0.001 if self.name == "a" else 0.003)
         self.log.append((f"{phase} done", self.name))
 
+    def stage_weights(self, snapshot: object) -> Awaitable[None]:
+        self.loaded.append(snapshot)
+        return self._phase("stage")
+
     def pause(self) -> Awaitable[None]:
         return self._phase("pause")
 
-    def load_weights(self, snapshot: object) -> Awaitable[None]:
-        self.loaded.append(snapshot)
+    def load_weights(self) -> Awaitable[None]:
         return self._phase("load")
 
-    def resume(self) -> Awaitable[None]:
-        return self._phase("resume")
+    def finish_weights(self) -> Awaitable[None]:
+        return self._phase("finish")
+
+    async def resume(self) -> float:
+        await self._phase("resume")
+        return 0.25 if self.name == "a" else 0.5
 
 
 def make_sync(
@@ -95,17 +101,18 @@ async def nothing_more_is_admitted(sync: WeightSync, version: int, limit: int) -
 # ---- the transaction ----
 
 
-def test_every_generator_finishes_a_phase_before_any_begins_the_next() -> None:
+def test_no_generator_pauses_before_all_have_the_weights_and_then_none_waits_for_another() -> None:
     log: list[tuple[str, str]] = []
-    generators = [FakeGenerator("a", log), FakeGenerator("b", log)]
-    sync = make_sync(*generators)
+    fast, slow = FakeGenerator("a", log), FakeGenerator("b", log)
+    sync = make_sync(fast, slow)
     report = asyncio.run(publish(sync, 1))
-    assert generators[0].asked == DONE
-    phases = [event.removesuffix(" done") for event, _ in log]
-    assert [phase for phase, _ in itertools.groupby(phases)] == ["pause", "load", "resume"]
-    assert [generator.loaded for generator in generators] == [["weights 1"]] * 2
+    assert fast.asked == slow.asked == DONE
+    assert log.index(("pause", "a")) > log.index(("stage done", "b"))
+    assert log.index(("resume done", "a")) < log.index(("load done", "b"))
+    assert [generator.loaded for generator in (fast, slow)] == [["weights 1"]] * 2
     assert (report.version, report.failed) == (1, {})
-    assert set(report.metrics) == {f"timing/weight_sync/{p}_s" for p in ("pause", "transfer", "resume")}
+    assert report.metrics.pop("timing/weight_sync/paused_s") == 0.5  # as the slower Generator says
+    assert set(report.metrics) == {f"timing/weight_sync/{phase}_s" for phase in PHASES}
     assert all(0.002 <= seconds < 2 for seconds in report.metrics.values())  # those of the slower Generator
     assert asyncio.run(sync.versions()) == {"a": 1, "b": 1}
 
@@ -218,12 +225,12 @@ def reason(name: str, phase: str, hangs: bool) -> str:
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-@pytest.mark.parametrize(("call", "phase"), PHASES)
+@pytest.mark.parametrize("phase", PHASES)
 def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_others_continue(
-    call: str, phase: str, hangs: bool
+    phase: str, hangs: bool
 ) -> None:
     async def run() -> None:
-        good, bad = FakeGenerator("a"), FakeGenerator("b", **{"hangs" if hangs else "fails": call})
+        good, bad = FakeGenerator("a"), FakeGenerator("b", **{"hangs" if hangs else "fails": phase})
         sync = make_sync(good, bad, timeout_s=0.05)
         report = await publish(sync, 1)
         assert (report.version, report.failed) == (1, {"b": reason("b", phase, hangs)})
@@ -231,7 +238,7 @@ def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_others_cont
         assert await sync.versions() == {"a": 1}
         assert await admitted(sync, 0, 8) == (1, 12)
         assert good.asked == DONE
-        assert bad.asked == DONE[: DONE.index(call) + 1]  # nothing after the phase that it failed in
+        assert bad.asked == DONE[: DONE.index(phase) + 1]  # nothing after the phase that it failed in
 
         bad.hangs = bad.fails = ""
         before = list(bad.log)
@@ -251,7 +258,7 @@ def test_each_failed_generator_is_named_with_its_own_phase() -> None:
         )  # fmt: skip
         assert (await publish(sync, 1)).failed == {
             "a": reason("a", "resume", hangs=False),
-            "b": reason("b", "transfer", hangs=True),
+            "b": reason("b", "load", hangs=True),
             "c": "weight sync: c failed in phase `pause`: c died: killed",
         }
         assert await sync.stale() == {"a", "b", "c"}
@@ -259,10 +266,10 @@ def test_each_failed_generator_is_named_with_its_own_phase() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("call", ["pause", "load", "resume"])
-def test_version_is_published_even_if_the_only_generator_failed(call: str) -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_version_is_published_even_if_the_only_generator_failed(phase: str) -> None:
     async def run() -> None:
-        sync = make_sync(FakeGenerator("a", fails=call))
+        sync = make_sync(FakeGenerator("a", fails=phase))
         assert list((await publish(sync, 1)).failed) == ["a"]
         assert await sync.versions() == {}
         assert await sync.stale() == {"a"}
@@ -281,7 +288,7 @@ def test_generator_retired_during_a_publish_is_excluded_from_it() -> None:
         dead.gates["load"] = asyncio.Event()
         sync = make_sync(good, dead)
         publishing = asyncio.create_task(publish(sync, 1))
-        await until(lambda: dead.asked == DONE[:3])
+        await until(lambda: dead.asked == DONE[: DONE.index("load") + 1])
         await sync.retire("b")
         dead.gates["load"].set()
         assert (await publishing).failed == {}
@@ -302,7 +309,7 @@ async def until(condition: object) -> None:
 
 def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
     async def run() -> None:
-        generators = [FakeGenerator(name, fails="load", error=DataLost("the node is gone")) for name in "ab"]
+        generators = [FakeGenerator(name, fails="stage", error=DataLost("the node is gone")) for name in "ab"]
         sync = make_sync(*generators)
         with pytest.raises(DataLost, match="the node is gone"):
             await publish(sync, 1)
@@ -356,14 +363,12 @@ def test_generator_admitted_before_the_first_publish_already_has_the_right_weigh
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-@pytest.mark.parametrize(("call", "phase"), PHASES)
-def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(
-    call: str, phase: str, hangs: bool
-) -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(phase: str, hangs: bool) -> None:
     async def run() -> None:
         sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="pause"), timeout_s=0.05)
         await publish(sync, 1)
-        bad, good = FakeGenerator("b", **{"hangs" if hangs else "fails": call}), FakeGenerator("b")
+        bad, good = FakeGenerator("b", **{"hangs" if hangs else "fails": phase}), FakeGenerator("b")
         with pytest.raises(WeightSyncError) as caught:
             await admit(sync, bad)
         assert str(caught.value) == reason("b", phase, hangs)
@@ -383,7 +388,7 @@ def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_exclude
         sync = make_sync(FakeGenerator("a"), FakeGenerator("b", fails="pause"))
         await publish(sync, 1)
         with pytest.raises(DataLost):
-            await admit(sync, FakeGenerator("b", fails="load", error=DataLost("gone")))
+            await admit(sync, FakeGenerator("b", fails="stage", error=DataLost("gone")))
         assert await sync.stale() == {"b"}
         assert await sync.versions() == {"a": 1}
 
@@ -447,15 +452,25 @@ class ServingGenerator:
         self._is_paused = True
         await self._take_turns()
 
-    async def load_weights(self, snapshot: str) -> None:
+    async def stage_weights(self, snapshot: str) -> None:
+        assert not self._is_paused, "two transactions at once"
+        await self._take_turns()
+        self._staged = snapshot
+
+    async def load_weights(self) -> None:
         assert self._is_paused
         await self._take_turns()
-        self.serves = snapshot
 
-    async def resume(self) -> None:
+    async def finish_weights(self) -> None:
+        assert self._is_paused
+        await self._take_turns()
+        self.serves = self._staged
+
+    async def resume(self) -> float:
         assert self._is_paused
         await self._take_turns()
         self._is_paused = False
+        return 0.0
 
 
 @settings(deadline=None, max_examples=100)

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.engines.base import Engine
-from grpo_ray.engines.snapshot import check_snapshot
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
+from grpo_ray.transfer.snapshot import check_snapshot
 from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
 
 # Weights are staged while groups are sampled, which then counts.

@@ -18,7 +18,6 @@ from torch.profiler import record_function
 from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
-from grpo_ray.engines.snapshot import NamedWeights, pack_on_device, pack_weights, take_part
 from grpo_ray.models.adapters import (
     load_adapter,
     load_trained,
@@ -49,6 +48,7 @@ from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
+from grpo_ray.transfer.snapshot import NamedWeights, pack_on_device, pack_weights, take_part
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")

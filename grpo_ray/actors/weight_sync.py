@@ -12,7 +12,6 @@ from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.types import Admitted, Ref, SyncReport, WeightSnapshot
 
-
 PHASES = ("stage", "pause", "load", "finish", "resume")
 
 
@@ -106,8 +105,8 @@ class WeightSync:
         """Run the transaction: stage the weights everywhere, then switch each Generator.
 
         Generators sample while the weights are staged; each then pauses, loads them, commits the version and
-        resumes, without waiting for another. A Generator that fails or exceeds a phase's timeout is stale from then on, and the others continue
-        without it; the report names it, with the phase.
+        resumes, without waiting for another. A Generator that fails or exceeds a phase's timeout is stale from
+        then on, and the others continue without it; the report names it, with the phase.
 
         Args:
             version: the snapshot's.

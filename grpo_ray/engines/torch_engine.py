@@ -12,10 +12,10 @@ import torch
 from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import Implementation
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
-from grpo_ray.engines.snapshot import as_tensor, unpack_weights
 from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.models.loading import cast_parameters, load_policy, load_tokenizer
 from grpo_ray.policy.device import hold_to_cores
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 _Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]

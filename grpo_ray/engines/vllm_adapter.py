@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from grpo_ray.config.model import AdapterConfig
-from grpo_ray.engines.snapshot import as_tensor, unpack_weights
 from grpo_ray.telemetry.adapter_files import CONFIG, FIELDS, FILE
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import WeightSnapshot
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
@@ -38,17 +38,20 @@ class ServedAdapter:
 
         return LoRARequest("policy", 1, str(self._folder), load_inplace=load_inplace)
 
-    async def load(self, llm: Any, snapshot: WeightSnapshot) -> None:
-        """Load the snapshot's tensors, named as in PEFT's format, in place of the earlier ones.
-
-        vLLM's prefix cache tells adapters apart by name and path alone, so it must be reset afterwards.
-        """
+    def stage(self, snapshot: WeightSnapshot) -> None:
+        """Write the snapshot's tensors, named as in PEFT's format, where `load` reads them."""
         tensors = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
         save_file(tensors, self._folder / FILE, metadata={"format": "pt"})
         targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
         config = {name: getattr(self._config, field) for name, field in FIELDS.items()}
         config |= {"peft_type": "LORA", "bias": "none", "target_modules": targets}
         (self._folder / CONFIG).write_text(json.dumps(config))
+
+    async def load(self, llm: Any) -> None:
+        """Load the staged tensors in place of the earlier ones.
+
+        vLLM's prefix cache tells adapters apart by name and path alone, so it must be reset afterwards.
+        """
         # In place here alone: in a request it would be loaded anew each time.
         await llm.add_lora(self.request(load_inplace=True))
 

@@ -98,7 +98,9 @@ class VllmEngine:
 
     async def stage(self, snapshot: WeightSnapshot) -> None:
         self._staged = snapshot
-        if not snapshot.on_device and self._adapter is None:
+        if self._adapter is not None:
+            await asyncio.to_thread(self._adapter.stage, snapshot)
+        elif not snapshot.on_device:
             await asyncio.to_thread(self._buffer.write, snapshot)
 
     async def pause(self) -> None:
@@ -110,7 +112,7 @@ class VllmEngine:
         snapshot, self._staged = self._staged, None
         assert snapshot is not None, "stage first"
         if self._adapter is not None:
-            await self._adapter.load(self._llm, snapshot)
+            await self._adapter.load(self._llm)
             return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 

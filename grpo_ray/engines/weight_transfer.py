@@ -14,8 +14,8 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from grpo_ray.engines.device_buffer import gpu_of, open_shared
-from grpo_ray.engines.snapshot import unpack_weights
+from grpo_ray.transfer.device_buffer import gpu_of, open_shared
+from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 BACKEND = "grpo_ray"

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 
 STAGE = re.compile(r"time/(?P<actor>[^/]+)/(?P<stage>.+)_s")
 """Metric of an actor's clock."""
-SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("pause", "transfer", "resume"))
+PAUSED = "timing/weight_sync/paused_s"
+SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("stage", "pause", "load", "finish", "resume"))
 """Seconds of a weight sync, without the join before it, during which running groups are still sampled."""
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -134,8 +135,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/train_s": ("s", "training in the Learner"),
     "timing/weight_sync/join_s": ("s", "waiting for running groups to end (weight_sync.in_flight: false)"),
     "timing/weight_sync/pause_s": ("s", "time until the slowest Generator had paused"),
-    "timing/weight_sync/transfer_s": ("s", "time until the slowest Generator had the weights"),
+    "timing/weight_sync/stage_s": ("s", "time until the slowest Generator had received the weights"),
+    "timing/weight_sync/load_s": ("s", "time until the slowest Generator had replaced its weights"),
+    "timing/weight_sync/finish_s": ("s", "time until the slowest Generator had committed the version"),
     "timing/weight_sync/resume_s": ("s", "time until the slowest Generator sampled again"),
+    "timing/weight_sync/paused_s": ("s", "time that the slowest Generator stood still"),
     "timing/evaluate_s": ("s", "validation"),
     "timing/checkpoint/capture_s": ("s", "time the Learner was blocked while its state was copied"),
     "timing/checkpoint/write_s": ("s", "writing a checkpoint, in parallel with training"),

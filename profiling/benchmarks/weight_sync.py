@@ -1,7 +1,7 @@
 """Weights from a Learner to a Generator in another process, by model size, transport and engine.
 
-The actors are real, and a run's own WeightSync does the transaction (pause, transfer, resume); the baseline is
-a plain copy of the same bytes in memory.
+The actors are real, and a run's own WeightSync does the transaction (stage, pause, load, finish, resume);
+the baseline is a plain copy of the same bytes in memory.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.actors.clients import methods_with_bulk
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.weight_sync import WeightSync, admission_of
+from grpo_ray.actors.weight_sync import PHASES, WeightSync, admission_of
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
 from grpo_ray.cluster.session import connected
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.transfer.snapshot import pack_weights
 
 TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {
@@ -95,7 +95,7 @@ async def _publish_all(
     sync = WeightSync([client], admission_of(config), config.weight_sync.phase_timeout_s)
     dtype = getattr(torch, config.model.dtype)
     seconds: dict[str, list[float]] = {"copy": [], "sync": []}
-    phases: dict[str, list[float]] = {phase: [] for phase in ("pack", "pause", "transfer", "resume")}
+    phases: dict[str, list[float]] = {phase: [] for phase in ("pack", *PHASES, "paused")}
     for version in range(1, rounds + 2):
         started = time.perf_counter()
         snapshot = pack_weights(model.named_parameters(), version, dtype, config.weight_sync.checksum)
@@ -113,6 +113,6 @@ async def _publish_all(
         seconds["copy"].append(copied - copying)
         seconds["sync"].append(ended - started)
         phases["pack"].append(packed - started)
-        for phase in ("pause", "transfer", "resume"):
+        for phase in (*PHASES, "paused"):
             phases[phase].append(report.metrics[f"timing/weight_sync/{phase}_s"])
     return seconds, phases

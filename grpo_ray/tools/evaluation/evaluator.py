@@ -13,7 +13,6 @@ from grpo_ray.actors.staleness import Admission
 from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.config import Config
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.engines.snapshot import pack_weights
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.models.adapters import served_weights
 from grpo_ray.models.hub_format import in_hub_format
@@ -26,6 +25,7 @@ from grpo_ray.run.stalls import StallWatch
 from grpo_ray.telemetry.adapter_files import is_adapter
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.tools.export.merge import base_folder, merged_policy
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup, WeightSnapshot
 
 T = TypeVar("T")

@@ -6,6 +6,7 @@ from statistics import fmean
 
 from matplotlib.axes import Axes
 
+from grpo_ray.telemetry.metrics_catalog import SYNC
 from grpo_ray.tools.drawing.figures import COLORS, GRID, new_figure, save, tidy
 from grpo_ray.tools.experiments.outcome import Outcome
 from grpo_ray.tools.experiments.table import VariantResult
@@ -26,9 +27,7 @@ def mean_of(name: str) -> Seconds:
 
 def weight_sync(outcome: Outcome) -> float | None:
     """Return the seconds of all phases of a sync."""
-    prefix = "timing/weight_sync/"
-    names = {name for row in outcome.rows for name in row if name.startswith(prefix)}
-    phases = [mean_of(name)(outcome) for name in sorted(names)]
+    phases = [mean_of(name)(outcome) for name in ("timing/weight_sync/join_s", *SYNC)]
     return sum(phase for phase in phases if phase is not None) if phases else None
 
 

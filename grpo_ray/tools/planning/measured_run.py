@@ -6,7 +6,7 @@ from statistics import median
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.telemetry.metrics_catalog import SYNC
+from grpo_ray.telemetry.metrics_catalog import PAUSED
 from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
 
 FIRST_STEPS = 2  # engine and allocator are slower in these
@@ -64,5 +64,5 @@ def measure(path: str | Path) -> MeasuredRun:
         sampled_tokens_per_s=median(sampled) / config.generator.num_generators,
         trained_tokens_per_s=median(trained),
         trained_frac=min(1.0, median(row["throughput/trained_tokens"] for row in steady) / all_tokens),
-        sync_s=median(sum(row[name] for name in SYNC) for row in steady),
+        sync_s=median(row[PAUSED] for row in steady),
     )

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from grpo_ray.engines.device_buffer import share
+from grpo_ray.transfer.device_buffer import share
 from grpo_ray.types import TensorSpec, WeightSnapshot
 
 ALIGNMENT_BYTES = 64  # any dtype can be viewed in place

@@ -1,0 +1,1 @@
+"""The weights on their way from the Learner to the engines: packing, shared memory, wires."""
