@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from grpo_ray.engines import device_buffer
+from grpo_ray.transfer import device_buffer
 from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, pack_weights, unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
