@@ -56,6 +56,7 @@ async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups,
     def ask(settings: Any) -> "asyncio.Future[list[tuple[Completion, ...]]]":
         return asyncio.gather(*(engine.generate(prompt, settings) for prompt in PROMPTS))
 
+    during: list[asyncio.Future[Groups]] = []
     try:
         await engine.start(0)
         first = await ask(SHORT)
@@ -64,12 +65,9 @@ async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups,
         for version, delay_s in ((2, 0.2), (3, 0.05), (4, 1.0)):  # whatever the machine's speed
             running = ask(LONG)
             await asyncio.sleep(delay_s)
-            syncing = asyncio.create_task(_sync(engine, models[version], version))
-            await asyncio.sleep(0)  # it has begun to pause
-            during = ask(SHORT)
+            await _sync(engine, models[version], version, lambda: during.append(ask(SHORT)))
             interrupted = await running
-            await syncing
-            of_new = await during
+            of_new = await during[-1]
             if all(len(np.unique(c.versions)) == 2 for group in interrupted for c in group):
                 break
         return first, second, [*interrupted, *of_new]
@@ -77,9 +75,12 @@ async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups,
         await engine.shutdown()
 
 
-async def _sync(engine: Engine, model: Any, version: int) -> None:
+async def _sync(engine: Engine, model: Any, version: int, at_pause: Callable[[], None] = lambda: None) -> None:
     await engine.stage(pack_weights(model.named_parameters(), version, torch.float32))
-    await engine.pause()
+    pausing = asyncio.create_task(engine.pause())
+    await asyncio.sleep(0)  # it has begun to pause
+    at_pause()
+    await pausing
     await engine.load()
     await engine.finish(version)
     await engine.resume()
