@@ -34,6 +34,7 @@ from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
+from grpo_ray.policy.offload import Offload
 from grpo_ray.policy.optimizer import make_optimizer, move_optimizer, warm_up_learning_rate
 from grpo_ray.policy.out_of_memory import SmallerMicroBatches
 from grpo_ray.policy.ranks import Ranks, Seat
@@ -111,6 +112,7 @@ class Learner:
         torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state
         self.version = 0
         self._skipped_in_a_row = 0
+        self._offload = Offload()
         self._skipped_folder = skipped_folder if self._ranks.is_first else None
         profiled = config.learner.profile_steps if self._ranks.is_first else None
         self._profiler = StepProfiler(profiled, profile_folder)
@@ -334,10 +336,10 @@ class Learner:
     def _move(self, device: torch.device) -> None:
         with self._clock.stage("move", f"to {device}"):
             self._optimizer.zero_grad()  # otherwise the last gradient would move as well
-            self.masters.to(device)
-            move_optimizer(self._optimizer, device)
+            self.masters.to(device, self._offload)
+            move_optimizer(self._optimizer, device, self._offload)
             if self._reference is not None:
-                self._reference.masters.to(device)
+                self._reference.masters.to(device, self._offload, are_constant=not self._reference.moves)
 
     def capture(self) -> StepReport | None:
         """Copy the whole state to host memory, for `write_captured`; return the last step's report."""

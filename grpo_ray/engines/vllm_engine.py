@@ -32,6 +32,7 @@ class VllmEngine:
         self._adapter = None if adapter is None else ServedAdapter(adapter)
         on_cpu = config.num_gpus == 0
         self._sleeps = config.colocated and not on_cpu  # vLLM can only free GPU memory
+        self._lacks_cache = False
         _set_environment(config if on_cpu else None)
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -63,6 +64,8 @@ class VllmEngine:
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
+            # No sync brings the weights of a speculative draft; without one the pattern matches nothing.
+            **({"sleep_preserve_parameter_names": ["draft.*"]} if self._sleeps else {}),
             **(self._adapter.engine_arguments() if self._adapter is not None else {}),
         }
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(trust_remote_code=trust_remote_code, **arguments))
@@ -132,16 +135,20 @@ class VllmEngine:
             await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def resume(self) -> None:
+        if self._lacks_cache:  # only now: before, the device holds the weights twice
+            await self._llm.wake_up(["kv_cache"])
+            self._lacks_cache = False
         await self._llm.resume_generation()
         self._resumed.set()
 
     async def sleep(self) -> None:
         if self._sleeps:
-            await self._llm.sleep(level=1)  # weights to host memory; the KV cache is discarded
+            await self._llm.sleep(level=2)  # weights and KV cache are discarded: a sync follows each wake
 
     async def wake(self) -> None:
         if self._sleeps:
-            await self._llm.wake_up()
+            await self._llm.wake_up(["weights"])
+            self._lacks_cache = True
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)

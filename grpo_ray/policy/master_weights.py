@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from grpo_ray.policy.offload import Offload
+
 
 class Parameters(Protocol):
     """A model, or a list of parameters."""
@@ -70,11 +72,19 @@ class MasterWeights:
         for copy, master in self._copies:
             copy.copy_(master)
 
-    def to(self, device: torch.device) -> None:
-        """Move the model and the masters."""
-        self._model.to(device)
-        for _, master in self._copies:
-            master.data = master.data.to(device)
+    def to(self, device: torch.device, offload: Offload, are_constant: bool = False) -> None:
+        """Move the model and the masters.
+
+        Args:
+            are_constant: no weight ever changes; otherwise that is true of weights without a master alone.
+        """
+        state = list(self._model.state_dict(keep_vars=True).values())
+        changing = {id(tensor) for pair in [*self._copies, self.named.values()] for tensor in pair}
+        frozen = [t for t in state if isinstance(t, nn.Parameter) and (are_constant or id(t) not in changing)]
+        masters = [master for _, master in self._copies]
+        offload.move(frozen, device, are_constant=True)
+        offload.move([*(t for t in state if id(t) in changing), *masters], device, are_constant)
+        self._model.to(device)  # the rest: buffers, and tensors that move by themselves
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from grpo_ray.config import LearnerConfig
+from grpo_ray.policy.offload import Offload
 
 Tensors = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -125,9 +126,9 @@ def warm_up_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfi
     return rate
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, offload: Offload) -> None:
     """Move the optimizer's state to the weights' new device; fused updates need its counters there as well."""
     for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[name] = value.to(device)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        offload.move(tensors.values(), device)
+        state |= {name: tensor.to(device) for name, tensor in tensors.items()}  # sharded ones

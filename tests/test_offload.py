@@ -1,0 +1,86 @@
+"""The move of a colocated Learner off its device and back: values, memory that is reused, constants."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_ray.policy import offload
+from grpo_ray.policy.master_weights import MasterWeights
+from grpo_ray.policy.offload import Offload
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The host memory that is allocated from now on."""
+    made: list[torch.Tensor] = []
+
+    def remember(like: torch.Tensor) -> torch.Tensor:
+        made.append(torch.empty_like(like))
+        return made[-1]
+
+    monkeypatch.setattr(offload, "host_memory", remember)
+    return made
+
+
+def test_host_memory_is_allocated_once_and_holds_the_latest_values(copies: list[torch.Tensor]) -> None:
+    moves, weight = Offload(), nn.Parameter(torch.tensor([1.0, 2.0]))
+    for value in (3.0, 4.0, 5.0):
+        weight.data = torch.full((2,), value)  # where it was on the device
+        moves.move([weight], CPU)
+        assert weight.data_ptr() == copies[0].data_ptr()
+        assert copies[0].tolist() == [value, value]
+    assert len(copies) == 1
+
+
+def test_constants_are_copied_once(copies: list[torch.Tensor]) -> None:
+    moves, frozen = Offload(), nn.Parameter(torch.ones(2), requires_grad=False)
+    moves.move([frozen], CPU, are_constant=True)
+    frozen.data = torch.zeros(2)  # it never changes in use; this shows that nothing is copied again
+    moves.move([frozen], CPU, are_constant=True)
+    assert frozen.tolist() == [1.0, 1.0]
+    assert len(copies) == 1
+
+
+def test_memory_of_a_tensor_that_is_gone_is_freed_and_never_another_tensors(copies: list[torch.Tensor]) -> None:
+    moves = Offload()
+    for value in range(5):
+        moves.move([torch.full((2,), float(value))], CPU)
+    assert [copy.tolist() for copy in copies] == [[float(value)] * 2 for value in range(5)]
+    assert len(moves._memory) == 0
+
+
+class Subclass(nn.Parameter):
+    """Stands for 4-bit parameters, which move with their tables."""
+
+
+def test_tensors_of_other_classes_are_left_alone(copies: list[torch.Tensor]) -> None:
+    Offload().move([Subclass(torch.ones(2))], CPU)
+    assert copies == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_frozen_parts_tied_weights_and_masters(dtype: torch.dtype, copies: list[Any]) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4, bias=False), nn.BatchNorm1d(4))
+    model[2].weight = model[0].weight
+    model[1].requires_grad_(False)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    masters, moves = MasterWeights(model, dtype, trained), Offload()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    masters.to(CPU, moves)
+    num_tensors = len({id(t) for t in model.state_dict(keep_vars=True).values() if isinstance(t, nn.Parameter)})
+    num_masters = 0 if dtype == torch.float32 else len(trained)
+    assert len(copies) == num_tensors + num_masters
+    assert model[2].weight is model[0].weight
+    for master in masters.parameters:
+        master.data.add_(1.0)
+    masters.refresh()
+    masters.to(CPU, moves)
+    assert len(copies) == num_tensors + num_masters
+    after = model.state_dict()
+    assert torch.equal(after["0.weight"], (before["0.weight"] + 1).to(dtype)) or dtype == torch.bfloat16
+    assert torch.equal(after["1.weight"], before["1.weight"])
+    assert torch.equal(after["3.running_mean"], before["3.running_mean"])
