@@ -1,4 +1,4 @@
-"""The Learner on one GPU: exactness, speed and memory; see docs/profiling.md.
+"""The Learner on one GPU: exactness, weight sync, speed and memory; see docs/profiling.md.
 
     python profiling/gpu.py --out gpu.json
 
@@ -26,9 +26,10 @@ from gpu_page.exactness import compare_all  # noqa: E402
 from gpu_page.page import write_page  # noqa: E402
 from gpu_page.shapes import SHAPES  # noqa: E402
 from gpu_page.throughput import Case, child_command, measure, run_case  # noqa: E402
+from gpu_page.weights import measure_weights  # noqa: E402
 from gpu_page.whole_run import missing, run_quickstart  # noqa: E402
 
-PARTS = ("exactness", "throughput", "whole_run")
+PARTS = ("exactness", "weights", "throughput", "whole_run")
 PACKAGES = ("torch", "transformers", "pydantic", "flash-attn", "vllm", "ray")
 TOKENS_PER_STEP = 65_536  # response tokens of the default batch: enough groups of 8 to hold them
 BIG = ("7B",)  # with gradient checkpointing unless `--checkpointing` says otherwise
@@ -95,6 +96,18 @@ def _exactness(options: argparse.Namespace, device: torch.device) -> list[dict[s
     return compare_all(device, options.attention, "tiny" if options.models == ["tiny"] else "small")
 
 
+def _weights(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    for name in options.models:
+        try:
+            found.append(measure_weights(name, device))
+        except Exception as error:  # the other parts go on
+            found.append({"model": name, "error": f"{type(error).__name__}: {error}"})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
 def _throughput(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     found = []
     for case in cases(options):
@@ -142,7 +155,7 @@ def _whole_run(options: argparse.Namespace, device: torch.device) -> dict[str, A
         return run_quickstart(Path(folder))
 
 
-RUN = {"exactness": _exactness, "throughput": _throughput, "whole_run": _whole_run}
+RUN = {"exactness": _exactness, "weights": _weights, "throughput": _throughput, "whole_run": _whole_run}
 
 
 def _one_case(request: dict[str, Any]) -> int:

@@ -68,6 +68,14 @@ def test_the_learner_is_exact_in_float32_and_near_in_bfloat16(page: tuple[dict[s
     assert all(row["gradient"] > 1e-4 for row in rows if row["dtype"] == "bfloat16")  # it is really bfloat16
 
 
+def test_the_parts_of_a_weight_sync_are_measured(page: tuple[dict[str, Any], str]) -> None:
+    (row,) = page[0]["weights"]
+    assert (row["model"], row["skipped"]) == ("tiny", "the rest needs a GPU")
+    assert list(row["seconds"]) == ["snapshot: cast into a buffer", "copy of the bytes on the device"]
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert 2 * 64 * 512 < row["num_bytes"] < 1e6  # bfloat16: the embeddings alone, and all of the model
+
+
 def test_every_way_is_measured_on_the_same_batch(page: tuple[dict[str, Any], str]) -> None:
     rows = {row["case"]["way"]: row for row in page[0]["throughput"]}
     assert list(rows) == ["plain", "repeated", "shared"]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_page.throughput import NO_CHECKPOINTING
+from gpu_page.weights import COPY
 
 WAYS = {
     "plain": "plain transformers, log_softmax",
@@ -23,6 +24,8 @@ def write_page(result: Mapping[str, Any]) -> str:
     ]
     if result.get("exactness"):
         parts += ["## Exactness", EXACTNESS_NOTE, exactness_table(result["exactness"])]
+    if result.get("weights"):
+        parts += ["## Weight sync", WEIGHTS_NOTE, weights_table(result["weights"])]
     if result.get("throughput"):
         parts += ["## Steps", THROUGHPUT_NOTE, throughput_table(result["throughput"])]
     if result.get("whole_run"):
@@ -33,6 +36,10 @@ def write_page(result: Mapping[str, Any]) -> str:
 EXACTNESS_NOTE = (
     "A small Qwen2, 3 groups of 4 responses of 1 to 96 tokens; distance from plain float32 on the CPU: "
     "of log-probabilities in nats, of the whole gradient relative to its norm."
+)
+WEIGHTS_NOTE = (
+    "All weights in bfloat16, from float32 ones, through the functions that a sync calls; relative to a copy "
+    "of the same bytes on the device."
 )
 THROUGHPUT_NOTE = (
     "One step is all forward and backward passes on the batch, and one AdamW update. Tokens per second count a "
@@ -49,6 +56,23 @@ def exactness_table(rows: Sequence[Mapping[str, Any]]) -> str:
             figures = [f"{row[name]:.2g}" for name in ("logprob_max", "logprob_mean", "gradient")]
         lines.append([row["way"], row["dtype"], *figures])
     return _table(["way", "dtype", "logprob, max", "logprob, mean", "gradient"], lines, num_texts=2)
+
+
+def weights_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        if "error" in row:
+            lines.append([row["model"], row["error"], "", "", ""])
+            continue
+        gib = row["num_bytes"] / 2**30
+        for part, seconds in row["seconds"].items():
+            relative = seconds / row["seconds"][COPY]
+            lines.append(
+                [row["model"], part, f"{1000 * seconds:.3g}", f"{gib / seconds:.3g}", f"{relative:.2f}"]
+            )
+        if "skipped" in row:
+            lines.append([row["model"], row["skipped"], "", "", ""])
+    return _table(["model", "part", "ms", "GiB/s", "relative"], lines, num_texts=2)
 
 
 def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
