@@ -6,7 +6,9 @@ A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed a
 `poison_reward` (the grading of one response fails), `scorer_error` (the scoring of one group raises),
 `nan_gradient` (the gradient of one update is NaN), `hang_generator_start` and `hang_scorer_start` (the next one
 hangs as it starts), `kill_rank_1_backward` and the like (the Learner's rank 1 is killed in its next backward
-pass; `stop` stops it, `oom` raises that memory ran out; chaos_rank_faults.py has the stages).
+pass; `stop` stops it, `oom` raises that memory ran out; chaos_rank_faults.py has the stages), `kill_sync_load`
+and the like (a Generator is killed in that phase of a sync; `stop` stops it, `fail` raises), `flip_sync_bits`
+(a bit of the weights changes on the way).
 """
 
 import errno
@@ -15,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,40 @@ class ChaosGenerator(Generator):
         if is_requested("hang_generator_start"):
             time.sleep(FOREVER_S)
         super().__init__(name, engine, slowdown_s, version)
+
+    async def stage_weights(self, snapshot: WeightSnapshot) -> None:
+        _in_phase("stage")
+        if is_requested("flip_sync_bits"):
+            data = snapshot.data.copy()
+            data[len(data) // 2] ^= 1
+            snapshot = replace(snapshot, data=data)
+        await super().stage_weights(snapshot)
+
+    async def pause(self) -> None:
+        _in_phase("pause")
+        await super().pause()
+
+    async def load_weights(self) -> None:
+        _in_phase("load")
+        await super().load_weights()
+
+    async def finish_weights(self) -> None:
+        _in_phase("finish")
+        await super().finish_weights()
+
+    async def resume(self) -> float:
+        _in_phase("resume")
+        return await super().resume()
+
+
+def _in_phase(phase: str) -> None:
+    """Suffer the fault that is requested for a Generator in this phase of a sync, if one is."""
+    if is_requested(f"kill_sync_{phase}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_requested(f"stop_sync_{phase}"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if is_requested(f"fail_sync_{phase}"):
+        raise OSError(errno.EIO, f"chaos: {phase} fails")
 
 
 class ChaosLearner(Learner):

@@ -10,6 +10,7 @@ import chaos_disk_faults as disk
 import chaos_moment_faults as moment
 import chaos_process_faults as process
 import chaos_rank_faults as ranks
+import chaos_sync_faults as sync
 from chaos_process_faults import Inject
 
 # Outcomes by the event that reports them; RODE_THROUGH has no event.
@@ -133,6 +134,13 @@ _ALL = (
     _restored("stop_ranks", ranks.stop_ranks, "ranks"),
     _resumed("interrupt_with_hung_rank", ranks.interrupt_with_hung_rank, "ranks"),
     _ridden("fill_disk_of_rank", ranks.fill_disk_of_rank, "ranks"),
+    # Weight syncs
+    *(
+        _replaced(f"{kind}_sync_{phase}", sync.in_phase(kind, phase))
+        for phase in sync.PHASES
+        for kind in sync.SAYS
+    ),
+    _replaced("flip_sync_bits", sync.flip_bits, "checksum"),
     # Nodes
     Fault("lose_node", cluster.lose_node, RESTORED, None, "cluster", NODE_LOST),
     Fault("lose_nodes_for_a_while", cluster.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),

@@ -44,7 +44,9 @@ class Scenario:
 SCENARIOS = {
     "torch": Scenario(TORCH),
     "default-budgets": Scenario(TORCH, frozenset({"local", "default-budgets"})),
-    "in-flight": Scenario((*TORCH, "weight_sync.in_flight=true", "weight_sync.checksum=true")),
+    "in-flight": Scenario(
+        (*TORCH, "weight_sync.in_flight=true", "weight_sync.checksum=true"), frozenset({"local", "checksum"})
+    ),
     "synchronous": Scenario((*TORCH, "weight_sync.max_lag=0")),
     "replay": Scenario((*TORCH, "buffer.replay.frac=0.5")),
     "oversampling": Scenario((*TORCH, "algorithm.oversample_frac=0.5")),

@@ -1,0 +1,36 @@
+"""Faults in the middle of a weight sync: of a Generator in a phase that is drawn, and of its bytes on the way.
+
+After each of `stop` and `fail`, the event of the failure must name the phase.
+"""
+
+import random
+
+from chaos_process_faults import Inject
+from chaos_run import ChaosRun
+
+PHASES = ("stage", "pause", "load", "finish", "resume")
+SAYS = {"kill": "", "stop": "did not finish phase", "fail": "failed in phase"}
+
+
+def in_phase(kind: str, phase: str) -> Inject:
+    """Kill or stop a Generator, or let it fail, as it begins a phase of the next sync."""
+
+    def inject(run: ChaosRun, draw: random.Random) -> str:
+        if SAYS[kind]:
+            run.must_say.append(("generator_failed", rf"^weight sync: generator-\d {SAYS[kind]} `{phase}`"))
+        return _triggered(run, f"{kind}_sync_{phase}")
+
+    return inject
+
+
+def flip_bits(run: ChaosRun, draw: random.Random) -> str:
+    """Change a bit of the weights on their way; only a checksum can tell."""
+    run.must_say.append(("generator_failed", r"did not arrive complete"))
+    return _triggered(run, "flip_sync_bits")
+
+
+def _triggered(run: ChaosRun, name: str) -> str:
+    trigger = run.triggers / name
+    trigger.touch()
+    run.wait_for(lambda: not trigger.exists(), 300.0, name, 0.01)
+    return name
