@@ -152,9 +152,10 @@ def test_the_reference_engine_loads_what_is_sent(tiny_moe: Path, tiny_config: Co
     snapshot = pack_weights(in_hub_format(model, served_weights(model)), 1, torch.float32)
 
     async def run() -> None:
-        await engine.update_weights(snapshot)
+        await engine.stage(snapshot)
+        await engine.load()
         with pytest.raises(ValueError, match=r"does not fit the model: missing \[.*experts\.0\.down_proj"):
-            await engine.update_weights(pack_weights(model.named_parameters(), 2, torch.float32))
+            await engine.stage(pack_weights(model.named_parameters(), 2, torch.float32))
         await engine.generate((1, 2), make_settings())
 
     asyncio.run(run())

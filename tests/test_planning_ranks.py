@@ -74,6 +74,7 @@ def measure_rank(rank: int, num_ranks: int, port: int, sizes: dict[str, Any], fo
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "vocab_size"), [(2, 512), (2, 32768), (3, 32768)])
 def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path: Path) -> None:
     """With few tokens of a large vocabulary the peak is where the root's gradient is reduced.

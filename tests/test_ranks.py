@@ -144,7 +144,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_setting_gives_the_gradients_of_one_rank(
     size: int, tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]]
 ) -> None:
@@ -247,6 +247,7 @@ CONTINUED: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUED)
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
     name: str,

@@ -328,7 +328,7 @@ def test_the_learner_is_the_bottleneck() -> None:
 def test_validation_syncs_and_checkpoints() -> None:
     # 2 + 2 seconds of steps; 1.8 of validation are 45%
     assert bottleneck([step(2), step(3, timing__evaluate_s=1.8)]).startswith("Validation takes 45% of the time")
-    sync = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("pause", "transfer")}
+    sync = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("stage", "load")}
     assert "Weight syncs take 50% of the time: try a faster" in bottleneck([step(2, **sync)])
     join = {"timing__weight_sync__join_s": 1.9}  # time of waiting for groups that are being sampled
     assert "add Generators" in bottleneck([step(2, **join)])
@@ -340,7 +340,7 @@ def test_validation_syncs_and_checkpoints() -> None:
 
 
 def test_work_in_parallel_with_a_learner_that_trains_all_the_time_is_not_the_bottleneck() -> None:
-    row = step(2, waits=0.0, trains=1.9, samples=1.0, timing__weight_sync__transfer_s=0.6)
+    row = step(2, waits=0.0, trains=1.9, samples=1.0, timing__weight_sync__stage_s=0.6)
     assert "the Learner is the bottleneck" in bottleneck([row])
 
 

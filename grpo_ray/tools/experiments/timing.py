@@ -28,7 +28,8 @@ def mean_of(name: str) -> Seconds:
 def weight_sync(outcome: Outcome) -> float | None:
     """Return the seconds of all phases of a sync."""
     phases = [mean_of(name)(outcome) for name in ("timing/weight_sync/join_s", *SYNC)]
-    return sum(phase for phase in phases if phase is not None) if phases else None
+    known = [phase for phase in phases if phase is not None]
+    return sum(known) if known else None
 
 
 # These overlap: a Generator samples while the Learner trains.
