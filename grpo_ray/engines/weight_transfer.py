@@ -35,8 +35,12 @@ class SharedBuffer:
     It has no name in /dev/shm, so it cannot outlive the process that made it, however that process dies.
     """
 
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("grpo_ray-weights")
+    def __init__(self, fd: int | None = None) -> None:
+        """
+        Args:
+            fd: an open file to use instead, which is closed by `close`.
+        """
+        self._fd = os.memfd_create("grpo_ray-weights") if fd is None else fd
         self._kept: KeptWeights | None = KeptWeights(self._allocate)
 
     @property

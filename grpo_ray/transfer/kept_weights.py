@@ -1,7 +1,6 @@
 """The bytes of the last version, which a delta to the next one is made from and applied to.
 
-The Learner and every Generator keep them, each in memory of its own; both advance by the same messages, so that
-the Learner's are those that every Generator has.
+The Learner and every Generator keep them, each in memory of its own.
 """
 
 import zlib
@@ -76,13 +75,11 @@ class KeptWeights:
         Returns:
             None if the whole is not larger, or no version is kept.
         """
-        payload = None
-        if self.version is not None and self._data.nbytes == whole.data.nbytes:
+        base, payload = self.version, None
+        if base is not None and self._data.nbytes == whole.data.nbytes:
             payload = encode(self._data, whole.data)
-        if self.version is None or payload is None:
-            self.receive(whole)
+        self.receive(whole)
+        if base is None or payload is None:
             return None
-        result = Delta(self.version, whole.data.nbytes, fingerprint(whole.data))
-        snapshot = replace(whole, data=payload, checksum=zlib.crc32(payload.data), delta=result)
-        self.receive(snapshot)  # as the Generators will: a delta that does not restore the whole is never sent
-        return snapshot
+        result = Delta(base, whole.data.nbytes, fingerprint(whole.data))
+        return replace(whole, data=payload, checksum=zlib.crc32(payload.data), delta=result)
