@@ -12,11 +12,15 @@ import pytest
 import torch
 from builders import ENDS, changed, make_batch
 from local_runs import Killed, make_config, train, until
+from safetensors.torch import load_file
 
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
+from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines import make_engine
+from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.telemetry.adapter_files import FILE
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
@@ -166,6 +170,18 @@ def test_damaged_payload_is_refused_before_it_reaches_the_engine(
         asyncio.run(generator.stage_weights(damaged))
 
 
+def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
+    served = ServedAdapter(AdapterConfig(rank=8))
+    name = "base_model.model.q_proj.lora_A.weight"
+    try:
+        for message in (whole(1), delta(2)):
+            served.stage(replace(message, specs=(replace(message.specs[0], name=name),)))
+            written = load_file(served._folder / FILE)[name]
+            assert torch.equal(written.view(torch.uint8), torch.from_numpy(whole(message.version).data))
+    finally:
+        served.close()
+
+
 # ---- the Learner ----
 
 
@@ -212,6 +228,7 @@ def test_a_run_with_deltas_samples_the_same_tokens(tmp_path: Path) -> None:
     shares = [row[SENT] for row in read_metrics(runs[True].metrics_path)]
     assert shares[0] == 1
     assert all(0 < share < 0.5 for share in shares[1:])
+    assert max(shares[1:]) > 0.01
 
 
 @pytest.mark.usefixtures("model_cache", "any_reward")
