@@ -247,21 +247,34 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """The version that a snapshot's bytes must be applied to, and the result (transfer/delta.py)."""
+
+    base_version: int
+    num_bytes: int
+    fingerprint: int  # 64 bits
+
+
+@dataclass(frozen=True)
 class WeightSnapshot:
     """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
 
     The bytes are in `data`, or in the buffers of `on_device`, one per GPU that a Generator shares with the
-    Learner.
+    Learner. With `delta`, `data` is the difference from an earlier version.
     """
 
     version: int
     specs: tuple[TensorSpec, ...]
     data: np.ndarray  # uint8 [total_bytes]
-    checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on
+    checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on or it is a delta
     on_device: tuple[DeviceHandle, ...] = ()
+    delta: Delta | None = None
+    is_kept: bool = False  # the receiver keeps the bytes, because a delta from them may follow
 
     @property
     def num_bytes(self) -> int:
+        if self.delta is not None:
+            return self.delta.num_bytes
         return self.on_device[0].num_bytes if self.on_device else self.data.nbytes
 
 

@@ -216,6 +216,17 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         ),
         (["weight_sync.transport=ipc"], ["weight_sync.transport: `ipc`", "use `object_store`"]),
         (
+            [
+                "weight_sync.transport=ipc",
+                "weight_sync.delta=true",
+                "generator.colocated=true",
+                "generator.num_gpus=1",
+                "learner.num_gpus=1",
+                "weight_sync.max_lag=0",
+            ],
+            ["weight_sync.delta: the bytes never leave the GPU with transport `ipc`; set it to false"],
+        ),
+        (
             ["weight_sync.recompute_kv=false", "weight_sync.in_flight=false"],
             [
                 "weight_sync.recompute_kv: false has no effect",

@@ -7,7 +7,7 @@ once, and the tests check the record.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from grpo_ray.models.hub_format import in_hub_format
 from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM
+from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import Completion, SamplingSettings
+from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 pytestmark = pytest.mark.vllm
 
@@ -58,7 +59,7 @@ class Record:
     stopping: Groups
     greedy: Groups
     nucleus: Groups  # of the first prompt
-    synced: Groups  # after two syncs with nothing in flight
+    synced: Groups  # after two syncs with nothing in flight, the second a delta
     in_flight: Groups  # begun by version `old`; the next version arrived during it
     old: int
     refusal: str  # the error for a snapshot that lacks a tensor
@@ -75,6 +76,7 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tiny
     models = [load_policy(str(path), implementation=implementation) for _ in range(6)]
     for version in range(1, 6):
         perturb(models[version], seed=version, scale=0.1)
+    _change_little(models[2], models[1])
     config = Config.model_validate(
         {
             "model": {"tiny": {}, "dtype": "float32"},
@@ -94,8 +96,7 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
         detokenized = await _generate(engine, DETOKENIZED, 1)
         stopping = await _generate(engine, STOPPING, 1)
         greedy, nucleus = await _generate(engine, GREEDY), await _generate(engine, NUCLEUS, 1)
-        for version in (1, 2):
-            await _sync(engine, models[version], version)
+        await _sync_by_delta(engine, models)
         synced = await _generate(engine, SETTINGS)
         for version, delay_s in ((3, 0.2), (4, 0.05), (5, 1.0)):  # whatever the machine's speed
             running = asyncio.create_task(_generate(engine, LONG))
@@ -128,11 +129,35 @@ async def _generate(engine: Engine, settings: SamplingSettings, num_prompts: int
 
 
 async def _sync(engine: Engine, model: PolicyModel, version: int) -> None:
-    await engine.stage(pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32))
+    await _load(engine, pack_weights(in_hub_format(model, served_weights(model)), version, torch.float32))
+
+
+async def _load(engine: Engine, snapshot: WeightSnapshot) -> None:
+    await engine.stage(snapshot)
     await engine.pause()
     await engine.load()
-    await engine.finish(version)
+    await engine.finish(snapshot.version)
     await engine.resume()
+
+
+@torch.no_grad()
+def _change_little(model: PolicyModel, base: PolicyModel) -> None:
+    """Make the model the base but for a twentieth of each weight's rows."""
+    rows = [parameter[::20].clone() for parameter in model.parameters()]
+    model.load_state_dict(base.state_dict())
+    for parameter, changed in zip(model.parameters(), rows, strict=True):
+        parameter[::20] = changed
+
+
+async def _sync_by_delta(engine: Engine, models: list[PolicyModel]) -> None:
+    """Send version 1 whole, and version 2 as its difference from it."""
+    learner = KeptWeights()
+    for version in (1, 2):
+        served = in_hub_format(models[version], served_weights(models[version]))
+        whole = replace(pack_weights(served, version, torch.float32), is_kept=True)
+        delta = learner.delta_to(whole)
+        assert (delta is None) == (version == 1)
+        await _load(engine, delta or whole)
 
 
 async def _refusal(engine: Engine, model: PolicyModel) -> str:

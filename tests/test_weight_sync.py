@@ -213,6 +213,21 @@ def test_admission_of_a_configuration(tiny_config: Config) -> None:
     assert admission_of(Config.model_validate(data)) == Admission(3, 2, num_steps)
 
 
+def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement() -> None:
+    async def run() -> None:
+        generator, fresh = FakeGenerator("a"), FakeGenerator("b")
+        sync = make_sync(generator, FakeGenerator("b", fails="load"))
+        await sync.publish(1, fakes(["whole 1"]))
+        await sync.publish(2, fakes(["whole 2", "changes 2"]))
+        await admit(sync, fresh)
+        await sync.publish(3, fakes(["whole 3", "changes 3"]))
+        await sync.publish(4, fakes(["whole 4"]))
+        assert generator.loaded == ["whole 1", "changes 2", "changes 3", "whole 4"]
+        assert fresh.loaded == ["whole 2", "changes 3", "whole 4"]
+
+    asyncio.run(run())
+
+
 # ---- Generators that fail the sync ----
 
 

@@ -49,6 +49,7 @@ from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
+from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.snapshot import NamedWeights, pack_on_device, pack_weights, take_part
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
@@ -120,6 +121,8 @@ class Learner:
         self._captured: TrainingState | None = None
         self._spare: TrainingState | None = None  # a written state; the next takes its memory
         self._shared: torch.Tensor | None = None  # the bytes of the last snapshot, on the device
+        self._kept = KeptWeights()  # with weight_sync.delta, those that Generators have
+        self._whole: WeightSnapshot | None = None  # the last snapshot, until `delta`
         if checkpoint is not None:
             counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
@@ -302,7 +305,22 @@ class Learner:
     def snapshot(self) -> tuple[WeightSnapshot, int]:
         """Return a copy of the weights in the served dtype, unaffected by later steps, and its version."""
         with self._clock.stage("snapshot", f"version {self.version}"):
-            return self._snapshot(), self.version
+            snapshot = self._snapshot()
+            if self._config.weight_sync.delta:
+                self._whole = snapshot = replace(snapshot, is_kept=True)
+            return snapshot, self.version
+
+    @bulk_and_facts
+    def delta(self) -> tuple[WeightSnapshot | None, float]:
+        """Return the last snapshot as its difference from the one before it, and the share of its bytes.
+
+        It is None, and the share 1, if the whole is to be sent: it is the first, or not larger.
+        """
+        whole, self._whole = self._whole, None
+        assert whole is not None, "snapshot first"
+        with self._clock.stage("snapshot", f"changes of version {self.version}"):
+            delta = self._kept.delta_to(whole) if self._ranks.is_first else None
+        return delta, 1.0 if delta is None else delta.data.nbytes / delta.num_bytes
 
     def _snapshot(self) -> WeightSnapshot:
         send = self._config.weight_sync.send

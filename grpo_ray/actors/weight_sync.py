@@ -100,7 +100,7 @@ class WeightSync:
     # The transaction
 
     async def publish(
-        self, version: int, boxed: tuple[Ref[WeightSnapshot]], is_initial: bool = False
+        self, version: int, boxed: tuple[Ref[WeightSnapshot], ...], is_initial: bool = False
     ) -> SyncReport:
         """Run the transaction: stage the weights everywhere, then switch each Generator.
 
@@ -110,7 +110,8 @@ class WeightSync:
 
         Args:
             version: the snapshot's.
-            boxed: the reference to the snapshot, in a tuple so that its bytes are not fetched here.
+            boxed: the reference to the snapshot, in a tuple so that its bytes are not fetched here; then to the
+                difference from the last version, if that is to be sent to Generators that have it.
             is_initial: the Generators started with other weights than the current version's, such as the base
                 of an adapter; nothing has been sampled yet.
 
@@ -119,13 +120,13 @@ class WeightSync:
         """
         if version != self._published_version + (not is_initial):
             raise ValueError(f"version {version} cannot follow {self._published_version}")
-        (snapshot,) = boxed
+        whole, sent = boxed[0], boxed[-1]
         async with self._transaction:
-            metrics, failed = await self._sync(list(self._generators.values()), snapshot, version)
+            metrics, failed = await self._sync(list(self._generators.values()), sent, version)
             for name in failed:
                 await self.retire(name)
             self._versions = dict.fromkeys(self._generators, version)
-            self._snapshot = snapshot
+            self._snapshot = whole
             async with self._admitted_more:
                 self._published_version = version
                 self._admitted_more.notify_all()

@@ -123,6 +123,10 @@ class Config(Section):
             raise ValueError(
                 "weight_sync.checksum: the bytes never leave the GPU with transport `ipc`; set it to false"
             )
+        if self.weight_sync.delta:
+            raise ValueError(
+                "weight_sync.delta: the bytes never leave the GPU with transport `ipc`; set it to false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -24,6 +24,10 @@ class WeightSyncConfig(Section):
     send: Literal["merged", "adapter"] = "merged"
     """With `model.adapter`: `merged` sends the whole model with the adapter merged into it; `adapter` sends the
     adapter alone, which vLLM's LoRA layers apply (sampling is slower, and rounds differently)."""
+    delta: bool = False
+    """Send only the values that changed since the last version, exactly and checked, unless all are fewer
+    bytes (`weight_sync/sent_frac`). For slow networks, bfloat16 and small learning rates: encoding takes the
+    time of several memory copies. The Learner and each Generator keep the weights in host memory."""
     phase_timeout_s: PositiveFloat = 300.0
     """Seconds per phase of a sync; a Generator that takes longer is named and replaced."""
     checksum: bool = False

@@ -15,6 +15,7 @@ from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequenc
 from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.models.loading import cast_parameters, load_policy, load_tokenizer
 from grpo_ray.policy.device import hold_to_cores
+from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
@@ -42,6 +43,7 @@ class TorchEngine:
         cast_parameters(self._model.parameters(), getattr(torch, dtype))
         self._version = 0
         self._staged: dict[str, torch.Tensor] = {}
+        self._kept = KeptWeights()
         self._seeds = itertools.count(seed << 32)
         self._max_num_seqs = config.max_num_seqs
         self._joins_requests, self._recompute_kv = joins_requests, recompute_kv
@@ -94,7 +96,8 @@ class TorchEngine:
         self._batch = None
 
     async def stage(self, snapshot: WeightSnapshot) -> None:
-        weights = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+        data = await asyncio.to_thread(self._kept.whole, snapshot)
+        weights = dict(unpack_weights(snapshot.specs, as_tensor(data)))
         shapes = {name: weight.shape for name, weight in weights.items()}
         expected = dict(in_hub_format(self._model, model_tensors(self._model)))
         if shapes != {name: weight.shape for name, weight in expected.items()}:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.telemetry.adapter_files import CONFIG, FIELDS, FILE
+from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import WeightSnapshot
 
@@ -23,6 +24,7 @@ class ServedAdapter:
 
     def __init__(self, config: AdapterConfig) -> None:
         self._config = config
+        self._kept = KeptWeights()
         memory = Path("/dev/shm")
         self._folder = Path(
             tempfile.mkdtemp(prefix="grpo_ray-adapter-", dir=memory if memory.is_dir() else None)
@@ -40,7 +42,7 @@ class ServedAdapter:
 
     def stage(self, snapshot: WeightSnapshot) -> None:
         """Write the snapshot's tensors, named as in PEFT's format, where `load` reads them."""
-        tensors = dict(unpack_weights(snapshot.specs, as_tensor(snapshot.data)))
+        tensors = dict(unpack_weights(snapshot.specs, as_tensor(self._kept.whole(snapshot))))
         save_file(tensors, self._folder / FILE, metadata={"format": "pt"})
         targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
         config = {name: getattr(self._config, field) for name, field in FIELDS.items()}

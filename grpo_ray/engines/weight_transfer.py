@@ -10,11 +10,13 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
+from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
@@ -33,25 +35,33 @@ class SharedBuffer:
     It has no name in /dev/shm, so it cannot outlive the process that made it, however that process dies.
     """
 
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("grpo_ray-weights")
-        self._map: mmap.mmap | None = None
+    def __init__(self, fd: int | None = None) -> None:
+        """
+        Args:
+            fd: an open file to use instead, which is closed by `close`.
+        """
+        self._fd = os.memfd_create("grpo_ray-weights") if fd is None else fd
+        self._kept: KeptWeights | None = KeptWeights(self._allocate)
 
     @property
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, snapshot: WeightSnapshot) -> None:
-        """Copy the snapshot's bytes into the memory, which is reused by the next snapshot."""
-        size = snapshot.data.nbytes
-        if self._map is None or len(self._map) != size:
-            os.ftruncate(self._fd, size)
-            self._map = mmap.mmap(self._fd, size)
-        self._map[:] = snapshot.data.data
+        """Copy the snapshot's bytes into the memory, or those that changed; the next snapshot reuses it.
+
+        Raises:
+            ValueError: the change is one of another version than the memory's.
+        """
+        assert self._kept is not None, "closed"
+        self._kept.receive(snapshot)
+
+    def _allocate(self, size: int) -> np.ndarray:
+        os.ftruncate(self._fd, size)
+        return np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
 
     def close(self) -> None:
-        if self._map is not None:
-            self._map.close()
+        self._kept = None  # and with it the mapping
         os.close(self._fd)
 
 

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from grpo_ray.actors.clients import ActorClient, RunActors
 from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
@@ -31,6 +32,7 @@ from grpo_ray.run.stalls import StallWatch
 from grpo_ray.run.step_metrics import StepMetrics
 from grpo_ray.run.validation import Validation
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.telemetry.metrics_catalog import SENT
 from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.run_log import Metrics, RunLog
@@ -39,6 +41,9 @@ from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.types import BatchFacts, Ref, StepReport, SyncReport, TrainBatch, WeightSnapshot
 
 T = TypeVar("T")
+Packed = tuple[
+    tuple[Ref[WeightSnapshot], Awaitable[int]], tuple[Ref[WeightSnapshot | None], Awaitable[float]] | None
+]
 RECOVERABLE = (ActorDied, DataLost, Stalled)  # the run can continue from its last checkpoint
 STAGES = ("evaluate", "checkpoint", "train", "join", "publish", "wait_for_batch")
 
@@ -196,8 +201,7 @@ class Controller:
         """
         if self._config.model.adapter is not None:
             self._log.display.status("sending the adapted weights")
-            snapshot, copied = await self._first_snapshot()
-            await self._sync(self._version, snapshot, copied, is_initial=True)
+            await self._sync(self._version, await self._pack_first(), is_initial=True)
         state = self._checkpoint.state if self._checkpoint is not None else None
         await self._producer.begin(self._version, state.ledger if state is not None else None)
         if state is not None and self._log.last_logged_step < self._version:
@@ -209,14 +213,19 @@ class Controller:
         await self._step_metrics.begin()
         self.has_begun = True
 
-    async def _first_snapshot(self) -> tuple[Ref[WeightSnapshot], Awaitable[int]]:
+    async def _pack_first(self) -> Packed:
         """Return the Learner's weights; sharded ones are gathered on the device, which Generators may share."""
         if not self._config.generator.colocated or self._config.learner.num_ranks == 1:
-            return self._actors.learner.snapshot()
+            return self._pack()
         await self._give_device_to_learner()
-        snapshot, copied = self._actors.learner.snapshot()
+        packed = self._pack()
         await self._give_device_to_generators()
-        return snapshot, copied
+        return packed
+
+    def _pack(self) -> Packed:
+        """Have the Learner copy its weights, and with `weight_sync.delta` find what has changed in them."""
+        learner = self._actors.learner
+        return learner.snapshot(), learner.delta() if self._config.weight_sync.delta else None
 
     # Training
 
@@ -231,7 +240,7 @@ class Controller:
                     await self._give_device_to_learner()
                 report = await self._learn(step, batch, facts, metrics)
                 # The Learner's calls run in order: the next step starts once the snapshot has been copied.
-                snapshot, copied = self._actors.learner.snapshot()
+                packed = self._pack()
                 if published is not None:
                     await published  # and evaluated: the next publish replaces those weights
                 if self._checkpointing.is_due(step):
@@ -239,7 +248,7 @@ class Controller:
                 if self._config.generator.colocated:
                     await self._give_device_to_generators()
                 assert self._tasks is not None
-                published = self._tasks.create_task(self._publish(step, snapshot, copied))
+                published = self._tasks.create_task(self._publish(step, packed))
                 self._check_skipped(report)
             if published is not None:
                 await self._unless_stopped(published)
@@ -335,7 +344,7 @@ class Controller:
 
     # Publishing
 
-    async def _publish(self, version: int, snapshot: Ref[WeightSnapshot], copied: Awaitable[int]) -> None:
+    async def _publish(self, version: int, packed: Packed) -> None:
         """Load the version into the Generators, write the step's metrics, and evaluate when due.
 
         The next version is published after this returns, so an evaluation sees one version only.
@@ -346,25 +355,29 @@ class Controller:
                 if not self._config.weight_sync.in_flight:
                     await until_published.enter_async_context(self._producer.drained(version - 1))
             metrics |= {"timing/weight_sync/join_s": joining.seconds}
-            report = await self._sync(version, snapshot, copied)
+            report = await self._sync(version, packed)
         window = await self._step_metrics.take(metrics["throughput/trained_tokens"])
         metrics |= {**report.metrics, **window, **self._checkpointing.take_metrics()}
         self._log.display.step(version, metrics)
         await self._finish_step(version)
 
-    async def _sync(
-        self, version: int, snapshot: Ref[WeightSnapshot], copied: Awaitable[int], is_initial: bool = False
-    ) -> SyncReport:
-        """Load the snapshot into the Generators; those that fail are replaced."""
+    async def _sync(self, version: int, packed: Packed, is_initial: bool = False) -> SyncReport:
+        """Load the weights into the Generators; those that fail are replaced."""
+        (snapshot, copied), delta = packed
+        boxed: tuple[Ref[Any], ...] = (snapshot,)
+        sent: Metrics = {}
         with self._clock.stage("publish", f"version {version}"):
             with self._calls.call("learner", f"copies the weights of version {version}"):
                 await copied  # first, or a Learner that is stuck would look like Generators that are
+                if delta is not None:
+                    sent = {SENT: await delta[1]}
+                    boxed = (snapshot, delta[0]) if sent[SENT] < 1 else boxed
             synced = self._pool.serving
             with self._calls.call("weight_sync", f"publishes version {version}"):
-                report = await self._actors.weight_sync.publish(version, (snapshot,), is_initial)
+                report = await self._actors.weight_sync.publish(version, boxed, is_initial)
         for name, error in report.failed.items():
             self._pool.retire(name, error, synced.get(name))
-        return report
+        return replace(report, metrics={**report.metrics, **sent})
 
     async def _finish_step(self, step: int) -> None:
         """Evaluate when due, and write the step's metrics unless that has been done."""

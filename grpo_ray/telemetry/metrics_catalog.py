@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 STAGE = re.compile(r"time/(?P<actor>[^/]+)/(?P<stage>.+)_s")
 """Metric of an actor's clock."""
+SENT = "weight_sync/sent_frac"
 PAUSED = "timing/weight_sync/paused_s"
 SYNC = tuple(f"timing/weight_sync/{phase}_s" for phase in ("stage", "pause", "load", "finish", "resume"))
 """Seconds of a weight sync, without the join before it, during which running groups are still sampled."""
@@ -139,6 +140,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "timing/weight_sync/load_s": ("s", "time until the slowest Generator had replaced its weights"),
     "timing/weight_sync/finish_s": ("s", "time until the slowest Generator had committed the version"),
     "timing/weight_sync/resume_s": ("s", "time until the slowest Generator sampled again"),
+    SENT: ("share", "bytes sent to a Generator, over those of all weights; with weight_sync.delta alone"),
     "timing/weight_sync/paused_s": ("s", "time that the slowest Generator stood still"),
     "timing/evaluate_s": ("s", "validation"),
     "timing/checkpoint/capture_s": ("s", "time the Learner was blocked while its state was copied"),
