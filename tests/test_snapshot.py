@@ -138,6 +138,7 @@ def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPat
     """Each rank of a colocated Learner shares a buffer on its GPU; a Generator reads that of its own."""
     from grpo_ray.engines import weight_transfer
     from grpo_ray.engines.weight_transfer import SharedMemoryTransferEngine, SharedMemoryUpdateInfo
+    from grpo_ray.transfer.shared_pages import Pages
 
     first = DeviceHandle(80, b"first", 80, 0, b"r", 0, b"e", False, "GPU-1")
     snapshot = WeightSnapshot(
@@ -145,7 +146,7 @@ def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: f"GPU-{device.index + 1}")
     monkeypatch.setattr(weight_transfer, "open_shared", lambda handle, device: handle.storage_handle)
-    sent = weight_transfer.update_info(SimpleNamespace(path=""), snapshot)
+    sent = weight_transfer.update_info(Pages("", 0, 0), snapshot)
     opened = [
         SharedMemoryTransferEngine._buffer(
             SimpleNamespace(device=torch.device("cuda", index)), SharedMemoryUpdateInfo(**sent)

@@ -13,6 +13,8 @@ from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
+POLL_S = 0.005  # while the workers stage weights
+
 
 class VllmEngine:
     """vLLM with the logprob and the weight version of every sampled token, and weights replaced in flight."""
@@ -39,7 +41,8 @@ class VllmEngine:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
-        from grpo_ray.engines.weight_transfer import BACKEND, SharedBuffer, register
+        from grpo_ray.engines.weight_transfer import BACKEND, WORKER, register
+        from grpo_ray.transfer.shared_pages import SharedBuffer
 
         register()
         omit_texts_of_logprobs()
@@ -61,6 +64,7 @@ class VllmEngine:
             "generation_config": "vllm",  # the model's own sampling defaults would change the distribution
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "worker_extension_cls": WORKER,
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
             **(self._adapter.engine_arguments() if self._adapter is not None else {}),
@@ -97,11 +101,17 @@ class VllmEngine:
         await self._llm.update_weight_version(str(version))
 
     async def stage(self, snapshot: WeightSnapshot) -> None:
-        self._staged = snapshot
         if self._adapter is not None:
             await asyncio.to_thread(self._adapter.stage, snapshot)
-        elif not snapshot.on_device:
-            await asyncio.to_thread(self._buffer.write, snapshot)
+            return
+        from grpo_ray.engines.weight_transfer import update_info
+        from grpo_ray.transfer.shared_pages import pages_of
+
+        self._staged = snapshot  # its pages are read until the weights are loaded
+        pages = pages_of(snapshot.data) or await asyncio.to_thread(self._buffer.write, snapshot.data)
+        await self._llm.collective_rpc("stage_weights", args=(update_info(pages, snapshot),))
+        while not all(await self._llm.collective_rpc("has_staged_weights")):
+            await asyncio.sleep(POLL_S)
 
     async def pause(self) -> None:
         self._resumed.clear()
@@ -109,23 +119,14 @@ class VllmEngine:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def load(self) -> None:
-        snapshot, self._staged = self._staged, None
-        assert snapshot is not None, "stage first"
         if self._adapter is not None:
             await self._adapter.load(self._llm)
             return
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        from grpo_ray.engines.weight_transfer import update_info
-
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info(self._buffer, snapshot)))
+        await self._llm.collective_rpc("load_staged_weights")
+        self._staged = None
 
     async def finish(self, version: int) -> None:
-        if self._adapter is not None:
-            await self._llm.update_weight_version(str(version))
-        else:
-            await self._llm.finish_weight_update(weight_version=str(version))
+        await self._llm.update_weight_version(str(version))
         # Running requests are recomputed from their tokens, so that later tokens are sampled from the new
         # weights alone, not from new weights over keys and values of the old ones.
         if self._recompute_kv:
