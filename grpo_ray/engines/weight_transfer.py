@@ -4,10 +4,11 @@
 (shared_pages.py) and load from them. It works on any device, and needs no network between the workers and the
 Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
 
-On a CPU the weights are loaded while the engine samples, into a second set of tensors (shadow_model.py); on a GPU
-they are loaded over the old ones while it is paused.
+On a CPU the weights are loaded while the engine samples, into a second set of tensors (shadow_model.py); on a
+GPU they are loaded over the old ones while it is paused.
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -104,12 +105,11 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         shadow = ShadowModel(self.model, self._is_tied, can_adopt=not current_platform.is_zen_cpu())
         with set_current_vllm_config(self.vllm_config):
             self._check_complete(shadow.root, shadow.load(self._weights(update_info)))
-            shadow.pack()
+            shadow.pack(max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
         return shadow
 
     def start_weight_update(self) -> None:
-        # Layers transform their weights after loading, so the loading and transformation of each layer run again,
-        # as at start-up.
+        # Layers transform their weights after loading, so both run again for each layer, as at start-up.
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:

@@ -6,6 +6,7 @@ Python references alone. On GPUs little is packed, and there is no memory for a 
 """
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,18 +120,37 @@ class ShadowModel:
         loaded: set[str] | None = self.root.load_weights(weights)
         return loaded
 
-    @torch.no_grad()
-    def pack(self) -> None:
+    def pack(self, num_threads: int = 1) -> None:
         """Load and pack layer by layer; afterwards the weights given to `load` are not read any more."""
+        with ThreadPoolExecutor(num_threads, "pack_weights") as threads:
+            list(threads.map(self._pack, self._groups()))
+        for expected in self._expected.values():
+            expected.calls.clear()
+            expected.copies.clear()
+
+    def _groups(self) -> list[list[_Pair]]:
+        """Return the layers; those that share a tensor are in one group, and packed one after another."""
+        groups: list[list[_Pair]] = []
+        group_of: dict[int, list[_Pair]] = {}  # by the id of an expected tensor
         for pair in self._pairs:
-            if isinstance(pair.live, nn.Module) and self._fill(pair):
+            if isinstance(pair.live, nn.Module):
+                tensors = [id(tensor) for kind in _KINDS for tensor in vars(pair.shadow)[kind].values()]
+                expected = [tensor for tensor in tensors if tensor in self._expected]
+                group = next((group_of[tensor] for tensor in expected if tensor in group_of), None)
+                if group is None:
+                    groups.append(group := [])
+                group.append(pair)
+                group_of |= dict.fromkeys(expected, group)
+        return groups
+
+    @torch.no_grad()
+    def _pack(self, pairs: Iterable[_Pair]) -> None:
+        for pair in pairs:
+            if self._fill(pair):
                 _process(pair.shadow)
                 for tensor in [*pair.shadow._parameters.values(), *pair.shadow._buffers.values()]:
                     if tensor is not None and tensor.untyped_storage().data_ptr() in self._sources:
                         tensor.data = tensor.data.clone()
-        for expected in self._expected.values():
-            expected.calls.clear()
-            expected.copies.clear()
 
     def _fill(self, pair: _Pair) -> bool:
         """Give a layer what was loaded, and the model's own tensors beside it; tell if any was."""
