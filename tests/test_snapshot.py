@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from grpo_ray.transfer import device_buffer
-from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, pack_weights, unpack_weights
+from grpo_ray.transfer.snapshot import ReusedMemory, as_tensor, check_snapshot, pack_weights, unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 TENSORS = [
@@ -154,3 +154,20 @@ def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPat
         for index in (0, 1)
     ]
     assert opened == [b"first", b"second"]
+
+
+def test_memory_is_used_again_only_when_it_is_free() -> None:
+    memory = ReusedMemory()
+    first = pack_weights(TENSORS, 1, torch.float32, memory=memory).data
+    address, start = first.ctypes.data, first[:24]
+    del first
+    second = pack_weights([("ones", torch.ones(48))], 2, torch.float32, memory=memory).data
+    assert second.ctypes.data != address
+    assert start.view(np.float32).tolist() == [0, 1, 2, 3, 4, 5]  # of the first, which is still read
+    address, kept = second.ctypes.data, as_tensor(second)
+    del second
+    assert memory.take(192).ctypes.data != address
+    assert kept.view(torch.float32).tolist() == [1.0] * 48
+    address = memory.take(192).ctypes.data
+    assert memory.take(192).ctypes.data == address
+    assert memory.take(64).nbytes == 64

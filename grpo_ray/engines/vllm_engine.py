@@ -11,9 +11,10 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.transfer.shared_pages import SharedBuffer, pages_of
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
-POLL_S = 0.002  # while the workers stage weights
+POLL_S = 0.01  # while the workers stage weights
 
 
 class VllmEngine:
@@ -42,7 +43,6 @@ class VllmEngine:
 
         from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
         from grpo_ray.engines.weight_transfer import BACKEND, WORKER, register
-        from grpo_ray.transfer.shared_pages import SharedBuffer
 
         register()
         omit_texts_of_logprobs()
@@ -105,10 +105,11 @@ class VllmEngine:
             await asyncio.to_thread(self._adapter.stage, snapshot)
             return
         from grpo_ray.engines.weight_transfer import update_info
-        from grpo_ray.transfer.shared_pages import pages_of
 
         self._staged = snapshot  # its pages are read until the weights are loaded
-        pages = pages_of(snapshot.data) or await asyncio.to_thread(self._buffer.write, snapshot.data)
+        pages = pages_of(snapshot.data)
+        if pages is None:
+            pages = await asyncio.to_thread(self._buffer.write, snapshot.data)
         await self._llm.collective_rpc("stage_weights", args=(update_info(pages, snapshot),))
         while not all(await self._llm.collective_rpc("has_staged_weights")):
             await asyncio.sleep(POLL_S)

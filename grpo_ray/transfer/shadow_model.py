@@ -95,8 +95,8 @@ class ShadowModel:
                     by_place[place] = self._recording(template, pair)
                 tensors[name] = by_place[place]
 
-    def _recording(self, template: torch.Tensor, pair: _Pair) -> torch.Tensor:
-        tensor = restore_layer_refs(sanitize_layer_refs(to_meta_tensor(template), pair.live), pair.shadow)
+    def _recording(self, template: torch.Tensor, pair: _Pair) -> Any:
+        tensor: Any = restore_layer_refs(sanitize_layer_refs(to_meta_tensor(template), pair.live), pair.shadow)
         expected = _Expected(tensor, getattr(tensor, "weight_loader", default_weight_loader))
         self._expected[id(tensor)] = expected
 
@@ -111,7 +111,7 @@ class ShadowModel:
             finally:
                 self._is_recording = False
 
-        tensor.weight_loader = weight_loader  # type: ignore[attr-defined]
+        tensor.weight_loader = weight_loader
         return tensor
 
     @torch.no_grad()
@@ -125,8 +125,8 @@ class ShadowModel:
         with ThreadPoolExecutor(num_threads, "pack_weights") as threads:
             list(threads.map(self._pack, self._groups()))
         for expected in self._expected.values():
-            expected.calls.clear()
-            expected.copies.clear()
+            vars(expected.tensor).clear()  # its loader, which holds all that was loaded
+        self._expected.clear()
 
     def _groups(self) -> list[list[_Pair]]:
         """Return the layers; those that share a tensor are in one group, and packed one after another."""
@@ -169,14 +169,14 @@ class ShadowModel:
                     del tensors[name]
         return any_loaded
 
-    def _loaded(self, expected: _Expected, pair: _Pair) -> torch.Tensor:
+    def _loaded(self, expected: _Expected, pair: _Pair) -> Any:
         if expected.loaded is not None:  # tied
             return expected.loaded
         joined = _joined(expected) if self._can_adopt else None
-        loaded = materialize_meta_tensor(expected.tensor) if joined is None else joined
+        loaded: Any = materialize_meta_tensor(expected.tensor) if joined is None else joined
         if joined is not None:
             self._sources.add(joined.untyped_storage().data_ptr())
-        loaded.weight_loader = expected.loader  # type: ignore[attr-defined]
+        loaded.weight_loader = expected.loader
         for arguments, named in expected.calls if joined is None else ():
             if "param" in named:
                 expected.loader(*arguments, **{**named, "param": loaded})
@@ -206,11 +206,10 @@ class ShadowModel:
             )
             shadow.clear()  # a loader that outlives this would keep this version's weights
         self._pairs.clear()
-        self._expected.clear()
         self._shadows.clear()
 
 
-def _process(layer: nn.Module) -> None:
+def _process(layer: Any) -> None:
     """Do as vLLM does once a layer has been loaded."""
     quant_method = getattr(layer, "quant_method", None)
     if isinstance(quant_method, QuantizeMethodBase):
@@ -254,7 +253,7 @@ class _Copies(TorchDispatchMode):
     """Records the copies between tensors."""
 
     def __init__(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

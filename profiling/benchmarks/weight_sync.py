@@ -41,7 +41,8 @@ SIZES: dict[str, list[str]] = {
         "model.tiny.intermediate_size=2816",
     ],
 }
-NUM_WARM_UP = 4  # until all memory that syncs use again and again has been touched
+NUM_WARM_UP = 3  # until all memory that syncs use again and again has been touched
+STEP_S = 0.5  # between syncs; Ray frees a replaced snapshot with a delay
 NOT_HERE = {
     "nccl": "grpo_ray has no such transport; weights travel by object_store or ipc",
     "ipc": "it needs a GPU that Learner and Generator share, in a run with generator.colocated; the "
@@ -112,7 +113,8 @@ async def _publish_all(
         report = await sync.publish(version, (reference,))
         ended = time.perf_counter()
         assert not report.failed, report.failed
-        del reference  # WeightSync alone keeps the published version
+        del reference
+        await asyncio.sleep(STEP_S)
         copying = time.perf_counter()
         target.copy_(source)
         copied = time.perf_counter()
