@@ -64,7 +64,8 @@ async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups,
         for version, delay_s in ((2, 0.2), (3, 0.05), (4, 1.0)):  # whatever the machine's speed
             running = ask(LONG)
             await asyncio.sleep(delay_s)
-            syncing = asyncio.create_task(_sync(engine, models[version], version))
+            await _stage(engine, models[version], version)
+            syncing = asyncio.create_task(_switch(engine, version))
             await asyncio.sleep(0)  # it has begun to pause
             during = ask(SHORT)
             interrupted = await running
@@ -78,7 +79,15 @@ async def _record(config: Config, path: str, models: list[Any]) -> tuple[Groups,
 
 
 async def _sync(engine: Engine, model: Any, version: int) -> None:
+    await _stage(engine, model, version)
+    await _switch(engine, version)
+
+
+async def _stage(engine: Engine, model: Any, version: int) -> None:
     await engine.stage(pack_weights(model.named_parameters(), version, torch.float32))
+
+
+async def _switch(engine: Engine, version: int) -> None:
     await engine.pause()
     await engine.load()
     await engine.finish(version)
