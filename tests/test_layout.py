@@ -45,7 +45,10 @@ def test_each_entry_imports_only_what_stands_above_it() -> None:
 
 
 def test_ray_and_vllm_are_imported_where_the_layout_says() -> None:
-    for module, rooms in (("ray", ("cluster", "telemetry", "tools")), ("vllm", ("engines", "tools"))):
+    for module, rooms in (
+        ("ray", ("cluster", "telemetry", "tools")),
+        ("vllm", ("transfer", "engines", "tools")),
+    ):
         statement = re.compile(rf"^\s*(?:import|from) {module}\b", re.M)
         found = {
             path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if statement.search(path.read_text())

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from grpo_ray.transfer import device_buffer
-from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, pack_weights, unpack_weights
+from grpo_ray.transfer.snapshot import ReusedMemory, as_tensor, check_snapshot, pack_weights, unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 TENSORS = [
@@ -138,6 +138,7 @@ def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPat
     """Each rank of a colocated Learner shares a buffer on its GPU; a Generator reads that of its own."""
     from grpo_ray.engines import weight_transfer
     from grpo_ray.engines.weight_transfer import SharedMemoryTransferEngine, SharedMemoryUpdateInfo
+    from grpo_ray.transfer.shared_pages import Pages
 
     first = DeviceHandle(80, b"first", 80, 0, b"r", 0, b"e", False, "GPU-1")
     snapshot = WeightSnapshot(
@@ -145,7 +146,7 @@ def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: f"GPU-{device.index + 1}")
     monkeypatch.setattr(weight_transfer, "open_shared", lambda handle, device: handle.storage_handle)
-    sent = weight_transfer.update_info(SimpleNamespace(path=""), snapshot)
+    sent = weight_transfer.update_info(Pages("", 0, 0), snapshot)
     opened = [
         SharedMemoryTransferEngine._buffer(
             SimpleNamespace(device=torch.device("cuda", index)), SharedMemoryUpdateInfo(**sent)
@@ -153,3 +154,20 @@ def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPat
         for index in (0, 1)
     ]
     assert opened == [b"first", b"second"]
+
+
+def test_memory_is_used_again_only_when_it_is_free() -> None:
+    memory = ReusedMemory()
+    first = pack_weights(TENSORS, 1, torch.float32, memory=memory).data
+    address, start = first.ctypes.data, first[:24]
+    del first
+    second = pack_weights([("ones", torch.ones(48))], 2, torch.float32, memory=memory).data
+    assert second.ctypes.data != address
+    assert start.view(np.float32).tolist() == [0, 1, 2, 3, 4, 5]  # of the first, which is still read
+    address, kept = second.ctypes.data, as_tensor(second)
+    del second
+    assert memory.take(192).ctypes.data != address
+    assert kept.view(torch.float32).tolist() == [1.0] * 48
+    address = memory.take(192).ctypes.data
+    assert memory.take(192).ctypes.data == address
+    assert memory.take(64).nbytes == 64

@@ -50,7 +50,7 @@ from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.transfer.snapshot import NamedWeights, pack_on_device, pack_weights, take_part
+from grpo_ray.transfer.snapshot import NamedWeights, ReusedMemory, pack_on_device, pack_weights, take_part
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
@@ -120,6 +120,7 @@ class Learner:
         self._last_report: StepReport | None = None
         self._captured: TrainingState | None = None
         self._spare: TrainingState | None = None  # a written state; the next takes its memory
+        self._packing = ReusedMemory(is_pinned=self._device.type == "cuda")
         self._shared: torch.Tensor | None = None  # the bytes of the last snapshot, on the device
         self._kept = KeptWeights()  # with weight_sync.delta, those that Generators have
         self._whole: WeightSnapshot | None = None  # the last snapshot, until `delta`
@@ -338,7 +339,7 @@ class Learner:
         if not self._ranks.is_first:
             take_part(weights)
             return WeightSnapshot(self.version, (), np.empty(0, np.uint8))
-        return pack_weights(weights, self.version, self._dtype, sync.checksum)
+        return pack_weights(weights, self.version, self._dtype, sync.checksum, self._packing)
 
     def make_room(self) -> None:
         """Move off the colocated device, to leave it to the Generators until `take_room`."""

@@ -11,7 +11,10 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.transfer.shared_pages import SharedBuffer, pages_of
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
+
+POLL_S = 0.01  # while the workers stage weights
 
 
 class VllmEngine:
@@ -40,7 +43,7 @@ class VllmEngine:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
-        from grpo_ray.engines.weight_transfer import BACKEND, SharedBuffer, register
+        from grpo_ray.engines.weight_transfer import BACKEND, WORKER, register
 
         register()
         omit_texts_of_logprobs()
@@ -62,6 +65,7 @@ class VllmEngine:
             "generation_config": "vllm",  # the model's own sampling defaults would change the distribution
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "worker_extension_cls": WORKER,
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
             # No sync brings the weights of a speculative draft; without one the pattern matches nothing.
@@ -100,35 +104,34 @@ class VllmEngine:
         await self._llm.update_weight_version(str(version))
 
     async def stage(self, snapshot: WeightSnapshot) -> None:
-        self._staged = snapshot
         if self._adapter is not None:
             await asyncio.to_thread(self._adapter.stage, snapshot)
-        elif not snapshot.on_device:
-            await asyncio.to_thread(self._buffer.write, snapshot)
+            return
+        from grpo_ray.engines.weight_transfer import update_info
+
+        self._staged = snapshot  # its pages are read until the weights are loaded
+        pages = None if snapshot.is_kept else pages_of(snapshot.data)
+        if pages is None:
+            pages = await asyncio.to_thread(self._buffer.write, snapshot)
+        await self._llm.collective_rpc("stage_weights", args=(update_info(pages, snapshot),))
+        while not all(await self._llm.collective_rpc("has_staged_weights")):
+            await asyncio.sleep(POLL_S)
 
     async def pause(self) -> None:
         self._resumed.clear()
         self._num_pauses += 1
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        # Not `pause_generation`, which then sleeps 20 ms; each token carries its version from the engine.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def load(self) -> None:
-        snapshot, self._staged = self._staged, None
-        assert snapshot is not None, "stage first"
         if self._adapter is not None:
             await self._adapter.load(self._llm)
             return
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        from grpo_ray.engines.weight_transfer import update_info
-
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info(self._buffer, snapshot)))
+        await self._llm.collective_rpc("load_staged_weights")
+        self._staged = None
 
     async def finish(self, version: int) -> None:
-        if self._adapter is not None:
-            await self._llm.update_weight_version(str(version))
-        else:
-            await self._llm.finish_weight_update(weight_version=str(version))
+        await self._llm.update_weight_version(str(version))
         # Running requests are recomputed from their tokens, so that later tokens are sampled from the new
         # weights alone, not from new weights over keys and values of the old ones.
         if self._recompute_kv:
@@ -172,6 +175,9 @@ def _set_environment(cpu: GeneratorConfig | None) -> None:
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
     if cpu is not None:
         os.environ["OMP_NUM_THREADS"] = str(cpu.num_threads)
+        # The memory of replaced weights is kept for the next: touching fresh pages takes longer than a copy.
+        for name, value in {"ARENA_MAX": 1, "MMAP_THRESHOLD_": 2**40, "TRIM_THRESHOLD_": 2**40}.items():
+            os.environ.setdefault(f"MALLOC_{name}", str(value))
         # Compiling a sampler helper costs vLLM's first request 18 s, and saves nothing later.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if cpu.cpu_cores is not None:

@@ -1,68 +1,41 @@
 """vLLM's side of a weight sync: its workers load the weights from memory that another process filled.
 
-`object_store`: Ray brings the snapshot to the Generator's node, `SharedBuffer.write` copies it once there, and
-the engine's workers map the same pages and load from them. It works on any device, and needs no network between
-the workers and the Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
+`object_store`: Ray brings the snapshot to the Generator's node, and the engine's workers map the same pages
+(shared_pages.py) and load from them. It works on any device, and needs no network between the workers and the
+Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
+
+On a CPU the weights are loaded while the engine samples, into a second set of tensors (shadow_model.py); on a
+GPU they are loaded over the old ones while it is paused.
 """
 
-import mmap
 import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
-from grpo_ray.transfer.kept_weights import KeptWeights
+from grpo_ray.transfer.shadow_model import ShadowModel
+from grpo_ray.transfer.shared_pages import Pages, map_pages
 from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 BACKEND = "grpo_ray"
+WORKER = f"{__name__}.StagingWorker"
 
 
 def register() -> None:
     """Register the transport; every vLLM process calls this through the entry point `vllm.general_plugins`."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SharedMemoryTransferEngine")
-
-
-class SharedBuffer:
-    """Anonymous shared memory that other processes of the same user can map through /proc.
-
-    It has no name in /dev/shm, so it cannot outlive the process that made it, however that process dies.
-    """
-
-    def __init__(self, fd: int | None = None) -> None:
-        """
-        Args:
-            fd: an open file to use instead, which is closed by `close`.
-        """
-        self._fd = os.memfd_create("grpo_ray-weights") if fd is None else fd
-        self._kept: KeptWeights | None = KeptWeights(self._allocate)
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def write(self, snapshot: WeightSnapshot) -> None:
-        """Copy the snapshot's bytes into the memory, or those that changed; the next snapshot reuses it.
-
-        Raises:
-            ValueError: the change is one of another version than the memory's.
-        """
-        assert self._kept is not None, "closed"
-        self._kept.receive(snapshot)
-
-    def _allocate(self, size: int) -> np.ndarray:
-        os.ftruncate(self._fd, size)
-        return np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
-
-    def close(self) -> None:
-        self._kept = None  # and with it the mapping
-        os.close(self._fd)
 
 
 @dataclass
@@ -78,6 +51,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """
 
     path: str
+    offset_bytes: int
     num_bytes: int
     specs: list[dict[str, Any]]
     on_device: list[dict[str, Any]] | None = None
@@ -88,47 +62,60 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
+    _staged: SharedMemoryUpdateInfo | None = None
+    _next: "Future[ShadowModel] | None" = None  # the staged weights, ready to be put in place
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._stager = ThreadPoolExecutor(1, "stage_weights")
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
         pass
 
-    def start_weight_update(self) -> None:
-        # Layers transform their weights after loading (on a CPU linears are packed), so the loading and
-        # transformation of each layer run again, as at start-up.
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    def stage(self, update_info: SharedMemoryUpdateInfo) -> None:
+        """Begin to load beside sampling as far as the device allows; return at once."""
+        self._staged = update_info
+        if self.device.type == "cpu" and self.model_config.quantization is None:
+            self._next = self._stager.submit(self._load_shadow, update_info)
 
-        for layer in self.model.modules() if self.device.type == "cpu" else ():
-            # Only experts that have no kernel yet are packed, which vLLM 0.32 forgets in a reload on a CPU.
-            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-                layer.quant_method.moe_kernel = None
+    def is_staged(self) -> bool:
+        """Tell if `load` need not wait.
+
+        Raises:
+            ValueError: the snapshot is not exactly the model's.
+        """
+        return self._next is None or (self._next.done() and self._next.result() is not None)
+
+    def load(self) -> None:
+        """Replace the model's weights by the staged ones, while nothing is sampled."""
+        staged, self._staged = self._staged, None
+        assert staged is not None, "stage first"
+        if self._next is None:
+            self.start_weight_update()
+            self.receive_weights(staged)
+            self.finish_weight_update()
+            torch.accelerator.synchronize()
+            return
+        shadow, self._next = self._next.result(), None
+        shadow.put_in_place()
+        for layer in filter(is_deferred_attention_layer, self.model.modules()):
+            layer.process_weights_after_loading(self.model_config.dtype)
+
+    def _load_shadow(self, update_info: SharedMemoryUpdateInfo) -> ShadowModel:
+        shadow = ShadowModel(self.model, self._is_tied, can_adopt=not current_platform.is_zen_cpu())
+        with set_current_vllm_config(self.vllm_config):
+            self._check_complete(shadow.root, shadow.load(self._weights(update_info)))
+            shadow.pack(max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
+        return shadow
+
+    def start_weight_update(self) -> None:
+        # Layers transform their weights after loading, so both run again for each layer, as at start-up.
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs]
-        buffer = self._buffer(update_info)
-        loaded = self.model.load_weights(unpack_weights(specs, buffer))
-        # As vLLM's own loader checks at start-up: a layer that received nothing would keep its old weights.
-        missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
-        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            # lm_head is another name of the embeddings; the two are separate only during a reload.
-            missing = {name for name in missing if not name.endswith("lm_head.weight")}
-        if self.model_config.quantization is not None:
-            # Scales and zero points are made from the weights here; no checkpoint has them.
-            missing = {name for name in missing if name.endswith(("weight", "bias"))}
-        if loaded is not None and missing:
-            raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
-
-    def _buffer(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
-        if update_info.on_device:
-            handles = {fields["gpu"]: DeviceHandle(**fields) for fields in update_info.on_device}
-            return open_shared(handles[gpu_of(self.device)], self.device)
-        with open(update_info.path, "rb") as file:
-            pages = mmap.mmap(file.fileno(), update_info.num_bytes, flags=mmap.MAP_PRIVATE)
-        return torch.frombuffer(pages, dtype=torch.uint8)
+        self._check_complete(self.model, self.model.load_weights(self._weights(update_info)))
 
     def finish_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_lm_head()
 
@@ -138,15 +125,60 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         if hasattr(lm_head, "cpu_linear"):
             lm_head.quant_method.process_weights_after_loading(lm_head)
 
+    @property
+    def _is_tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    def _check_complete(self, model: Any, loaded: set[str] | None) -> None:
+        # As vLLM's own loader checks at start-up: a layer that received nothing would keep its old weights.
+        missing = {name for name, _ in model.named_parameters()} - (loaded or set())
+        if self._is_tied:
+            # lm_head is another name of the embeddings; the two are separate only during a reload.
+            missing = {name for name in missing if not name.endswith("lm_head.weight")}
+        if self.model_config.quantization is not None:
+            # Scales and zero points are made from the weights here; no checkpoint has them.
+            missing = {name for name in missing if name.endswith(("weight", "bias"))}
+        if loaded is not None and missing:
+            raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
+
+    def _weights(self, update_info: SharedMemoryUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs]
+        return unpack_weights(specs, self._buffer(update_info))
+
+    def _buffer(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
+        if update_info.on_device:
+            handles = {fields["gpu"]: DeviceHandle(**fields) for fields in update_info.on_device}
+            return open_shared(handles[gpu_of(self.device)], self.device)
+        return map_pages(Pages(update_info.path, update_info.offset_bytes, update_info.num_bytes))
+
     def shutdown(self) -> None:
-        pass
+        self._stager.shutdown(wait=False)
 
 
-def update_info(buffer: SharedBuffer, snapshot: WeightSnapshot) -> dict[str, Any]:
-    """Return the message for `AsyncLLM.update_weights`."""
+class StagingWorker:
+    """Methods of vLLM's worker for `AsyncLLM.collective_rpc`."""
+
+    vllm_config: Any
+    model_runner: Any
+    weight_transfer_engine: Any
+
+    def stage_weights(self, update_info: dict[str, Any]) -> None:
+        engine = self.weight_transfer_engine
+        engine.stage(engine.parse_update_info(update_info))
+
+    def has_staged_weights(self) -> bool:
+        return bool(self.weight_transfer_engine.is_staged())
+
+    def load_staged_weights(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.load()
+        self.model_runner.reset_lora_state()
+
+
+def update_info(pages: Pages, snapshot: WeightSnapshot) -> dict[str, Any]:
+    """Return the message for `stage_weights`."""
     return {
-        "path": buffer.path,
-        "num_bytes": snapshot.num_bytes,
+        **asdict(pages),
         "specs": [asdict(spec) for spec in snapshot.specs],
         "on_device": [asdict(handle) for handle in snapshot.on_device],
     }

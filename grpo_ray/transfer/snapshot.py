@@ -1,6 +1,7 @@
 """Weights as one buffer of bytes, packed by the Learner and read by every engine."""
 
 import math
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -34,10 +35,16 @@ def pack_weights(
     version: int,
     dtype: torch.dtype,
     with_checksum: bool = False,
+    memory: "ReusedMemory | None" = None,
 ) -> WeightSnapshot:
-    """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer."""
-    specs, buffer = _pack(named_tensors, dtype, torch.device("cpu"))
-    data = buffer.numpy()
+    """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer.
+
+    Args:
+        memory: takes the buffer from here, instead of making a new one.
+    """
+    tensors, specs, num_bytes = _layout(named_tensors, dtype)
+    data = (memory or ReusedMemory()).take(num_bytes)
+    _fill(tensors, specs, torch.from_numpy(data))
     return WeightSnapshot(version, specs, data, zlib.crc32(data.data) if with_checksum else None)
 
 
@@ -51,14 +58,44 @@ def pack_on_device(
     named_tensors: NamedWeights, version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
     """Pack like `pack_weights`, but into a buffer on a GPU, which the caller keeps while it may be loaded."""
-    specs, buffer = _pack(named_tensors, dtype, device)
+    tensors, specs, num_bytes = _layout(named_tensors, dtype)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    _fill(tensors, specs, buffer)
     torch.cuda.synchronize(device)  # another process reads it
     return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=(share(buffer),)), buffer
 
 
-def _pack(
-    named_tensors: NamedWeights, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
+class ReusedMemory:
+    """One buffer of host memory at a time, and again the same once the caller has dropped it.
+
+    Touching fresh pages takes longer than a copy into them.
+    """
+
+    def __init__(self, is_pinned: bool = False) -> None:
+        """
+        Args:
+            is_pinned: page-locked, to which a GPU copies at full speed.
+        """
+        self._is_pinned = is_pinned
+        self._memory: torch.Tensor | None = None
+        self._taken: weakref.ref[np.ndarray] | None = None
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Return a uint8 array; the memory is used again only when neither it nor a view of it is left."""
+        is_free = self._taken is None or self._taken() is None
+        if self._memory is None or self._memory.numel() != num_bytes or not is_free:
+            self._memory = None  # before the next one is made
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        array: np.ndarray = self._memory.numpy()
+        self._taken = weakref.ref(array)
+        return array
+
+
+_Tensors = list[tuple[str, Weight, torch.dtype]]
+
+
+def _layout(named_tensors: NamedWeights, dtype: torch.dtype) -> tuple[_Tensors, tuple[TensorSpec, ...], int]:
+    """Return the tensors with the dtypes that they are cast to, their places, and the bytes of all."""
     tensors = [(n, t, _wire_dtype(t, dtype)) for n, t in named_tensors]
     specs, offset = [], 0
     for name, tensor, wire_dtype in tensors:
@@ -67,11 +104,20 @@ def _pack(
             TensorSpec(name, str(wire_dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
         )
         offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    buffer = torch.empty(offset, dtype=torch.uint8, device=device)
+    return tensors, tuple(specs), offset
+
+
+def _fill(tensors: _Tensors, specs: Iterable[TensorSpec], buffer: torch.Tensor) -> None:
     for spec, (_, tensor, wire_dtype) in zip(specs, tensors, strict=True):
-        view = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype)
-        view.view(tensor.shape).copy_(tensor.detach())
-    return tuple(specs), buffer
+        view = (
+            buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype).view(tensor.shape)
+        )
+        values = tensor.detach()
+        if values.device != buffer.device:
+            values = values.to(wire_dtype)  # there, so that no more bytes than needed are sent
+        view.copy_(values, non_blocking=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _wire_dtype(tensor: Weight, dtype: torch.dtype) -> torch.dtype:

@@ -25,7 +25,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.transfer.snapshot import pack_weights
+from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 
 TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {
@@ -41,6 +41,8 @@ SIZES: dict[str, list[str]] = {
         "model.tiny.intermediate_size=2816",
     ],
 }
+NUM_WARM_UP = 3  # until all memory that syncs use again and again has been touched
+STEP_S = 0.5  # between syncs; Ray frees a replaced snapshot with a delay
 NOT_HERE = {
     "nccl": "grpo_ray has no such transport; weights travel by object_store or ipc",
     "ipc": "it needs a GPU that Learner and Generator share, in a run with generator.colocated; the "
@@ -69,11 +71,12 @@ async def _measure(size: str, folder: str, engine: str, rounds: int) -> list[Row
         client = _start_generator(config, folder, Path(logs))
         try:
             await client.ready()
-            seconds, phases = await _publish_all(config, client, model, rounds)
+            seconds, phases = await _publish_all(config, client, model, num_bytes, rounds)
             await client.shutdown()
         finally:
             ray.kill(client.handle)
     facts = {f"{phase}, s": float(np.median(values)) for phase, values in phases.items()}
+    facts["paused, copies"] = facts["paused, s"] / float(np.median(seconds["copy"]))
     base = f"{label}: {copy} beside {engine}"
     mib = num_bytes / 2**20
     return [
@@ -89,30 +92,38 @@ def _start_generator(config: Config, folder: str, logs: Path) -> Client:
 
 
 async def _publish_all(
-    config: Config, client: Client, model: PolicyModel, rounds: int
+    config: Config, client: Client, model: PolicyModel, num_bytes: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of each sync, from the Learner's weights to a Generator that samples again, and of its phases."""
     sync = WeightSync([client], admission_of(config), config.weight_sync.phase_timeout_s)
-    dtype = getattr(torch, config.model.dtype)
     seconds: dict[str, list[float]] = {"copy": [], "sync": []}
-    phases: dict[str, list[float]] = {phase: [] for phase in ("pack", *PHASES, "paused")}
-    for version in range(1, rounds + 2):
+    phases: dict[str, list[float]] = {phase: [] for phase in ("pack", "put", *PHASES, "paused")}
+    source, target = (torch.full((num_bytes,), value, dtype=torch.uint8) for value in (1, 0))
+    memory = ReusedMemory()
+    for version in range(1, rounds + 1 + NUM_WARM_UP):
         started = time.perf_counter()
-        snapshot = pack_weights(model.named_parameters(), version, dtype, config.weight_sync.checksum)
+        weights = model.named_parameters()
+        snapshot = pack_weights(
+            weights, version, getattr(torch, config.model.dtype), config.weight_sync.checksum, memory
+        )
         packed = time.perf_counter()
-        report = await sync.publish(version, (ray.put(snapshot),))
+        reference = ray.put(snapshot)
+        put = time.perf_counter()
+        del snapshot  # the next takes its memory
+        report = await sync.publish(version, (reference,))
         ended = time.perf_counter()
         assert not report.failed, report.failed
-        source = torch.from_numpy(snapshot.data)
-        target = torch.empty_like(source).fill_(0)  # touches its pages
+        del reference
+        await asyncio.sleep(STEP_S)
         copying = time.perf_counter()
         target.copy_(source)
         copied = time.perf_counter()
-        if version == 1:  # warm-up
+        if version <= NUM_WARM_UP:
             continue
         seconds["copy"].append(copied - copying)
         seconds["sync"].append(ended - started)
         phases["pack"].append(packed - started)
+        phases["put"].append(put - packed)
         for phase in (*PHASES, "paused"):
             phases[phase].append(report.metrics[f"timing/weight_sync/{phase}_s"])
     return seconds, phases

@@ -1,0 +1,131 @@
+"""Bytes that one process of a node holds and others map, without a copy where the pages are shared already.
+
+A snapshot that Ray brought to a node lies once in its object store, whatever the number of processes that hold
+it. vLLM's workers are no workers of Ray's; they open the store's memory through a process that has it open.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_ray.transfer.kept_weights import KeptWeights
+from grpo_ray.types import WeightSnapshot
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A range of a file, or of memory that /proc shows as one."""
+
+    path: str
+    offset_bytes: int
+    num_bytes: int
+
+
+def map_pages(pages: Pages) -> torch.Tensor:
+    """Return the bytes as a flat uint8 tensor; what is written to it stays in this process.
+
+    The process that gave the pages keeps the bytes as they are for as long as the tensor is read.
+
+    Raises:
+        OSError: the pages cannot be opened.
+    """
+    beyond = pages.offset_bytes % mmap.ALLOCATIONGRANULARITY
+    if not pages.num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    with open(pages.path, "rb") as file:
+        mapped = mmap.mmap(
+            file.fileno(),
+            beyond + pages.num_bytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=pages.offset_bytes - beyond,
+        )
+    return torch.frombuffer(mapped, dtype=torch.uint8)[beyond:]
+
+
+def pages_of(data: np.ndarray) -> Pages | None:
+    """Return the shared pages that an array (contiguous) lies in, or None if other processes cannot open them.
+
+    The caller keeps the array while the pages may be read.
+    """
+    address = data.__array_interface__["data"][0]
+    for start, end, offset, device, inode in _shared_mappings():
+        if start <= address and address + data.nbytes <= end:
+            path = _path_of(device, inode)
+            return None if path is None else Pages(path, offset + address - start, data.nbytes)
+    return None
+
+
+def _shared_mappings() -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield start, end, offset in the file, device and inode of each mapping that is shared."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, mode, offset, device, inode = line.split()[:5]
+        if mode.endswith("s") and inode != "0":
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            major, minor = (int(number, 16) for number in device.split(":"))
+            yield start, end, int(offset, 16), os.makedev(major, minor), int(inode)
+
+
+def _path_of(device: int, inode: int) -> str | None:
+    """Return the path of a file that this process or its parent has open.
+
+    The parent of a worker of Ray's is the raylet, which made the store's memory; its file has no name any more.
+    """
+    for process in (os.getpid(), os.getppid()):
+        folder = Path(f"/proc/{process}/fd")
+        try:
+            for path in folder.iterdir():
+                found = _status(path)
+                if found is not None and (found.st_dev, found.st_ino) == (device, inode):
+                    return str(path)
+        except OSError:  # of another user
+            continue
+    return None
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:  # closed meanwhile
+        return None
+
+
+class SharedBuffer:
+    """Anonymous shared memory that other processes of the same user can map through /proc.
+
+    It has no name in /dev/shm, so it cannot outlive the process that made it, however that process dies.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        """
+        Args:
+            fd: an open file to use instead, which is closed by `close`.
+        """
+        self._fd = os.memfd_create("grpo_ray-weights") if fd is None else fd
+        self._kept: KeptWeights | None = KeptWeights(self._allocate)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def write(self, snapshot: WeightSnapshot) -> Pages:
+        """Copy the snapshot's bytes into the memory, or those that changed; the next snapshot reuses it.
+
+        Raises:
+            ValueError: the change is one of another version than the memory's.
+        """
+        assert self._kept is not None, "closed"
+        return Pages(self.path, 0, self._kept.receive(snapshot).nbytes)
+
+    def _allocate(self, size: int) -> np.ndarray:
+        os.ftruncate(self._fd, size)
+        return np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
+
+    def close(self) -> None:
+        self._kept = None  # and with it the mapping
+        os.close(self._fd)

@@ -1,0 +1,130 @@
+"""Bytes that several processes of a node read in place, and Ray's snapshots, of which few exist at a time."""
+
+import asyncio
+import mmap
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, map_pages, pages_of
+from grpo_ray.transfer.snapshot import pack_weights
+from grpo_ray.types import WeightSnapshot
+
+BYTES = np.arange(3 * mmap.PAGESIZE, dtype=np.uint64).view(np.uint8)
+
+
+@pytest.mark.parametrize("place", [0, 64, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 64])
+def test_an_array_in_shared_memory_is_found_and_read_by_another_process(place: int) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(BYTES.tobytes())
+        file.flush()
+        pages = mmap.mmap(file.fileno(), BYTES.nbytes)
+        data = np.frombuffer(pages, np.uint8)[place : place + 5000]
+        found = pages_of(data)
+        assert found is not None
+        program = (
+            "import sys, zlib; from grpo_ray.transfer.shared_pages import Pages, map_pages;"
+            "print(zlib.crc32(map_pages(Pages(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))).numpy().data))"
+        )
+        where = [found.path, str(found.offset_bytes), str(found.num_bytes)]
+        read = subprocess.run(
+            [sys.executable, "-c", program, *where], capture_output=True, text=True, check=True
+        )
+        assert int(read.stdout) == zlib.crc32(data.tobytes())
+
+
+def test_private_memory_is_not_found() -> None:
+    assert pages_of(np.zeros(10_000_000, np.uint8)) is None
+
+
+def test_what_a_reader_writes_stays_with_it() -> None:
+    buffer = SharedBuffer()
+    pages = buffer.write(WeightSnapshot(1, (), BYTES))
+    first, second = map_pages(pages), map_pages(pages)
+    first.fill_(7)
+    assert torch.equal(second, torch.from_numpy(BYTES.copy()))
+    buffer.close()
+
+
+def test_buffer_follows_the_size_and_the_bytes() -> None:
+    buffer = SharedBuffer()
+    for data in (BYTES[:100], BYTES[:0], BYTES, BYTES[8:108]):
+        pages = buffer.write(WeightSnapshot(1, (), data))
+        assert pages == Pages(buffer.path, 0, data.nbytes)
+        assert map_pages(pages).numpy().tobytes() == data.tobytes()
+    path = Path(buffer.path)
+    buffer.close()
+    assert not path.exists()
+
+
+class PlaceEngine:
+    """Notes where in the object store each snapshot lies."""
+
+    def __init__(self) -> None:
+        self.places: list[Pages | None] = []
+        self.are_right: list[bool] = []
+
+    async def start(self, version: int) -> None: ...
+
+    async def stage(self, snapshot: WeightSnapshot) -> None:
+        pages = pages_of(snapshot.data)
+        self.places.append(pages)
+        self.are_right.append(
+            pages is not None and map_pages(pages).numpy().tobytes() == snapshot.data.tobytes()
+        )
+
+    async def pause(self) -> None: ...
+    async def load(self) -> None: ...
+    async def finish(self, version: int) -> None: ...
+    async def resume(self) -> None: ...
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Path) -> None:
+    """The published one, and the one in transit; so the memory of the one before is used again."""
+    import ray
+
+    from grpo_ray.actors.clients import methods_with_bulk
+    from grpo_ray.actors.generator import Generator
+    from grpo_ray.actors.staleness import Admission
+    from grpo_ray.actors.weight_sync import WeightSync
+    from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
+    from grpo_ray.cluster.session import connected
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
+
+    async def publish_all() -> Any:
+        names = ("generator-0", "generator-1")
+        clients = [
+            Client(
+                name,
+                as_actor(Generator, name, tmp_path).options(num_cpus=0, max_concurrency=10)
+                .remote(name, Deferred(PlaceEngine), 0.0, 0),
+                methods_with_bulk(Generator),
+            )
+            for name in names
+        ]  # fmt: skip
+        sync = WeightSync(clients, Admission(max_lag=1, groups_per_step=1, num_steps=10), phase_timeout_s=30)
+        for version in range(1, 8):
+            weights = [("w", torch.full((4_000_000,), float(version)))]
+            reference = ray.put(pack_weights(weights, version, torch.float32))
+            report = await sync.publish(version, (reference,))
+            assert not report.failed
+            del reference
+            await asyncio.sleep(1.0)  # Ray frees an object soon after its last reference has gone
+        seen = lambda actor: (actor._engine.places, actor._engine.are_right)  # noqa: E731
+        return [ray.get(client.handle.__ray_call__.remote(seen)) for client in clients]
+
+    with connected():
+        (places, are_right), (others, _) = asyncio.run(publish_all())
+    assert all(are_right)
+    assert places == others  # one copy on the node
+    assert len(set(places)) == 2
