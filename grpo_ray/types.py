@@ -251,7 +251,7 @@ class WeightSnapshot:
     """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
 
     The bytes are in `data`, or in the buffers of `on_device`, one per GPU that a Generator shares with the
-    Learner.
+    Learner; or the Learner keeps them, and sends `wire_bytes` to each Generator (transfer/wire.py).
     """
 
     version: int
@@ -259,10 +259,12 @@ class WeightSnapshot:
     data: np.ndarray  # uint8 [total_bytes]
     checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on
     on_device: tuple[DeviceHandle, ...] = ()
+    wire_bytes: int = 0
+    pages: str = ""  # path of a file with `data`'s own pages, for other processes to map; empty: there is none
 
     @property
     def num_bytes(self) -> int:
-        return self.on_device[0].num_bytes if self.on_device else self.data.nbytes
+        return self.on_device[0].num_bytes if self.on_device else self.wire_bytes or self.data.nbytes
 
 
 @dataclass(frozen=True)

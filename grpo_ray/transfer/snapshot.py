@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ def pack_weights(
     with_checksum: bool = False,
 ) -> WeightSnapshot:
     """Copy floating-point tensors, cast to `dtype`, and others as they are, into one CPU buffer."""
-    specs, buffer = _pack(named_tensors, dtype, torch.device("cpu"))
+    specs, buffer = pack(named_tensors, dtype, room_on(torch.device("cpu")))
     data = buffer.numpy()
     return WeightSnapshot(version, specs, data, zlib.crc32(data.data) if with_checksum else None)
 
@@ -51,14 +51,24 @@ def pack_on_device(
     named_tensors: NamedWeights, version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
     """Pack like `pack_weights`, but into a buffer on a GPU, which the caller keeps while it may be loaded."""
-    specs, buffer = _pack(named_tensors, dtype, device)
+    specs, buffer = pack(named_tensors, dtype, room_on(device))
     torch.cuda.synchronize(device)  # another process reads it
     return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=(share(buffer),)), buffer
 
 
-def _pack(
-    named_tensors: NamedWeights, dtype: torch.dtype, device: torch.device
+def room_on(device: torch.device) -> Callable[[int], torch.Tensor]:
+    """Return a function that allocates a number of bytes on the device."""
+    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def pack(
+    named_tensors: NamedWeights, dtype: torch.dtype, room: Callable[[int], torch.Tensor]
 ) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
+    """Copy the tensors into one buffer (uint8).
+
+    Args:
+        room: returns the memory for a number of bytes.
+    """
     tensors = [(n, t, _wire_dtype(t, dtype)) for n, t in named_tensors]
     specs, offset = [], 0
     for name, tensor, wire_dtype in tensors:
@@ -67,7 +77,7 @@ def _pack(
             TensorSpec(name, str(wire_dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
         )
         offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    buffer = torch.empty(offset, dtype=torch.uint8, device=device)
+    buffer = room(offset)
     for spec, (_, tensor, wire_dtype) in zip(specs, tensors, strict=True):
         view = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(wire_dtype)
         view.view(tensor.shape).copy_(tensor.detach())
