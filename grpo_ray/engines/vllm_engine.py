@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 
@@ -96,11 +98,17 @@ class VllmEngine:
     async def start(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
 
+    async def join(self, meeting: Meeting) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info={"meeting": asdict(meeting)})
+        await self._llm.init_weight_transfer_engine(request)
+
     async def stage(self, snapshot: WeightSnapshot) -> None:
         self._staged = snapshot
         if self._adapter is not None:
             await asyncio.to_thread(self._adapter.stage, snapshot)
-        elif not snapshot.on_device:
+        elif not (snapshot.on_device or snapshot.pages or snapshot.wire_bytes):
             await asyncio.to_thread(self._buffer.write, snapshot)
 
     async def pause(self) -> None:

@@ -2,7 +2,9 @@
 
 `object_store`: Ray brings the snapshot to the Generator's node, `SharedBuffer.write` copies it once there, and
 the engine's workers map the same pages and load from them. It works on any device, and needs no network between
-the workers and the Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
+the workers and the Learner. `collective`: the Generator receives them in pages that the workers map as well.
+`nccl`: each worker receives them on its GPU, chunk by chunk (transfer/wire.py). `ipc`: the bytes stay on the
+GPU (device_buffer.py).
 """
 
 import mmap
@@ -10,12 +12,15 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from grpo_ray.engines.wires import join
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
-from grpo_ray.transfer.snapshot import unpack_weights
+from grpo_ray.transfer.snapshot import room_on, unpack_weights
+from grpo_ray.transfer.wire import Channel, Meeting, receive
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 BACKEND = "grpo_ray"
@@ -57,7 +62,9 @@ class SharedBuffer:
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """The message that sets up the transport; empty, because there is nothing to agree on."""
+    """The message that sets up `nccl`: the fields of a `Meeting`. Other transports need none."""
+
+    meeting: dict[str, Any]
 
 
 @dataclass
@@ -71,6 +78,8 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     num_bytes: int
     specs: list[dict[str, Any]]
     on_device: list[dict[str, Any]] | None = None
+    version: int = 0
+    by_wire: bool = False  # they are still with the Learner, which sends them now
 
 
 class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -79,8 +88,12 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
 
+    _channel: Channel | None = None
+
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        pass
+        self.shutdown()
+        self._meeting = Meeting(**init_info.meeting)
+        self._channel = join(self._meeting, 1 + self.parallel_config.rank, self.device)
 
     def start_weight_update(self) -> None:
         # Layers transform their weights after loading (on a CPU linears are packed), so the loading and
@@ -95,8 +108,10 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs]
-        buffer = self._buffer(update_info)
-        loaded = self.model.load_weights(unpack_weights(specs, buffer))
+        if update_info.by_wire:
+            loaded = self._receive(update_info, tuple(specs))
+        else:
+            loaded = self.model.load_weights(unpack_weights(specs, self._buffer(update_info)))
         # As vLLM's own loader checks at start-up: a layer that received nothing would keep its old weights.
         missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
@@ -107,6 +122,21 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             missing = {name for name in missing if name.endswith(("weight", "bias"))}
         if loaded is not None and missing:
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
+
+    def _receive(self, update_info: SharedMemoryUpdateInfo, specs: tuple[TensorSpec, ...]) -> set[str] | None:
+        """Load each chunk as it arrives; return the names of the parameters that were loaded."""
+        assert self._channel is not None, "the Generator joins first"
+        expected = WeightSnapshot(
+            update_info.version, specs, np.empty(0, np.uint8), wire_bytes=update_info.num_bytes
+        )
+        new = room_on(self.device)  # per chunk: the reload keeps views of it until a layer is complete
+        loaded: set[str] | None = set()
+        for chunk, part in receive(
+            self._channel, expected, lambda chunk: new(chunk.end - chunk.start), self._meeting.timeout_s
+        ):
+            found = self.model.load_weights(unpack_weights(chunk.rebased(), part))
+            loaded = None if loaded is None or found is None else loaded | found
+        return loaded
 
     def _buffer(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
         if update_info.on_device:
@@ -129,14 +159,18 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             lm_head.quant_method.process_weights_after_loading(lm_head)
 
     def shutdown(self) -> None:
-        pass
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 def update_info(buffer: SharedBuffer, snapshot: WeightSnapshot) -> dict[str, Any]:
     """Return the message for `AsyncLLM.update_weights`."""
     return {
-        "path": buffer.path,
+        "path": snapshot.pages or buffer.path,
         "num_bytes": snapshot.num_bytes,
         "specs": [asdict(spec) for spec in snapshot.specs],
         "on_device": [asdict(handle) for handle in snapshot.on_device],
+        "version": snapshot.version,
+        "by_wire": snapshot.wire_bytes > 0,
     }

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from threading import Lock
-from typing import Literal
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from grpo_ray.config import Config
 from grpo_ray.transfer.snapshot import NamedWeights, pack
-from grpo_ray.transfer.wire import SENDER, Channel, Meeting, WireError, send
+from grpo_ray.transfer.wire import SENDER, Backend, Channel, Meeting, WireError, send
 from grpo_ray.types import WeightSnapshot
 
 
@@ -25,7 +26,7 @@ class Sender:
 
     def __init__(
         self,
-        backend: Literal["gloo", "nccl"],
+        backend: Backend,
         host: str,
         num_receivers: int,
         timeout_s: float,
@@ -133,3 +134,24 @@ class Sender:
             channel = self._channels.pop(name, None)
         if channel is not None:
             channel.close()
+
+
+def make_sender(
+    config: Config, host: str, device: torch.device, join: Callable[[Meeting, int, torch.device], Channel]
+) -> Sender:
+    """Return the Learner's end of all wires.
+
+    Args:
+        host: the address of the Learner's node.
+        device: the Learner's.
+    """
+    sync = config.weight_sync
+    on_gpu = sync.wire_backend == "nccl"
+    return Sender(
+        backend=sync.wire_backend or "gloo",
+        host=host,
+        num_receivers=config.generator.num_gpus if on_gpu else 1,
+        timeout_s=sync.phase_timeout_s,
+        join=partial(join, device=device),
+        device=device if on_gpu else torch.device("cpu"),
+    )

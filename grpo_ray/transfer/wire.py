@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import monotonic
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from grpo_ray.types import TensorSpec, WeightSnapshot
 
 CHUNK_BYTES = 2**30
+Backend = Literal["gloo", "nccl"]
 SENDER = 0  # the Learner's rank in every wire; the receivers follow
 
 
@@ -33,7 +34,7 @@ class Meeting:
     host: str
     port: int
     key: str
-    backend: Literal["gloo", "nccl"]
+    backend: Backend
     num_receivers: int
     timeout_s: float  # for joining, and for each transfer
 
@@ -82,11 +83,12 @@ class GlooChannel:
         Raises:
             WireError: it did not come within `timeout_s`.
         """
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo  # its type lacks much
+        options = gloo._Options()
         options._timeout = timedelta(seconds=meeting.timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(meeting))]
+        options._devices = [gloo.create_device(hostname=_address_towards(meeting))]
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(meeting.store(), rank, 2, options)
+            self._group = gloo(meeting.store(), rank, 2, options)
         except RuntimeError as error:
             raise WireError(f"the other end did not come: {error}") from error
         self._other = 1 - rank
@@ -97,7 +99,7 @@ class GlooChannel:
     def receive(self, part: torch.Tensor, timeout_s: float) -> None:
         self._wait(lambda group: group.recv([part], self._other, 0), timeout_s)
 
-    def _wait(self, begin: Callable[[ProcessGroupGloo], torch.distributed.Work], timeout_s: float) -> None:
+    def _wait(self, begin: Callable[[Any], Any], timeout_s: float) -> None:
         group = self._group
         if group is None:
             raise WireError("the wire was closed")
