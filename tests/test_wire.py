@@ -35,7 +35,7 @@ def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def make_sender(timeout_s: float = 20.0) -> Sender:
-    return Sender("gloo", "127.0.0.1", 1, timeout_s, GlooChannel, CPU)
+    return Sender("gloo", "127.0.0.1", 1, timeout_s, GlooChannel, CPU, chunk_bytes=300_000)
 
 
 @pytest.fixture

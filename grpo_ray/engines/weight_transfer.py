@@ -132,7 +132,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         new = room_on(self.device)  # per chunk: the reload keeps views of it until a layer is complete
         loaded: set[str] | None = set()
         for chunk, part in receive(
-            self._channel, expected, lambda chunk: new(chunk.end - chunk.start), self._meeting.timeout_s
+            self._channel, self._meeting, expected, lambda chunk: new(chunk.end - chunk.start)
         ):
             found = self.model.load_weights(unpack_weights(chunk.rebased(), part))
             loaded = None if loaded is None or found is None else loaded | found

@@ -20,8 +20,8 @@ class Inbox:
     def __init__(self) -> None:
         self._fd = os.memfd_create("grpo_ray-inbox")
         self._data = np.empty(0, np.uint8)
+        self._meeting: Meeting | None = None
         self._channel: GlooChannel | None = None
-        self._timeout_s = 0.0
 
     def join(self, meeting: Meeting) -> None:
         """Join the wire, in place of an earlier one.
@@ -29,7 +29,7 @@ class Inbox:
         Raises:
             WireError: the Learner did not come.
         """
-        self._channel, self._timeout_s = None, meeting.timeout_s
+        self._meeting, self._channel = meeting, None
         self._channel = GlooChannel(meeting, rank=1)
 
     def received(self, snapshot: WeightSnapshot) -> WeightSnapshot:
@@ -38,13 +38,13 @@ class Inbox:
         Raises:
             WireError: they did not come.
         """
-        if self._channel is None:
+        if self._channel is None or self._meeting is None:
             raise WireError("join a wire first")
         data = self._room(snapshot.wire_bytes)
         buffer = torch.from_numpy(data)
         try:
             for _ in receive(
-                self._channel, snapshot, lambda chunk: buffer[chunk.start : chunk.end], self._timeout_s
+                self._channel, self._meeting, snapshot, lambda chunk: buffer[chunk.start : chunk.end]
             ):
                 pass
         except WireError:

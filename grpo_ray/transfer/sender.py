@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.config import Config
 from grpo_ray.transfer.snapshot import NamedWeights, pack
-from grpo_ray.transfer.wire import SENDER, Backend, Channel, Meeting, WireError, send
+from grpo_ray.transfer.wire import CHUNK_BYTES, SENDER, Backend, Channel, Meeting, WireError, send
 from grpo_ray.types import WeightSnapshot
 
 
@@ -32,6 +32,7 @@ class Sender:
         timeout_s: float,
         join: Callable[[Meeting, int], Channel],
         device: torch.device,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """
         Args:
@@ -43,10 +44,11 @@ class Sender:
         """
         self._backend, self._host, self._num_receivers = backend, host, num_receivers
         self._timeout_s, self._join, self._device = timeout_s, join, device
+        self._chunk_bytes = chunk_bytes
         self._store: TCPStore | None = None
         self._num_opened = 0
         self._meetings: dict[str, Meeting] = {}  # by Generator
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, tuple[Meeting, Channel]] = {}
         self._kept: dict[int, tuple[WeightSnapshot, torch.Tensor]] = {}  # by version
         self._spare: torch.Tensor | None = None
         self._lock = Lock()
@@ -89,9 +91,14 @@ class Sender:
                 limit = timedelta(seconds=self._timeout_s)
                 self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
             self._num_opened += 1
-            key = f"{name}/{self._num_opened}"
             self._meetings[name] = Meeting(
-                self._host, self._store.port, key, self._backend, self._num_receivers, self._timeout_s
+                host=self._host,
+                port=self._store.port,
+                key=f"{name}/{self._num_opened}",
+                backend=self._backend,
+                num_receivers=self._num_receivers,
+                timeout_s=self._timeout_s,
+                chunk_bytes=self._chunk_bytes,
             )
             return self._meetings[name]
 
@@ -106,7 +113,7 @@ class Sender:
         channel = self._join(meeting, SENDER)
         with self._lock:
             if self._meetings.get(name) is meeting:
-                self._channels[name] = channel
+                self._channels[name] = meeting, channel
                 return
         channel.close()
         raise WireError(f"the wire to {name} was dropped")
@@ -118,11 +125,12 @@ class Sender:
             WireError: the Generator is gone, or did not take it within the time limit; its wire is dropped.
         """
         with self._lock:
-            channel, kept = self._channels.get(name), self._kept.get(version)
-        if channel is None or kept is None:
-            raise WireError(f"no wire to {name}" if channel is None else f"version {version} is not kept")
+            wire, kept = self._channels.get(name), self._kept.get(version)
+        if wire is None or kept is None:
+            raise WireError(f"no wire to {name}" if wire is None else f"version {version} is not kept")
+        meeting, channel = wire
         try:
-            send(channel, *kept, self._timeout_s)
+            send(channel, meeting, *kept)
         except WireError:
             self.drop_wire(name)
             raise
@@ -131,9 +139,9 @@ class Sender:
         """Close the wire, which ends whatever the Generator waits for in it."""
         with self._lock:
             self._meetings.pop(name, None)
-            channel = self._channels.pop(name, None)
-        if channel is not None:
-            channel.close()
+            wire = self._channels.pop(name, None)
+        if wire is not None:
+            wire[1].close()
 
 
 def make_sender(

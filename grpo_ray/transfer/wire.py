@@ -37,6 +37,7 @@ class Meeting:
     backend: Backend
     num_receivers: int
     timeout_s: float  # for joining, and for each transfer
+    chunk_bytes: int = CHUNK_BYTES
 
     def store(self) -> PrefixStore:
         """Connect to the Learner's store, and return the part of it that is this wire's.
@@ -132,7 +133,7 @@ class Chunk:
         return [replace(spec, offset_bytes=spec.offset_bytes - self.start) for spec in self.specs]
 
 
-def chunks(specs: Sequence[TensorSpec], num_bytes: int, limit: int = CHUNK_BYTES) -> Iterator[Chunk]:
+def chunks(specs: Sequence[TensorSpec], num_bytes: int, limit: int) -> Iterator[Chunk]:
     """Cut a buffer of `num_bytes` at tensor borders, into chunks of at most `limit` bytes or one tensor."""
     ends = [spec.offset_bytes for spec in specs[1:]] + [num_bytes]
     first = 0
@@ -143,20 +144,20 @@ def chunks(specs: Sequence[TensorSpec], num_bytes: int, limit: int = CHUNK_BYTES
             first = place + 1
 
 
-def send(channel: Channel, snapshot: WeightSnapshot, buffer: torch.Tensor, timeout_s: float) -> None:
+def send(channel: Channel, meeting: Meeting, snapshot: WeightSnapshot, buffer: torch.Tensor) -> None:
     """Send the snapshot's bytes, which are in `buffer` (uint8) on the channel's device.
 
     Raises:
-        WireError: the receiver is gone, or did not take them within `timeout_s`.
+        WireError: the receiver is gone, or did not take them within the meeting's time limit.
     """
-    deadline = monotonic() + timeout_s
-    channel.send(_header(snapshot).to(channel.device), timeout_s)
-    for chunk in chunks(snapshot.specs, snapshot.num_bytes):
+    deadline = monotonic() + meeting.timeout_s
+    channel.send(_header(snapshot).to(channel.device), meeting.timeout_s)
+    for chunk in chunks(snapshot.specs, snapshot.num_bytes, meeting.chunk_bytes):
         channel.send(buffer[chunk.start : chunk.end], deadline - monotonic())
 
 
 def receive(
-    channel: Channel, snapshot: WeightSnapshot, room: Callable[[Chunk], torch.Tensor], timeout_s: float
+    channel: Channel, meeting: Meeting, snapshot: WeightSnapshot, room: Callable[[Chunk], torch.Tensor]
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
     """Yield each chunk of the snapshot as it arrives, and its bytes.
 
@@ -167,15 +168,15 @@ def receive(
     Raises:
         WireError: the sender is gone or silent, or sent something else.
     """
-    deadline = monotonic() + timeout_s
+    deadline = monotonic() + meeting.timeout_s
     expected = _header(snapshot)
     header = torch.empty_like(expected, device=channel.device)
-    channel.receive(header, timeout_s)
+    channel.receive(header, meeting.timeout_s)
     if not torch.equal(header.cpu(), expected):
         version = int(header.cpu().view(torch.int64)[0])
         raise WireError(f"expected the weights of version {snapshot.version}, and version {version} came, or "
                         "the same in another layout")  # fmt: skip
-    for chunk in chunks(snapshot.specs, snapshot.num_bytes):
+    for chunk in chunks(snapshot.specs, snapshot.num_bytes, meeting.chunk_bytes):
         part = room(chunk)
         channel.receive(part, deadline - monotonic())
         yield chunk, part
