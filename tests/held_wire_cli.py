@@ -1,4 +1,4 @@
-"""The command line with a Learner whose transfers wait between header and weights while a file `hold` is there.
+"""The command line with a Learner that waits between header and weights while a file `hold` is there.
 
 The first argument is the file's folder; `held` appears there once a transfer waits.
 """

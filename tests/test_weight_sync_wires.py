@@ -1,6 +1,7 @@
-"""WeightSync with wires, over fakes of both ends: who is called when, and which end is to blame."""
+"""WeightSync with wires, over fakes of both ends: the order of calls, and the end that is to blame."""
 
 import asyncio
+import pickle
 from collections.abc import Awaitable
 from typing import Any
 
@@ -9,7 +10,7 @@ from test_weight_sync import FakeGenerator, admit, fakes, publish
 
 from grpo_ray.actors.staleness import Admission
 from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError
-from grpo_ray.errors import ActorDied
+from grpo_ray.errors import ActorDied, OutOfDeviceMemory
 from grpo_ray.transfer import wires
 from grpo_ray.transfer.wire import Meeting, WireError
 from grpo_ray.transfer.wires import Wires
@@ -238,6 +239,13 @@ def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again
         assert await admit(sync, fresh) == 1
 
     asyncio.run(run())
+
+
+def test_a_death_that_another_actor_reports_keeps_its_name() -> None:
+    """Ray sends an actor's error as a pickle; without its own form ActorDied came as something else."""
+    for error in (ActorDied("learner", "killed"), OutOfDeviceMemory("learner", "CUDA", 4096)):
+        there = pickle.loads(pickle.dumps(error))
+        assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
 
 
 class _later:

@@ -4,6 +4,7 @@ The second is the path of `nccl`, here over gloo, and with chunks far below a GP
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,14 +82,17 @@ def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> A
     models = [load_policy(str(path), implementation=implementation) for _ in range(7)]
     for version in range(1, 7):
         perturb(models[version], seed=version, scale=0.1)
-    config = Config.model_validate(
+    return asyncio.run(_record(config_of_vllm(), path, models))
+
+
+def config_of_vllm() -> Config:
+    return Config.model_validate(
         {
             "model": {"tiny": {}, "dtype": "float32"},
             "task": {"kind": "sorting"},
             "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
         }
     )
-    return asyncio.run(_record(config, path, models))
 
 
 async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
@@ -116,7 +120,7 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
 
 async def _refusal(wired: Wired) -> str:
     expected, _ = wired.pack(6), wired.pack(5)
-    wired.sender._kept[6] = wired.sender._kept[5]  # whose header says 5
+    wired.sender._kept[6] = wired.sender._kept[5]  # with a header that says 5
     await wired.generator.stage_weights(expected)
     await wired.generator.pause()
     try:
@@ -153,3 +157,40 @@ def test_each_token_in_flight_is_of_the_version_that_it_carries(record: Record, 
 
 def test_another_version_than_the_one_that_was_staged_is_refused(record: Record) -> None:
     assert "expected the weights of version 6, and version 5 came" in record.refusal
+
+
+@pytest.mark.slow
+def test_each_tensor_parallel_rank_loads_its_part(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on a CPU, which the configuration does not offer: vLLM wants their cores by hand."""
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    make = arg_utils.AsyncEngineArgs
+    in_parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    monkeypatch.setattr(arg_utils, "AsyncEngineArgs", lambda **given: make(**given | in_parallel))
+    path = tiny_model(tied=False, hidden_size=64)
+    models = [load_policy(str(path)) for _ in range(3)]
+    for version in (1, 2):
+        perturb(models[version], seed=version, scale=0.1)
+
+    async def sampled() -> Groups:
+        engine = make_engine(config_of_vllm(), str(path), max_model_len=384, seed=0)
+        try:
+            await engine.start(0)
+            wired = Wired(engine, models, by_worker=False)
+            await wired.join()
+            for version in (1, 2):
+                await wired.sync(version)
+            return await _generate(engine, SETTINGS)
+        finally:
+            await engine.shutdown()
+
+    for prompt, group in zip(PROMPTS, asyncio.run(sampled()), strict=True):
+        for completion in group:
+            assert (completion.versions == 2).all()
+            assert logprob_error(models[2], prompt, completion, SETTINGS).max() < 1e-4
+            assert logprob_error(models[1], prompt, completion, SETTINGS).max() > 1e-2

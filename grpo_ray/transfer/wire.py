@@ -122,7 +122,7 @@ def _address_towards(meeting: Meeting) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Neighbouring tensors, `specs`, whose bytes are those from `start` to `end` of the buffer."""
+    """Neighbouring tensors, `specs`, with the bytes from `start` to `end` of the buffer."""
 
     specs: Sequence[TensorSpec]
     start: int
