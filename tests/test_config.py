@@ -216,7 +216,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         ),
         (["weight_sync.transport=ipc"], ["weight_sync.transport: `ipc`", "use `object_store`"]),
         (
-            ["weight_sync.transport=nccl"],
+            ["weight_sync.transport=nccl", "learner.num_gpus=0"],
             [
                 "weight_sync.transport: `nccl`",
                 "the Learner has none (learner.num_gpus is 0)",

@@ -18,7 +18,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from grpo_ray.config.model import AdapterConfig
+from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
@@ -154,6 +157,17 @@ def test_something_else_than_expected_is_refused_and_the_sender_told(
     with pytest.raises(WireError, match=f"version {expected.version}, and version 7 came"):
         inbox.received(expected)
     assert isinstance(error_of(sending), WireError)
+
+
+def test_an_adapter_alone_is_written_as_it_was_sent(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    inbox, adapter = join(threads, sender), ServedAdapter(AdapterConfig(rank=4))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    weight = torch.arange(8.0).view(4, 2)
+    adapter.stage(transfer(threads, sender, inbox, sender.pack([(name, weight)], 1, torch.bfloat16, True)))
+    (file,) = adapter._folder.glob("*.safetensors")
+    assert torch.equal(load_file(file)[name], weight.bfloat16())
+    adapter.close()
 
 
 def test_two_generators_are_sent_to_at_once(threads: ThreadPoolExecutor) -> None:
