@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from threading import Lock
 from zlib import crc32
 
@@ -160,6 +159,6 @@ def make_sender(
         host=host,
         num_receivers=config.generator.num_gpus if on_gpu else 1,
         timeout_s=sync.phase_timeout_s,
-        join=partial(join, device=device),
+        join=lambda meeting, rank: join(meeting, rank, device),
         device=device if on_gpu else torch.device("cpu"),
     )
