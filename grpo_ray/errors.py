@@ -16,7 +16,10 @@ class ActorDied(RuntimeError):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} died: {reason}")
-        self.name = name
+        self.name, self.reason = name, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an actor may report another's death
+        return type(self), (self.name, self.reason)
 
 
 class OutOfDeviceMemory(ActorDied):
@@ -28,7 +31,7 @@ class OutOfDeviceMemory(ActorDied):
         self.num_tokens = num_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.args[0].partition(" died: ")[2], self.num_tokens)
+        return type(self), (self.name, self.reason, self.num_tokens)
 
 
 class DataLost(RuntimeError):

@@ -260,7 +260,8 @@ class WeightSnapshot:
     """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
 
     The bytes are in `data`, or in the buffers of `on_device`, one per GPU that a Generator shares with the
-    Learner. With `delta`, `data` is the difference from an earlier version.
+    Learner; or the Learner keeps them, and sends `wire_bytes` to each Generator (transfer/wire.py). With
+    `delta`, `data` is the difference from an earlier version.
     """
 
     version: int
@@ -268,6 +269,7 @@ class WeightSnapshot:
     data: np.ndarray  # uint8 [total_bytes]
     checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on or it is a delta
     on_device: tuple[DeviceHandle, ...] = ()
+    wire_bytes: int = 0
     delta: Delta | None = None
     is_kept: bool = False  # the receiver keeps the bytes, because a delta from them may follow
 
@@ -275,7 +277,7 @@ class WeightSnapshot:
     def num_bytes(self) -> int:
         if self.delta is not None:
             return self.delta.num_bytes
-        return self.on_device[0].num_bytes if self.on_device else self.data.nbytes
+        return self.on_device[0].num_bytes if self.on_device else self.wire_bytes or self.data.nbytes
 
 
 @dataclass(frozen=True)

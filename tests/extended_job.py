@@ -78,7 +78,7 @@ def own_loss() -> None:
 def own_transport() -> None:
     from grpo_ray.engines.file_buffer import FileBuffer  # type: ignore[import-not-found]
 
-    from grpo_ray.engines.weight_transfer import (
+    from grpo_ray.transfer.vllm_worker import (
         SharedMemoryTransferEngine,
         SharedMemoryUpdateInfo,
         update_info,

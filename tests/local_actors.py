@@ -21,7 +21,10 @@ from grpo_ray.engines import make_engine
 from grpo_ray.errors import ActorDied
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.transfer.wires import SendingLearner, Wires
 from grpo_ray.types import StartingModel
+
+BESIDE = frozenset(name for name in vars(SendingLearner) if not name.startswith("_"))  # in threads, as in Ray
 
 
 class LocalClient:
@@ -73,6 +76,8 @@ class LocalClient:
             [tuple([await a for a in arg]) if _holds_futures(arg) else arg for arg in args]
         )
         function = getattr(self.actor, method)
+        if method in BESIDE:
+            return await asyncio.to_thread(function, *args)
         if inspect.iscoroutinefunction(function):
             return await function(*args)
         async with self._turn:
@@ -124,8 +129,9 @@ class LocalActors:
         )
         clients: list[Any] = list(self.generators.values())
         timeout_s = config.weight_sync.phase_timeout_s
+        wires = Wires(self.learner, "stage") if config.weight_sync.wire_backend else None
         self.weight_sync = LocalClient(
-            "weight_sync", lambda: WeightSync(clients, admission_of(config), timeout_s, version)
+            "weight_sync", lambda: WeightSync(clients, admission_of(config), timeout_s, version, wires)
         )
         self.num_stack_dumps = 0
 

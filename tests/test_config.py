@@ -227,6 +227,33 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["weight_sync.delta: the bytes never leave the GPU with transport `ipc`; set it to false"],
         ),
         (
+            ["weight_sync.transport=nccl", "learner.num_gpus=0"],
+            [
+                "weight_sync.transport: `nccl`",
+                "the Learner has none (learner.num_gpus is 0)",
+                "use `collective` or `object_store`",
+            ],
+        ),
+        (
+            [
+                "weight_sync.transport=nccl",
+                "learner.num_gpus=1",
+                "generator.num_gpus=1",
+                "generator.colocated=true",
+                "weight_sync.max_lag=0",
+            ],
+            ["colocated actors share one, which NCCL refuses (generator.colocated; take `ipc`)"],
+        ),
+        (
+            [
+                "weight_sync.transport=nccl",
+                "learner.num_gpus=1",
+                "generator.num_gpus=1",
+                "weight_sync.checksum=true",
+            ],
+            ["weight_sync.checksum: the bytes stay on GPUs with transport `nccl`", "`collective`"],
+        ),
+        (
             ["weight_sync.recompute_kv=false", "weight_sync.in_flight=false"],
             [
                 "weight_sync.recompute_kv: false has no effect",

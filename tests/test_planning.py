@@ -503,6 +503,13 @@ def test_a_snapshot_that_is_read_in_place_stays_on_the_gpu_in_both_turns() -> No
     assert generator_beside.capacity_bytes == 80 * GIB - snapshot
 
 
+def test_nccl_keeps_two_copies_on_the_learners_gpu_and_none_on_the_generators() -> None:
+    generator, learner = budgets_of(plan_config())
+    generator_of_nccl, learner_of_nccl = budgets_of(plan_config(weight_sync={"transport": "nccl"}))
+    assert learner_of_nccl.needed_bytes - learner.needed_bytes == 2 * 2 * SHAPE_1_5B.num_parameters
+    assert generator_of_nccl == generator
+
+
 # ---- ranks, by hand ----
 
 

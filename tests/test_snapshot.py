@@ -136,17 +136,17 @@ def test_snapshot_on_a_device_is_checked_by_its_own_size() -> None:
 
 def test_an_engine_opens_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank of a colocated Learner shares a buffer on its GPU; a Generator reads that of its own."""
-    from grpo_ray.engines import weight_transfer
-    from grpo_ray.engines.weight_transfer import SharedMemoryTransferEngine, SharedMemoryUpdateInfo
+    from grpo_ray.transfer import vllm_worker
     from grpo_ray.transfer.shared_pages import Pages
+    from grpo_ray.transfer.vllm_worker import SharedMemoryTransferEngine, SharedMemoryUpdateInfo
 
     first = DeviceHandle(80, b"first", 80, 0, b"r", 0, b"e", False, "GPU-1")
     snapshot = WeightSnapshot(
         3, (), np.empty(0, np.uint8), on_device=(first, replace(first, storage_handle=b"second", gpu="GPU-2"))
     )
-    monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: f"GPU-{device.index + 1}")
-    monkeypatch.setattr(weight_transfer, "open_shared", lambda handle, device: handle.storage_handle)
-    sent = weight_transfer.update_info(Pages("", 0, 0), snapshot)
+    monkeypatch.setattr(vllm_worker, "gpu_of", lambda device: f"GPU-{device.index + 1}")
+    monkeypatch.setattr(vllm_worker, "open_shared", lambda handle, device: handle.storage_handle)
+    sent = vllm_worker.update_info(Pages("", 0, 0), snapshot)
     opened = [
         SharedMemoryTransferEngine._buffer(
             SimpleNamespace(device=torch.device("cuda", index)), SharedMemoryUpdateInfo(**sent)

@@ -4,10 +4,12 @@ import asyncio
 from contextlib import ExitStack
 
 from grpo_ray.actors.clients import bulk_and_facts
-from grpo_ray.engines.base import Engine
+from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
+from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.snapshot import check_snapshot
+from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
 
 # Weights are staged while groups are sampled, which then counts.
@@ -29,6 +31,7 @@ class Generator:
         self._slowdown_s = slowdown_s
         self._version = version
         self._staged: int | None = None  # the version of the staged weights
+        self._inbox: Inbox | None = None  # while weights come by a wire to this process
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -64,13 +67,29 @@ class Generator:
         finally:
             self._leave()
 
+    async def join(self, meeting: Meeting) -> None:
+        """Join the wire on which weights will come from the Learner, in place of an earlier one.
+
+        Raises:
+            WireError: the Learner did not come.
+        """
+        if meeting.backend == "nccl":
+            assert isinstance(self._engine, ReceivingEngine), "the configuration refuses it"
+            await self._engine.join(meeting)
+            return
+        self._inbox = self._inbox or Inbox()
+        await asyncio.to_thread(self._inbox.join, meeting)
+
     async def stage_weights(self, snapshot: WeightSnapshot) -> None:
         """Receive all weights of a version, while groups are sampled with the old ones.
 
         Raises:
             ValueError: the snapshot did not arrive complete, or does not fit the model.
+            WireError: the Learner did not send it.
         """
         with self._clock.stage("stage_weights", f"version {snapshot.version}"):
+            if snapshot.wire_bytes and self._inbox is not None:
+                snapshot = await asyncio.to_thread(self._inbox.received, snapshot)
             check_snapshot(snapshot)
             await self._engine.stage(snapshot)
         self._staged = snapshot.version

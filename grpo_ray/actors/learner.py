@@ -49,8 +49,11 @@ from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
+from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.kept_weights import KeptWeights
+from grpo_ray.transfer.sender import make_sender
 from grpo_ray.transfer.snapshot import NamedWeights, ReusedMemory, pack_on_device, pack_weights, take_part
+from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, WeightSnapshot
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
@@ -73,6 +76,7 @@ class Learner:
         initial_path: str | None = None,
         profile_folder: Path | None = None,
         seat: Seat | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         """
         Args:
@@ -82,6 +86,7 @@ class Learner:
             initial_path: the model that the run began with, if it is not `model_path`.
             profile_folder: receives the traces of `learner.profile_steps`.
             seat: this rank's place, if there are several.
+            host: the address of this node, which Generators reach.
         """
         self._config = config
         self._device = torch.device("cuda" if config.learner.num_gpus else "cpu")
@@ -124,6 +129,7 @@ class Learner:
         self._shared: torch.Tensor | None = None  # the bytes of the last snapshot, on the device
         self._kept = KeptWeights()  # with weight_sync.delta, those that Generators have
         self._whole: WeightSnapshot | None = None  # the last snapshot, until `delta`
+        self._sender = make_sender(config, host, self._device, join)
         if checkpoint is not None:
             counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
@@ -320,6 +326,8 @@ class Learner:
         whole, self._whole = self._whole, None
         assert whole is not None, "snapshot first"
         with self._clock.stage("snapshot", f"changes of version {self.version}"):
+            if whole.wire_bytes:
+                whole = self._sender.with_bytes(whole)
             delta = self._kept.delta_to(whole) if self._ranks.is_first else None
         return delta, 1.0 if delta is None else delta.data.nbytes / delta.num_bytes
 
@@ -339,7 +347,27 @@ class Learner:
         if not self._ranks.is_first:
             take_part(weights)
             return WeightSnapshot(self.version, (), np.empty(0, np.uint8))
+        if sync.wire_backend:
+            return self._sender.pack(weights, self.version, self._dtype, sync.checksum)
         return pack_weights(weights, self.version, self._dtype, sync.checksum, self._packing)
+
+    # The first rank's end of the wires, in threads beside the training: see `Sender`.
+
+    def open_wire(self, name: str) -> Meeting:
+        return self._sender.open_wire(name)
+
+    def join_wire(self, name: str) -> None:
+        self._sender.join_wire(name)
+
+    def send(self, name: str, version: int) -> None:
+        with self._clock.span("send", f"version {version} to {name}"):
+            self._sender.send(name, version)
+
+    def drop_wire(self, name: str) -> None:
+        self._sender.drop_wire(name)
+
+    def release(self, version: int) -> None:
+        self._sender.release(version)
 
     def make_room(self) -> None:
         """Move off the colocated device, to leave it to the Generators until `take_room`."""

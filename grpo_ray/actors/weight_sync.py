@@ -1,15 +1,17 @@
 """WeightSync: the version ledger, admission, and the sync transaction."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from grpo_ray.actors.clients import GeneratorClient
 from grpo_ray.actors.staleness import Admission
 from grpo_ray.config import Config
-from grpo_ray.errors import DataLost
+from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Admitted, Ref, SyncReport, WeightSnapshot
 
 PHASES = ("stage", "pause", "load", "finish", "resume")
@@ -34,16 +36,19 @@ class WeightSync:
         admission: Admission,
         phase_timeout_s: float,
         version: int = 0,
+        wires: Wires | None = None,
     ) -> None:
         """
         Args:
             version: the version that every Generator starts with.
+            wires: to the Generators, if the transport has any.
         """
         self._generators = {generator.name: generator for generator in generators}
         self._versions = dict.fromkeys(self._generators, version)
         self._stale: set[str] = set()
         self._admission = admission
         self._phase_timeout_s = phase_timeout_s
+        self._wires = wires
         self._published_version = version
         # The published weights; None while they are the ones that Generators start with.
         self._snapshot: Ref[WeightSnapshot] | None = None
@@ -116,13 +121,15 @@ class WeightSync:
                 of an adapter; nothing has been sampled yet.
 
         Raises:
-            DataLost: the snapshot was lost with the Learner that made it.
+            DataLost, ActorDied: the snapshot was lost with the Learner that made it.
         """
         if version != self._published_version + (not is_initial):
             raise ValueError(f"version {version} cannot follow {self._published_version}")
         whole, sent = boxed[0], boxed[-1]
         async with self._transaction:
-            metrics, failed = await self._sync(list(self._generators.values()), sent, version)
+            if self._wires is not None:
+                await self._wires.release(version)
+            metrics, failed = await self._sync(list(self._generators.values()), sent, version, sent is whole)
             for name in failed:
                 await self.retire(name)
             self._versions = dict.fromkeys(self._generators, version)
@@ -152,7 +159,11 @@ class WeightSync:
             return self._published_version
 
     async def _sync(
-        self, generators: Sequence[GeneratorClient], snapshot: Ref[WeightSnapshot], version: int
+        self,
+        generators: Sequence[GeneratorClient],
+        snapshot: Ref[WeightSnapshot],
+        version: int,
+        is_whole: bool = True,
     ) -> tuple[dict[str, float], dict[str, WeightSyncError]]:
         """Run all phases on the Generators; return the slowest one's seconds per phase, and the failures."""
         calls: dict[str, Callable[[GeneratorClient], Awaitable[Any]]] = {
@@ -162,6 +173,8 @@ class WeightSync:
             "finish": lambda generator: generator.finish_weights(),
             "resume": lambda generator: generator.resume(),
         }
+        if self._wires is not None and is_whole:  # a difference comes with its reference
+            calls = self._wires.around(calls, version)
         slowest = dict.fromkeys([*PHASES, "paused"], 0.0)
         failed: dict[str, WeightSyncError] = {}
 
@@ -173,6 +186,7 @@ class WeightSync:
                         answer = await self._ask(generator, phase, calls[phase](generator))
                     except WeightSyncError as error:
                         failed[generator.name] = error
+                        await self._drop_wire(generator.name)
                         return
                 slowest[phase] = max(slowest[phase], duration.seconds)
             slowest["paused"] = max(slowest["paused"], answer or 0.0)  # resume tells
@@ -181,6 +195,12 @@ class WeightSync:
         await _all(run(generator, PHASES[:1]) for generator in generators)
         await _all(run(generator, PHASES[1:]) for generator in generators if generator.name not in failed)
         return {f"timing/weight_sync/{name}_s": seconds for name, seconds in slowest.items()}, failed
+
+    async def _drop_wire(self, name: str) -> None:
+        if self._wires is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._phase_timeout_s):
+                    await self._wires.drop(name)  # raises ActorDied if the failure was the Learner's death
 
     async def _ask(self, generator: GeneratorClient, phase: str, answer: Awaitable[Any]) -> Any:
         try:
@@ -194,6 +214,8 @@ class WeightSync:
         except DataLost:  # the snapshot is gone, and no Generator is to blame
             raise
         except Exception as error:  # any other error excludes the Generator, and is reported
+            if isinstance(error, ActorDied) and error.name != generator.name:
+                raise  # the Learner's death, in the middle of a transfer
             raise WeightSyncError(
                 f"weight sync: {generator.name} failed in phase `{phase}`: {error}"
             ) from error

@@ -30,7 +30,7 @@ from grpo_ray.cluster.crew import Crew, Meeting
 from grpo_ray.cluster.placement import LEARNER, generator_names, rank_names, scorer_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import Process, process_at
-from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor, result_of
+from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, make_engine
@@ -39,6 +39,7 @@ from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.ray_metrics import RayMetrics, are_on
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.spilling import SpilledBytes
+from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, StartingModel
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ class ServingGroup:
 
     def _start_scorer(self, name: str) -> ScorerClient:
         config = self._config
-        actor = self._host(Scorer, name, beside=("take_stats",)).options(
+        actor = self._host(Scorer, name, beside={"take_stats": 1}).options(
             **self._placement.options(name),
             max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
             allow_out_of_order_execution=True,  # a slow group delays no other
@@ -145,7 +146,7 @@ class ServingGroup:
         handle = actor.remote(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
         return cast(ScorerClient, self._client(Scorer, name, handle))
 
-    def _host(self, cls: type, name: str, beside: tuple[str, ...] = ()) -> ActorClass[Any]:
+    def _host(self, cls: type, name: str, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
         return as_actor(cls, name, self._logs, beside)
 
     def _client(self, cls: type, name: str, handle: ActorHandle) -> Client:
@@ -212,7 +213,7 @@ class ActorGroup(ServingGroup):
         return cast(LearnerClient, Crew(LEARNER, self.ranks, self._place_of, limit_s))
 
     def _start_rank(self, name: str, seat: Seat | None = None) -> Client:
-        actor = self._host(Learner, name, beside=("write_captured", "take_stats", "work_done"))
+        actor = self._host(Learner, name, beside=self._beside_training())
         handle = actor.options(**self._placement.options(name)).remote(
             self._model.path,
             self._config,
@@ -222,8 +223,18 @@ class ActorGroup(ServingGroup):
             self._initial_path,
             self._run.profile,
             seat,
+            Deferred(ray.util.get_node_ip_address),
         )
         return self._client(Learner, name, handle)
+
+    def _beside_training(self) -> dict[str, int]:
+        """Return the Learner's methods that run beside its training, and their numbers of threads."""
+        alone = ["write_captured", "take_stats", "work_done"]
+        if not self._config.weight_sync.wire_backend:
+            return dict.fromkeys(alone, 1)
+        each = 2 * self._config.generator.num_generators  # one may still wait for a predecessor
+        short = dict.fromkeys([*alone, "open_wire", "drop_wire", "release"], 1)
+        return {**short, "join_wire": each, "send": each}
 
     def _start_buffer(self) -> BufferClient:
         """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
@@ -239,8 +250,12 @@ class ActorGroup(ServingGroup):
         actor = self._host(WeightSync, "weight_sync").options(num_cpus=0, max_concurrency=100)
         timeout_s = self._config.weight_sync.phase_timeout_s
         generators = list(self.generators.values())
-        handle = actor.remote(generators, admission_of(self._config), timeout_s, self._version)
+        handle = actor.remote(generators, admission_of(self._config), timeout_s, self._version, self._wires())
         return cast(WeightSyncClient, self._client(WeightSync, "weight_sync", handle))
+
+    def _wires(self) -> Wires | None:
+        backend = self._config.weight_sync.wire_backend
+        return None if backend is None else Wires(self.ranks[0], "load" if backend == "nccl" else "stage")
 
 
 @contextlib.contextmanager

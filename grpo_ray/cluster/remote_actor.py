@@ -9,7 +9,7 @@ import faulthandler
 import os
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.telemetry.actor_log import redirect_output
 
 T = TypeVar("T")
+NOTHING: Mapping[str, int] = {}
 
 # Ray's errors for an actor that has ended or cannot start. Most of them are not RayActorErrors.
 DEATHS = (
@@ -120,7 +121,7 @@ class Deferred:
         self.build = build
 
 
-def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> ActorClass[Any]:
+def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
     """Return `cls` as a Ray actor class that writes its and its child processes' output to `logs/<name>.log`.
 
     The log's size is bounded (actor_log.py).
@@ -129,7 +130,7 @@ def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> 
     `repr` is only the name: Ray reads it once, so it cannot show the current state.
 
     Args:
-        beside: methods that each run in their own thread, in parallel with the others.
+        beside: methods that each run in threads of their own, in parallel with the others, and how many.
     """
 
     def __init__(self: object, *args: object) -> None:
@@ -152,7 +153,7 @@ def as_actor(cls: type, name: str, logs: Path, beside: tuple[str, ...] = ()) -> 
     number = _num_started[name]
     # Ray releases the name of a killed actor only after a moment.
     shown = name if number == 1 else f"{name} ({number})"
-    return ray.remote(name=shown, concurrency_groups=dict.fromkeys(beside, 1))(hosted)
+    return ray.remote(name=shown, concurrency_groups=dict(beside))(hosted)
 
 
 _num_started: Counter[str] = Counter()  # by this process

@@ -130,6 +130,33 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _nccl_is_possible(self) -> "Config":
+        if self.weight_sync.transport != "nccl":
+            return self
+        generator, learner = self.generator, self.learner
+        obstacles = {
+            f"a Generator has none (generator.num_gpus is {generator.num_gpus})": not generator.num_gpus,
+            f"the Learner has none (learner.num_gpus is {learner.num_gpus})": not learner.num_gpus,
+            "the reference engine does not receive on one (generator.engine is torch)": (
+                generator.engine != "vllm"
+            ),
+            "colocated actors share one, which NCCL refuses (generator.colocated; take `ipc`)": (
+                generator.colocated
+            ),
+        }
+        if found := [obstacle for obstacle, is_present in obstacles.items() if is_present]:
+            raise ValueError(
+                "weight_sync.transport: `nccl` sends weights from the Learner's GPU to a Generator's: "
+                f"{'; '.join(found)}; use `collective` or `object_store`"
+            )
+        if self.weight_sync.checksum and self.weight_sync.wire_backend == "nccl":
+            raise ValueError(
+                "weight_sync.checksum: the bytes stay on GPUs with transport `nccl`; set it to false, or use "
+                "`collective`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _kept_keys_and_values_have_requests(self) -> "Config":
         sync = self.weight_sync
         reasons = {

@@ -18,9 +18,11 @@ class WeightSyncConfig(Section):
     """true: a sync discards the keys and values of running requests, and the engine computes them anew with the
     new weights. false: it keeps them, so that later tokens attend to keys and values of earlier weights; new
     requests use those of their own version alone. What it costs: `mismatch/kl/after_switch`."""
-    transport: Literal["object_store", "ipc"] = "object_store"
-    """Path of the weights to the Generators: `object_store`, then shared memory into the engine; or `ipc`, read
-    in place on the GPU that a colocated Generator and Learner share."""
+    transport: Literal["object_store", "ipc", "collective", "nccl"] = "object_store"
+    """Path of the weights to the Generators: `object_store`, then shared memory into the engine; `ipc`, read in
+    place on the GPU that a colocated Generator and Learner share; `collective`, one gloo communicator per
+    Generator between host memories; or `nccl`, one NCCL communicator per Generator between GPUs (not run on
+    any GPU yet). With the last two the Learner sends beside its next step, and keeps two copies."""
     send: Literal["merged", "adapter"] = "merged"
     """With `model.adapter`: `merged` sends the whole model with the adapter merged into it; `adapter` sends the
     adapter alone, which vLLM's LoRA layers apply (sampling is slower, and rounds differently)."""
@@ -32,6 +34,16 @@ class WeightSyncConfig(Section):
     """Seconds per phase of a sync; a Generator that takes longer is named and replaced."""
     checksum: bool = False
     """Compare a CRC-32 of the weights before they are loaded; takes about a second per GB."""
+
+    @property
+    def wire_backend(self) -> Literal["gloo", "nccl"] | None:
+        """The library of the Generators' communicators; None for transports without any.
+
+        vLLM reads an adapter from host memory, so it goes by gloo.
+        """
+        if self.transport == "nccl" and self.send == "merged":
+            return "nccl"
+        return "gloo" if self.transport in ("collective", "nccl") else None
 
 
 class ReplayConfig(Section):

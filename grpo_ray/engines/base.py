@@ -1,7 +1,8 @@
 """The protocol that every inference engine implements."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 
@@ -58,3 +59,15 @@ class Engine(Protocol):
 
     async def shutdown(self) -> None:
         """End every process of the engine, and free its devices."""
+
+
+@runtime_checkable
+class ReceivingEngine(Protocol):
+    """An engine with processes that receive weights on their own devices, while it loads them."""
+
+    async def join(self, meeting: Meeting) -> None:
+        """Join the wire with each of them.
+
+        Raises:
+            WireError: the Learner did not come.
+        """

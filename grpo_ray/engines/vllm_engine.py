@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
-from grpo_ray.transfer.shared_pages import SharedBuffer, pages_of
+from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
+from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
 
 POLL_S = 0.01  # while the workers stage weights
@@ -43,7 +45,7 @@ class VllmEngine:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
-        from grpo_ray.engines.weight_transfer import BACKEND, WORKER, register
+        from grpo_ray.transfer.vllm_worker import BACKEND, WORKER, register
 
         register()
         omit_texts_of_logprobs()
@@ -103,19 +105,29 @@ class VllmEngine:
     async def start(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
 
+    async def join(self, meeting: Meeting) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info={"meeting": asdict(meeting)})
+        await self._llm.init_weight_transfer_engine(request)
+
     async def stage(self, snapshot: WeightSnapshot) -> None:
         if self._adapter is not None:
             await asyncio.to_thread(self._adapter.stage, snapshot)
             return
-        from grpo_ray.engines.weight_transfer import update_info
+        from grpo_ray.transfer.vllm_worker import update_info
 
         self._staged = snapshot  # its pages are read until the weights are loaded
-        pages = None if snapshot.is_kept else pages_of(snapshot.data)
-        if pages is None:
-            pages = await asyncio.to_thread(self._buffer.write, snapshot)
+        pages = await self._pages(snapshot)
         await self._llm.collective_rpc("stage_weights", args=(update_info(pages, snapshot),))
         while not all(await self._llm.collective_rpc("has_staged_weights")):
             await asyncio.sleep(POLL_S)
+
+    async def _pages(self, snapshot: WeightSnapshot) -> Pages:
+        if not snapshot.data.nbytes:  # they are on the device, or still with the Learner
+            return Pages("", 0, snapshot.num_bytes)
+        pages = None if snapshot.is_kept else pages_of(snapshot.data)
+        return await asyncio.to_thread(self._buffer.write, snapshot) if pages is None else pages
 
     async def pause(self) -> None:
         self._resumed.clear()

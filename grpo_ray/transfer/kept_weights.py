@@ -66,7 +66,7 @@ class KeptWeights:
 
     def _copy(self, data: np.ndarray) -> None:
         if self._data.nbytes != data.nbytes:
-            self._data = self._allocate(data.nbytes)
+            self._data = self._allocate(data.nbytes) if data.nbytes else data
         np.copyto(self._data, data)
 
     def delta_to(self, whole: WeightSnapshot) -> WeightSnapshot | None:

@@ -3,7 +3,7 @@
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -42,9 +42,9 @@ def pack_weights(
     Args:
         memory: takes the buffer from here, instead of making a new one.
     """
-    tensors, specs, num_bytes = _layout(named_tensors, dtype)
-    data = (memory or ReusedMemory()).take(num_bytes)
-    _fill(tensors, specs, torch.from_numpy(data))
+    reused = memory or ReusedMemory()
+    specs, buffer = pack(named_tensors, dtype, lambda num_bytes: torch.from_numpy(reused.take(num_bytes)))
+    data = buffer.numpy()
     return WeightSnapshot(version, specs, data, zlib.crc32(data.data) if with_checksum else None)
 
 
@@ -58,10 +58,7 @@ def pack_on_device(
     named_tensors: NamedWeights, version: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[WeightSnapshot, torch.Tensor]:
     """Pack like `pack_weights`, but into a buffer on a GPU, which the caller keeps while it may be loaded."""
-    tensors, specs, num_bytes = _layout(named_tensors, dtype)
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    _fill(tensors, specs, buffer)
-    torch.cuda.synchronize(device)  # another process reads it
+    specs, buffer = pack(named_tensors, dtype, room_on(device))
     return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=(share(buffer),)), buffer
 
 
@@ -91,6 +88,25 @@ class ReusedMemory:
         return array
 
 
+def room_on(device: torch.device) -> Callable[[int], torch.Tensor]:
+    """Return a function that allocates a number of bytes on the device."""
+    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def pack(
+    named_tensors: NamedWeights, dtype: torch.dtype, room: Callable[[int], torch.Tensor]
+) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:
+    """Copy the tensors into one buffer (uint8).
+
+    Args:
+        room: returns the memory for a number of bytes.
+    """
+    tensors, specs, num_bytes = _layout(named_tensors, dtype)
+    buffer = room(num_bytes)
+    _fill(tensors, specs, buffer)
+    return specs, buffer
+
+
 _Tensors = list[tuple[str, Weight, torch.dtype]]
 
 
@@ -117,7 +133,7 @@ def _fill(tensors: _Tensors, specs: Iterable[TensorSpec], buffer: torch.Tensor) 
             values = values.to(wire_dtype)  # there, so that no more bytes than needed are sent
         view.copy_(values, non_blocking=True)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # another stream or process reads it
 
 
 def _wire_dtype(tensor: Weight, dtype: torch.dtype) -> torch.dtype:

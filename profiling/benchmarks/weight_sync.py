@@ -13,6 +13,7 @@ import numpy as np
 import ray
 import torch
 
+from benchmarks import two_generators
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
 from grpo_ray.actors.clients import methods_with_bulk
@@ -44,7 +45,7 @@ SIZES: dict[str, list[str]] = {
 NUM_WARM_UP = 3  # until all memory that syncs use again and again has been touched
 STEP_S = 0.5  # between syncs; Ray frees a replaced snapshot with a delay
 NOT_HERE = {
-    "nccl": "grpo_ray has no such transport; weights travel by object_store or ipc",
+    "nccl": "it needs a GPU for the Learner and one for a Generator",
     "ipc": "it needs a GPU that Learner and Generator share, in a run with generator.colocated; the "
     "phases are that run's timing/weight_sync/*",
 }
@@ -58,7 +59,20 @@ def run(options: Options) -> list[Row]:
             with model_folder(["model.tiny.warmup=null", *SIZES[size]]) as folder:
                 for engine in ("torch",) if options.quick else ("torch", "vllm"):
                     rows += asyncio.run(_measure(size, folder, engine, rounds))
+                    rows += _to_two(size, folder, engine, rounds)
     return [*rows, *(Row(transport, skipped=why) for transport, why in NOT_HERE.items())]
+
+
+def _to_two(size: str, folder: str, engine: str, rounds: int) -> list[Row]:
+    model = load_policy(folder)
+    num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+
+    def config_of(transport: str) -> Config:
+        chosen = [f"generator.engine={engine}", f"weight_sync.transport={transport}"]
+        return load_config(QUICKSTART, [*chosen, *SIZES[size]])
+
+    label = f"{size}, {num_bytes / 2**20:.0f} MiB, {engine}"
+    return two_generators.measure(config_of, folder, label, model, rounds)
 
 
 async def _measure(size: str, folder: str, engine: str, rounds: int) -> list[Row]:

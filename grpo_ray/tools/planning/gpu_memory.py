@@ -64,6 +64,14 @@ def snapshot_in_place(shape: ModelShape, config: Config) -> list[Item]:
     return [Item("snapshot", served_width(config) * shape.num_parameters, "weight_sync.transport: ipc")]
 
 
+def snapshots_sent(shape: ModelShape, config: Config) -> list[Item]:
+    """Return the copies of the weights on the Learner's GPU with `nccl`: the current and the next ones."""
+    if config.weight_sync.wire_backend != "nccl":
+        return []
+    num_bytes = 2 * served_width(config) * shape.num_parameters
+    return [Item("snapshots", num_bytes, "2 copies, weight_sync.transport: nccl")]
+
+
 def generator_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_bytes: float) -> Budget:
     """Return the budget of one GPU of a Generator; on a CPU, of its configured KV cache."""
     generator = config.generator

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig
-from grpo_ray.tools.planning.gpu_memory import FLOAT32, Budget, Item, gib, served_width, snapshot_in_place
+from grpo_ray.tools.planning.gpu_memory import (
+    FLOAT32,
+    Budget,
+    Item,
+    gib,
+    served_width,
+    snapshot_in_place,
+    snapshots_sent,
+)
 from grpo_ray.tools.planning.model_shape import ModelShape
 from grpo_ray.tools.planning.sharding import num_shards, with_unsharded
 
@@ -35,6 +43,7 @@ def learner_budget(shape: ModelShape, config: Config, prompt_tokens: int, gpu_by
     working = working_items(shape, config, prompt_tokens)
     working = with_unsharded(working, shape, config, adapter_parameters(shape, config.model.adapter))
     items = [*state_items(shape, config), *working, *snapshot_in_place(shape, config)]
+    items += snapshots_sent(shape, config)
     num_ranks, remark = config.learner.num_ranks, host_remark(shape, config)
     if not config.learner.num_gpus:
         device = (

@@ -118,10 +118,12 @@ def sent_bytes(shape: ModelShape, config: Config) -> float:
 def snapshot_s(shape: ModelShape, config: Config, machine: Machine) -> float:
     """Return the seconds of a snapshot: gathered by all ranks, copied to rank 0's host and the object store.
 
-    A colocated Generator reads it in place with the transport `ipc`.
+    With `ipc` and `nccl` it stays on the GPU, and with `collective` on the host.
     """
-    num_bytes = 0.0 if config.weight_sync.transport == "ipc" else sent_bytes(shape, config)
-    return gathering_s(shape, config, machine) + num_bytes / COPY_TO_HOST + num_bytes / COPY_TO_STORE
+    sync, num_bytes = config.weight_sync, sent_bytes(shape, config)
+    to_host = 0.0 if sync.transport == "ipc" or sync.wire_backend == "nccl" else num_bytes / COPY_TO_HOST
+    to_store = num_bytes / COPY_TO_STORE if sync.transport == "object_store" else 0.0
+    return gathering_s(shape, config, machine) + to_host + to_store
 
 
 def gathering_s(shape: ModelShape, config: Config, machine: Machine) -> float:

@@ -13,7 +13,7 @@ LOADED = {"q.weight", "q.bias", "experts.w13_weight", "norm.weight"}
 
 def receive(quantization: str | None, parameters: set[str], loaded: set[str]) -> None:
     pytest.importorskip("vllm")
-    from grpo_ray.engines.weight_transfer import SharedMemoryTransferEngine
+    from grpo_ray.transfer.vllm_worker import SharedMemoryTransferEngine
 
     engine: Any = object.__new__(SharedMemoryTransferEngine)
     named = {name: torch.empty(0) for name in parameters}
@@ -21,7 +21,7 @@ def receive(quantization: str | None, parameters: set[str], loaded: set[str]) ->
     text_config = SimpleNamespace(tie_word_embeddings=False)
     engine.model_config = SimpleNamespace(quantization=quantization, hf_text_config=text_config)
     engine._buffer = lambda info: torch.empty(0, dtype=torch.uint8)
-    engine.receive_weights(SimpleNamespace(specs=[]))
+    engine.receive_weights(SimpleNamespace(specs=[], by_wire=False))
 
 
 def test_scales_of_a_quantized_model_are_in_no_snapshot_and_its_weights_are() -> None:

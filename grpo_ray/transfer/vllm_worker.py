@@ -2,18 +2,19 @@
 
 `object_store`: Ray brings the snapshot to the Generator's node, and the engine's workers map the same pages
 (shared_pages.py) and load from them. It works on any device, and needs no network between the workers and the
-Learner. `ipc`: the bytes never leave the GPU (device_buffer.py).
+Learner. `collective`: the Generator receives them in pages that the workers map as well. `nccl`: each worker
+receives them on its GPU, chunk by chunk (wire.py). `ipc`: the bytes stay on the GPU (device_buffer.py).
 
 On a CPU the weights are loaded while the engine samples, into a second set of tensors (shadow_model.py); on a
 GPU they are loaded over the old ones while it is paused.
 """
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -22,10 +23,12 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
 from grpo_ray.transfer.shadow_model import ShadowModel
 from grpo_ray.transfer.shared_pages import Pages, map_pages
-from grpo_ray.transfer.snapshot import unpack_weights
+from grpo_ray.transfer.snapshot import room_on, unpack_weights
+from grpo_ray.transfer.wire import Channel, Meeting, receive
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
 BACKEND = "grpo_ray"
@@ -40,7 +43,9 @@ def register() -> None:
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """The message that sets up the transport; empty, because there is nothing to agree on."""
+    """The message that sets up `nccl`: the fields of a `Meeting`. Other transports need none."""
+
+    meeting: dict[str, Any]
 
 
 @dataclass
@@ -55,6 +60,8 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     num_bytes: int
     specs: list[dict[str, Any]]
     on_device: list[dict[str, Any]] | None = None
+    version: int = 0
+    by_wire: bool = False  # they are still with the Learner, which sends them now
 
 
 class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -69,14 +76,22 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         super().__init__(*arguments, **named)
         self._stager = ThreadPoolExecutor(1, "stage_weights")
 
+    _channel: Channel | None = None
+
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        pass
+        self._close_wire()
+        self._meeting = Meeting(**init_info.meeting)
+        self._channel = join(self._meeting, 1 + self.parallel_config.rank, self.device)
 
     def stage(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Begin to load beside sampling as far as the device allows; return at once."""
         self._staged = update_info
-        if self.device.type == "cpu" and self.model_config.quantization is None:
+        if self._has_room_beside and not update_info.by_wire:
             self._next = self._stager.submit(self._load_shadow, update_info)
+
+    @property
+    def _has_room_beside(self) -> bool:
+        return self.device.type == "cpu" and self.model_config.quantization is None
 
     def is_staged(self) -> bool:
         """Tell if `load` need not wait.
@@ -104,7 +119,9 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     def _load_shadow(self, update_info: SharedMemoryUpdateInfo) -> ShadowModel:
         shadow = ShadowModel(self.model, self._is_tied, can_adopt=not current_platform.is_zen_cpu())
         with set_current_vllm_config(self.vllm_config):
-            self._check_complete(shadow.root, shadow.load(self._weights(update_info)))
+            self._check_complete(
+                shadow.root, shadow.load(unpack_weights(_specs(update_info), self._buffer(update_info)))
+            )
             shadow.pack(max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
         return shadow
 
@@ -113,7 +130,27 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        self._check_complete(self.model, self.model.load_weights(self._weights(update_info)))
+        specs = _specs(update_info)
+        if update_info.by_wire:
+            loaded = self._receive(update_info, specs)
+        else:
+            loaded = self.model.load_weights(unpack_weights(specs, self._buffer(update_info)))
+        self._check_complete(self.model, loaded)
+
+    def _receive(self, update_info: SharedMemoryUpdateInfo, specs: tuple[TensorSpec, ...]) -> set[str] | None:
+        """Load each chunk as it arrives; return the names of the parameters that were loaded."""
+        assert self._channel is not None, "the Generator joins first"
+        expected = WeightSnapshot(
+            update_info.version, specs, np.empty(0, np.uint8), wire_bytes=update_info.num_bytes
+        )
+        new = room_on(self.device)  # per chunk: the reload keeps views of it until a layer is complete
+        loaded: set[str] | None = set()
+        for chunk, part in receive(
+            self._channel, self._meeting, expected, lambda chunk: new(chunk.end - chunk.start)
+        ):
+            found = self.model.load_weights(unpack_weights(chunk.rebased(), part))
+            loaded = None if loaded is None or found is None else loaded | found
+        return loaded
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -141,10 +178,6 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         if loaded is not None and missing:
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
 
-    def _weights(self, update_info: SharedMemoryUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        specs = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs]
-        return unpack_weights(specs, self._buffer(update_info))
-
     def _buffer(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
         if update_info.on_device:
             handles = {fields["gpu"]: DeviceHandle(**fields) for fields in update_info.on_device}
@@ -153,6 +186,12 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     def shutdown(self) -> None:
         self._stager.shutdown(wait=False)
+        self._close_wire()
+
+    def _close_wire(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 class StagingWorker:
@@ -175,10 +214,16 @@ class StagingWorker:
         self.model_runner.reset_lora_state()
 
 
+def _specs(update_info: SharedMemoryUpdateInfo) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs)
+
+
 def update_info(pages: Pages, snapshot: WeightSnapshot) -> dict[str, Any]:
     """Return the message for `stage_weights`."""
     return {
         **asdict(pages),
         "specs": [asdict(spec) for spec in snapshot.specs],
         "on_device": [asdict(handle) for handle in snapshot.on_device],
+        "version": snapshot.version,
+        "by_wire": snapshot.wire_bytes > 0,
     }

@@ -1,0 +1,63 @@
+"""A Generator's end of its wire, in host memory."""
+
+import mmap
+import os
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError, receive
+from grpo_ray.types import WeightSnapshot
+
+
+class Inbox:
+    """Receives each version into the same pages, which the engine's own processes can map.
+
+    They have no name in /dev/shm, so they cannot outlive this process, however it dies.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("grpo_ray-inbox")
+        self._data = np.empty(0, np.uint8)
+        self._meeting: Meeting | None = None
+        self._channel: GlooChannel | None = None
+
+    def join(self, meeting: Meeting) -> None:
+        """Join the wire, in place of an earlier one.
+
+        Raises:
+            WireError: the Learner did not come.
+        """
+        self._meeting, self._channel = meeting, None
+        self._channel = GlooChannel(meeting, rank=1)
+
+    def received(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """Return the snapshot with its bytes, which come over the wire now; the previous ones are overwritten.
+
+        Raises:
+            WireError: they did not come.
+        """
+        if self._channel is None or self._meeting is None:
+            raise WireError("join a wire first")
+        data = self._room(snapshot.wire_bytes)
+        buffer = torch.from_numpy(data)
+        try:
+            for _ in receive(
+                self._channel, self._meeting, snapshot, lambda chunk: buffer[chunk.start : chunk.end]
+            ):
+                pass
+        except WireError:
+            self._channel = None
+            raise
+        return replace(snapshot, data=data, wire_bytes=0)
+
+    def _room(self, num_bytes: int) -> np.ndarray:
+        if self._data.nbytes != num_bytes:
+            os.ftruncate(self._fd, num_bytes)
+            self._data = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.uint8)
+        return self._data
+
+    def close(self) -> None:
+        self._channel = None
+        os.close(self._fd)

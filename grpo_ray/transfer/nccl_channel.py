@@ -1,0 +1,66 @@
+"""The channel between the Learner's GPU and those of one Generator. It has not been run on any GPU."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from grpo_ray.transfer.wire import SENDER, Meeting, WireError
+
+POLL_S = 0.0005
+
+# Makes vLLM's PyNcclCommunicator of a store, a rank, the number of ranks and a device.
+MakeCommunicator = Callable[[Any, int, int, torch.device], Any]
+
+
+class NcclChannel:
+    """A channel that broadcasts from the Learner to every worker of a Generator.
+
+    NCCL itself waits without a limit; here a transfer that takes too long is aborted.
+    """
+
+    def __init__(
+        self, meeting: Meeting, rank: int, device: torch.device, communicator: MakeCommunicator
+    ) -> None:
+        """Wait until all ranks have come.
+
+        Raises:
+            WireError: they did not come within the meeting's time limit.
+        """
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        size, store = 1 + meeting.num_receivers, meeting.store()
+        store.set(f"here/{rank}", "")
+        try:
+            store.wait([f"here/{rank}" for rank in range(size)], timedelta(seconds=meeting.timeout_s))
+        except RuntimeError as error:
+            raise WireError(f"the other end did not come: {error}") from error
+        self._nccl = communicator(store, rank, size, self.device)
+        if self._nccl.disabled:
+            raise WireError("vLLM finds no NCCL library here")
+        self._stream = torch.cuda.Stream(self.device)  # beside training
+
+    def send(self, part: torch.Tensor, timeout_s: float) -> None:
+        self._broadcast(part, timeout_s)
+
+    def receive(self, part: torch.Tensor, timeout_s: float) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # may still use part's memory
+        self._broadcast(part, timeout_s)
+
+    def _broadcast(self, part: torch.Tensor, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        if self._nccl.disabled:
+            raise WireError("the wire was closed")
+        with torch.cuda.device(self.device):
+            self._nccl.broadcast(part, SENDER, self._stream)
+            done = self._stream.record_event()
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.close()
+                raise WireError("the other end is gone or silent")
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        self._nccl.destroy()  # aborts what waits

@@ -1,0 +1,169 @@
+"""The Learner's end of all wires, and the versions that it keeps for them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from threading import Lock
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from grpo_ray.config import Config
+from grpo_ray.transfer.snapshot import NamedWeights, pack
+from grpo_ray.transfer.wire import CHUNK_BYTES, SENDER, Backend, Channel, Meeting, WireError, send
+from grpo_ray.types import WeightSnapshot
+
+
+class Sender:
+    """Packs versions, keeps them until they are released, and sends them to Generators.
+
+    Its methods run in several threads: versions are sent while the next one is trained and packed. Two buffers
+    take turns, that of the version which Generators run or switch to and that of the next; there is a third one
+    only while a version waits to be published and the one after it is packed.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        host: str,
+        num_receivers: int,
+        timeout_s: float,
+        join: Callable[[Meeting, int], Channel],
+        device: torch.device,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """
+        Args:
+            host: the address of this process's node.
+            num_receivers: the processes per Generator that receive: one, or with `nccl` each of its workers.
+            timeout_s: for joining, and for each transfer.
+            join: the backend's channel of a meeting and a rank.
+            device: keeps the bytes.
+        """
+        self._backend, self._host, self._num_receivers = backend, host, num_receivers
+        self._timeout_s, self._join, self._device = timeout_s, join, device
+        self._chunk_bytes = chunk_bytes
+        self._store: TCPStore | None = None
+        self._num_opened = 0
+        self._meetings: dict[str, Meeting] = {}  # by Generator
+        self._channels: dict[str, tuple[Meeting, Channel]] = {}
+        self._kept: dict[int, tuple[WeightSnapshot, torch.Tensor]] = {}  # by version
+        self._spare: torch.Tensor | None = None
+        self._lock = Lock()
+
+    # ---- versions ----
+
+    def pack(
+        self, weights: NamedWeights, version: int, dtype: torch.dtype, with_checksum: bool
+    ) -> WeightSnapshot:
+        """Copy the weights, and keep them; the returned snapshot describes them, without the bytes."""
+        specs, buffer = pack(weights, dtype, self._room)
+        checksum = crc32(buffer.numpy().data) if with_checksum else None
+        snapshot = WeightSnapshot(version, specs, np.empty(0, np.uint8), checksum, wire_bytes=buffer.numel())
+        with self._lock:
+            self._kept[version] = snapshot, buffer
+        return snapshot
+
+    def with_bytes(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """Return what `pack` returned, with the bytes (in host memory); they are valid until it is released."""
+        with self._lock:
+            _, buffer = self._kept[snapshot.version]
+        return replace(snapshot, data=buffer.numpy(), wire_bytes=0)
+
+    def _room(self, num_bytes: int) -> torch.Tensor:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None and spare.numel() == num_bytes:
+            return spare
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def release(self, version: int) -> None:
+        """Forget the versions before this one: no Generator will be sent them any more."""
+        with self._lock:
+            for old in [old for old in self._kept if old < version]:
+                _, self._spare = self._kept.pop(old)
+
+    # ---- wires ----
+
+    def open_wire(self, name: str) -> Meeting:
+        """Return where the Generator `name` joins its wire; an earlier one of this name is dropped."""
+        self.drop_wire(name)
+        with self._lock:
+            if self._store is None:
+                limit = timedelta(seconds=self._timeout_s)
+                self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            self._num_opened += 1
+            self._meetings[name] = Meeting(
+                host=self._host,
+                port=self._store.port,
+                key=f"{name}/{self._num_opened}",
+                backend=self._backend,
+                num_receivers=self._num_receivers,
+                timeout_s=self._timeout_s,
+                chunk_bytes=self._chunk_bytes,
+            )
+            return self._meetings[name]
+
+    def join_wire(self, name: str) -> None:
+        """Wait until the Generator has joined.
+
+        Raises:
+            WireError: it did not, within the time limit.
+        """
+        with self._lock:
+            meeting = self._meetings[name]
+        channel = self._join(meeting, SENDER)
+        with self._lock:
+            if self._meetings.get(name) is meeting:
+                self._channels[name] = meeting, channel
+                return
+        channel.close()
+        raise WireError(f"the wire to {name} was dropped")
+
+    def send(self, name: str, version: int) -> None:
+        """Send a version that was packed here to the Generator.
+
+        Raises:
+            WireError: the Generator is gone, or did not take it within the time limit; its wire is dropped.
+        """
+        with self._lock:
+            wire, kept = self._channels.get(name), self._kept.get(version)
+        if wire is None or kept is None:
+            raise WireError(f"no wire to {name}" if wire is None else f"version {version} is not kept")
+        meeting, channel = wire
+        try:
+            send(channel, meeting, *kept)
+        except WireError:
+            self.drop_wire(name)
+            raise
+
+    def drop_wire(self, name: str) -> None:
+        """Close the wire, which ends whatever the Generator waits for in it."""
+        with self._lock:
+            self._meetings.pop(name, None)
+            wire = self._channels.pop(name, None)
+        if wire is not None:
+            wire[1].close()
+
+
+def make_sender(
+    config: Config, host: str, device: torch.device, join: Callable[[Meeting, int, torch.device], Channel]
+) -> Sender:
+    """Return the Learner's end of all wires.
+
+    Args:
+        host: the address of the Learner's node.
+        device: the Learner's.
+    """
+    sync = config.weight_sync
+    on_gpu = sync.wire_backend == "nccl"
+    return Sender(
+        backend=sync.wire_backend or "gloo",
+        host=host,
+        num_receivers=config.generator.num_gpus if on_gpu else 1,
+        timeout_s=sync.phase_timeout_s,
+        join=lambda meeting, rank: join(meeting, rank, device),
+        device=device if on_gpu else torch.device("cpu"),
+    )

@@ -1,0 +1,188 @@
+"""A wire: the communicator of the Learner and one Generator, and how a version's bytes go through it.
+
+Each Generator has its own, so that one that fails holds up no other, and a replacement joins like the first.
+The bytes are one flat buffer, cut at the borders of tensors, so that a receiver can load a chunk while the next
+one arrives. A header goes ahead of them: both ends must mean the same version in the same layout.
+"""
+
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from grpo_ray.types import TensorSpec, WeightSnapshot
+
+CHUNK_BYTES = 2**30
+Backend = Literal["gloo", "nccl"]
+SENDER = 0  # the Learner's rank in every wire; the receivers follow
+
+
+class WireError(RuntimeError):
+    """A failure of a wire: its other end is gone or silent, or sent something else than was expected."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The place where both ends of a wire find each other: a key in the Learner's store."""
+
+    host: str
+    port: int
+    key: str
+    backend: Backend
+    num_receivers: int
+    timeout_s: float  # for joining, and for each transfer
+    chunk_bytes: int = CHUNK_BYTES
+
+    def store(self) -> PrefixStore:
+        """Connect to the Learner's store, and return the part of it that is this wire's.
+
+        Raises:
+            WireError: the Learner did not answer within `timeout_s`.
+        """
+        limit = timedelta(seconds=self.timeout_s)
+        try:
+            return PrefixStore(self.key, TCPStore(self.host, self.port, timeout=limit))
+        except RuntimeError as error:
+            raise WireError(f"no store at {self.host}:{self.port}: {error}") from error
+
+
+class Channel(Protocol):
+    """One end of a wire. Every transfer ends, at the latest when its time is up."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the bytes are on."""
+
+    def send(self, part: torch.Tensor, timeout_s: float) -> None:
+        """Send bytes (uint8) to every receiver.
+
+        Raises:
+            WireError: it is broken; use it no more.
+        """
+
+    def receive(self, part: torch.Tensor, timeout_s: float) -> None:
+        """Fill `part` (uint8) with the bytes sent; raises like `send`."""
+
+    def close(self) -> None:
+        """Let the other end know, whatever it waits for."""
+
+
+class GlooChannel:
+    """A channel between the memories of two processes, over TCP."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        """Wait until the other end has come as well.
+
+        Raises:
+            WireError: it did not come within `timeout_s`.
+        """
+        gloo: Any = ProcessGroupGloo  # its type lacks much
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=meeting.timeout_s)
+        options._devices = [gloo.create_device(hostname=_address_towards(meeting))]
+        try:
+            self._group = gloo(meeting.store(), rank, 2, options)
+        except RuntimeError as error:
+            raise WireError(f"the other end did not come: {error}") from error
+        self._other = 1 - rank
+
+    def send(self, part: torch.Tensor, timeout_s: float) -> None:
+        self._wait(lambda group: group.send([part], self._other, 0), timeout_s)
+
+    def receive(self, part: torch.Tensor, timeout_s: float) -> None:
+        self._wait(lambda group: group.recv([part], self._other, 0), timeout_s)
+
+    def _wait(self, begin: Callable[[Any], Any], timeout_s: float) -> None:
+        group = self._group
+        if group is None:
+            raise WireError("the wire was closed")
+        try:
+            begin(group).wait(timedelta(seconds=max(timeout_s, 0.001)))  # 0 would be no limit
+        except RuntimeError as error:
+            raise WireError(f"the other end is gone or silent: {str(error).strip()[:300]}") from error
+
+    def close(self) -> None:
+        self._group = None  # closes its connection, once no thread waits in it
+
+
+def _address_towards(meeting: Meeting) -> str:
+    """Return the address of this machine that the Learner's can reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((meeting.host, meeting.port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring tensors, `specs`, with the bytes from `start` to `end` of the buffer."""
+
+    specs: Sequence[TensorSpec]
+    start: int
+    end: int
+
+    def rebased(self) -> list[TensorSpec]:
+        """Return the specs with offsets in the chunk instead of the whole buffer."""
+        return [replace(spec, offset_bytes=spec.offset_bytes - self.start) for spec in self.specs]
+
+
+def chunks(specs: Sequence[TensorSpec], num_bytes: int, limit: int) -> Iterator[Chunk]:
+    """Cut a buffer of `num_bytes` at tensor borders, into chunks of at most `limit` bytes or one tensor."""
+    ends = [spec.offset_bytes for spec in specs[1:]] + [num_bytes]
+    first = 0
+    for place in range(len(specs)):
+        start = specs[first].offset_bytes
+        if place + 1 == len(specs) or ends[place + 1] - start > limit:
+            yield Chunk(specs[first : place + 1], start, ends[place])
+            first = place + 1
+
+
+def send(channel: Channel, meeting: Meeting, snapshot: WeightSnapshot, buffer: torch.Tensor) -> None:
+    """Send the snapshot's bytes, which are in `buffer` (uint8) on the channel's device.
+
+    Raises:
+        WireError: the receiver is gone, or did not take them within the meeting's time limit.
+    """
+    deadline = monotonic() + meeting.timeout_s
+    channel.send(_header(snapshot).to(channel.device), meeting.timeout_s)
+    for chunk in chunks(snapshot.specs, snapshot.num_bytes, meeting.chunk_bytes):
+        channel.send(buffer[chunk.start : chunk.end], deadline - monotonic())
+
+
+def receive(
+    channel: Channel, meeting: Meeting, snapshot: WeightSnapshot, room: Callable[[Chunk], torch.Tensor]
+) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Yield each chunk of the snapshot as it arrives, and its bytes.
+
+    Args:
+        snapshot: what must come: the version, the specs and the number of bytes.
+        room: returns the memory (uint8, on the channel's device) for a chunk.
+
+    Raises:
+        WireError: the sender is gone or silent, or sent something else.
+    """
+    deadline = monotonic() + meeting.timeout_s
+    expected = _header(snapshot)
+    header = torch.empty_like(expected, device=channel.device)
+    channel.receive(header, meeting.timeout_s)
+    if not torch.equal(header.cpu(), expected):
+        version = int(header.cpu().view(torch.int64)[0])
+        raise WireError(f"expected the weights of version {snapshot.version}, and version {version} came, or "
+                        "the same in another layout")  # fmt: skip
+    for chunk in chunks(snapshot.specs, snapshot.num_bytes, meeting.chunk_bytes):
+        part = room(chunk)
+        channel.receive(part, deadline - monotonic())
+        yield chunk, part
+
+
+def _header(snapshot: WeightSnapshot) -> torch.Tensor:
+    """Return version, size and layout of the weights as bytes, uint8 [24]."""
+    layout = zlib.crc32(repr(snapshot.specs).encode())
+    return torch.tensor([snapshot.version, snapshot.num_bytes, layout]).view(torch.uint8)

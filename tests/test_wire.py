@@ -1,0 +1,344 @@
+"""Wires between a Sender and Inboxes: chunks, what must match, and ends that die, hang or never come.
+
+Both ends run in this process, in threads, over gloo; an end that is killed or stopped is a process of its own.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_ray.config.model import AdapterConfig
+from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.transfer.inbox import Inbox
+from grpo_ray.transfer.sender import Sender
+from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
+from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError, chunks
+from grpo_ray.types import TensorSpec, WeightSnapshot
+
+CPU = torch.device("cpu")
+
+
+def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(version)
+    return [(name, torch.rand(shape, generator=generator)) for name, shape in
+            (("embed", (700, 300)), ("bias", (3,)), ("empty", (0, 4)), ("head", (300, 500)))]  # fmt: skip
+
+
+def make_sender(timeout_s: float = 20.0) -> Sender:
+    return Sender("gloo", "127.0.0.1", 1, timeout_s, GlooChannel, CPU, chunk_bytes=300_000)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def join(threads: ThreadPoolExecutor, sender: Sender, name: str = "a", inbox: Inbox | None = None) -> Inbox:
+    inbox = inbox or Inbox()
+    joining = threads.submit(inbox.join, sender.open_wire(name))
+    sender.join_wire(name)
+    joining.result(20)
+    return inbox
+
+
+def pack(sender: Sender, version: int, with_checksum: bool = False) -> WeightSnapshot:
+    return sender.pack(tensors(version), version, torch.bfloat16, with_checksum)
+
+
+def transfer(
+    threads: ThreadPoolExecutor, sender: Sender, inbox: Inbox, snapshot: WeightSnapshot, name: str = "a"
+) -> WeightSnapshot:
+    sending = threads.submit(sender.send, name, snapshot.version)
+    received = inbox.received(snapshot)
+    sending.result(20)
+    return received
+
+
+def error_of(future: "Future[object]") -> BaseException | None:
+    return future.exception(20)
+
+
+# ---- chunks ----
+
+
+def specs_of(*sizes: int) -> list[TensorSpec]:
+    offsets = np.cumsum([0, *sizes])
+    return [TensorSpec(str(i), "uint8", (n,), int(offsets[i]), n) for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ((4, 4, 4), 100, [(0, 12)]),
+        ((4, 4, 4), 8, [(0, 8), (8, 12)]),
+        ((4, 4, 4), 7, [(0, 4), (4, 8), (8, 12)]),
+        ((4, 50, 4, 4), 10, [(0, 4), (4, 54), (54, 62)]),  # a tensor is never cut
+        ((0, 8, 0), 8, [(0, 8)]),
+        ((9,), 8, [(0, 9)]),
+        ((), 8, []),
+    ],
+)
+def test_chunks_by_hand(sizes: tuple[int, ...], limit: int, expected: list[tuple[int, int]]) -> None:
+    specs = specs_of(*sizes)
+    found = list(chunks(specs, sum(sizes), limit))
+    assert [(chunk.start, chunk.end) for chunk in found] == expected
+    assert [spec for chunk in found for spec in chunk.specs] == specs
+
+
+def test_a_chunk_is_read_without_the_rest() -> None:
+    snapshot = pack_weights(tensors(1), 1, torch.bfloat16)
+    found = list(chunks(snapshot.specs, snapshot.num_bytes, limit=1000))
+    assert len(found) > 2
+    read: dict[str, torch.Tensor] = {}
+    for chunk in found:
+        part = torch.from_numpy(snapshot.data[chunk.start : chunk.end].copy())
+        read |= unpack_weights(chunk.rebased(), part)
+    assert list(read) == [name for name, _ in tensors(1)]
+    for name, tensor in tensors(1):
+        assert torch.equal(read[name], tensor.bfloat16())
+
+
+# ---- transfers ----
+
+
+def test_versions_arrive_whole_in_the_same_pages(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    inbox = join(threads, sender)
+    for version in (1, 2, 3):
+        snapshot = pack(sender, version, with_checksum=True)
+        assert (snapshot.data.nbytes, snapshot.num_bytes) == (0, snapshot.wire_bytes)
+        received = transfer(threads, sender, inbox, snapshot)
+        check_snapshot(received)
+        assert (received.version, received.wire_bytes) == (version, 0)
+        whole = pack_weights(tensors(version), version, torch.bfloat16)
+        assert received.specs == whole.specs
+        for (_, there), (_, here) in zip(
+            unpack_weights(whole.specs, torch.from_numpy(whole.data)),
+            unpack_weights(received.specs, torch.from_numpy(received.data)), strict=True,
+        ):  # fmt: skip
+            assert torch.equal(there, here)
+        assert Path(received.pages).read_bytes() == received.data.tobytes()
+
+
+def test_a_checksum_tells_of_bytes_that_changed(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    inbox = join(threads, sender)
+    snapshot = pack(sender, 1, with_checksum=True)
+    _, buffer = sender._kept[1]
+    buffer[5] ^= 1
+    with pytest.raises(ValueError, match="CRC-32 differs"):
+        check_snapshot(transfer(threads, sender, inbox, snapshot))
+
+
+@pytest.mark.parametrize("lie", ["version", "layout"])
+def test_something_else_than_expected_is_refused_and_the_sender_told(
+    threads: ThreadPoolExecutor, lie: str
+) -> None:
+    sender = make_sender()
+    inbox = join(threads, sender)
+    snapshot = pack_much(sender, 7)
+    renamed = tuple(replace(spec, name=f"{spec.name}.x") for spec in snapshot.specs)
+    expected = replace(snapshot, version=8) if lie == "version" else replace(snapshot, specs=renamed)
+    sending = threads.submit(sender.send, "a", 7)
+    with pytest.raises(WireError, match=f"version {expected.version}, and version 7 came"):
+        inbox.received(expected)
+    assert isinstance(error_of(sending), WireError)
+
+
+def test_an_adapter_alone_is_written_as_it_was_sent(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    inbox, adapter = join(threads, sender), ServedAdapter(AdapterConfig(rank=4))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    weight = torch.arange(8.0).view(4, 2)
+    adapter.stage(transfer(threads, sender, inbox, sender.pack([(name, weight)], 1, torch.bfloat16, True)))
+    (file,) = adapter._folder.glob("*.safetensors")
+    assert torch.equal(load_file(file)[name], weight.bfloat16())
+    adapter.close()
+
+
+def test_two_generators_are_sent_to_at_once(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    inboxes = {name: join(threads, sender, name) for name in "ab"}
+    snapshot = pack(sender, 1)
+    sending = [threads.submit(sender.send, name, 1) for name in inboxes]
+    received = [inboxes[name].received(snapshot) for name in "ba"]  # b first: neither waits for the other
+    for future in sending:
+        future.result(20)
+    assert received[0].data.tobytes() == received[1].data.tobytes()
+
+
+def test_messages_to_vllms_workers_keep_a_meeting_as_it_is() -> None:
+    meeting = make_sender().open_wire("a")
+    assert Meeting(**msgspec.msgpack.decode(msgspec.msgpack.encode(asdict(meeting)))) == meeting
+
+
+# ---- versions that the Learner keeps ----
+
+
+def test_two_buffers_take_turns() -> None:
+    sender = make_sender()
+    places = []
+    for version in range(1, 7):
+        sender.release(version - 1)  # as a sync does that publishes it
+        pack(sender, version)
+        places.append(sender._kept[version][1].data_ptr())
+        assert sorted(sender._kept) == [v for v in (version - 1, version) if v > 0]
+    assert len(set(places)) == 2
+
+
+def test_a_version_that_waits_to_be_published_is_not_overwritten(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    first = pack(sender, 1)
+    for version in (2, 3):
+        pack(sender, version)
+    received = transfer(threads, sender, join(threads, sender), first)
+    assert received.data.tobytes()[:1000] == sender._kept[1][1].numpy().tobytes()[:1000]
+    sender.release(3)
+    with pytest.raises(WireError, match="version 1 is not kept"):
+        sender.send("a", 1)
+
+
+def test_the_same_version_again_replaces_it() -> None:
+    sender = make_sender()
+    for _ in range(3):
+        pack(sender, 4)
+    assert list(sender._kept) == [4]
+
+
+# ---- ends that fail ----
+
+PEER = """
+import sys, time
+from grpo_ray.transfer.inbox import Inbox
+from grpo_ray.transfer.wire import Meeting, receive
+inbox = Inbox()
+inbox.join(Meeting(*eval(sys.argv[1])))
+print("joined", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def peer() -> Iterator["Peers"]:
+    peers = Peers()
+    yield peers
+    for process in peers.processes:
+        process.kill()
+        process.wait()
+
+
+class Peers:
+    """Generators' ends in processes of their own, which join and then do nothing."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def join(self, sender: Sender, name: str) -> subprocess.Popen[str]:
+        place = repr(tuple(asdict(sender.open_wire(name)).values()))
+        process = subprocess.Popen([sys.executable, "-c", PEER, place], stdout=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        sender.join_wire(name)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "joined\n"
+        return process
+
+
+def pack_much(sender: Sender, version: int) -> WeightSnapshot:
+    """Pack more than TCP's buffers take, so that a send waits for its receiver."""
+    return sender.pack([("w", torch.full((2**24,), float(version)))], version, torch.float32, False)
+
+
+def test_a_receiver_that_dies_in_the_middle_ends_its_send_alone(
+    threads: ThreadPoolExecutor, peer: Peers
+) -> None:
+    sender = make_sender(timeout_s=60.0)
+    snapshot, process, other = pack_much(sender, 1), peer.join(sender, "a"), join(threads, sender, "b")
+    sending = threads.submit(sender.send, "a", 1)
+    time.sleep(0.3)
+    assert not sending.done()
+    process.kill()
+    killed = time.monotonic()
+    assert isinstance(error_of(sending), WireError)
+    assert time.monotonic() - killed < 5
+    assert (transfer(threads, sender, other, snapshot, "b").data.view(np.float32) == 1).all()
+    with pytest.raises(WireError, match="no wire to a"):
+        sender.send("a", 1)
+    again = join(threads, sender, "a")  # a replacement
+    assert (transfer(threads, sender, again, snapshot).data.view(np.float32) == 1).all()
+
+
+def test_a_receiver_that_hangs_holds_its_send_for_the_time_limit(
+    threads: ThreadPoolExecutor, peer: Peers
+) -> None:
+    sender = make_sender(timeout_s=3.0)
+    pack_much(sender, 1)
+    process = peer.join(sender, "a")
+    os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(WireError, match="gone or silent"):
+        sender.send("a", 1)
+    assert 2.5 < time.monotonic() - started < 8
+
+
+def test_a_dropped_wire_ends_what_the_receiver_waits_for(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender(timeout_s=60.0)
+    inbox, snapshot = join(threads, sender), pack_much(sender, 1)
+    receiving = threads.submit(inbox.received, snapshot)
+    time.sleep(0.2)
+    assert not receiving.done()
+    sender.drop_wire("a")
+    assert isinstance(error_of(receiving), WireError)
+    with pytest.raises(WireError, match="join a wire first"):
+        inbox.received(snapshot)
+    assert join(threads, sender, inbox=inbox) is inbox
+    assert (transfer(threads, sender, inbox, snapshot).data.view(np.float32) == 1).all()
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_an_end_that_waits_for_one_that_never_comes_gives_up(who: str) -> None:
+    sender = make_sender(timeout_s=1.5)
+    meeting = sender.open_wire("a")
+    started = time.monotonic()
+    with pytest.raises(WireError, match="did not come"):
+        sender.join_wire("a") if who == "sender" else Inbox().join(meeting)
+    assert time.monotonic() - started < 10
+
+
+def test_a_wire_dropped_while_it_is_joined_is_not_used(threads: ThreadPoolExecutor) -> None:
+    sender = make_sender(timeout_s=5.0)
+    meeting = sender.open_wire("a")
+    joining = threads.submit(sender.join_wire, "a")
+    time.sleep(0.2)
+    sender.drop_wire("a")
+    Inbox().join(meeting)
+    assert "was dropped" in str(error_of(joining))
+
+
+def test_no_store_is_an_error_that_says_where() -> None:
+    with pytest.raises(WireError, match="no store at"):
+        Meeting("127.0.0.1", 1, "a/1", "gloo", 1, 1.0).store()
+
+
+def test_nothing_is_left_in_dev_shm_and_no_thread(threads: ThreadPoolExecutor) -> None:
+    before, num_threads = set(os.listdir("/dev/shm")), threading.active_count()
+    sender = make_sender()
+    inbox = join(threads, sender)
+    transfer(threads, sender, inbox, pack(sender, 1))
+    assert set(os.listdir("/dev/shm")) <= before
+    inbox.close()
+    sender.drop_wire("a")
+    assert threading.active_count() <= num_threads + 1  # the pool's

@@ -1,0 +1,78 @@
+"""Whole runs in this process with `weight_sync.transport: collective`: the same run, and ends that die."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_actors import LocalActors
+from local_runs import make_config, train, until
+from test_controller import assert_same_run, audit, events, once
+
+from grpo_ray.run.controller import Controller
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+
+pytestmark = pytest.mark.usefixtures("model_cache", "any_reward")
+COLLECTIVE = "weight_sync.transport=collective"
+EXACT = ("weight_sync.max_lag=0", "algorithm.num_steps=4", "weight_sync.checksum=true")
+
+
+def test_a_run_over_wires_is_the_run_over_the_object_store(tmp_path: Path) -> None:
+    runs = [RunDirectory(tmp_path / name) for name in ("store", "wires")]
+    train(make_config(*EXACT), runs[0].path)
+    train(make_config(*EXACT, COLLECTIVE), runs[1].path)
+    assert_same_run(*runs)
+    assert any(row["optim/grad_norm"] for row in read_metrics(runs[1].metrics_path))
+
+
+async def in_the_middle(actors: LocalActors, name: str) -> None:
+    """Hold the next transfer to a Generator once its header has come, and return then."""
+    generator = actors.generators[name].actor
+    await until(lambda: generator._inbox is not None)
+    reached = asyncio.Event()
+    loop, channel = asyncio.get_running_loop(), generator._inbox._channel
+    receive = channel.receive
+
+    def hold(part: Any, timeout_s: float) -> None:
+        receive(part, timeout_s)
+        loop.call_soon_threadsafe(reached.set)
+        channel.receive = lambda *_: channel.close() or receive(part, timeout_s)
+
+    channel.receive = hold
+    await reached.wait()
+
+
+def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues(tmp_path: Path) -> None:
+    config = make_config("generator.num_generators=2", "algorithm.num_steps=12", COLLECTIVE)
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 3)
+        await in_the_middle(actors, "generator-1")
+        actors.generators["generator-1"].die()
+        await until(lambda: len(controller._pool.serving) == 1)
+        await until(lambda: len(controller._pool.serving) == 2)
+        await asyncio.sleep(60)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, meddle)
+    audit(run, config)
+    assert [event["actor"] for event in events(run, "generator_failed")] == ["generator-1"]
+    assert [event["actor"] for event in events(run, "generator_back")] == ["generator-1"]
+
+
+def test_a_learner_that_dies_in_a_transfer_is_restored(tmp_path: Path) -> None:
+    config = make_config("generator.num_generators=2", COLLECTIVE)
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 3)
+        await in_the_middle(actors, "generator-1")
+        actors.learner.die()
+        await asyncio.sleep(60)
+
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path, once(meddle))
+    audit(run, config)
+    assert events(run, "generator_failed") == []
+    (failed,) = events(run, "run_failed")
+    assert "learner died" in failed["text"]
+    assert len(events(run, "restored")) == 1

@@ -1,0 +1,196 @@
+"""Logprobs of vLLM after weights came by a wire, received by its Generator, or by its own worker in chunks.
+
+The second is the path of `nccl`, here over gloo, and with chunks far below a GPU's.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import perturb
+from test_engines_vllm import LONG, PROMPTS, SETTINGS, Groups, _generate, logprob_error
+
+from grpo_ray.actors.generator import Generator
+from grpo_ray.config import Config
+from grpo_ray.config.model import Implementation
+from grpo_ray.engines import make_engine
+from grpo_ray.models.adapters import served_weights
+from grpo_ray.models.hub_format import in_hub_format
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.transfer.sender import Sender
+from grpo_ray.transfer.wire import GlooChannel
+from grpo_ray.types import WeightSnapshot
+
+pytestmark = pytest.mark.vllm
+
+
+@dataclass
+class Record:
+    models: list[PolicyModel]
+    by_inbox: Groups  # version 1
+    by_worker: Groups  # version 2
+    in_flight: dict[int, Groups]  # by the later version: one by the Generator's inbox, one by the worker
+    refusal: str  # of a version that the Learner did not send
+
+
+class Wired:
+    """A Sender, and one Generator's end, which is the engine's worker or the Generator itself."""
+
+    def __init__(self, engine: Any, models: list[PolicyModel], by_worker: bool) -> None:
+        self.models, self.engine, self.by_worker = models, engine, by_worker
+        self.generator = Generator("generator", engine)
+        self.sender = Sender("gloo", "127.0.0.1", 1, 20.0, GlooChannel, torch.device("cpu"), chunk_bytes=20_000)
+
+    async def join(self) -> None:
+        end = self.engine.join if self.by_worker else self.generator.join
+        meeting = self.sender.open_wire("generator")
+        await asyncio.gather(end(meeting), asyncio.to_thread(self.sender.join_wire, "generator"))
+
+    def pack(self, version: int) -> WeightSnapshot:
+        model = self.models[version]
+        self.sender.release(version)
+        return self.sender.pack(
+            in_hub_format(model, served_weights(model)), version, torch.float32, not self.by_worker
+        )
+
+    async def sync(self, version: int) -> None:
+        snapshot = self.pack(version)
+        stage, load = self.generator.stage_weights(snapshot), self.generator.load_weights
+        await (stage if self.by_worker else self.with_send(stage, version))
+        await self.generator.pause()
+        await (self.with_send(load(), version) if self.by_worker else load())
+        await self.generator.finish_weights()
+        await self.generator.resume()
+
+    async def with_send(self, receiving: Awaitable[Any], version: int) -> None:
+        await asyncio.gather(receiving, asyncio.to_thread(self.sender.send, "generator", version))
+
+
+@pytest.fixture(scope="module", params=["Qwen2, tied", "TransformerLM, untied"])
+def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Any:
+    pytest.importorskip("vllm")
+    own = request.param.startswith("TransformerLM")
+    path = tiny_model(tied=not own, hidden_size=64, own=own)
+    implementation: Implementation = "grpo_ray" if own else "transformers"
+    models = [load_policy(str(path), implementation=implementation) for _ in range(7)]
+    for version in range(1, 7):
+        perturb(models[version], seed=version, scale=0.1)
+    return asyncio.run(_record(config_of_vllm(), path, models))
+
+
+def config_of_vllm() -> Config:
+    return Config.model_validate(
+        {
+            "model": {"tiny": {}, "dtype": "float32"},
+            "task": {"kind": "sorting"},
+            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+        }
+    )
+
+
+async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Record:
+    engine = make_engine(config, str(path), max_model_len=384, seed=0)
+    try:
+        await engine.start(0)
+        inbox, worker = Wired(engine, models, by_worker=False), Wired(engine, models, by_worker=True)
+        await inbox.join()
+        await inbox.sync(1)
+        by_inbox = await _generate(engine, SETTINGS)
+        await worker.join()
+        await worker.sync(2)
+        by_worker = await _generate(engine, SETTINGS)
+        in_flight = {}
+        for version, wired in ((3, inbox), (4, worker)):
+            running = asyncio.create_task(_generate(engine, LONG))
+            await asyncio.sleep(0.3)
+            await wired.sync(version)
+            in_flight[version] = await running
+        refusal = await _refusal(worker)
+        return Record(models, by_inbox, by_worker, in_flight, refusal)
+    finally:
+        await engine.shutdown()
+
+
+async def _refusal(wired: Wired) -> str:
+    expected, _ = wired.pack(6), wired.pack(5)
+    wired.sender._kept[6] = wired.sender._kept[5]  # with a header that says 5
+    await wired.generator.stage_weights(expected)
+    await wired.generator.pause()
+    try:
+        await wired.with_send(wired.generator.load_weights(), 6)
+    except Exception as error:
+        return str(error)
+    pytest.fail("the wrong version was loaded")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_token_is_the_new_weights(record: Record, version: int) -> None:
+    groups = record.by_inbox if version == 1 else record.by_worker
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert (completion.versions == version).all()
+            assert logprob_error(record.models[version], prompt, completion, SETTINGS).max() < 1e-4
+            assert logprob_error(record.models[version - 1], prompt, completion, SETTINGS).max() > 1e-2
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_each_token_in_flight_is_of_the_version_that_it_carries(record: Record, version: int) -> None:
+    num_switched = 0
+    for prompt, group in zip(PROMPTS, record.in_flight[version], strict=True):
+        for completion in group:
+            versions = completion.versions
+            assert (np.diff(versions) >= 0).all()
+            assert set(versions.tolist()) <= {version - 1, version}
+            num_switched += len(np.unique(versions)) == 2
+            for each in np.unique(versions):
+                error = logprob_error(record.models[each], prompt, completion, LONG)
+                assert error[versions == each].max() < 1e-4
+    assert num_switched > 4 * len(PROMPTS)
+
+
+def test_another_version_than_the_one_that_was_staged_is_refused(record: Record) -> None:
+    assert "expected the weights of version 6, and version 5 came" in record.refusal
+
+
+@pytest.mark.slow
+def test_each_tensor_parallel_rank_loads_its_part(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on a CPU, which the configuration does not offer: vLLM wants their cores by hand."""
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    make = arg_utils.AsyncEngineArgs
+    in_parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    monkeypatch.setattr(arg_utils, "AsyncEngineArgs", lambda **given: make(**given | in_parallel))
+    path = tiny_model(tied=False, hidden_size=64)
+    models = [load_policy(str(path)) for _ in range(3)]
+    for version in (1, 2):
+        perturb(models[version], seed=version, scale=0.1)
+
+    async def sampled() -> Groups:
+        engine = make_engine(config_of_vllm(), str(path), max_model_len=384, seed=0)
+        try:
+            await engine.start(0)
+            wired = Wired(engine, models, by_worker=False)
+            await wired.join()
+            for version in (1, 2):
+                await wired.sync(version)
+            return await _generate(engine, SETTINGS)
+        finally:
+            await engine.shutdown()
+
+    for prompt, group in zip(PROMPTS, asyncio.run(sampled()), strict=True):
+        for completion in group:
+            assert (completion.versions == 2).all()
+            assert logprob_error(models[2], prompt, completion, SETTINGS).max() < 1e-4
+            assert logprob_error(models[1], prompt, completion, SETTINGS).max() > 1e-2
