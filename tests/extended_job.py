@@ -98,7 +98,7 @@ def own_transport() -> None:
     for version in (1, 2):
         weight = torch.arange(6.0).view(2, 3) + version
         snapshot = pack_weights([("weight", weight)], version, torch.float32)
-        pages = buffer.write(snapshot.data)
+        pages = buffer.write(snapshot)
         worker.receive_weights(SharedMemoryUpdateInfo(**update_info(pages, snapshot)))
         assert torch.equal(worker.model.loaded["weight"], weight)
     path = Path(buffer.path)

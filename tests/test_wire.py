@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -24,6 +23,7 @@ from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.sender import Sender
+from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
 from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError, chunks
 from grpo_ray.types import TensorSpec, WeightSnapshot
@@ -131,7 +131,9 @@ def test_versions_arrive_whole_in_the_same_pages(threads: ThreadPoolExecutor) ->
             unpack_weights(received.specs, torch.from_numpy(received.data)), strict=True,
         ):  # fmt: skip
             assert torch.equal(there, here)
-        assert Path(received.pages).read_bytes() == received.data.tobytes()
+        pages = pages_of(received.data)
+        assert pages is not None
+        assert map_pages(pages).numpy().tobytes() == received.data.tobytes()
 
 
 def test_a_checksum_tells_of_bytes_that_changed(threads: ThreadPoolExecutor) -> None:

@@ -44,7 +44,10 @@ class _Expected:
 
 
 class ShadowModel:
-    """A model's layers once more with the weights of the next version, sharing all else with the model."""
+    """A model's layers once more with the weights of the next version, sharing all else with the model.
+
+    It cannot follow a layerwise reload by vLLM (the weights become NaN), so an engine uses one or the other.
+    """
 
     def __init__(self, model: nn.Module, is_tied: bool, can_adopt: bool = True) -> None:
         """
