@@ -259,7 +259,7 @@ class Delta:
 class WeightSnapshot:
     """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
 
-    The bytes are in `data`, or in the buffers of `on_device`, one per GPU that a Generator shares with the
+    The bytes are in `data`, or in the buffers of `on_device`, for each GPU that a Generator shares with the
     Learner; or the Learner keeps them, and sends `wire_bytes` to each Generator (transfer/wire.py). With
     `delta`, `data` is the difference from an earlier version.
     """
@@ -277,7 +277,9 @@ class WeightSnapshot:
     def num_bytes(self) -> int:
         if self.delta is not None:
             return self.delta.num_bytes
-        return self.on_device[0].num_bytes if self.on_device else self.wire_bytes or self.data.nbytes
+        if self.on_device:
+            return sum(each.num_bytes for each in self.on_device if each.gpu == self.on_device[0].gpu)
+        return self.wire_bytes or self.data.nbytes
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_ray.transfer.chunks import Chunk
+
 pytestmark = pytest.mark.vllm
 
 LOADED = {"q.weight", "q.bias", "experts.w13_weight", "norm.weight"}
@@ -20,8 +22,8 @@ def receive(quantization: str | None, parameters: set[str], loaded: set[str]) ->
     engine.model = SimpleNamespace(load_weights=lambda _: loaded, named_parameters=lambda: named.items())
     text_config = SimpleNamespace(tie_word_embeddings=False)
     engine.model_config = SimpleNamespace(quantization=quantization, hf_text_config=text_config)
-    engine._buffer = lambda info: torch.empty(0, dtype=torch.uint8)
-    engine.receive_weights(SimpleNamespace(specs=[], by_wire=False))
+    engine._parts = lambda info: iter([(Chunk((), 0, 0), torch.empty(0, dtype=torch.uint8))])
+    engine.receive_weights(None)
 
 
 def test_scales_of_a_quantized_model_are_in_no_snapshot_and_its_weights_are() -> None:

@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
-from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError, chunks
+from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError
 from grpo_ray.types import TensorSpec, WeightSnapshot
 
 CPU = torch.device("cpu")
@@ -225,6 +226,7 @@ def test_the_same_version_again_replaces_it() -> None:
 
 PEER = """
 import sys, time
+from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.wire import Meeting, receive
 inbox = Inbox()

@@ -126,7 +126,7 @@ class Learner:
         self._captured: TrainingState | None = None
         self._spare: TrainingState | None = None  # a written state; the next takes its memory
         self._packing = ReusedMemory(is_pinned=self._device.type == "cuda")
-        self._shared: torch.Tensor | None = None  # the bytes of the last snapshot, on the device
+        self._shared: list[torch.Tensor] = []  # the bytes of the last snapshot, on the device
         self._kept = KeptWeights()  # with weight_sync.delta, those that Generators have
         self._whole: WeightSnapshot | None = None  # the last snapshot, until `delta`
         self._sender = make_sender(config, host, self._device, join)
@@ -340,7 +340,8 @@ class Learner:
     def _packed(self, weights: NamedWeights) -> WeightSnapshot:
         sync = self._config.weight_sync
         if sync.transport == "ipc":
-            self._shared = None  # every Generator has loaded the previous one
+            self._shared.clear()  # every Generator has loaded the previous one
+            torch.cuda.ipc_collect()  # also what a Generator that died had not read
             packed = pack_on_device(weights, self.version, self._dtype, self._device)
             snapshot, self._shared = packed  # kept until the next: a replacement Generator loads it as well
             return replace(snapshot, on_device=tuple(chain(*self._ranks.gathered(snapshot.on_device))))

@@ -19,6 +19,7 @@ DECIDED: Mapping[str, str] = {
     "enforce_eager": "generator.enforce_eager",
     "enable_sleep_mode": "generator.colocated",
     "weight_transfer_config": "weight_sync.transport",
+    "worker_extension_cls": "nothing: the workers' methods for weight syncs are there",
     "hf_token": "the environment variable HF_TOKEN",
     "tensor_parallel_size": "generator.num_gpus",
     **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"), _ONE_ENGINE),

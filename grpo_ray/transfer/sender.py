@@ -11,8 +11,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.config import Config
+from grpo_ray.transfer.chunks import CHUNK_BYTES
 from grpo_ray.transfer.snapshot import NamedWeights, pack
-from grpo_ray.transfer.wire import CHUNK_BYTES, SENDER, Backend, Channel, Meeting, WireError, send
+from grpo_ray.transfer.wire import SENDER, Backend, Channel, Meeting, WireError, send
 from grpo_ray.types import WeightSnapshot
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import share
 from grpo_ray.types import TensorSpec, WeightSnapshot
 
@@ -56,10 +57,19 @@ def take_part(named_tensors: NamedWeights) -> None:
 
 def pack_on_device(
     named_tensors: NamedWeights, version: int, dtype: torch.dtype, device: torch.device
-) -> tuple[WeightSnapshot, torch.Tensor]:
-    """Pack like `pack_weights`, but into a buffer on a GPU, which the caller keeps while it may be loaded."""
-    specs, buffer = pack(named_tensors, dtype, room_on(device))
-    return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=(share(buffer),)), buffer
+) -> tuple[WeightSnapshot, list[torch.Tensor]]:
+    """Pack like `pack_weights`, but into buffers on a GPU, which the caller keeps while they may be loaded.
+
+    Each is one of `chunks`, so that no memory of the size of all weights is needed in one piece.
+    """
+    tensors, specs, num_bytes = _layout(named_tensors, dtype)
+    buffers, first = [], 0
+    for chunk in chunks(specs, num_bytes, CHUNK_BYTES):
+        buffers.append(torch.empty(chunk.end - chunk.start, dtype=torch.uint8, device=device))
+        _fill(tensors[first : first + len(chunk.specs)], chunk.rebased(), buffers[-1])
+        first += len(chunk.specs)
+    handles = tuple(map(share, buffers))
+    return WeightSnapshot(version, specs, np.empty(0, np.uint8), on_device=handles), buffers
 
 
 class ReusedMemory:

@@ -10,6 +10,7 @@ GPU they are loaded over the old ones while it is paused.
 """
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from grpo_ray.transfer.channels import join
+from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
 from grpo_ray.transfer.shadow_model import ShadowModel
 from grpo_ray.transfer.shared_pages import Pages, map_pages
@@ -52,7 +54,8 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """Location and layout of the bytes; `specs` are the fields of each `TensorSpec`.
 
-    The bytes are in the pages of `path`, or on the GPU: `on_device` has the fields of each `DeviceHandle`.
+    The bytes are in the pages of `path`, or on the GPU: `on_device` has the fields of each `DeviceHandle`, for
+    each GPU those of all `chunks`.
     """
 
     path: str
@@ -120,7 +123,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         shadow = ShadowModel(self.model, self._is_tied, can_adopt=not current_platform.is_zen_cpu())
         with set_current_vllm_config(self.vllm_config):
             self._check_complete(
-                shadow.root, shadow.load(unpack_weights(_specs(update_info), self._buffer(update_info)))
+                shadow.root, shadow.load(unpack_weights(_specs(update_info), _mapped(update_info)))
             )
             shadow.pack(max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
         return shadow
@@ -130,27 +133,26 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        specs = _specs(update_info)
-        if update_info.by_wire:
-            loaded = self._receive(update_info, specs)
-        else:
-            loaded = self.model.load_weights(unpack_weights(specs, self._buffer(update_info)))
-        self._check_complete(self.model, loaded)
-
-    def _receive(self, update_info: SharedMemoryUpdateInfo, specs: tuple[TensorSpec, ...]) -> set[str] | None:
-        """Load each chunk as it arrives; return the names of the parameters that were loaded."""
-        assert self._channel is not None, "the Generator joins first"
-        expected = WeightSnapshot(
-            update_info.version, specs, np.empty(0, np.uint8), wire_bytes=update_info.num_bytes
-        )
-        new = room_on(self.device)  # per chunk: the reload keeps views of it until a layer is complete
+        """Load each chunk as it comes."""
         loaded: set[str] | None = set()
-        for chunk, part in receive(
-            self._channel, self._meeting, expected, lambda chunk: new(chunk.end - chunk.start)
-        ):
+        for chunk, part in self._parts(update_info):
             found = self.model.load_weights(unpack_weights(chunk.rebased(), part))
             loaded = None if loaded is None or found is None else loaded | found
-        return loaded
+        self._check_complete(self.model, loaded)
+
+    def _parts(self, update_info: SharedMemoryUpdateInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        specs, num_bytes = _specs(update_info), update_info.num_bytes
+        if update_info.by_wire:
+            assert self._channel is not None, "the Generator joins first"
+            expected = WeightSnapshot(update_info.version, specs, np.empty(0, np.uint8), wire_bytes=num_bytes)
+            new = room_on(self.device)  # per chunk: the reload keeps views of it until a layer is complete
+            return receive(self._channel, self._meeting, expected, lambda chunk: new(chunk.end - chunk.start))
+        if not update_info.on_device:
+            return iter([(Chunk(specs, 0, num_bytes), _mapped(update_info))])
+        handles = [DeviceHandle(**fields) for fields in update_info.on_device]
+        own = [handle for handle in handles if handle.gpu == gpu_of(self.device)]
+        parts = (open_shared(handle, self.device) for handle in own)
+        return zip(chunks(specs, num_bytes, CHUNK_BYTES), parts, strict=True)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -177,12 +179,6 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             missing = {name for name in missing if name.endswith(("weight", "bias"))}
         if loaded is not None and missing:
             raise ValueError(f"the snapshot does not fit the model: nothing for {sorted(missing)[:5]}")
-
-    def _buffer(self, update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
-        if update_info.on_device:
-            handles = {fields["gpu"]: DeviceHandle(**fields) for fields in update_info.on_device}
-            return open_shared(handles[gpu_of(self.device)], self.device)
-        return map_pages(Pages(update_info.path, update_info.offset_bytes, update_info.num_bytes))
 
     def shutdown(self) -> None:
         self._stager.shutdown(wait=False)
@@ -216,6 +212,10 @@ class StagingWorker:
 
 def _specs(update_info: SharedMemoryUpdateInfo) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in update_info.specs)
+
+
+def _mapped(update_info: SharedMemoryUpdateInfo) -> torch.Tensor:
+    return map_pages(Pages(update_info.path, update_info.offset_bytes, update_info.num_bytes))
 
 
 def update_info(pages: Pages, snapshot: WeightSnapshot) -> dict[str, Any]:

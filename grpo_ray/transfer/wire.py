@@ -7,8 +7,8 @@ one arrives. A header goes ahead of them: both ends must mean the same version i
 
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Literal, Protocol
@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from grpo_ray.types import TensorSpec, WeightSnapshot
+from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
+from grpo_ray.types import WeightSnapshot
 
-CHUNK_BYTES = 2**30
 Backend = Literal["gloo", "nccl"]
 SENDER = 0  # the Learner's rank in every wire; the receivers follow
 
@@ -118,30 +118,6 @@ def _address_towards(meeting: Meeting) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.host, meeting.port))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Neighbouring tensors, `specs`, with the bytes from `start` to `end` of the buffer."""
-
-    specs: Sequence[TensorSpec]
-    start: int
-    end: int
-
-    def rebased(self) -> list[TensorSpec]:
-        """Return the specs with offsets in the chunk instead of the whole buffer."""
-        return [replace(spec, offset_bytes=spec.offset_bytes - self.start) for spec in self.specs]
-
-
-def chunks(specs: Sequence[TensorSpec], num_bytes: int, limit: int) -> Iterator[Chunk]:
-    """Cut a buffer of `num_bytes` at tensor borders, into chunks of at most `limit` bytes or one tensor."""
-    ends = [spec.offset_bytes for spec in specs[1:]] + [num_bytes]
-    first = 0
-    for place in range(len(specs)):
-        start = specs[first].offset_bytes
-        if place + 1 == len(specs) or ends[place + 1] - start > limit:
-            yield Chunk(specs[first : place + 1], start, ends[place])
-            first = place + 1
 
 
 def send(channel: Channel, meeting: Meeting, snapshot: WeightSnapshot, buffer: torch.Tensor) -> None:

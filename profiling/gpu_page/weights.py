@@ -9,6 +9,7 @@ import torch
 
 from gpu_page.shapes import build_model
 from grpo_ray.policy.device import host_memory
+from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import open_shared
 from grpo_ray.transfer.snapshot import pack_on_device, pack_weights, unpack_weights
 from grpo_ray.types import WeightSnapshot
@@ -24,7 +25,8 @@ def measure_weights(name: str, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"model": name}
     seconds = found["seconds"] = {}
     seconds["snapshot: cast into a buffer"] = _median(lambda: _pack(named, device), device)
-    snapshot, buffer = _pack(named, device)
+    snapshot, buffers = _pack(named, device)  # kept while another process reads them
+    buffer = buffers[0] if len(buffers) == 1 else torch.cat(buffers)
     found["num_bytes"] = buffer.numel()
     target = torch.empty_like(buffer)
     seconds[COPY] = _median(lambda: target.copy_(buffer), device)
@@ -36,11 +38,13 @@ def measure_weights(name: str, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _pack(named: list[tuple[str, torch.Tensor]], device: torch.device) -> tuple[WeightSnapshot, torch.Tensor]:
+def _pack(
+    named: list[tuple[str, torch.Tensor]], device: torch.device
+) -> tuple[WeightSnapshot, list[torch.Tensor]]:
     if device.type == "cuda":
         return pack_on_device(named, 0, torch.bfloat16, device)
     snapshot = pack_weights(named, 0, torch.bfloat16)
-    return snapshot, torch.from_numpy(snapshot.data)
+    return snapshot, [torch.from_numpy(snapshot.data)]
 
 
 def _host(buffer: torch.Tensor, target: torch.Tensor, device: torch.device) -> dict[str, float]:
@@ -81,12 +85,13 @@ def _ipc(snapshot: WeightSnapshot, device: torch.device) -> float:
 
 def _read(snapshot: WeightSnapshot, answers: Any, device_name: str) -> None:
     device = torch.device(device_name)
-    buffers = [open_shared(handle, torch.device("cuda", 0)) for handle in snapshot.on_device]
+    parts = [open_shared(handle, torch.device("cuda", 0)) for handle in snapshot.on_device]
     own = {spec.name: torch.empty(spec.shape, dtype=torch.bfloat16, device=device) for spec in snapshot.specs}
 
     def load() -> None:
-        for name, tensor in unpack_weights(snapshot.specs, buffers[0]):
-            own[name].copy_(tensor)
+        for chunk, part in zip(chunks(snapshot.specs, snapshot.num_bytes, CHUNK_BYTES), parts, strict=True):
+            for name, tensor in unpack_weights(chunk.rebased(), part):
+                own[name].copy_(tensor)
 
     answers.put(_median(load, device))
 
