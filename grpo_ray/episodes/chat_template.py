@@ -1,0 +1,138 @@
+"""From messages to tokens, through the tokenizer's own chat template.
+
+A turn's prompt is the tokens so far and a suffix: the tokens that the new messages add. The suffix is cut from
+a rendering of the whole conversation in which a sentinel stands for the last reply, so sampled tokens are
+never decoded and encoded again.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
+Tool = Mapping[str, Any]
+"""A tool as there: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+SENTINEL = "grpo-ray-reply"
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, for conversations that grow."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int],
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            end_token_ids: tokens that end a reply.
+            arguments: further variables of the template, such as `enable_thinking`.
+        """
+        self.tokenizer = tokenizer
+        self._end_tokens = {tokenizer.convert_ids_to_tokens(token): token for token in end_token_ids}
+        self._arguments = dict(arguments or {})
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
+        """Return the tokens of a whole conversation, up to the beginning of the next reply.
+
+        Raises:
+            ValueError: there is no template, or it refuses the messages.
+        """
+        return self._encoded(self._render(messages, tools))
+
+    def suffix(
+        self, messages: Sequence[Message], num_known: int, last_token: int, tools: Sequence[Tool] | None = None
+    ) -> tuple[int, ...]:
+        """Return the tokens that `messages[num_known:]` add after the reply `messages[num_known - 1]`.
+
+        If the reply's last token is not the template's end token, because it was cut off, the suffix begins
+        with that token.
+
+        Raises:
+            ValueError: the template refuses the messages, drops the reply, or ends it with no end token.
+        """
+        sentinel = SENTINEL
+        while any(sentinel in json.dumps(message, default=str) for message in messages):
+            sentinel += "'"
+        dummy = {"role": "assistant", "content": sentinel}
+        text = self._render([*messages[: num_known - 1], dummy, *messages[num_known:]], tools)
+        _, found, behind = text.rpartition(sentinel)
+        if not found:
+            raise ValueError(
+                "the model's chat template drops an assistant message that stands before the new ones, so "
+                "their tokens cannot be told apart; use a template that shows every message"
+            )
+        ends = sorted((behind.index(end), end) for end in self._end_tokens if end in behind)
+        if not ends:
+            raise ValueError(
+                f"the model's chat template ends a reply with none of its ends {sorted(self._end_tokens)}; "
+                "add the token that ends a reply to generation_config.json's eos_token_id"
+            )
+        start, end = ends[0]
+        is_complete = last_token == self._end_tokens[end]
+        return self._encoded(behind[start + len(end) if is_complete else start :])
+
+    def keeps_replies(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> bool:
+        """Return whether the template shows the content of every assistant message, apart from white space.
+
+        Templates of reasoning models drop the thoughts of earlier replies once the user speaks again.
+        """
+        shown = _squeezed(self._render(messages, tools))
+        replies = [message for message in messages if message["role"] == "assistant"]
+        return all(_squeezed(message["content"]) in shown for message in replies)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                "session.chat requires the model's chat template, and its tokenizer has none; use "
+                "session.sample, or a model that was trained on conversations"
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, tokenize=False,
+                add_generation_prompt=True, **self._arguments,
+            )  # fmt: skip
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+        return text
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def normalized(message: Message) -> dict[str, Any]:
+    """Return the message as templates expect it, so that equal messages compare equal.
+
+    Content is text, arguments of tool calls are objects, and fields without a value are left out.
+
+    Raises:
+        ValueError: there is no role, the content has parts other than text, or a tool call's arguments are not
+            JSON.
+    """
+    if "role" not in message:
+        raise ValueError("a message has no role")
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError("a message has content other than text; only text is supported")
+        content = "".join(part["text"] for part in content)
+    rest = {key: value for key, value in message.items() if value not in (None, [])}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = [_normalized_call(call) for call in rest["tool_calls"]]
+    return {**rest, "content": content}
+
+
+def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
