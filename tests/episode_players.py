@@ -51,6 +51,7 @@ QWEN3 = (
     "{% for message in messages %}{% set content = message.content %}" + _CALLS +
     "{% if message.role == 'assistant' %}"
     "{% set thought = content.split('</think>')[0].split('<think>')[-1] if '</think>' in content else '' %}"
+    "{% set thought = message.reasoning_content or thought %}"
     "{% set content = content.split('</think>')[-1].lstrip('\\n') %}"
     "{% if loop.index0 > last.question and (loop.last or thought) %}"
     "{% set content = '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content %}{% endif %}" +

@@ -149,7 +149,7 @@ def test_other_tools_open_a_branch() -> None:
 
     tokenizer = chat_tokenizer("{{ tools | tojson if tools else '' }}" + QWEN25)
     sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
-    session = make_session(sampler, tokenizer, parser=lambda ids, prompt, tools: ("", []))
+    session = make_session(sampler, tokenizer, parser=lambda ids, prompt, tools: ("", "", []))
     asyncio.run(play())
     assert '"look"' in tokenizer.decode(list(sampler.prompts[1]))
     assert len(session.segments.sequences()) == 2

@@ -78,13 +78,14 @@ class ChatTemplate:
         return self._encoded(behind[start + len(end) if is_complete else start :])
 
     def keeps_replies(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> bool:
-        """Return whether the template shows the content of every assistant message, apart from white space.
+        """Return whether the template shows all text of every assistant message, apart from white space.
 
         Templates of reasoning models drop the thoughts of earlier replies once the user speaks again.
         """
         shown = _squeezed(self._render(messages, tools))
         replies = [message for message in messages if message["role"] == "assistant"]
-        return all(_squeezed(message["content"]) in shown for message in replies)
+        texts = [text for reply in replies for text in (reply["content"], reply.get("reasoning_content", ""))]
+        return all(_squeezed(text) in shown for text in texts)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
         if not self.tokenizer.chat_template:

@@ -40,16 +40,19 @@ class EngineSampler:
 class Reply:
     """One sampled turn."""
 
-    text: str  # without tool calls
+    text: str  # without tool calls; with thoughts, unless the parser of tool calls told them apart
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str  # "stop" | "length" | "tool_calls"
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
+    reasoning: str = ""
 
     @property
     def message(self) -> dict[str, Any]:
         """The reply as a message, to append to the conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [
                 {
@@ -121,7 +124,12 @@ class Session:
         if tools and self._tool_parser is None:
             raise ValueError("the session has tools but no parser for their calls; set a tool_parser")
         conversation, used = [normalized(message) for message in messages], list(tools or ())
-        prompt, segment, completion = await self._sample(self._chat_prompt(conversation, used), max_tokens)
+        turn = self._continued(conversation, used)
+        if turn is not None:
+            conversation[: len(turn.messages)] = turn.messages
+        prompt, segment, completion = await self._sample(
+            self._chat_prompt(conversation, used, turn), max_tokens
+        )
         reply = self._reply(prompt, completion, used, self.segments[segment].turn)
         self._turns.append(_Turn([*conversation, normalized(reply.message)], used, segment))
         return reply
@@ -142,8 +150,9 @@ class Session:
         self.ended = self.ended or EpisodeEnded(status, reason)
         return self.ended
 
-    def _chat_prompt(self, conversation: list[dict[str, Any]], tools: list[Tool]) -> tuple[int, ...]:
-        turn = self._continued(conversation, tools)
+    def _chat_prompt(
+        self, conversation: list[dict[str, Any]], tools: list[Tool], turn: _Turn | None
+    ) -> tuple[int, ...]:
         if turn is None or not self._template.keeps_replies(conversation, tools):
             return self._template.prompt(conversation, tools)
         known = self.segments.token_ids(turn.segment)
@@ -151,7 +160,12 @@ class Session:
 
     def _continued(self, conversation: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
         """Return the turn with the longest conversation that begins the given one, of equals the latest."""
-        turns = [t for t in self._turns if t.tools == tools and conversation[: len(t.messages)] == t.messages]
+        given = list(map(_key, conversation))
+        turns = [
+            t
+            for t in self._turns
+            if t.tools == tools and given[: len(t.messages)] == list(map(_key, t.messages))
+        ]
         return max(reversed(turns), key=lambda turn: len(turn.messages), default=None)
 
     async def _sample(
@@ -194,26 +208,31 @@ class Session:
         self, prompt: tuple[int, ...], completion: Completion, tools: Sequence[Tool], turn: int
     ) -> Reply:
         token_ids = tuple(completion.token_ids.tolist())
-        text, calls = self._parsed(completion.text, token_ids, prompt, tools, turn)
+        text, reasoning, calls = self._parsed(completion.text, token_ids, prompt, tools, turn)
         reason = "tool_calls" if calls else completion.finish_reason
-        return Reply(text, calls, reason, token_ids, len(prompt))
+        return Reply(text, calls, reason, token_ids, len(prompt), reasoning)
 
     def _parsed(
         self, text: str, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool], turn: int
-    ) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return the reply's text and calls; a reply with a malformed call is all text."""
+    ) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """Return the reply's text, thoughts and calls; without a call, or with a malformed one, it is all text."""
         if not tools or self._tool_parser is None:
-            return text, ()
+            return text, "", ()
         try:
-            content, found = self._tool_parser(token_ids, prompt, tools)
+            content, reasoning, found = self._tool_parser(token_ids, prompt, tools)
         except ValueError as error:
             logger.debug("a reply's tool calls are malformed: %s", error)
-            return text, ()
+            return text, "", ()
         if not found or not all(isinstance(arguments, Mapping) for _, arguments in found):
-            return text, ()
+            return text, "", ()
         # Nine letters and digits: some templates accept nothing else.
         ids = [f"call{turn % 1000:03}{number % 100:02}" for number in range(len(found))]
-        return content, tuple(ToolCall(id, *call) for id, call in zip(ids, found, strict=True))
+        return content, reasoning, tuple(ToolCall(id, *call) for id, call in zip(ids, found, strict=True))
+
+
+def _key(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a client gives back of a message; most drop the thoughts of a reply."""
+    return {name: value for name, value in message.items() if name != "reasoning_content"}
 
 
 def turn_seed(seed: int | None, turn: int) -> int | None:

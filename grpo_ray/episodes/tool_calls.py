@@ -21,8 +21,8 @@ class ToolCall:
     arguments: Mapping[str, Any]
 
 
-Parsed = tuple[str, list[tuple[str, Any]]]
-"""The reply's text without its calls, and the calls' names and arguments."""
+Parsed = tuple[str, str, list[tuple[str, Any]]]
+"""The reply's text without its calls, thoughts that the parser told apart, and names and arguments of calls."""
 ToolParser = Callable[[Sequence[int], Sequence[int], Sequence[Tool]], Parsed]
 """(reply's tokens, prompt's tokens, tools) to the parsed reply.
 
@@ -60,10 +60,10 @@ def _transformers_parser(
     def parse(token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
         prefix, used = list(prompt), [dict(tool) for tool in tools]
         message = tokenizer.parse_response(list(token_ids), schema=dict(schema), prefix=prefix, tools=used)
-        functions = [call["function"] for call in message.get("tool_calls", ())]
-        return message.get("content") or "", [
-            (function["name"], function["arguments"]) for function in functions
+        calls = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
         ]
+        return message.get("content") or "", message.get("reasoning_content") or "", calls
 
     return parse
 
@@ -83,6 +83,6 @@ def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
         text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
         found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
-        return found.content or "", calls
+        return found.content or "", "", calls
 
     return parse
