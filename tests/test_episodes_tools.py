@@ -117,7 +117,7 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
         make_tool_parser("transformers", tokenizer)
     give_plain_chat(tokenizer)
     parse = make_tool_parser("transformers", tokenizer)
-    prompt = tokenizer("where?\n> ")["input_ids"]
+    prompt = tokenizer("where?\n>\n")["input_ids"]
     ids = tokenizer(f"hm {CALL % 'here'}<|endoftext|>")["input_ids"]
     assert parse(ids, prompt, [TOOL]) == ("hm", "", [("look", {"place": "here"})])
 

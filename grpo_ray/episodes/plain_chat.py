@@ -1,8 +1,12 @@
 """A chat template for tiny models without one: the text of messages, line by line.
 
-What is 12 * 34?
-> <tool_call>{"name": "calculator", "arguments": {"expression": "12 * 34"}}</tool_call><|endoftext|>408
-> 408<|endoftext|>
+    What is 12 * 34?
+    >
+    <tool_call>{"name": "calculator", "arguments": {"expression": "12 * 34"}}</tool_call><|endoftext|>408
+    >
+    408<|endoftext|>
+
+A reply begins on a line of its own, so the tokens of a transcript are those of its parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +15,19 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
-ASSISTANT = "> "
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'assistant' %}{{ '> ' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ '>\\n' + message.content }}"
     "{% for call in message.tool_calls or [] %}"
     '{{ \'<tool_call>{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson }}{{ '}</tool_call>' }}"
     "{% endfor %}{{ eos_token }}"
     "{% else %}{{ message.content + '\\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '> ' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '>\\n' }}{% endif %}"
 )
 RESPONSE_TEMPLATE: dict[str, Any] = {
     "defaults": {"role": "assistant"},
-    "start_anchor": "\n> ",
+    "start_anchor": "\n>\n",
     "fields": {
         "tool_calls": {
             "open": "<tool_call>",

@@ -215,7 +215,7 @@ class Session:
     def _parsed(
         self, text: str, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool], turn: int
     ) -> tuple[str, str, tuple[ToolCall, ...]]:
-        """Return the reply's text, thoughts and calls; without a call, or with a malformed one, it is all text."""
+        """Return the reply's text, thoughts and calls; it is all text without calls, or if one is malformed."""
         if not tools or self._tool_parser is None:
             return text, "", ()
         try:
