@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-CHEAP = ("adapter_memory", "buffer", "head_memory", "learner_shared", "logprobs", "packing", "scoring")
+CHEAP = (
+    "adapter_memory",
+    "buffer",
+    "episodes",
+    "head_memory",
+    "learner_shared",
+    "logprobs",
+    "packing",
+    "scoring",
+)
 OTHERS = {
     "checkpointing",
     "generation",
