@@ -48,10 +48,11 @@ class ChatServer:
         """Serve the session, and set its `base_url`."""
         token = secrets.token_urlsafe(32)
         self._sessions[token] = session
-        session.base_url = f"{self._address}/{token}/v1"
+        session.served_at = f"{self._address}/{token}/v1"
 
     def close(self, session: Session) -> None:
         """Serve the session no longer."""
+        session.served_at = None
         closed = {token for token, served in self._sessions.items() if served is session}
         for key in [key for key in self._answers if key[0] in closed]:
             self._answers.pop(key).cancel()
@@ -79,8 +80,7 @@ class ChatServer:
         """Sample a reply; a request that the client sends again waits for the answer to the first."""
         key = token, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         if not num_retries or key not in self._answers:
-            max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-            chat = session.chat(body["messages"], body.get("tools"), max_tokens)
+            chat = session.chat(body["messages"], body.get("tools"), _max_tokens(body))
             self._answers[key] = asyncio.create_task(chat)
         return await asyncio.shield(self._answers[key])
 
@@ -99,6 +99,13 @@ def _read(raw: bytes) -> dict[str, Any]:
         if body.get(name) not in values:
             raise ValueError(f"{name}: a session supports only {json.dumps(values[1])}, not {body[name]!r}")
     return body
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    value = body.get("max_completion_tokens") or body.get("max_tokens")
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"max_tokens is {value!r}; it must be a positive whole number")
+    return value
 
 
 def _message(reply: Reply) -> dict[str, Any]:

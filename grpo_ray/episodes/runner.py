@@ -98,25 +98,29 @@ async def _stop(task: "asyncio.Task[float | Outcome]") -> None:
 def _result(task: "asyncio.Task[float | Outcome]", session: Session, seconds: float) -> EpisodeResult:
     assert session.ended is not None
     status, reason = session.ended.status, str(session.ended)
-    is_ended = status is not Status.FINISHED  # by a limit, a failed Generator or a cancellation
-    truncated = status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
-    error: BaseException | None = None
-    try:
-        outcome = _read_outcome(task.result(), session)
-        if not is_ended or truncated:
-            given = outcome.reward, session.segments, seconds, outcome.turn_rewards, outcome.metrics
-            return EpisodeResult(status, *given, error=reason if is_ended else "")
-    except asyncio.InvalidStateError:
+    outcome, error = _outcome_of(task, session)
+    if isinstance(error, asyncio.InvalidStateError):
         reason += f", and ignored its cancellation for {GRACE_S} s"
-    except asyncio.CancelledError:
-        status = status if is_ended else Status.CANCELLED
-    except Exception as raised:
-        error = raised
-    if error is not None and not is_ended:
-        text = "".join(traceback.format_exception(error))[-ERROR_CHARS:]
-        return EpisodeResult(Status.ENVIRONMENT_ERROR, None, session.segments, seconds, error=text)
-    reward = session.limits.truncated_reward if truncated else None
-    return EpisodeResult(status, reward, session.segments, seconds, error=reason)
+    elif error is not None and status is Status.FINISHED:
+        status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
+        reason = "".join(traceback.format_exception(error))[-ERROR_CHARS:]
+    if status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS):
+        outcome = outcome or Outcome(session.limits.truncated_reward)
+    elif status is not Status.FINISHED or outcome is None:
+        return EpisodeResult(status, None, session.segments, seconds, error=reason)
+    error_text = "" if status is Status.FINISHED else reason
+    rewards = outcome.turn_rewards, outcome.metrics
+    return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
+
+
+def _outcome_of(
+    task: "asyncio.Task[float | Outcome]", session: Session
+) -> tuple[Outcome | None, BaseException | None]:
+    """Return what the episode function returned, or else the reason that it did not."""
+    try:
+        return _read_outcome(task.result(), session), None
+    except (Exception, asyncio.CancelledError) as error:
+        return None, error
 
 
 def _read_outcome(returned: object, session: Session) -> Outcome:

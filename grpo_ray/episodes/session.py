@@ -94,12 +94,22 @@ class Session:
         self.segments = Segments()
         self.limits = limits
         self.ended: EpisodeEnded | None = None
-        self.base_url: str | None = None
-        """An OpenAI-compatible endpoint of this session alone, where a ChatServer serves it."""
+        self.served_at: str | None = None  # set by the ChatServer that serves the session
         self._sampler, self._settings = sampler, settings
         self._template, self._tool_parser = template, tool_parser
         self._num_requests = 0
         self._turns: list[_Turn] = []
+
+    @property
+    def base_url(self) -> str:
+        """The URL of an OpenAI-compatible endpoint of this session alone.
+
+        Raises:
+            ValueError: no ChatServer serves the session.
+        """
+        if self.served_at is None:  # a client that is given None asks api.openai.com
+            raise ValueError("the session has no base_url: no server serves it; give its runner a ChatServer")
+        return self.served_at
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the text's tokens, special tokens included where their text stands."""
@@ -115,7 +125,7 @@ class Session:
         longer shows an earlier reply whole.
 
         Args:
-            max_tokens: of the reply, if fewer than the run's.
+            max_tokens: of the reply, if fewer than the run's; never below the run's `min_tokens`.
 
         Raises:
             EpisodeEnded: the episode has reached a limit, or its Generator failed.
@@ -172,7 +182,10 @@ class Session:
         self, prompt: tuple[int, ...], max_tokens: int | None
     ) -> tuple[tuple[int, ...], int, Completion]:
         """Sample a turn; return its prompt, its segment and its completion."""
-        settings = self._turn_settings(len(prompt), max_tokens)
+        settings = self._turn_settings(len(prompt))
+        if max_tokens is not None:
+            shorter = max(1, settings.min_tokens, min(max_tokens, settings.max_tokens))
+            settings = replace(settings, max_tokens=shorter)
         self._num_requests += 1
         before = self.segments.add_prompt(prompt)
         try:
@@ -185,7 +198,7 @@ class Session:
             raise self.ended
         return prompt, self.segments.add_sample(before, completion), completion
 
-    def _turn_settings(self, prompt_length: int, max_tokens: int | None) -> SamplingSettings:
+    def _turn_settings(self, prompt_length: int) -> SamplingSettings:
         """Return the settings of the next turn.
 
         Raises:
@@ -196,7 +209,7 @@ class Session:
             raise self.ended
         if self._num_requests >= limits.max_turns:
             raise self.end(Status.TRUNCATED_TURNS, f"the episode has had its {limits.max_turns} turns")
-        room = min(settings.max_tokens, limits.max_tokens - prompt_length, max_tokens or settings.max_tokens)
+        room = min(settings.max_tokens, limits.max_tokens - prompt_length)
         if room < max(1, settings.min_tokens):
             reason = f"a prompt of {prompt_length} tokens leaves no room for a reply within {limits.max_tokens}"
             raise self.end(Status.TRUNCATED_TOKENS, reason)
