@@ -74,7 +74,8 @@ def real_templates() -> dict[str, str]:
         return {}
     folder = Path(trl.submodule_search_locations[0]) / "chat_templates"
     names = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "llama3_1", "llama3_2")
-    return {f"{name}, TRL's copy": (folder / f"{name}.jinja").read_text() for name in names}
+    files = {f"{name}, TRL's copy": folder / f"{name}.jinja" for name in names}
+    return {name: file.read_text() for name, file in files.items() if file.exists()}
 
 
 TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, **real_templates()}

@@ -185,6 +185,34 @@ def test_templates_that_cannot_be_used_are_refused(template: str | None, ends: s
         chat.suffix(conversation, 2, 0)
 
 
+HIDES_TOOLS = (
+    "{% for message in messages %}{% if message.role != 'tool' or CONDITION %}"
+    "{{ message.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_hides_a_new_message_is_refused() -> None:
+    """Else the policy would answer without the result that it asked for."""
+    tokenizer = chat_tokenizer(HIDES_TOOLS.replace("CONDITION", "false"))
+    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    conversation = [user("one"), {"role": "assistant", "content": ""}, {"role": "tool", "content": "three"}]
+    with pytest.raises(ValueError, match="does not show a message of role 'tool' here"):
+        chat.suffix(conversation, 2, 0)
+
+
+def test_a_result_that_is_shown_only_after_a_call_is_found() -> None:
+    tokenizer = chat_tokenizer(HIDES_TOOLS.replace("CONDITION", "messages[loop.index0 - 1].tool_calls"))
+    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    call = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    conversation = [user("one"), reply, {"role": "tool", "content": "three"}]
+    for last_token, expected in (
+        (0, "<|im_end|>three<|im_end|>"),
+        (chat._end_tokens["<|im_end|>"], "three<|im_end|>"),
+    ):
+        assert tokenizer.decode(list(chat.suffix(conversation, 2, last_token))) == expected
+
+
 def test_a_message_that_holds_the_sentinel_does_no_harm() -> None:
     session, sampler = session_of("qwen2.5", lambda prompt: "it is grpo-ray-reply")
     messages = asyncio.run(converse(session, [[user("grpo-ray-reply")], [user("grpo-ray-reply'")]]))

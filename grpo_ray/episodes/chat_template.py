@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 """A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
 Tool = Mapping[str, Any]
 """A tool as there: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-SENTINEL = "grpo-ray-reply"
+SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
 
 
 class ChatTemplate:
@@ -36,6 +36,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._end_tokens = {tokenizer.convert_ids_to_tokens(token): token for token in end_token_ids}
         self._arguments = dict(arguments or {})
+        self._shapes: dict[tuple[Any, ...], int] = {}  # of conversations, to the stand-in that works for them
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to the beginning of the next reply.
@@ -54,14 +55,54 @@ class ChatTemplate:
         with that token.
 
         Raises:
-            ValueError: the template refuses the messages, drops the reply, or ends it with no end token.
+            ValueError: the template refuses the messages, drops one of them, or ends the reply with no end
+                token.
         """
+        dummy = self._dummy(messages, num_known, tools)
         sentinel = SENTINEL
         while any(sentinel in json.dumps(message, default=str) for message in messages):
             sentinel += "'"
-        dummy = {"role": "assistant", "content": sentinel}
-        text = self._render([*messages[: num_known - 1], dummy, *messages[num_known:]], tools)
-        _, found, behind = text.rpartition(sentinel)
+        renamed = [*messages[: num_known - 1], {**dummy, "content": sentinel}, *messages[num_known:]]
+        end, behind = self._behind(renamed, sentinel, tools)
+        return self._encoded(behind if last_token == self._end_tokens[end] else end + behind)
+
+    def _dummy(
+        self, messages: Sequence[Message], num_known: int, tools: Sequence[Tool] | None
+    ) -> dict[str, Any]:
+        """Return a stand-in for the last reply, behind which the template shows every new message.
+
+        Some templates show a tool's result only after a reply with calls.
+        """
+        reply, new = messages[num_known - 1], messages[num_known:]
+        plain = {"role": "assistant"}
+        candidates = [plain, {**plain, "tool_calls": reply["tool_calls"]}] if "tool_calls" in reply else [plain]
+        shape = len(candidates), num_known, bool(tools), *(message["role"] for message in messages)
+        if shape not in self._shapes:
+            probes = [f"{PROBE}{number}." for number in range(len(new))]
+            probed = [{**message, "content": probe} for message, probe in zip(new, probes, strict=True)]
+            errors = []
+            for number, dummy in enumerate(candidates):
+                known = [*messages[: num_known - 1], {**dummy, "content": SENTINEL}]
+                try:
+                    _, behind = self._behind([*known, *probed], SENTINEL, tools)
+                    hidden = [m["role"] for m, probe in zip(new, probes, strict=True) if probe not in behind]
+                    if not hidden:
+                        self._shapes[shape] = number
+                        break
+                    errors.append(
+                        f"the model's chat template does not show a message of role {hidden[0]!r} here"
+                    )
+                except ValueError as error:
+                    errors.append(str(error))
+            else:
+                raise ValueError(errors[0])
+        return candidates[self._shapes[shape]]
+
+    def _behind(
+        self, messages: Sequence[Message], sentinel: str, tools: Sequence[Tool] | None
+    ) -> tuple[str, str]:
+        """Return the end token of the reply that is the sentinel, and the text behind it."""
+        _, found, behind = self._render(messages, tools).rpartition(sentinel)
         if not found:
             raise ValueError(
                 "the model's chat template drops an assistant message that stands before the new ones, so "
@@ -74,8 +115,7 @@ class ChatTemplate:
                 "add the token that ends a reply to generation_config.json's eos_token_id"
             )
         start, end = ends[0]
-        is_complete = last_token == self._end_tokens[end]
-        return self._encoded(behind[start + len(end) if is_complete else start :])
+        return end, behind[start + len(end) :]
 
     def keeps_replies(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> bool:
         """Return whether the template shows all text of every assistant message, apart from white space.
