@@ -213,6 +213,19 @@ def test_a_result_that_is_shown_only_after_a_call_is_found() -> None:
         assert tokenizer.decode(list(chat.suffix(conversation, 2, last_token))) == expected
 
 
+def test_a_template_that_shows_calls_after_the_replys_end_is_refused() -> None:
+    """Else the next prompt would hold the calls twice."""
+    calls = "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+    twice = "{{ message.content + '<|im_end|>' }}" + calls
+    shown = HIDES_TOOLS.replace("CONDITION", "messages[loop.index0 - 1].tool_calls")
+    tokenizer = chat_tokenizer(shown.replace("{{ message.content + '<|im_end|>' }}", twice))
+    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    call = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(ValueError, match="does not show a message of role 'tool' here"):
+        chat.suffix([user("one"), reply, {"role": "tool", "content": "three"}], 2, 0)
+
+
 def test_a_message_that_holds_the_sentinel_does_no_harm() -> None:
     session, sampler = session_of("qwen2.5", lambda prompt: "it is grpo-ray-reply")
     messages = asyncio.run(converse(session, [[user("grpo-ray-reply")], [user("grpo-ray-reply'")]]))

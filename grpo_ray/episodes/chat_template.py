@@ -73,30 +73,44 @@ class ChatTemplate:
 
         Some templates show a tool's result only after a reply with calls.
         """
-        reply, new = messages[num_known - 1], messages[num_known:]
+        calls = messages[num_known - 1].get("tool_calls")
         plain = {"role": "assistant"}
-        candidates = [plain, {**plain, "tool_calls": reply["tool_calls"]}] if "tool_calls" in reply else [plain]
+        candidates = [plain, {**plain, "tool_calls": calls}] if calls else [plain]
         shape = len(candidates), num_known, bool(tools), *(message["role"] for message in messages)
         if shape not in self._shapes:
-            probes = [f"{PROBE}{number}." for number in range(len(new))]
-            probed = [{**message, "content": probe} for message, probe in zip(new, probes, strict=True)]
-            errors = []
-            for number, dummy in enumerate(candidates):
-                known = [*messages[: num_known - 1], {**dummy, "content": SENTINEL}]
-                try:
-                    _, behind = self._behind([*known, *probed], SENTINEL, tools)
-                    hidden = [m["role"] for m, probe in zip(new, probes, strict=True) if probe not in behind]
-                    if not hidden:
-                        self._shapes[shape] = number
-                        break
-                    errors.append(
-                        f"the model's chat template does not show a message of role {hidden[0]!r} here"
-                    )
-                except ValueError as error:
-                    errors.append(str(error))
-            else:
-                raise ValueError(errors[0])
+            known, new = messages[: num_known - 1], messages[num_known:]
+            problems = [self._problem(known, candidate, new, tools) for candidate in candidates]
+            if None not in problems:
+                raise ValueError(problems[0])
+            self._shapes[shape] = problems.index(None)
         return candidates[self._shapes[shape]]
+
+    def _problem(
+        self,
+        known: Sequence[Message],
+        dummy: Mapping[str, Any],
+        new: Sequence[Message],
+        tools: Sequence[Tool] | None,
+    ) -> str | None:
+        """Return the reason that the text behind the stand-in is not exactly the new messages', or None."""
+        probed = [{**message, "content": f"{PROBE}{number}."} for number, message in enumerate(new)]
+        reply = {**dummy, "content": SENTINEL}
+        if "tool_calls" in dummy:
+            named = [{**call["function"], "arguments": {PROBE: "call"}} for call in dummy["tool_calls"]]
+            reply["tool_calls"] = [
+                {**call, "function": function}
+                for call, function in zip(dummy["tool_calls"], named, strict=True)
+            ]
+        try:
+            _, behind = self._behind([*known, reply, *probed], SENTINEL, tools)
+        except ValueError as error:
+            return str(error)
+        for message in probed:
+            if message["content"] not in behind:
+                return f"the model's chat template does not show a message of role {message['role']!r} here"
+        if behind.count(PROBE) > len(new):
+            return "the model's chat template shows the reply's own calls behind its end"
+        return None
 
     def _behind(
         self, messages: Sequence[Message], sentinel: str, tools: Sequence[Tool] | None
