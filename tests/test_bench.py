@@ -13,6 +13,7 @@ from rich.console import Console
 CHEAP = (
     "adapter_memory",
     "buffer",
+    "episodes",
     "head_memory",
     "learner_shared",
     "logprobs",

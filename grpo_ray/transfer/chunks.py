@@ -1,4 +1,4 @@
-"""A flat buffer of weights in parts: one is loaded while the next arrives, or each lies in memory of its own."""
+"""A flat buffer of weights in parts: one is loaded while the next arrives, or each has memory of its own."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,0 +1,113 @@
+"""Products of two-digit numbers, which a tiny model can only answer by calling a calculator."""
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_ray.episodes.outcome import Outcome
+from grpo_ray.episodes.plain_chat import transcript
+from grpo_ray.episodes.session import Reply, Session
+from grpo_ray.tasks.arithmetic import value
+from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
+
+TRIES = 3
+SHARE_CALLS = 0.3  # of the warm-up's first replies; the others guess
+TERMS = range(11, 100)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Calculate a sum, a difference or a product of two whole numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string", "description": "such as 12 * 34"}},
+                "required": ["expression"],
+            },
+        },
+    }
+]
+
+
+async def episode(session: Session, example: Example) -> Outcome:
+    """Answer calls of the calculator until a reply calls none: that is the answer. The reward is 1 or 0."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": example.question}]
+    num_calls = 0
+    for _ in range(TRIES):
+        reply = await session.chat(messages, tools=TOOLS)
+        if not reply.tool_calls:
+            is_right = reply.text.strip() == example.ground_truth
+            return Outcome(float(is_right), metrics={"num_calls": float(num_calls)})
+        num_calls += len(reply.tool_calls)
+        messages += [reply.message, *_results(reply)]
+    return Outcome(0.0, metrics={"num_calls": float(num_calls)})
+
+
+def calculate(arguments: Mapping[str, Any]) -> str:
+    """Return the result of the tool, or its complaint about the arguments."""
+    terms = re.fullmatch(
+        r"\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*", str(arguments.get("expression", "")), re.ASCII
+    )
+    if terms is None:
+        return "error: expected two whole numbers and one of + - *"
+    return str(value(terms.groups()))
+
+
+def _results(reply: Reply) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": calculate(call.arguments)}
+        for call in reply.tool_calls
+    ]
+
+
+def examples(seed: int, num_train: int = 2000, num_validation: int = 64) -> ExampleSets:
+    """Draw distinct products; those for validation are not among the others.
+
+    Raises:
+        ValueError: there are fewer products than examples.
+    """
+    if num_train + num_validation > len(TERMS) ** 2:
+        raise ValueError(
+            f"there are only {len(TERMS) ** 2} products of two numbers of two digits; ask for fewer"
+        )
+    drawn = _drawn(seed, num_train + num_validation)
+    found = [Example(_question(a, b), str(a * b)) for a, b in drawn]
+    return ExampleSets(found[:num_train], found[num_train:])
+
+
+def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") -> Pairs:
+    """Return (transcript, reply) pairs of two habits: guessing a number, and calling and copying the result.
+
+    Args:
+        end_token: ends each reply in the transcripts, as the model's own tokenizer writes it.
+    """
+    rng = random.Random(f"calculator-warmup/{seed}")
+    pairs: Pairs = []
+    while len(pairs) < num_pairs:
+        a, b = rng.choice(TERMS), rng.choice(TERMS)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": _question(a, b)}]
+        if rng.random() >= SHARE_CALLS:
+            pairs.append((transcript(messages, end_token), str(rng.randint(TERMS[0] ** 2, TERMS[-1] ** 2))))
+            continue
+        call = call_text(f"{a} * {b}")
+        pairs.append((transcript(messages, end_token), call))
+        messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": str(a * b)}]
+        pairs.append((transcript(messages, end_token), str(a * b)))
+    return pairs[:num_pairs]
+
+
+def call_text(expression: str) -> str:
+    """Return a call of the calculator as a model of the plain template writes it."""
+    call = {"name": "calculator", "arguments": {"expression": expression}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def _question(a: int, b: int) -> str:
+    return f"What is {a} * {b}?"
+
+
+def _drawn(seed: int, count: int) -> list[tuple[int, int]]:
+    numbers = random.Random(f"calculator/{seed}").sample(range(len(TERMS) ** 2), count)
+    return [(TERMS[n // len(TERMS)], TERMS[n % len(TERMS)]) for n in numbers]

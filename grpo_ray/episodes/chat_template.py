@@ -1,0 +1,193 @@
+"""From messages to tokens, through the tokenizer's own chat template.
+
+A turn's prompt is the tokens so far and a suffix: the tokens that the new messages add. The suffix is cut from
+a rendering of the whole conversation in which a sentinel stands for the last reply, so sampled tokens are
+never decoded and encoded again.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
+Tool = Mapping[str, Any]
+"""A tool as there: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, for conversations that grow."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int],
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            end_token_ids: tokens that end a reply.
+            arguments: further variables of the template, such as `enable_thinking`.
+        """
+        self.tokenizer = tokenizer
+        self._end_tokens = {tokenizer.convert_ids_to_tokens(token): token for token in end_token_ids}
+        self._arguments = dict(arguments or {})
+        self._shapes: dict[tuple[Any, ...], int] = {}  # of conversations, to the stand-in that works for them
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
+        """Return the tokens of a whole conversation, up to the beginning of the next reply.
+
+        Raises:
+            ValueError: there is no template, or it refuses the messages.
+        """
+        return self._encoded(self._render(messages, tools))
+
+    def suffix(
+        self, messages: Sequence[Message], num_known: int, last_token: int, tools: Sequence[Tool] | None = None
+    ) -> tuple[int, ...]:
+        """Return the tokens that `messages[num_known:]` add after the reply `messages[num_known - 1]`.
+
+        If the reply's last token is not the template's end token, because it was cut off, the suffix begins
+        with that token.
+
+        Raises:
+            ValueError: the template refuses the messages, drops one of them, or ends the reply with no end
+                token.
+        """
+        dummy = self._dummy(messages, num_known, tools)
+        sentinel = SENTINEL
+        while any(sentinel in json.dumps(message, default=str) for message in messages):
+            sentinel += "'"
+        renamed = [*messages[: num_known - 1], {**dummy, "content": sentinel}, *messages[num_known:]]
+        end, behind = self._behind(renamed, sentinel, tools)
+        return self._encoded(behind if last_token == self._end_tokens[end] else end + behind)
+
+    def _dummy(
+        self, messages: Sequence[Message], num_known: int, tools: Sequence[Tool] | None
+    ) -> dict[str, Any]:
+        """Return a stand-in for the last reply, behind which the template shows every new message.
+
+        Some templates show a tool's result only after a reply with calls.
+        """
+        calls = messages[num_known - 1].get("tool_calls")
+        plain = {"role": "assistant"}
+        candidates = [plain, {**plain, "tool_calls": calls}] if calls else [plain]
+        shape = len(candidates), num_known, bool(tools), *(message["role"] for message in messages)
+        if shape not in self._shapes:
+            known, new = messages[: num_known - 1], messages[num_known:]
+            problems = [self._problem(known, candidate, new, tools) for candidate in candidates]
+            if None not in problems:
+                raise ValueError(problems[0])
+            self._shapes[shape] = problems.index(None)
+        return candidates[self._shapes[shape]]
+
+    def _problem(
+        self,
+        known: Sequence[Message],
+        dummy: Mapping[str, Any],
+        new: Sequence[Message],
+        tools: Sequence[Tool] | None,
+    ) -> str | None:
+        """Return the reason that the text behind the stand-in is not exactly the new messages', or None."""
+        probed = [{**message, "content": f"{PROBE}{number}."} for number, message in enumerate(new)]
+        reply = {**dummy, "content": SENTINEL}
+        if "tool_calls" in dummy:
+            named = [{**call["function"], "arguments": {PROBE: "call"}} for call in dummy["tool_calls"]]
+            reply["tool_calls"] = [
+                {**call, "function": function}
+                for call, function in zip(dummy["tool_calls"], named, strict=True)
+            ]
+        try:
+            _, behind = self._behind([*known, reply, *probed], SENTINEL, tools)
+        except ValueError as error:
+            return str(error)
+        for message in probed:
+            if message["content"] not in behind:
+                return f"the model's chat template does not show a message of role {message['role']!r} here"
+        if behind.count(PROBE) > len(new):
+            return "the model's chat template shows the reply's own calls behind its end"
+        return None
+
+    def _behind(
+        self, messages: Sequence[Message], sentinel: str, tools: Sequence[Tool] | None
+    ) -> tuple[str, str]:
+        """Return the end token of the reply that is the sentinel, and the text behind it."""
+        _, found, behind = self._render(messages, tools).rpartition(sentinel)
+        if not found:
+            raise ValueError(
+                "the model's chat template drops an assistant message that stands before the new ones, so "
+                "their tokens cannot be told apart; use a template that shows every message"
+            )
+        ends = sorted((behind.index(end), end) for end in self._end_tokens if end in behind)
+        if not ends:
+            raise ValueError(
+                f"the model's chat template ends a reply with none of its ends {sorted(self._end_tokens)}; "
+                "add the token that ends a reply to generation_config.json's eos_token_id"
+            )
+        start, end = ends[0]
+        return end, behind[start + len(end) :]
+
+    def keeps_replies(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> bool:
+        """Return whether the template shows all text of every assistant message, apart from white space.
+
+        Templates of reasoning models drop the thoughts of earlier replies once the user speaks again.
+        """
+        shown = _squeezed(self._render(messages, tools))
+        replies = [message for message in messages if message["role"] == "assistant"]
+        texts = [text for reply in replies for text in (reply["content"], reply.get("reasoning_content", ""))]
+        return all(_squeezed(text) in shown for text in texts)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                "session.chat requires the model's chat template, and its tokenizer has none; use "
+                "session.sample, or a model that was trained on conversations"
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, tokenize=False,
+                add_generation_prompt=True, **self._arguments,
+            )  # fmt: skip
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+        return text
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def normalized(message: Message) -> dict[str, Any]:
+    """Return the message as templates expect it, so that equal messages compare equal.
+
+    Content is text, arguments of tool calls are objects, and fields without a value are left out.
+
+    Raises:
+        ValueError: there is no role, the content has parts other than text, or a tool call's arguments are not
+            JSON.
+    """
+    if "role" not in message:
+        raise ValueError("a message has no role")
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError("a message has content other than text; only text is supported")
+        content = "".join(part["text"] for part in content)
+    rest = {key: value for key, value in message.items() if value not in (None, [])}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = [_normalized_call(call) for call in rest["tool_calls"]]
+    return {**rest, "content": content}
+
+
+def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,26 @@
+"""The limits of an episode."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one episode; each has a status of its own (`Status`).
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+
+    max_turns: int = 32
+    """Number of replies that may be sampled."""
+    max_tokens: int = 4096
+    """Tokens of a prompt and its reply together, at most the engine's `max_model_len`."""
+    max_seconds: float = 600.0
+    """Wall-clock time of the episode."""
+    truncated_reward: float = 0.0
+    """Reward after the end of turns or tokens, unless the episode function handles it and returns its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens", "max_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; an episode needs more than 0")

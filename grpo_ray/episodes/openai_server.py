@@ -1,0 +1,159 @@
+"""OpenAI's chat completions over HTTP, for agents that only know a URL.
+
+Every session has a URL of its own with a random token in it, on the loopback interface. The run's sampling
+settings hold: of a request only `messages`, `tools`, `stream` and a smaller `max_tokens` count.
+"""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from typing import Any
+
+from aiohttp import web
+
+from grpo_ray.episodes.outcome import EpisodeEnded
+from grpo_ray.episodes.session import Reply, Session
+
+HOST = "127.0.0.1"
+MAX_REQUEST_BYTES = 64 * 2**20
+RETRY_HEADER = "x-stainless-retry-count"  # how the openai client says that it asks again
+
+
+class ChatServer:
+    """An HTTP server for the sessions of one process, on their own event loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._answers: dict[tuple[str, str], asyncio.Task[Reply]] = {}  # by token and request
+        self._runner: web.AppRunner | None = None
+        self._address = ""
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/{token}/v1/chat/completions", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, 0).start()
+        self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, session: Session) -> None:
+        """Serve the session, and set its `base_url`."""
+        token = secrets.token_urlsafe(32)
+        self._sessions[token] = session
+        session.served_at = f"{self._address}/{token}/v1"
+
+    def close(self, session: Session) -> None:
+        """Serve the session no longer."""
+        session.served_at = None
+        closed = {token for token, served in self._sessions.items() if served is session}
+        for key in [key for key in self._answers if key[0] in closed]:
+            self._answers.pop(key).cancel()
+        for token in closed:
+            del self._sessions[token]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        token = request.match_info["token"]
+        session = self._sessions.get(token)
+        if session is None:
+            return _refusal(401, "there is no session with this token, or it has ended", "unknown_session")
+        try:
+            body = _read(await request.read())
+            reply = await self._reply(token, session, body, int(request.headers.get(RETRY_HEADER, 0)))
+        except EpisodeEnded as end:
+            return _refusal(400, str(end), end.status.value)  # 400: clients do not ask again
+        except ValueError as error:
+            return _refusal(400, str(error), "invalid_request")
+        model = str(body.get("model", ""))
+        if body.get("stream"):
+            return await _stream(request, _chunks(reply, model))
+        return web.json_response(_completion(reply, model))
+
+    async def _reply(self, token: str, session: Session, body: dict[str, Any], num_retries: int) -> Reply:
+        """Sample a reply; a request that the client sends again waits for the answer to the first."""
+        key = token, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        if not num_retries or key not in self._answers:
+            chat = session.chat(body["messages"], body.get("tools"), _max_tokens(body))
+            self._answers[key] = asyncio.create_task(chat)
+        return await asyncio.shield(self._answers[key])
+
+
+def _read(raw: bytes) -> dict[str, Any]:
+    """Return the request's body.
+
+    Raises:
+        ValueError: it is no object with messages, or asks for what a session cannot do.
+    """
+    body = json.loads(raw)
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise ValueError("the request must be an object with a list of messages")
+    allowed = {"n": (None, 1), "tool_choice": (None, "auto"), "response_format": (None, {"type": "text"})}
+    for name, values in allowed.items():
+        if body.get(name) not in values:
+            raise ValueError(f"{name}: a session supports only {json.dumps(values[1])}, not {body[name]!r}")
+    return body
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    value = body.get("max_completion_tokens") or body.get("max_tokens")
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"max_tokens is {value!r}; it must be a positive whole number")
+    return value
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    """Return the reply's message with the arguments of its tool calls as text."""
+    message = {**reply.message, "content": reply.text or None}
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return message
+
+
+def _completion(reply: Reply, model: str) -> dict[str, Any]:
+    choice = {"index": 0, "message": _message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
+    num_prompt, num_reply = reply.num_prompt_tokens, len(reply.token_ids)
+    total = num_prompt + num_reply
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_reply, "total_tokens": total}
+    return {**_header("chat.completion", model), "choices": [choice], "usage": usage}
+
+
+def _chunks(reply: Reply, model: str) -> list[dict[str, Any]]:
+    """Return the reply as a stream of two chunks: all of the message, and its end."""
+    message = _message(reply)
+    if "tool_calls" in message:
+        message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
+    header = _header("chat.completion.chunk", model)
+    parts: tuple[tuple[dict[str, Any], str | None], ...] = ((message, None), ({}, reply.finish_reason))
+    return [
+        {**header, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+        for delta, reason in parts
+    ]
+
+
+def _header(kind: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for data in (*map(json.dumps, chunks), "[DONE]"):
+        await response.write(f"data: {data}\n\n".encode())
+    return response
+
+
+def _refusal(status: int, message: str, code: str) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)

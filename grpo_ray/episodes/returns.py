@@ -1,0 +1,84 @@
+"""From the rewards of a group of episodes to advantages. A group's episodes begin in the same state."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from grpo_ray.algorithms.advantages import group_advantages
+from grpo_ray.config.algorithm import AdvantageKind, Std
+from grpo_ray.episodes.segments import NO_TURN, EpisodeSequence
+
+
+def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
+    """Return `R_t = r_t + discount * R_(t+1)` of each turn, float64 `[turns]`.
+
+    Raises:
+        ValueError: the discount is outside [0, 1].
+    """
+    if not 0 <= discount <= 1:
+        raise ValueError(f"discount must be between 0 and 1, got {discount}")
+    returns = np.zeros(len(turn_rewards))
+    later = 0.0
+    for turn in reversed(range(len(turn_rewards))):
+        returns[turn] = later = turn_rewards[turn] + discount * later
+    return returns
+
+
+def episode_advantages(
+    rewards: Sequence[float | None],
+    kind: AdvantageKind = "mean_std",
+    *,
+    advantage_eps: float = 1e-6,
+    std: Std = "sample",
+) -> np.ndarray:
+    """Compare each episode's reward with its group's, float32 `[G]`; see `group_advantages`.
+
+    An episode without a reward (`EpisodeResult.reward` is None) has advantage 0 and is no part of the baseline;
+    neither has one that is left to be compared with none.
+    """
+    advantages = np.zeros(len(rewards), np.float32)
+    present = [index for index, reward in enumerate(rewards) if reward is not None]
+    if len(present) > (1 if kind == "leave_one_out" else 0):
+        row = torch.tensor([[rewards[index] for index in present]], dtype=torch.float32)
+        compared = group_advantages(row, kind, advantage_eps=advantage_eps, std=std)
+        advantages[present] = compared[0].numpy()
+    return advantages
+
+
+def turn_advantages(
+    turn_rewards: Sequence[Sequence[float] | None],
+    discount: float,
+    kind: AdvantageKind = "mean_std",
+    *,
+    advantage_eps: float = 1e-6,
+    std: Std = "sample",
+) -> list[np.ndarray]:
+    """Compare each turn's discounted return with those of the same turn in the group's other episodes.
+
+    A turn that only one episode reached has no other to compare with: its advantage is that of a group of 1.
+
+    Args:
+        turn_rewards: of each episode, one per turn; None leaves an episode out, as in `episode_advantages`.
+
+    Returns:
+        Of each episode float32 `[turns]`, empty for None.
+    """
+    returns = [discounted_returns(rewards or (), discount) for rewards in turn_rewards]
+    advantages = [np.zeros(len(own), np.float32) for own in returns]
+    for turn in range(max(map(len, returns), default=0)):
+        column = [float(own[turn]) if turn < len(own) else None for own in returns]
+        compared = episode_advantages(column, kind, advantage_eps=advantage_eps, std=std)
+        for own, advantage in zip(advantages, compared, strict=True):
+            own[turn : turn + 1] = advantage
+    return advantages
+
+
+def token_advantages(sequence: EpisodeSequence, per_turn: np.ndarray) -> np.ndarray:
+    """Return the advantage of each token's turn, float32 `[response_tokens]`; 0 where mask is 0.
+
+    Args:
+        per_turn: `[turns]` of the sequence's episode.
+    """
+    chosen = per_turn[np.where(sequence.turns == NO_TURN, 0, sequence.turns)]
+    return np.where(sequence.mask, chosen, 0).astype(np.float32)

@@ -1,0 +1,139 @@
+"""Running episodes: many at a time on one event loop, each to an end with a name."""
+
+import asyncio
+import inspect
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
+from grpo_ray.episodes.session import Session
+from grpo_ray.rewards.user_function import import_function
+from grpo_ray.tasks.examples import Example
+
+if TYPE_CHECKING:
+    from grpo_ray.episodes.openai_server import ChatServer
+
+EpisodeFn = Callable[[Session, Example], Awaitable[float | Outcome]]
+ERROR_CHARS = 2000
+GRACE_S = 5.0  # for an episode to end after it was cancelled
+
+
+def load_episode(name: str, field: str = "task.episode") -> EpisodeFn:
+    """Import the episode function named `module:function`; modules of the current folder are found too.
+
+    Raises:
+        ValueError: there is no such function, its module fails, or it is not an `async def` of two arguments.
+    """
+    function = import_function(name, field)
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"{field}: {name} must be an `async def`, so that it can await session.chat")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{field}: {name} must take (session, example): {error}") from None
+    return function
+
+
+class EpisodeRunner:
+    """A runner of one kind of episodes."""
+
+    def __init__(
+        self, episode: EpisodeFn, max_concurrent: int | None = None, server: "ChatServer | None" = None
+    ) -> None:
+        """
+        Args:
+            max_concurrent: episodes that run at the same time; the others wait. None: all.
+            server: gives each running session its `base_url`.
+        """
+        self._episode, self._server = episode, server
+        self._places = asyncio.Semaphore(max_concurrent or 2**31)
+        self._running: dict[asyncio.Task[float | Outcome], Session] = {}
+
+    async def run(self, session: Session, example: Example) -> EpisodeResult:
+        """Run one episode to its end; its limit of time begins when it starts.
+
+        Errors of the episode function are in the result, not raised. Cancelling the call cancels the episode.
+        """
+        async with self._places:
+            started = time.monotonic()
+            if self._server is not None:
+                self._server.open(session)
+            task = asyncio.create_task(_guarded(self._episode, session, example))
+            self._running[task] = session
+            try:
+                await asyncio.wait({task}, timeout=session.limits.max_seconds)
+                if not task.done():
+                    session.end(Status.TRUNCATED_TIME, f"not finished after {session.limits.max_seconds} s")
+            finally:
+                await _stop(task)
+                session.end(Status.FINISHED, "the episode has ended")  # a task left behind samples no more
+                del self._running[task]
+                if self._server is not None:
+                    self._server.close(session)
+            return _result(task, session, time.monotonic() - started)
+
+    def cancel(self) -> None:
+        """Cancel the episodes that run now; their results have the status `cancelled`."""
+        for task, session in self._running.items():
+            session.end(Status.CANCELLED, "the episode was cancelled")
+            task.cancel()
+
+
+async def _guarded(episode: EpisodeFn, session: Session, example: Example) -> float | Outcome:
+    try:
+        return await episode(session, example)
+    except SystemExit as error:  # it would end the worker with all of its episodes
+        raise RuntimeError(f"the episode called exit({error.code})") from error
+
+
+async def _stop(task: "asyncio.Task[float | Outcome]") -> None:
+    """Cancel a task that still runs, and wait a little for its end."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_S)
+
+
+def _result(task: "asyncio.Task[float | Outcome]", session: Session, seconds: float) -> EpisodeResult:
+    assert session.ended is not None
+    status, reason = session.ended.status, str(session.ended)
+    outcome, error = _outcome_of(task, session)
+    if isinstance(error, asyncio.InvalidStateError):
+        reason += f", and ignored its cancellation for {GRACE_S} s"
+    elif error is not None and status is Status.FINISHED:
+        status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
+        reason = "".join(traceback.format_exception(error))[-ERROR_CHARS:]
+    if status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS):
+        outcome = outcome or Outcome(session.limits.truncated_reward)
+    elif status is not Status.FINISHED or outcome is None:
+        return EpisodeResult(status, None, session.segments, seconds, error=reason)
+    error_text = "" if status is Status.FINISHED else reason
+    rewards = outcome.turn_rewards, outcome.metrics
+    return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
+
+
+def _outcome_of(
+    task: "asyncio.Task[float | Outcome]", session: Session
+) -> tuple[Outcome | None, BaseException | None]:
+    """Return what the episode function returned, or else the reason that it did not."""
+    try:
+        return _read_outcome(task.result(), session), None
+    except (Exception, asyncio.CancelledError) as error:
+        return None, error
+
+
+def _read_outcome(returned: object, session: Session) -> Outcome:
+    """Return what an episode function returned as an outcome.
+
+    Raises:
+        ValueError: it is no finite number and no outcome, or has not one reward per turn.
+    """
+    if isinstance(returned, Outcome):
+        num_turns = session.segments.num_turns
+        if returned.turn_rewards is not None and len(returned.turn_rewards) != num_turns:
+            raise ValueError(f"{len(returned.turn_rewards)} turn_rewards for {num_turns} sampled turns")
+        return returned
+    if isinstance(returned, int | float):
+        return Outcome(float(returned))
+    raise ValueError(f"the episode returned {returned!r}; it must return a number or an Outcome")

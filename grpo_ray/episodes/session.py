@@ -1,0 +1,255 @@
+"""A session: what an episode function talks to. It samples replies and owns every token of the episode."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from grpo_ray.engines.base import Engine
+from grpo_ray.episodes.chat_template import ChatTemplate, Message, Tool, normalized
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.outcome import EpisodeEnded, Status
+from grpo_ray.episodes.segments import Segments
+from grpo_ray.episodes.tool_calls import ToolCall, ToolParser
+from grpo_ray.types import Completion, SamplingSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Sampler(Protocol):
+    """The way from a session to a Generator."""
+
+    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        """Sample one completion."""
+
+
+class EngineSampler:
+    """A sampler that asks one engine in the same process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        (completion,) = await self._engine.generate(prompt_token_ids, replace(settings, num_samples=1))
+        return completion
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sampled turn."""
+
+    text: str  # without tool calls; with thoughts, unless the parser of tool calls told them apart
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str  # "stop" | "length" | "tool_calls"
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    reasoning: str = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, to append to the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A conversation that ends with a sampled reply, and the reply's segment."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Tool]
+    segment: int
+
+
+class Session:
+    """One episode's access to the policy; any number of its calls may be in flight."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        settings: SamplingSettings,
+        template: ChatTemplate,
+        limits: Limits,
+        tool_parser: ToolParser | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: of each turn. The first turn draws with `settings.seed` itself, as a single request would,
+                and each later one with a seed derived from it.
+            tool_parser: finds the tool calls in replies; None: `chat` accepts no tools.
+        """
+        self.segments = Segments()
+        self.limits = limits
+        self.ended: EpisodeEnded | None = None
+        self.served_at: str | None = None  # set by the ChatServer that serves the session
+        self._sampler, self._settings = sampler, settings
+        self._template, self._tool_parser = template, tool_parser
+        self._num_requests = 0
+        self._turns: list[_Turn] = []
+
+    @property
+    def base_url(self) -> str:
+        """The URL of an OpenAI-compatible endpoint of this session alone.
+
+        Raises:
+            ValueError: no ChatServer serves the session.
+        """
+        if self.served_at is None:  # a client that is given None asks api.openai.com
+            raise ValueError("the session has no base_url: no server serves it; give its runner a ChatServer")
+        return self.served_at
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the text's tokens, special tokens included where their text stands."""
+        return tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        """Sample the next reply of a conversation, which is given whole.
+
+        A conversation that continues an earlier one of the session, with its reply, continues its tokens. Any
+        other begins a branch: one in which messages were edited or tools changed, or in which the template no
+        longer shows an earlier reply whole.
+
+        Args:
+            max_tokens: of the reply, if fewer than the run's; never below the run's `min_tokens`.
+
+        Raises:
+            EpisodeEnded: the episode has reached a limit, or its Generator failed.
+            ValueError: the template or the tool parser cannot deal with the messages.
+        """
+        if tools and self._tool_parser is None:
+            raise ValueError("the session has tools but no parser for their calls; set a tool_parser")
+        conversation, used = [normalized(message) for message in messages], list(tools or ())
+        turn = self._continued(conversation, used)
+        if turn is not None:
+            conversation[: len(turn.messages)] = turn.messages
+        prompt, segment, completion = await self._sample(
+            self._chat_prompt(conversation, used, turn), max_tokens
+        )
+        reply = self._reply(prompt, completion, used, self.segments[segment].turn)
+        self._turns.append(_Turn([*conversation, normalized(reply.message)], used, segment))
+        return reply
+
+    async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Reply:
+        """Sample a reply to a prompt of tokens.
+
+        A prompt that begins with an earlier prompt and its reply continues them; any other begins a branch.
+
+        Raises:
+            EpisodeEnded: the episode has reached a limit, or its Generator failed.
+        """
+        prompt, segment, completion = await self._sample(tuple(map(int, token_ids)), max_tokens)
+        return self._reply(prompt, completion, [], self.segments[segment].turn)
+
+    def end(self, status: Status, reason: str) -> EpisodeEnded:
+        """End the session: calls in flight and all later ones raise the first end, which is returned."""
+        self.ended = self.ended or EpisodeEnded(status, reason)
+        return self.ended
+
+    def _chat_prompt(
+        self, conversation: list[dict[str, Any]], tools: list[Tool], turn: _Turn | None
+    ) -> tuple[int, ...]:
+        if turn is None or not self._template.keeps_replies(conversation, tools):
+            return self._template.prompt(conversation, tools)
+        known = self.segments.token_ids(turn.segment)
+        return known + self._template.suffix(conversation, len(turn.messages), known[-1], tools)
+
+    def _continued(self, conversation: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
+        """Return the turn with the longest conversation that begins the given one, of equals the latest."""
+        given = list(map(_key, conversation))
+        turns = [
+            t
+            for t in self._turns
+            if t.tools == tools and given[: len(t.messages)] == list(map(_key, t.messages))
+        ]
+        return max(reversed(turns), key=lambda turn: len(turn.messages), default=None)
+
+    async def _sample(
+        self, prompt: tuple[int, ...], max_tokens: int | None
+    ) -> tuple[tuple[int, ...], int, Completion]:
+        """Sample a turn; return its prompt, its segment and its completion."""
+        settings = self._turn_settings(len(prompt))
+        if max_tokens is not None:
+            shorter = max(1, settings.min_tokens, min(max_tokens, settings.max_tokens))
+            settings = replace(settings, max_tokens=shorter)
+        self._num_requests += 1
+        before = self.segments.add_prompt(prompt)
+        try:
+            completion = await self._sampler.sample(prompt, settings)
+        except Exception as error:
+            logger.exception("a turn could not be sampled")
+            reason = f"{type(error).__name__}: {error}"
+            raise self.end(Status.GENERATOR_ERROR, reason) from error
+        if self.ended is not None:
+            raise self.ended
+        return prompt, self.segments.add_sample(before, completion), completion
+
+    def _turn_settings(self, prompt_length: int) -> SamplingSettings:
+        """Return the settings of the next turn.
+
+        Raises:
+            EpisodeEnded: a limit leaves no room for it.
+        """
+        settings, limits = self._settings, self.limits
+        if self.ended is not None:
+            raise self.ended
+        if self._num_requests >= limits.max_turns:
+            raise self.end(Status.TRUNCATED_TURNS, f"the episode has had its {limits.max_turns} turns")
+        room = min(settings.max_tokens, limits.max_tokens - prompt_length)
+        if room < max(1, settings.min_tokens):
+            reason = f"a prompt of {prompt_length} tokens leaves no room for a reply within {limits.max_tokens}"
+            raise self.end(Status.TRUNCATED_TOKENS, reason)
+        return replace(
+            settings, num_samples=1, max_tokens=room, seed=turn_seed(settings.seed, self._num_requests)
+        )
+
+    def _reply(
+        self, prompt: tuple[int, ...], completion: Completion, tools: Sequence[Tool], turn: int
+    ) -> Reply:
+        token_ids = tuple(completion.token_ids.tolist())
+        text, reasoning, calls = self._parsed(completion.text, token_ids, prompt, tools, turn)
+        reason = "tool_calls" if calls else completion.finish_reason
+        return Reply(text, calls, reason, token_ids, len(prompt), reasoning)
+
+    def _parsed(
+        self, text: str, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool], turn: int
+    ) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """Return the reply's text, thoughts and calls; it is all text without calls, or if one is malformed."""
+        if not tools or self._tool_parser is None:
+            return text, "", ()
+        try:
+            content, reasoning, found = self._tool_parser(token_ids, prompt, tools)
+        except ValueError as error:
+            logger.debug("a reply's tool calls are malformed: %s", error)
+            return text, "", ()
+        if not found or not all(isinstance(arguments, Mapping) for _, arguments in found):
+            return text, "", ()
+        # Nine letters and digits: some templates accept nothing else.
+        ids = [f"call{turn % 1000:03}{number % 100:02}" for number in range(len(found))]
+        return content, reasoning, tuple(ToolCall(id, *call) for id, call in zip(ids, found, strict=True))
+
+
+def _key(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a client gives back of a message; most drop the thoughts of a reply."""
+    return {name: value for name, value in message.items() if name != "reasoning_content"}
+
+
+def turn_seed(seed: int | None, turn: int) -> int | None:
+    """Return the seed of a turn, from 0: the episode's own for the first, below 2**63 for the others."""
+    if seed is None or turn == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,88 @@
+"""Tool calls in a reply, found by transformers' or vLLM's parsers."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.episodes.chat_template import Tool
+
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool, with its arguments by name."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+Parsed = tuple[str, str, list[tuple[str, Any]]]
+"""The reply's text without its calls, thoughts that the parser told apart, and names and arguments of calls."""
+ToolParser = Callable[[Sequence[int], Sequence[int], Sequence[Tool]], Parsed]
+"""(reply's tokens, prompt's tokens, tools) to the parsed reply.
+
+Raises:
+    ValueError: the reply is malformed.
+"""
+
+
+def make_tool_parser(
+    name: str, tokenizer: PreTrainedTokenizerBase, response_template: Mapping[str, Any] | None = None
+) -> ToolParser:
+    """Return the parser of that name: `transformers`, or one of vLLM's (`hermes`, `llama3_json`, ...).
+
+    Args:
+        response_template: for `transformers`; default: the tokenizer's own.
+
+    Raises:
+        ValueError: the tokenizer has no response template, or vLLM has no such parser.
+    """
+    if name == TRANSFORMERS:
+        return _transformers_parser(tokenizer, response_template)
+    return _vllm_parser(name, tokenizer)
+
+
+def _transformers_parser(
+    tokenizer: PreTrainedTokenizerBase, response_template: Mapping[str, Any] | None
+) -> ToolParser:
+    schema = response_template or getattr(tokenizer, "response_template", None)
+    if schema is None:
+        raise ValueError(
+            "tool_parser: the tokenizer has no response_template for transformers' parser; name one of vLLM's "
+            "parsers instead, such as hermes"
+        )
+
+    def parse(token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+        prefix, used = list(prompt), [dict(tool) for tool in tools]
+        message = tokenizer.parse_response(list(token_ids), schema=dict(schema), prefix=prefix, tools=used)
+        calls = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+        ]
+        return message.get("content") or "", message.get("reasoning_content") or "", calls
+
+    return parse
+
+
+def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        parser_class = ToolParserManager.get_tool_parser(name)
+    except KeyError:
+        known = ", ".join([TRANSFORMERS, *sorted(ToolParserManager.list_registered())])
+        raise ValueError(f"tool_parser: there is no parser {name!r}; choose from {known}") from None
+
+    def parse(token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+        request = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
+        text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
+        return found.content or "", "", calls
+
+    return parse

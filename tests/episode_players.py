@@ -1,0 +1,147 @@
+"""Chat templates, a tokenizer and a scripted policy for tests of episodes."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.tool_calls import ToolParser
+from grpo_ray.models.tiny import train_tokenizer
+from grpo_ray.tasks.sorting import warmup_pairs
+from grpo_ray.types import Completion, SamplingSettings
+
+SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
+
+# The formats of Qwen2.5, Qwen3 and Llama 3, without their system prompts and lists of tools.
+_TURN = "{{ '<|im_start|>' + message.role + '\\n' + content + calls.text + '<|im_end|>\\n' }}"
+_TOOL_RESULT = (
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+)
+_CALLS = (
+    "{% set calls = namespace(text='') %}{% for call in message.tool_calls or [] %}"
+    "{% set calls.text = calls.text + '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' %}"
+    "{% endfor %}"
+)
+_START = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+QWEN25 = (
+    "{% for message in messages %}{% set content = message.content %}" + _CALLS +
+    "{% if message.role == 'tool' %}" + _TOOL_RESULT + "{% else %}" + _TURN + "{% endif %}{% endfor %}" + _START
+)  # fmt: skip
+# Replies before the last question lose their thoughts, and the last one gets an empty thought if it has none.
+QWEN3 = (
+    "{% set last = namespace(question=0) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% set content = message.content %}" + _CALLS +
+    "{% if message.role == 'assistant' %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1] if '</think>' in content else '' %}"
+    "{% set thought = message.reasoning_content or thought %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\\n') %}"
+    "{% if loop.index0 > last.question and (loop.last or thought) %}"
+    "{% set content = '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content %}{% endif %}" +
+    _TURN + "{% elif message.role == 'tool' %}" + _TOOL_RESULT + "{% else %}" + _TURN + "{% endif %}" +
+    "{% endfor %}" + _START
+)  # fmt: skip
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
+    "{{ message.content | trim + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+
+
+def real_templates() -> dict[str, str]:
+    """Return the models' own templates, where TRL is installed: it bundles them."""
+    trl = importlib.util.find_spec("trl")
+    if trl is None or not trl.submodule_search_locations:
+        return {}
+    folder = Path(trl.submodule_search_locations[0]) / "chat_templates"
+    names = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "llama3_1", "llama3_2")
+    files = {f"{name}, TRL's copy": folder / f"{name}.jinja" for name in names}
+    return {name: file.read_text() for name, file in files.items() if file.exists()}
+
+
+TEMPLATES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, **real_templates()}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+
+
+def chat_tokenizer(template: str) -> PreTrainedTokenizerBase:
+    """Learn a small tokenizer with the special tokens of all templates."""
+    pairs = warmup_pairs(SortingTaskConfig(), seed=0, num_pairs=100)
+    tokenizer = train_tokenizer((prompt + response for prompt, response in pairs), vocab_size=300)
+    tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
+    tokenizer.bos_token = "<|begin_of_text|>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    return tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|eot_id|>"))
+
+
+class Scripted:
+    """A sampler that answers each prompt with a function of its text, and remembers the prompts."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, policy: Callable[[str], str | Sequence[int]], end: str = ""
+    ) -> None:
+        """`policy` returns a reply's text, to which `end` is added, or its tokens."""
+        self._tokenizer, self._policy, self._end = tokenizer, policy, end
+        self.prompts: list[tuple[int, ...]] = []
+        self.settings: list[SamplingSettings] = []
+
+    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        self.prompts.append(prompt_token_ids)
+        self.settings.append(settings)
+        reply = self._policy(self._tokenizer.decode(list(prompt_token_ids)))
+        if isinstance(reply, str):
+            reply = self._tokenizer(reply + self._end, add_special_tokens=False)["input_ids"]
+        is_cut = len(reply) > settings.max_tokens
+        ids = np.array(reply[: settings.max_tokens], np.int32)
+        version = len(self.prompts) - 1
+        return Completion(
+            self._tokenizer.decode(ids, skip_special_tokens=True),
+            ids,
+            -0.01 * np.arange(1, len(ids) + 1, dtype=np.float32) - version,
+            np.full(len(ids), version, np.int32),
+            "length" if is_cut else "stop",
+        )
+
+
+def make_session(
+    sampler: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits | None = None,
+    parser: ToolParser | None = None,
+    ends: Sequence[int] | None = None,
+    **changes: Any,
+) -> Session:
+    """Make a session; `changes` are of its sampling settings."""
+    fields = {"num_samples": 1, "temperature": 1.0, "top_p": 1.0, "min_tokens": 0, "max_tokens": 500}
+    template = ChatTemplate(tokenizer, end_tokens(tokenizer) if ends is None else ends)
+    settings = SamplingSettings(**{**fields, **changes})
+    return Session(sampler, settings, template, limits or Limits(max_tokens=5000), parser)

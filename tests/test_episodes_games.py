@@ -1,0 +1,240 @@
+"""The two environments, played by scripts and by the torch engine."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from episode_players import Scripted, make_session
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.config import GeneratorConfig
+from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.episodes import calculator, guess_number
+from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.plain_chat import give_plain_chat
+from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
+from grpo_ray.episodes.session import EngineSampler, Session
+from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.tiny import train_tokenizer
+from grpo_ray.tasks.examples import Example
+from grpo_ray.types import Completion, SamplingSettings
+
+END = "<|endoftext|>"
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    pairs = [*guess_number.warmup_pairs(0, 200), *calculator.warmup_pairs(0, 200)]
+    learned = train_tokenizer((prompt + reply for prompt, reply in pairs), vocab_size=400)
+    give_plain_chat(learned)
+    return learned
+
+
+def play(episode: EpisodeFn, example: Example, policy: Callable[[str], str]) -> tuple[EpisodeResult, Scripted]:
+    sampler = Scripted(tokenizer(), policy, END)
+    parser = make_tool_parser("transformers", tokenizer())
+    session = make_session(sampler, tokenizer(), parser=parser, ends=[tokenizer().eos_token_id])
+
+    async def run() -> EpisodeResult:
+        return await EpisodeRunner(episode).run(session, example)
+
+    return asyncio.run(run()), sampler
+
+
+def bisecting(prompt: str) -> str:
+    """Halve the interval that the transcript leaves."""
+    interval = guess_number.LOW, guess_number.HIGH
+    for line in prompt.splitlines():
+        guess, found, hint = line.partition(END)
+        if not found:
+            continue
+        number = int(guess) + (1 if hint == "higher" else -1)  # any number on that side narrows alike
+        interval = guess_number.narrowed(interval, int(guess), number)
+    return str(guess_number.bisect(interval))
+
+
+def test_halving_the_interval_always_wins() -> None:
+    for number in range(guess_number.LOW, guess_number.HIGH + 1):
+        result, sampler = play(guess_number.episode, Example("", str(number)), bisecting)
+        assert (result.status, result.reward) == (Status.FINISHED, 1.0), result.error
+        assert result.metrics["optimal"] == 1.0
+        assert result.metrics["num_guesses"] == len(sampler.prompts) <= guess_number.TRIES
+        (sequence,) = result.segments.sequences()
+        whole = [*sequence.prompt_token_ids, *sequence.response_token_ids.tolist()]
+        assert tokenizer().decode(whole).endswith(f">\n{number}{END}")
+
+
+def test_random_guesses_win_as_often_as_counting_says() -> None:
+    rng = random.Random(0)
+    results = [
+        play(
+            guess_number.episode, Example("", str(rng.randint(1, 31))), lambda prompt: str(rng.randint(1, 31))
+        )[0]
+        for _ in range(600)
+    ]
+    expected = 1 - (30 / 31) ** 5  # 0.151
+    assert np.mean([result.reward for result in results]) == pytest.approx(expected, abs=0.05)
+
+
+def test_a_reply_that_is_no_number_costs_a_try() -> None:
+    result, sampler = play(guess_number.episode, Example("", "3"), lambda prompt: "three")
+    assert (result.reward, result.metrics["num_guesses"], result.metrics["optimal"]) == (0.0, 5.0, 0.0)
+    assert "Say a number." in tokenizer().decode(list(sampler.prompts[1]))
+
+
+@pytest.mark.parametrize(
+    ("guess", "interval", "expected"),
+    [(16, (1, 31), True), (15, (1, 31), False), (17, (1, 31), False), (2, (2, 3), True), (3, (2, 3), True),
+     (4, (2, 3), False), (5, (5, 5), True), (9, (9, 12), False), (10, (9, 12), True), (11, (9, 12), True)],
+)  # fmt: skip
+def test_optimal_guesses_leave_half(guess: int, interval: tuple[int, int], expected: bool) -> None:
+    assert guess_number.is_optimal(guess, interval) == expected
+
+
+def test_the_calculator_must_be_called() -> None:
+    def calling(prompt: str) -> str:
+        if END in prompt:
+            return prompt.splitlines()[2].partition(END)[2]  # the tool's result
+        return calculator.call_text(prompt.splitlines()[0].removeprefix("What is ").removesuffix("?"))
+
+    for example in calculator.examples(seed=0, num_train=20, num_validation=1).train:
+        result, sampler = play(calculator.episode, example, calling)
+        assert (result.status, result.reward, result.metrics["num_calls"]) == (Status.FINISHED, 1.0, 1.0)
+        (sequence,) = result.segments.sequences()
+        trained = tokenizer().decode(sequence.response_token_ids[sequence.mask])
+        assert (
+            trained == calling(tokenizer().decode(list(sampler.prompts[0]))) + END + example.ground_truth + END
+        )
+    assert play(calculator.episode, example, lambda prompt: "7")[0].reward == 0.0
+    endless = play(calculator.episode, example, lambda prompt: calculator.call_text("1 + 1"))[0]
+    assert (endless.reward, endless.metrics["num_calls"]) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [({"expression": "12 * 34"}, "408"), ({"expression": " 7-10 "}, "-3"), ({"expression": "2**9"}, "error"),
+     ({"expression": "__import__('os')"}, "error"), ({}, "error"), ({"expression": 3}, "error")],
+)  # fmt: skip
+def test_the_calculator_takes_two_numbers(arguments: dict[str, str], result: str) -> None:
+    assert calculator.calculate(arguments).startswith(result)
+
+
+@pytest.mark.parametrize("game", [guess_number, calculator])
+def test_warmup_texts_are_what_a_session_shows(game: object) -> None:
+    """A pair's transcript is, token for token, the prompt of a session in which its replies were sampled."""
+    pairs = game.warmup_pairs(seed=3, num_pairs=60)  # type: ignore[attr-defined]
+    assert len(pairs) == 60
+    assert pairs == game.warmup_pairs(seed=3, num_pairs=60)  # type: ignore[attr-defined]
+    transcripts = [tuple(tokenizer()(text)["input_ids"]) for text, _ in pairs]
+    num_later = 0
+    for number, (text, _) in enumerate(pairs):
+        if END not in text:
+            continue
+        num_later += 1
+        last = text.splitlines()[-2].partition(END)[2]  # the hint, or the tool's result
+        messages = [{"role": "user", "content": text.splitlines()[0]}]
+        suffix = ChatTemplate(tokenizer(), [tokenizer().eos_token_id]).suffix(
+            [*messages, {"role": "assistant", "content": ""}, {"role": "user", "content": last}],
+            2,
+            tokenizer().eos_token_id,
+        )
+        reply = tuple(tokenizer()(pairs[number - 1][1] + END)["input_ids"])
+        assert transcripts[number] == (*transcripts[number - 1], *reply, *suffix)
+    assert num_later > 10
+
+
+def test_examples_are_what_they_should_be() -> None:
+    sets = guess_number.examples(seed=1)
+    assert sorted(int(example.ground_truth) for example in sets.validation) == list(range(1, 32))
+    assert {sum(e.ground_truth == str(n) for e in sets.train) for n in range(1, 32)} == {10}
+    products = calculator.examples(seed=1)
+    assert not {e.question for e in products.train} & {e.question for e in products.validation}
+    assert (len(products.train), len(products.validation)) == (2000, 64)
+    with pytest.raises(ValueError, match="there are only 7921 products"):
+        calculator.examples(seed=0, num_train=8000)
+
+
+# ---- with an engine ----
+
+
+def make_engine(folder: Path) -> TorchEngine:
+    config = GeneratorConfig.model_validate({"engine": "torch", "num_gpus": 0, "max_num_seqs": 16})
+    return TorchEngine(str(folder), config, "float32", seed=0)
+
+
+def settings(seed: int | None, max_tokens: int = 12) -> SamplingSettings:
+    return SamplingSettings(1, 1.0, 1.0, 2, max_tokens, end_token_ids=(0,), seed=seed)
+
+
+def test_a_single_turn_is_what_the_engine_samples(tiny_model: Callable[..., Path]) -> None:
+    """The same tokens, logprobs and versions, to the last bit, as `Engine.generate` with the seed."""
+    folder = tiny_model()
+    model_tokenizer = load_tokenizer(str(folder))
+    prompts = [f"Sort {digits}:" for digits in ("51423", "98", "7")]
+
+    async def single(session: Session, example: Example) -> float:
+        reply = await session.sample(session.encode(example.question))
+        return float(len(reply.token_ids))
+
+    async def run() -> list[tuple[EpisodeResult, Completion]]:
+        found = []
+        for seed, prompt in enumerate(prompts):
+            engine = make_engine(folder)
+            ids = tuple(model_tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            (completion,) = await engine.generate(ids, settings(seed))
+            session = make_session(EngineSampler(engine), model_tokenizer, ends=(0,), **vars(settings(seed)))
+            found.append((await EpisodeRunner(single).run(session, Example(prompt, "")), completion))
+        return found
+
+    for (result, completion), prompt in zip(asyncio.run(run()), prompts, strict=True):
+        (sequence,) = result.segments.sequences()
+        assert model_tokenizer.decode(list(sequence.prompt_token_ids)) == prompt
+        for name in ("response_token_ids", "logprobs", "versions"):
+            expected = getattr(completion, name.removeprefix("response_"))
+            assert getattr(sequence, name).tobytes() == expected.tobytes(), name
+        assert sequence.mask.all()
+
+
+@pytest.mark.parametrize("name", ["guess_number", "calculator"])
+def test_an_engine_plays(name: str, tiny_model: Callable[..., Path]) -> None:
+    """Every prompt of a random model's games begins with the prompt before it and its reply."""
+    folder = tiny_model()
+    model_tokenizer = load_tokenizer(str(folder))
+    give_plain_chat(model_tokenizer)
+    game = guess_number if name == "guess_number" else calculator
+    episode = load_episode(f"grpo_ray.episodes.{name}:episode")
+
+    async def run() -> list[EpisodeResult]:
+        runner, sampler = EpisodeRunner(episode), EngineSampler(make_engine(folder))
+        parser = make_tool_parser("transformers", model_tokenizer)
+        limits = Limits(max_tokens=400)
+        runs = []
+        for seed, example in enumerate(game.examples(seed=0, num_train=6).train):
+            session = make_session(
+                sampler, model_tokenizer, limits, parser, ends=(0,), **vars(settings(seed, 8))
+            )
+            runs.append(runner.run(session, example))
+        return await asyncio.gather(*runs)
+
+    results = asyncio.run(run())
+    assert [result.status for result in results] == [Status.FINISHED] * len(results)
+    for result in results:
+        (sequence,) = result.segments.sequences()
+        assert sequence.mask.sum() == sum(result.segments[i].is_sampled * len(result.segments[i].token_ids)
+                                          for i in range(len(result.segments)))  # fmt: skip
+        assert (sequence.versions[sequence.mask] == 0).all()
+        assert (sequence.logprobs[sequence.mask] < 0).all()
+    if name == "guess_number":
+        assert all(result.segments.num_turns == guess_number.TRIES for result in results if result.reward == 0)
+
+
+def test_the_tools_schema_is_json() -> None:
+    assert json.loads(json.dumps(calculator.TOOLS)) == calculator.TOOLS

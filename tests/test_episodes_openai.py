@@ -1,0 +1,200 @@
+"""The OpenAI endpoint of a session, asked by the openai client."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from episode_players import QWEN25, TOOL, Scripted, chat_tokenizer, make_session
+from test_episodes_tools import CALL, parser_of
+
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.openai_server import RETRY_HEADER, ChatServer
+from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.runner import EpisodeRunner
+from grpo_ray.episodes.session import Session
+from grpo_ray.tasks.examples import Example
+
+Agent = Callable[[openai.AsyncOpenAI, Session], Coroutine[Any, Any, float]]
+QUESTION = {"role": "user", "content": "where?"}
+
+
+def play(agent: Agent, *replies: str, limits: Limits | None = None) -> tuple[EpisodeResult, Scripted]:
+    """Run an episode that knows only the session's URL."""
+    tokenizer = chat_tokenizer(QWEN25)
+    texts = iter(replies)
+    sampler = Scripted(tokenizer, lambda prompt: next(texts), "<|im_end|>")
+
+    async def episode(session: Session, example: Example) -> float:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
+            return await agent(client, session)
+
+    async def run() -> EpisodeResult:
+        server = ChatServer()
+        await server.start()
+        session = make_session(sampler, tokenizer, limits, parser_of("transformers", tokenizer))
+        try:
+            return await EpisodeRunner(episode, server=server).run(session, Example("", ""))
+        finally:
+            await server.stop()
+
+    return asyncio.run(run()), sampler
+
+
+def test_an_agent_with_tools_continues_its_tokens() -> None:
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        messages: list[Any] = [QUESTION]
+        first = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])  # type: ignore
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls or ()
+        assert (call.type, call.function.name) == ("function", "look")
+        assert json.loads(call.function.arguments) == {"place": "hier, dört"}
+        assert first.usage is not None
+        assert first.usage.total_tokens == first.usage.prompt_tokens + first.usage.completion_tokens
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "nothing"}]
+        second = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])  # type: ignore
+        assert second.model == "policy"
+        assert second.choices[0].message.content == "It is gone."
+        assert second.choices[0].message.tool_calls is None
+        assert second.choices[0].finish_reason == "stop"
+        return 1.0
+
+    result, sampler = play(agent, CALL % "hier, dört", "It is gone.")
+    assert result.reward == 1.0, result.error
+    (sequence,) = result.segments.sequences()
+    assert sorted(set(sequence.turns[sequence.mask].tolist())) == [0, 1]
+    assert sampler.prompts[1][: len(sampler.prompts[0])] == sampler.prompts[0]
+
+
+def test_a_stream_gives_the_same_reply() -> None:
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        text, calls, reasons = "", [], []
+        stream = await client.chat.completions.create(
+            model="policy",
+            messages=[QUESTION],  # type: ignore[list-item]
+            tools=[TOOL],  # type: ignore[list-item]
+            stream=True,
+        )
+        async for chunk in stream:
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            calls += delta.tool_calls or []
+            reasons.append(chunk.choices[0].finish_reason)
+        assert text.strip() == "I look."
+        assert [json.loads(call.function.arguments) for call in calls] == [{"place": "here"}]
+        assert reasons == [None, "tool_calls"]
+        return 1.0
+
+    result, _ = play(agent, f"I look.\n{CALL % 'here'}")
+    assert result.reward == 1.0, result.error
+
+
+def test_a_limit_ends_the_agent_at_once() -> None:
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        for _ in range(3):
+            await client.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
+        return 1.0
+
+    result, sampler = play(agent, "a", "b", "c", limits=Limits(max_turns=2))
+    assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, 0.0)
+    assert len(sampler.prompts) == 2
+
+
+def test_requests_that_a_session_cannot_answer_are_refused() -> None:
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        for arguments, message in (
+            ({"n": 2}, "n: a session supports only 1, not 2"),
+            ({"tool_choice": "required"}, 'supports only \\"auto\\"'),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
+            ({"messages": [{"content": "hello"}]}, "a message has no role"),
+            ({"max_tokens": -1}, "it must be a positive whole number"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=r"only|no role|positive") as error:
+                await client.chat.completions.create(**{"model": "policy", "messages": [QUESTION], **arguments})
+            assert message.replace("\\", "") in str(error.value)
+        return 1.0
+
+    result, sampler = play(agent)
+    assert (result.reward, result.status) == (1.0, Status.FINISHED), result.error
+    assert sampler.prompts == []
+
+
+def test_max_tokens_may_only_shorten_a_reply() -> None:
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        short = await client.chat.completions.create(model="policy", messages=[QUESTION], max_tokens=3)  # type: ignore
+        assert short.choices[0].finish_reason == "length"
+        assert short.usage is not None
+        return float(short.usage.completion_tokens)
+
+    result, sampler = play(agent, "a long reply")
+    assert result.reward == 3.0
+    assert sampler.settings[0].max_tokens == 3
+
+
+def test_only_the_sessions_own_url_is_answered_and_only_while_it_runs() -> None:
+    urls: list[str] = []
+
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        urls.append(session.base_url)
+        assert session.base_url.startswith("http://127.0.0.1:")
+        token = session.base_url.split("/")[3]
+        other = session.base_url.replace(token, "a" * len(token))
+        async with openai.AsyncOpenAI(base_url=other, api_key="none") as stranger:
+            with pytest.raises(openai.AuthenticationError, match="no session with this token"):
+                await stranger.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
+        return 1.0
+
+    with pytest.raises(ValueError, match="no server serves it"):
+        _ = make_session(None, chat_tokenizer(QWEN25)).base_url
+    results = [play(agent)[0] for _ in range(2)]
+    assert [result.reward for result in results] == [1.0, 1.0]
+    assert urls[0].split("/")[3] != urls[1].split("/")[3]
+
+
+def test_a_request_sent_again_is_sampled_once() -> None:
+    """A client that loses its connection asks again, with a header that says so."""
+
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        url, body = f"{session.base_url}/chat/completions", {"messages": [QUESTION]}
+        async with aiohttp.ClientSession() as http:
+            texts = []
+            for retry in ("0", "1", "2", "0"):
+                async with http.post(url, json=body, headers={RETRY_HEADER: retry}) as answer:
+                    texts.append((await answer.json())["choices"][0]["message"]["content"])
+        assert texts == ["a", "a", "a", "b"]
+        return 1.0
+
+    result, sampler = play(agent, "a", "b")
+    assert result.reward == 1.0, result.error
+    assert len(sampler.prompts) == 2
+
+
+def test_each_of_many_sessions_gets_its_own_replies() -> None:
+    tokenizer = chat_tokenizer(QWEN25)
+
+    async def episode(session: Session, example: Example) -> float:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
+            messages: list[Any] = [{"role": "user", "content": example.question}]
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            return float(reply.choices[0].message.content == f"to {example.question}")
+
+    async def run() -> list[EpisodeResult]:
+        server = ChatServer()
+        await server.start()
+        runner = EpisodeRunner(episode, server=server)
+
+        def policy(prompt: str) -> str:
+            return f"to {prompt.split('user')[1].split('<')[0].strip()}"
+
+        sessions = [make_session(Scripted(tokenizer, policy, "<|im_end|>"), tokenizer) for _ in range(20)]
+        runs = (runner.run(session, Example(str(number), "")) for number, session in enumerate(sessions))
+        try:
+            return await asyncio.gather(*runs)
+        finally:
+            await server.stop()
+
+    assert [result.reward for result in asyncio.run(run())] == [1.0] * 20

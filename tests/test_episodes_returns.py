@@ -1,0 +1,55 @@
+"""Returns and advantages of a group of episodes."""
+
+import numpy as np
+import pytest
+from builders import make_completion
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_ray.episodes.returns import discounted_returns, episode_advantages, token_advantages, turn_advantages
+from grpo_ray.episodes.segments import Segments
+
+REWARDS = st.lists(st.floats(-5, 5), min_size=1, max_size=8)
+
+
+@given(REWARDS, st.floats(0, 1))
+def test_returns_are_discounted_sums(rewards: list[float], discount: float) -> None:
+    expected = [
+        sum(discount ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
+        for turn in range(len(rewards))
+    ]
+    assert np.allclose(discounted_returns(rewards, discount), expected)
+
+
+def test_a_discount_outside_its_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"discount must be between 0 and 1, got 1\.5"):
+        discounted_returns([1.0], 1.5)
+
+
+def test_episodes_without_a_reward_leave_the_baseline() -> None:
+    advantages = episode_advantages([1.0, None, 0.0, None, 0.0, 1.0], "mean")
+    assert advantages.tolist() == [0.5, 0, -0.5, 0, -0.5, 0.5]
+    assert advantages.dtype == np.float32
+    assert episode_advantages([None, None]).tolist() == [0, 0]
+    assert episode_advantages([None, 2.0], "leave_one_out").tolist() == [0, 0]
+    assert episode_advantages([3.0, None, 1.0], "leave_one_out").tolist() == [2, 0, -2]
+
+
+def test_turns_are_compared_with_the_same_turn_of_other_episodes() -> None:
+    advantages = turn_advantages([[0.0, 1.0], [0.0, 0.0], None, [1.0]], discount=0.5, kind="mean")
+    # Returns: [0.5, 1], [0, 0] and [1].
+    assert [a.tolist() for a in advantages] == [[0.0, 0.5], [-0.5, -0.5], [], [0.5]]
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
+def test_one_turn_is_the_whole_episode(rewards: list[float]) -> None:
+    per_turn = turn_advantages([[reward] for reward in rewards], discount=0.9)
+    assert [float(a[0]) for a in per_turn] == episode_advantages(rewards).tolist()
+
+
+def test_tokens_have_the_advantage_of_their_turn() -> None:
+    segments = Segments()
+    for prompt, reply in (([1], [2, 3]), ([1, 2, 3, 9], [4])):
+        segments.add_sample(segments.add_prompt(prompt), make_completion(reply))
+    (sequence,) = segments.sequences()
+    assert token_advantages(sequence, np.array([0.5, -1.0])).tolist() == [0.5, 0.5, 0, -1.0]

@@ -1,0 +1,298 @@
+"""Running episodes: each ends with a name, and none disturbs another."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episode_players import QWEN25, Scripted, chat_tokenizer, make_session
+
+from grpo_ray.episodes import runner as runner_module
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Outcome, Status
+from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
+from grpo_ray.episodes.session import Session, turn_seed
+from grpo_ray.tasks.examples import Example
+
+EXAMPLE = Example("hello", "reply")
+tokenizer = cache(lambda: chat_tokenizer(QWEN25))
+
+
+def new_session(limits: Limits | None = None, sampler: Any = None, **settings: Any) -> Session:
+    answering = sampler or Scripted(tokenizer(), lambda prompt: "reply", "<|im_end|>")
+    return make_session(answering, tokenizer(), limits, **settings)
+
+
+def run(episode: EpisodeFn, limits: Limits | None = None, **kwargs: Any) -> EpisodeResult:
+    async def play() -> EpisodeResult:
+        return await EpisodeRunner(episode).run(new_session(limits, **kwargs), EXAMPLE)
+
+    return asyncio.run(play())
+
+
+async def one_turn(session: Session, example: Example) -> float:
+    reply = await session.chat([{"role": "user", "content": example.question}])
+    return float(reply.text == example.ground_truth)
+
+
+async def endless(session: Session, example: Example) -> float:
+    messages = [{"role": "user", "content": example.question}]
+    while True:
+        messages += [(await session.chat(messages)).message, {"role": "user", "content": "more"}]
+
+
+def test_an_episode_that_returns_is_finished() -> None:
+    result = run(one_turn)
+    assert (result.status, result.reward, result.error) == (Status.FINISHED, 1.0, "")
+    assert result.segments.num_turns == 1
+    assert result.seconds > 0
+
+
+def test_an_outcome_has_rewards_per_turn_and_metrics() -> None:
+    async def episode(session: Session, example: Example) -> Outcome:
+        for _ in range(2):
+            await one_turn(session, example)
+        return Outcome(0.5, turn_rewards=(0.0, 0.5), metrics={"score": 3.0})
+
+    result = run(episode)
+    assert (result.reward, result.turn_rewards, result.metrics) == (0.5, (0.0, 0.5), {"score": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "reason"),
+    [
+        (Limits(max_turns=3), Status.TRUNCATED_TURNS, "has had its 3 turns"),
+        (Limits(max_tokens=100), Status.TRUNCATED_TOKENS, "leaves no room for a reply within 100"),
+    ],
+)
+def test_limits_have_names(limits: Limits, status: Status, reason: str) -> None:
+    result = run(endless, limits)
+    assert (result.status, result.reward) == (status, 0.0)
+    assert reason in result.error
+    assert result.segments.num_turns >= 3
+    (sequence,) = result.segments.sequences()
+    assert len(sequence.prompt_token_ids) + len(sequence.response_token_ids) <= limits.max_tokens
+
+
+def test_a_reply_is_cut_to_the_room_that_is_left() -> None:
+    sampler = Scripted(tokenizer(), lambda prompt: [5] * 500)
+    result = run(one_turn, Limits(max_tokens=60), sampler=sampler)
+    (sequence,) = result.segments.sequences()
+    assert len(sequence.prompt_token_ids) + len(sequence.response_token_ids) == 60
+
+
+def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
+    async def episode(session: Session, example: Example) -> float:
+        try:
+            return await endless(session, example)
+        except EpisodeEnded:
+            return -1.0
+
+    result = run(episode, Limits(max_turns=2))
+    assert (result.status, result.reward) == (Status.TRUNCATED_TURNS, -1.0)
+    assert run(endless, Limits(max_turns=2, truncated_reward=-0.5)).reward == -0.5
+
+
+def test_a_slow_environment_ends_by_the_clock() -> None:
+    async def episode(session: Session, example: Example) -> float:
+        await one_turn(session, example)
+        await asyncio.sleep(60)
+        return 1.0
+
+    result = run(episode, Limits(max_seconds=0.2))
+    assert (result.status, result.reward) == (Status.TRUNCATED_TIME, None)
+    assert "not finished after 0.2 s" in result.error
+    assert 0.2 <= result.seconds < 5
+
+
+def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "GRACE_S", 0.1)
+    late: list[BaseException] = []
+
+    async def episode(session: Session, example: Example) -> float:
+        while not late:
+            try:
+                await asyncio.sleep(0.3)
+                await session.chat([{"role": "user", "content": "late"}])
+            except asyncio.CancelledError:
+                continue
+            except EpisodeEnded as end:
+                late.append(end)
+        return 1.0
+
+    async def play() -> EpisodeResult:
+        result = await EpisodeRunner(episode).run(new_session(Limits(max_seconds=0.1)), EXAMPLE)
+        await asyncio.sleep(0.8)
+        return result
+
+    result = asyncio.run(play())
+    assert result.status is Status.TRUNCATED_TIME
+    assert "ignored its cancellation" in result.error
+    assert late  # its session samples no more
+    assert result.segments.num_turns == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [(KeyError("door"), "KeyError: 'door'"), (SystemExit(3), "called exit(3)")],
+)
+def test_errors_of_an_environment_have_their_text(raised: BaseException, text: str) -> None:
+    async def episode(session: Session, example: Example) -> float:
+        await one_turn(session, example)
+        raise raised
+
+    result = run(episode)
+    assert (result.status, result.reward) == (Status.ENVIRONMENT_ERROR, None)
+    assert text in result.error
+    assert "test_episodes_runner.py" in result.error
+    assert result.segments.num_turns == 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (lambda: "good", "returned 'good'; it must return a number or an Outcome"),
+        (lambda: None, "returned None"),
+        (lambda: float("nan"), "returned nan; rewards and metrics are finite numbers"),
+        (lambda: Outcome(1.0, turn_rewards=(1.0, 2.0)), "2 turn_rewards for 1 sampled turns"),
+        (lambda: Outcome(1.0, metrics={"x": float("inf")}), "returned inf"),
+    ],
+)
+def test_results_that_are_no_rewards_are_errors(returned: Callable[[], Any], text: str) -> None:
+    async def episode(session: Session, example: Example) -> Any:
+        await one_turn(session, example)
+        return returned()
+
+    result = run(episode)
+    assert result.status is Status.ENVIRONMENT_ERROR
+    assert text in result.error
+
+
+def test_a_generator_that_fails_is_no_error_of_the_environment() -> None:
+    class Failing:
+        async def sample(self, *_: Any) -> Any:
+            raise RuntimeError("the engine died")
+
+    async def careless(session: Session, example: Example) -> float:
+        try:
+            return await one_turn(session, example)
+        except Exception:
+            return 1.0
+
+    for episode in (one_turn, careless):
+        result = run(episode, sampler=Failing())
+        assert (result.status, result.reward) == (Status.GENERATOR_ERROR, None)
+        assert result.error == "RuntimeError: the engine died"
+
+
+def test_one_bad_episode_stops_no_other() -> None:
+    async def episode(session: Session, example: Example) -> float:
+        reward = await one_turn(session, example)
+        if example.question == "3":
+            raise RuntimeError("broken")
+        if example.question == "4":
+            await asyncio.sleep(60)
+        await asyncio.sleep(0.05)
+        return reward
+
+    async def play() -> list[EpisodeResult]:
+        runner = EpisodeRunner(episode, max_concurrent=4)
+        limits = Limits(max_seconds=0.3)
+        return await asyncio.gather(
+            *(runner.run(new_session(limits), Example(str(number), "reply")) for number in range(12))
+        )
+
+    expected = [Status.FINISHED] * 12
+    expected[3], expected[4] = Status.ENVIRONMENT_ERROR, Status.TRUNCATED_TIME
+    assert [result.status for result in asyncio.run(play())] == expected
+
+
+def test_no_more_than_max_concurrent_run_at_a_time() -> None:
+    running, peak = 0, 0
+
+    async def episode(session: Session, example: Example) -> float:
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 0.0
+
+    async def play() -> None:
+        runner = EpisodeRunner(episode, max_concurrent=3)
+        await asyncio.gather(*(runner.run(new_session(), EXAMPLE) for _ in range(10)))
+
+    asyncio.run(play())
+    assert peak == 3
+
+
+def test_running_episodes_can_be_cancelled() -> None:
+    async def episode(session: Session, example: Example) -> float:
+        await one_turn(session, example)
+        await asyncio.sleep(60)
+        return 1.0
+
+    async def play() -> list[EpisodeResult]:
+        runner = EpisodeRunner(episode)
+        runs = [asyncio.create_task(runner.run(new_session(), EXAMPLE)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        runner.cancel()
+        return await asyncio.gather(*runs)
+
+    for result in asyncio.run(play()):
+        assert (result.status, result.reward) == (Status.CANCELLED, None)
+
+
+def test_cancelling_a_run_cancels_its_episode() -> None:
+    ended = []
+
+    async def episode(session: Session, example: Example) -> float:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+        return 1.0
+
+    async def play() -> None:
+        task = asyncio.create_task(EpisodeRunner(episode).run(new_session(), EXAMPLE))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    assert ended
+
+
+def test_turns_have_seeds_of_their_own() -> None:
+    sampler = Scripted(tokenizer(), lambda prompt: "reply", "<|im_end|>")
+    run(endless, Limits(max_turns=4), sampler=sampler, seed=7)
+    seeds = [settings.seed for settings in sampler.settings]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 4
+    assert seeds == [turn_seed(7, turn) for turn in range(4)]
+    assert turn_seed(None, 3) is None
+
+
+def test_episodes_are_found_by_their_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = ("async def good(session, example): return 1.0", "def plain(session, example): ...")
+    (tmp_path / "my_game.py").write_text("\n".join([*functions, "async def one(session): ..."]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run(load_episode("my_game:good")).reward == 1.0
+    for name, message in (
+        ("my_game:plain", "task.episode: my_game:plain must be an `async def`"),
+        ("my_game:one", r"task.episode: my_game:one must take \(session, example\)"),
+        ("my_game:none", "task.episode: 'my_game' has no function 'none'"),
+        ("no_game:good", "task.episode: there is no module 'no_game'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_episode(name)
+
+
+def test_limits_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_turns is 0; an episode needs more than 0"):
+        Limits(max_turns=0)

@@ -1,0 +1,99 @@
+"""Segments of an episode: prompts are exact paths, and every sampled token is trained once."""
+
+import numpy as np
+import pytest
+from builders import make_completion
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_ray.episodes.segments import NO_TURN, NO_VERSION, EpisodeSequence, Segments
+from grpo_ray.models.segments import NO_PARENT
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few tokens, so that paths often agree
+
+
+def turn(segments: Segments, prompt: list[int], reply: list[int], version: int = 0) -> int:
+    parent = segments.add_prompt(prompt)
+    return segments.add_sample(parent, make_completion(reply, versions=version))
+
+
+def rows(sequence: EpisodeSequence) -> tuple[list[int], list[int], list[int]]:
+    return (
+        list(sequence.prompt_token_ids),
+        sequence.response_token_ids.tolist(),
+        sequence.mask.astype(int).tolist(),
+    )
+
+
+def test_turns_that_continue_are_one_sequence() -> None:
+    segments = Segments()
+    turn(segments, [1, 2], [3, 4], version=5)
+    turn(segments, [1, 2, 3, 4, 9, 9], [6], version=7)
+    (sequence,) = segments.sequences()
+    assert rows(sequence) == ([1, 2], [3, 4, 9, 9, 6], [1, 1, 0, 0, 1])
+    assert sequence.versions.tolist() == [5, 5, NO_VERSION, NO_VERSION, 7]
+    assert sequence.turns.tolist() == [0, 0, NO_TURN, NO_TURN, 1]
+    assert sequence.logprobs.tolist() == [-1, -1, 0, 0, -1]
+    assert segments.oldest_version == 5
+    assert [segments[i].parent for i in range(len(segments))] == [NO_PARENT, 0, 1, 2]
+
+
+def test_a_rewritten_history_branches_after_the_whole_segments_that_agree() -> None:
+    segments = Segments()
+    turn(segments, [1, 2], [3, 4])
+    turn(segments, [1, 2, 4, 9], [6])  # without the reply's first token
+    turn(segments, [1, 2, 3, 4, 8], [7])
+    assert [rows(s) for s in segments.sequences()] == [
+        ([1, 2, 4, 9], [6], [1]),
+        ([1, 2], [3, 4, 8, 7], [1, 1, 0, 1]),
+    ]
+
+
+def test_what_branches_share_is_trained_in_the_first() -> None:
+    segments = Segments()
+    turn(segments, [1], [2])
+    turn(segments, [1, 2, 5], [3])
+    turn(segments, [1, 2, 6], [4])
+    assert [rows(s) for s in segments.sequences()] == [([1], [2, 5, 3], [1, 0, 1]), ([1, 2, 6], [4], [1])]
+
+
+def test_a_context_that_nothing_was_sampled_after_is_not_trained() -> None:
+    segments = Segments()
+    turn(segments, [1], [2])
+    segments.add_prompt([1, 2, 5])  # its sampling failed
+    assert [rows(s) for s in segments.sequences()] == [([1], [2], [1])]
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        Segments().add_prompt([])
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), TOKENS, TOKENS), min_size=1, max_size=12))
+def test_every_sampled_token_is_trained_once(turns: list[tuple[int, int, list[int], list[int]]]) -> None:
+    """Prompts continue any earlier path, cut anywhere, by any tokens."""
+    segments, replies = Segments(), []
+    for number, (chosen, num_cut, new, reply) in enumerate(turns):
+        known = list(segments.token_ids(chosen % len(segments))) if len(segments) else []
+        prompt = [*known[: max(0, len(known) - num_cut)], *new]
+        parent = segments.add_prompt(prompt)
+        assert list(segments.token_ids(parent)) == prompt
+        logprobs = [-(number + index / 100) for index in range(len(reply))]
+        segments.add_sample(parent, make_completion(reply, logprobs, versions=number))
+        replies.append((prompt, reply, logprobs))
+    trained = []
+    for sequence in segments.sequences():
+        whole = np.concatenate([sequence.prompt_token_ids, sequence.response_token_ids]).tolist()
+        start = len(sequence.prompt_token_ids)
+        assert sequence.mask[0]
+        assert sequence.mask[-1]
+        assert (sequence.versions[~sequence.mask] == NO_VERSION).all()
+        for number in np.unique(sequence.turns[sequence.mask]):
+            prompt, reply, logprobs = replies[number]
+            places = np.flatnonzero(sequence.turns == number)
+            assert whole[: start + places[0]] == prompt
+            assert sequence.response_token_ids[places].tolist() == reply
+            assert np.allclose(sequence.logprobs[places], logprobs)
+            assert (sequence.versions[places] == number).all()
+            trained.append(int(number))
+    assert sorted(trained) == list(range(len(turns)))
