@@ -8,7 +8,8 @@ A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed a
 hangs as it starts), `kill_rank_1_backward` and the like (the Learner's rank 1 is killed in its next backward
 pass; `stop` stops it, `oom` raises that memory ran out; chaos_rank_faults.py has the stages), `kill_sync_load`
 and the like (a Generator is killed in that phase of a sync; `stop` stops it, `fail` raises), `flip_sync_bits`
-(a bit of the weights changes on the way).
+(the weights that arrive do not fit their checksum), `kill_learner_sending` (the Learner is killed between two
+chunks of a version that it sends over a wire) and `drop_wire_sending` (the wire is closed there).
 """
 
 import errno
@@ -78,9 +79,8 @@ class ChaosGenerator(Generator):
     async def stage_weights(self, snapshot: WeightSnapshot) -> None:
         _in_phase("stage")
         if is_requested("flip_sync_bits"):
-            data = snapshot.data.copy()
-            data[len(data) // 2] ^= 1
-            snapshot = replace(snapshot, data=data)
+            # With wires the bytes come later: another checksum is as wrong as other bytes.
+            snapshot = replace(snapshot, checksum=(snapshot.checksum or 0) ^ 1)
         await super().stage_weights(snapshot)
 
     async def pause(self) -> None:
@@ -150,6 +150,24 @@ class ChaosLearner(Learner):
     def _snapshot(self) -> WeightSnapshot:
         self._at("snapshot")
         return super()._snapshot()
+
+    def send(self, name: str, version: int) -> None:
+        """Over a wire: suffer a fault once the header is sent, in the middle of the transfer."""
+        channel = self._sender._channels[name][1]
+        send = channel.send
+
+        def counted(part: torch.Tensor, timeout_s: float) -> None:
+            send(part, timeout_s)
+            if is_requested("kill_learner_sending"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if is_requested("drop_wire_sending"):
+                self._sender.drop_wire(name)
+
+        channel.send = counted  # type: ignore[method-assign]
+        try:
+            super().send(name, version)
+        finally:
+            channel.send = send  # type: ignore[method-assign]
 
     def capture(self) -> StepReport | None:
         self._at("capture")

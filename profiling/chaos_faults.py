@@ -141,6 +141,8 @@ _ALL = (
         for kind in sync.SAYS
     ),
     _replaced("flip_sync_bits", sync.flip_bits, "checksum"),
+    _restored("kill_learner_sending", sync.sending("kill_learner"), "wires"),
+    _replaced("drop_wire_sending", sync.sending("drop_wire"), "wires"),
     # Nodes
     Fault("lose_node", cluster.lose_node, RESTORED, None, "cluster", NODE_LOST),
     Fault("lose_nodes_for_a_while", cluster.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),

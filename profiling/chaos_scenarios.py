@@ -47,6 +47,11 @@ SCENARIOS = {
     "in-flight": Scenario(
         (*TORCH, "weight_sync.in_flight=true", "weight_sync.checksum=true"), frozenset({"local", "checksum"})
     ),
+    "wires": Scenario(
+        (*TORCH, "weight_sync.transport=collective", "weight_sync.checksum=true"),
+        frozenset({"local", "checksum", "wires"}),
+    ),
+    "delta": Scenario((*TORCH, "weight_sync.delta=true"), frozenset({"local", "checksum"})),
     "synchronous": Scenario((*TORCH, "weight_sync.max_lag=0")),
     "replay": Scenario((*TORCH, "buffer.replay.frac=0.5")),
     "oversampling": Scenario((*TORCH, "algorithm.oversample_frac=0.5")),

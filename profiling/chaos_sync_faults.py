@@ -24,9 +24,18 @@ def in_phase(kind: str, phase: str) -> Inject:
 
 
 def flip_bits(run: ChaosRun, draw: random.Random) -> str:
-    """Change a bit of the weights on their way; only a checksum can tell."""
+    """Let the weights arrive with another checksum than theirs."""
     run.must_say.append(("generator_failed", r"did not arrive complete"))
     return _triggered(run, "flip_sync_bits")
+
+
+def sending(what: str) -> Inject:
+    """Kill the Learner, or close the wire, between two chunks of a version on its way."""
+
+    def inject(run: ChaosRun, draw: random.Random) -> str:
+        return _triggered(run, f"{what}_sending")
+
+    return inject
 
 
 def _triggered(run: ChaosRun, name: str) -> str:

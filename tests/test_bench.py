@@ -13,7 +13,6 @@ from rich.console import Console
 CHEAP = (
     "adapter_memory",
     "buffer",
-    "episodes",
     "head_memory",
     "learner_shared",
     "logprobs",
@@ -22,6 +21,7 @@ CHEAP = (
     "weight_delta",
 )
 OTHERS = {
+    "episodes",
     "checkpointing",
     "generation",
     "learner_step",

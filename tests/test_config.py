@@ -224,7 +224,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
                 "learner.num_gpus=1",
                 "weight_sync.max_lag=0",
             ],
-            ["weight_sync.delta: the bytes never leave the GPU with transport `ipc`; set it to false"],
+            ["weight_sync.delta: the bytes never leave the GPUs with transport `ipc`; set it to false"],
         ),
         (
             ["weight_sync.transport=nccl", "learner.num_gpus=0"],
@@ -251,7 +251,10 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
                 "generator.num_gpus=1",
                 "weight_sync.checksum=true",
             ],
-            ["weight_sync.checksum: the bytes stay on GPUs with transport `nccl`", "`collective`"],
+            [
+                "weight_sync.checksum: the bytes never leave the GPUs with transport `nccl`",
+                "use `object_store`",
+            ],
         ),
         (
             ["weight_sync.recompute_kv=false", "weight_sync.in_flight=false"],

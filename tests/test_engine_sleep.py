@@ -13,6 +13,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.engine_core = self
 
     def __getattr__(self, name: str) -> Any:
         async def ask(*arguments: Any, **options: Any) -> None:
@@ -42,10 +43,10 @@ def test_weights_wake_for_the_sync_and_the_cache_after_it(engine: VllmEngine) ->
     assert asyncio.run(turn()) == [
         "sleep 2",
         "wake_up ['weights']",
-        "pause_generation keep False",
+        "pause_scheduler_async keep False",
         "wake_up ['kv_cache']",
         "resume_generation",
-        "pause_generation keep False",
+        "pause_scheduler_async keep False",
         "resume_generation",
     ]
 

@@ -17,12 +17,17 @@ COLLECTIVE = "weight_sync.transport=collective"
 EXACT = ("weight_sync.max_lag=0", "algorithm.num_steps=4", "weight_sync.checksum=true")
 
 
-def test_a_run_over_wires_is_the_run_over_the_object_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_run_over_wires_is_the_run_over_the_object_store(delta: bool, tmp_path: Path) -> None:
+    """Deltas go through the object store, and the first version by the wire."""
+    exact = (*EXACT, f"weight_sync.delta={delta}", "model.dtype=bfloat16", "learner.learning_rate=1e-5")
     runs = [RunDirectory(tmp_path / name) for name in ("store", "wires")]
-    train(make_config(*EXACT), runs[0].path)
-    train(make_config(*EXACT, COLLECTIVE), runs[1].path)
+    train(make_config(*exact), runs[0].path)
+    train(make_config(*exact, COLLECTIVE), runs[1].path)
     assert_same_run(*runs)
-    assert any(row["optim/grad_norm"] for row in read_metrics(runs[1].metrics_path))
+    rows = list(read_metrics(runs[1].metrics_path))
+    assert any(row["optim/grad_norm"] for row in rows)
+    assert any(row.get("weight_sync/sent_frac", 1.0) < 1.0 for row in rows) == delta
 
 
 async def in_the_middle(actors: LocalActors, name: str) -> None:

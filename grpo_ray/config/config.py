@@ -119,14 +119,6 @@ class Config(Section):
                 "weight_sync.transport: `ipc` shares weights between Learner and vLLM on one GPU: it needs "
                 "generator.colocated, generator.engine `vllm` and a GPU; use `object_store`"
             )
-        if self.weight_sync.checksum:
-            raise ValueError(
-                "weight_sync.checksum: the bytes never leave the GPU with transport `ipc`; set it to false"
-            )
-        if self.weight_sync.delta:
-            raise ValueError(
-                "weight_sync.delta: the bytes never leave the GPU with transport `ipc`; set it to false"
-            )
         return self
 
     @model_validator(mode="after")
@@ -149,11 +141,18 @@ class Config(Section):
                 "weight_sync.transport: `nccl` sends weights from the Learner's GPU to a Generator's: "
                 f"{'; '.join(found)}; use `collective` or `object_store`"
             )
-        if self.weight_sync.checksum and self.weight_sync.wire_backend == "nccl":
-            raise ValueError(
-                "weight_sync.checksum: the bytes stay on GPUs with transport `nccl`; set it to false, or use "
-                "`collective`"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _bytes_are_in_host_memory(self) -> "Config":
+        sync = self.weight_sync
+        on_gpus = sync.transport == "ipc" or sync.wire_backend == "nccl"
+        for name, is_on in {"checksum": sync.checksum, "delta": sync.delta}.items():
+            if is_on and on_gpus:
+                raise ValueError(
+                    f"weight_sync.{name}: the bytes never leave the GPUs with transport `{sync.transport}`; "
+                    "set it to false, or use `object_store`"
+                )
         return self
 
     @model_validator(mode="after")

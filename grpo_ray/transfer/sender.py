@@ -78,7 +78,7 @@ class Sender:
             spare, self._spare = self._spare, None
         if spare is not None and spare.numel() == num_bytes:
             return spare
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def release(self, version: int) -> None:
         """Forget the versions before this one: no Generator will be sent them any more."""

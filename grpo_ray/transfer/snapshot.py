@@ -92,7 +92,8 @@ class ReusedMemory:
         is_free = self._taken is None or self._taken() is None
         if self._memory is None or self._memory.numel() != num_bytes or not is_free:
             self._memory = None  # before the next one is made
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            # Zeros between tensors, too: they would count as changes in a delta.
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         array: np.ndarray = self._memory.numpy()
         self._taken = weakref.ref(array)
         return array

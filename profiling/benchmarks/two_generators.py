@@ -26,7 +26,7 @@ from grpo_ray.engines import make_engine
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.sender import Sender, make_sender
-from grpo_ray.transfer.snapshot import pack_weights
+from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.transfer.wires import SendingLearner, Wires
 from grpo_ray.types import Ref, WeightSnapshot
 
@@ -104,15 +104,18 @@ async def _rounds(
     dtype = getattr(torch, config.model.dtype)
     seconds: dict[str, list[float]] = {"sync": [], "copies": []}
     phases: dict[str, list[float]] = {phase: [] for phase in ("pack", *PHASES, "paused")}
+    memory = ReusedMemory()
     for version in range(1, rounds + 3):
+        await asyncio.sleep(0.5)  # as between two steps: Ray frees the version before
         started = time.perf_counter()
         snapshot = (
             sender.pack(model.named_parameters(), version, dtype, False)
             if backend
-            else pack_weights(model.named_parameters(), version, dtype)
+            else pack_weights(model.named_parameters(), version, dtype, memory=memory)
         )
         packed = time.perf_counter()
         reference: Ref[WeightSnapshot] = ray.put(snapshot)
+        del snapshot  # its memory is packed into again
         report = await sync.publish(version, (reference,))
         ended = time.perf_counter()
         assert not report.failed, report.failed
