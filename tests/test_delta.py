@@ -224,3 +224,11 @@ def test_fingerprint_tells_sizes_and_orders_apart() -> None:
     assert len(found) == 4
     half = np.concatenate([first[2048:], first[:2048]])
     assert fingerprint(half) != fingerprint(first)
+
+
+def test_blocks_in_another_order_have_another_fingerprint() -> None:
+    """Sums of whole columns would be the same."""
+    data = np.random.default_rng(0).integers(0, 256, 2**21, dtype=np.uint8)
+    for size in (2**19, 2**20):
+        swapped = np.concatenate([data[size : 2 * size], data[:size], data[2 * size :]])
+        assert fingerprint(swapped) != fingerprint(data)

@@ -3,6 +3,7 @@
 Both ends run in this process, in threads, over gloo; an end that is killed or stopped is a process of its own.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +26,7 @@ from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
+from grpo_ray.transfer.nccl_channel import NcclChannel
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
@@ -346,3 +350,33 @@ def test_nothing_is_left_in_dev_shm_and_no_thread(threads: ThreadPoolExecutor) -
     inbox.close()
     sender.drop_wire("a")
     assert threading.active_count() <= num_threads + 1  # the pool's
+
+
+def test_nothing_is_sent_on_a_communicator_that_is_being_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL frees it meanwhile; an abort also ends the transfer under way, which must not look like a success."""
+    began, aborting, calls = threading.Event(), threading.Event(), []
+
+    class Communicator:
+        disabled = False
+
+        def broadcast(self, *_: object) -> None:
+            calls.append("sent" if not aborting.is_set() else "sent during the abort")
+            began.set()
+
+        def destroy(self) -> None:
+            aborting.set()
+            time.sleep(0.05)
+            self.disabled = True
+
+    event = SimpleNamespace(query=aborting.is_set)
+    channel: Any = object.__new__(NcclChannel)
+    channel.device, channel._nccl, channel._lock = torch.device("cpu"), Communicator(), threading.Lock()
+    channel._is_closed, channel._stream = False, SimpleNamespace(record_event=lambda: event)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(lambda: [channel.send(torch.zeros(1), 20.0) for _ in range(3)])
+        assert began.wait(20)
+        channel.close()
+        with pytest.raises(WireError, match="the wire was closed"):
+            sending.result(20)
+    assert calls == ["sent"]

@@ -90,7 +90,7 @@ class Generator:
         with self._clock.stage("stage_weights", f"version {snapshot.version}"):
             if snapshot.wire_bytes and self._inbox is not None:
                 snapshot = await asyncio.to_thread(self._inbox.received, snapshot)
-            check_snapshot(snapshot)
+            await asyncio.to_thread(check_snapshot, snapshot)
             await self._engine.stage(snapshot)
         self._staged = snapshot.version
 

@@ -191,12 +191,12 @@ class Learner:
         ids = [group.rollout.item.group_id for group in batch.groups]
         self._ranks.agree("the batch", (self.version, ids))
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not those of transfers
         self._ranks.time.take()  # of the last snapshot, and of waiting for the batch
         with self._clock.stage("train", f"step {self._step}, {len(batch.groups)} groups") as duration:
             metrics = self._train_on(batch.groups)
             if self._device.type == "cuda":
-                torch.cuda.synchronize()  # otherwise the step is timed and reported before it is done
+                torch.cuda.current_stream().synchronize()  # or the step is reported before it is done
         metrics["timing/train_s"] = duration.seconds
         metrics |= self._performance.take(self._forward_backward.work, duration.seconds)
         metrics |= self._metrics_of_ranks(metrics)
@@ -379,6 +379,8 @@ class Learner:
     def take_room(self) -> None:
         """Move onto the colocated device while the Generators sleep."""
         if self._device.type == "cuda":
+            self._shared.clear()  # all have loaded it, replacements too
+            torch.cuda.ipc_collect()
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:

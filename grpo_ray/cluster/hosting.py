@@ -232,7 +232,7 @@ class ActorGroup(ServingGroup):
         alone = ["write_captured", "take_stats", "work_done"]
         if not self._config.weight_sync.wire_backend:
             return dict.fromkeys(alone, 1)
-        each = 2 * self._config.generator.num_generators  # one may still wait for a predecessor
+        each = 8 * self._config.generator.num_generators  # some may still wait for predecessors
         short = dict.fromkeys([*alone, "open_wire", "drop_wire", "release"], 1)
         return {**short, "join_wire": each, "send": each}
 

@@ -31,7 +31,7 @@ class Offload:
             else:
                 tensor.data = tensor.data.to(device, non_blocking=True)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def _on_host(self, tensor: torch.Tensor, is_constant: bool) -> torch.Tensor:
         memory: torch.Tensor | None = self._memory.get(tensor)

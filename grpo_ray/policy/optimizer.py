@@ -128,7 +128,7 @@ def warm_up_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfi
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, offload: Offload) -> None:
     """Move the optimizer's state to the weights' new device; fused updates need its counters there as well."""
-    for state in optimizer.state.values():
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        offload.move(tensors.values(), device)
-        state |= {name: tensor.to(device) for name, tensor in tensors.items()}  # sharded ones
+    states = optimizer.state.values()
+    offload.move([v for state in states for v in state.values() if isinstance(v, torch.Tensor)], device)
+    for state in states:  # sharded ones
+        state |= {name: value.to(device) for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -233,7 +233,7 @@ def _copies(tensors: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tenso
             copies[key] = memory.copy_(tensor.detach(), non_blocking=True)
         result[name] = copies[key]
     if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return result
 
 

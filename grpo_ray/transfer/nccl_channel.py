@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class NcclChannel:
             store.wait([f"here/{rank}" for rank in range(size)], timedelta(seconds=meeting.timeout_s))
         except RuntimeError as error:
             raise WireError(f"the other end did not come: {error}") from error
+        self._lock, self._is_closed = Lock(), False
         self._nccl = communicator(store, rank, size, self.device)
         if self._nccl.disabled:
             raise WireError("vLLM finds no NCCL library here")
@@ -51,16 +53,26 @@ class NcclChannel:
 
     def _broadcast(self, part: torch.Tensor, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        if self._nccl.disabled:
-            raise WireError("the wire was closed")
-        with torch.cuda.device(self.device):
-            self._nccl.broadcast(part, SENDER, self._stream)
+        with self._lock, torch.cuda.device(self.device):
+            self._check_open()
+            try:
+                self._nccl.broadcast(part, SENDER, self._stream)
+            except RuntimeError as error:
+                raise WireError(f"NCCL: {error}") from error
             done = self._stream.record_event()
         while not done.query():
             if time.monotonic() > deadline:
                 self.close()
                 raise WireError("the other end is gone or silent")
             time.sleep(POLL_S)
+        self._check_open()  # an abort ends the transfer, too
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WireError("the wire was closed")
 
     def close(self) -> None:
-        self._nccl.destroy()  # aborts what waits
+        self._is_closed = True
+        with self._lock:  # no thread begins a transfer on what is being freed
+            if not self._nccl.disabled:
+                self._nccl.destroy()  # aborts what waits

@@ -34,6 +34,7 @@ class Sender:
         join: Callable[[Meeting, int], Channel],
         device: torch.device,
         chunk_bytes: int = CHUNK_BYTES,
+        is_pinned: bool = False,
     ) -> None:
         """
         Args:
@@ -42,10 +43,11 @@ class Sender:
             timeout_s: for joining, and for each transfer.
             join: the backend's channel of a meeting and a rank.
             device: keeps the bytes.
+            is_pinned: the memory on the host is page-locked, because the weights come from a GPU.
         """
         self._backend, self._host, self._num_receivers = backend, host, num_receivers
         self._timeout_s, self._join, self._device = timeout_s, join, device
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._is_pinned = chunk_bytes, is_pinned
         self._store: TCPStore | None = None
         self._num_opened = 0
         self._meetings: dict[str, Meeting] = {}  # by Generator
@@ -78,7 +80,7 @@ class Sender:
             spare, self._spare = self._spare, None
         if spare is not None and spare.numel() == num_bytes:
             return spare
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned)
 
     def release(self, version: int) -> None:
         """Forget the versions before this one: no Generator will be sent them any more."""
@@ -167,4 +169,5 @@ def make_sender(
         timeout_s=sync.phase_timeout_s,
         join=lambda meeting, rank: join(meeting, rank, device),
         device=device if on_gpu else torch.device("cpu"),
+        is_pinned=device.type == "cuda" and not on_gpu,
     )

@@ -144,7 +144,7 @@ def _fill(tensors: _Tensors, specs: Iterable[TensorSpec], buffer: torch.Tensor) 
             values = values.to(wire_dtype)  # there, so that no more bytes than needed are sent
         view.copy_(values, non_blocking=True)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # another stream or process reads it
+        torch.cuda.current_stream().synchronize()  # another stream or process reads it
 
 
 def _wire_dtype(tensor: Weight, dtype: torch.dtype) -> torch.dtype:
