@@ -353,7 +353,7 @@ def test_nothing_is_left_in_dev_shm_and_no_thread(threads: ThreadPoolExecutor) -
 
 
 def test_nothing_is_sent_on_a_communicator_that_is_being_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL frees it meanwhile; an abort also ends the transfer under way, which must not look like a success."""
+    """NCCL frees it meanwhile; the abort also ends the transfer under way, which is no success."""
     began, aborting, calls = threading.Event(), threading.Event(), []
 
     class Communicator:
