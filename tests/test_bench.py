@@ -57,6 +57,7 @@ def test_every_module_is_listed(bench: ModuleType, capsys: pytest.CaptureFixture
     assert set(CHEAP) | OTHERS == listed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_result_names_its_machine_versions_and_seconds(name: str, results: dict[str, dict[str, Any]]) -> None:
     result = results[name]

@@ -317,6 +317,7 @@ def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path)
     assert make_store(config, run).latest() is not None
 
 
+@pytest.mark.slow
 def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Path) -> None:
     config = make_config(f"recovery.group_timeout_s={LIMIT_S}", "recovery.max_group_retries=2")
     stuck = []
@@ -343,6 +344,7 @@ def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Pat
     assert read_metrics(run.metrics_path)[-1]["rollout/set_aside_groups"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_continue(
     tmp_path: Path, in_flight: bool
@@ -369,6 +371,7 @@ def test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_contin
     assert f"generator-1 did not finish phase `pause` within {LIMIT_S:g} s" in failed["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["generator-0", "scorer", "learner"])
 def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
     config = make_config(f"recovery.stall_timeout_s={LIMIT_S}")

@@ -59,6 +59,7 @@ def limit_memory(learner: Learner, max_tokens: int) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "dtype"), [({}, "float32"), (EVERYTHING, "float32"), (EVERYTHING, "bfloat16")]
 )

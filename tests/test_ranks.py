@@ -144,7 +144,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_every_setting_gives_the_gradients_of_one_rank(
     size: int, tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]]
 ) -> None:
@@ -290,6 +291,7 @@ def late(seat: Seat) -> list[int]:
     return Ranks(seat).gathered(seat.rank)
 
 
+@pytest.mark.slow
 def test_a_rank_may_start_later_than_a_collective_may_take() -> None:
     assert on_ranks(2, late, collective_timeout_s=2.0) == [[0, 1], [0, 1]]
 

@@ -270,6 +270,7 @@ def pack_much(sender: Sender, version: int) -> WeightSnapshot:
     return sender.pack([("w", torch.full((2**24,), float(version)))], version, torch.float32, False)
 
 
+@pytest.mark.slow
 def test_a_receiver_that_dies_in_the_middle_ends_its_send_alone(
     threads: ThreadPoolExecutor, peer: Peers
 ) -> None:
@@ -289,6 +290,7 @@ def test_a_receiver_that_dies_in_the_middle_ends_its_send_alone(
     assert (transfer(threads, sender, again, snapshot).data.view(np.float32) == 1).all()
 
 
+@pytest.mark.slow
 def test_a_receiver_that_hangs_holds_its_send_for_the_time_limit(
     threads: ThreadPoolExecutor, peer: Peers
 ) -> None:
@@ -316,6 +318,7 @@ def test_a_dropped_wire_ends_what_the_receiver_waits_for(threads: ThreadPoolExec
     assert (transfer(threads, sender, inbox, snapshot).data.view(np.float32) == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_an_end_that_waits_for_one_that_never_comes_gives_up(who: str) -> None:
     sender = make_sender(timeout_s=1.5)
