@@ -1,12 +1,12 @@
 """A Generator's end of its wire, in host memory."""
 
-import mmap
 import os
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from grpo_ray.transfer.shared_pages import shared_memory
 from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError, receive
 from grpo_ray.types import WeightSnapshot
 
@@ -54,8 +54,7 @@ class Inbox:
 
     def _room(self, num_bytes: int) -> np.ndarray:
         if self._data.nbytes != num_bytes:
-            os.ftruncate(self._fd, num_bytes)
-            self._data = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.uint8)
+            self._data = shared_memory(self._fd, num_bytes)
         return self._data
 
     def close(self) -> None:

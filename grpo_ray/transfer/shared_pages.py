@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,12 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
+def shared_memory(fd: int, num_bytes: int) -> np.ndarray:
+    """Give a file this size, and return its bytes, mapped: uint8 `[num_bytes]`, more than none."""
+    os.ftruncate(fd, num_bytes)
+    return np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
+
+
 class SharedBuffer:
     """Anonymous shared memory that other processes of the same user can map through /proc.
 
@@ -107,7 +114,7 @@ class SharedBuffer:
             fd: an open file to use instead, which is closed by `close`.
         """
         self._fd = os.memfd_create("grpo_ray-weights") if fd is None else fd
-        self._kept: KeptWeights | None = KeptWeights(self._allocate)
+        self._kept: KeptWeights | None = KeptWeights(partial(shared_memory, self._fd))
 
     @property
     def path(self) -> str:
@@ -121,10 +128,6 @@ class SharedBuffer:
         """
         assert self._kept is not None, "closed"
         return Pages(self.path, 0, self._kept.receive(snapshot).nbytes)
-
-    def _allocate(self, size: int) -> np.ndarray:
-        os.ftruncate(self._fd, size)
-        return np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
 
     def close(self) -> None:
         self._kept = None  # and with it the mapping

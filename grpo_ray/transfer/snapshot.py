@@ -99,11 +99,6 @@ class ReusedMemory:
         return array
 
 
-def room_on(device: torch.device) -> Callable[[int], torch.Tensor]:
-    """Return a function that allocates a number of bytes on the device."""
-    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
 def pack(
     named_tensors: NamedWeights, dtype: torch.dtype, room: Callable[[int], torch.Tensor]
 ) -> tuple[tuple[TensorSpec, ...], torch.Tensor]:

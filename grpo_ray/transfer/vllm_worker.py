@@ -29,7 +29,7 @@ from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
 from grpo_ray.transfer.shadow_model import ShadowModel
 from grpo_ray.transfer.shared_pages import Pages, map_pages
-from grpo_ray.transfer.snapshot import room_on, unpack_weights
+from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.transfer.wire import Channel, Meeting, receive
 from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
 
@@ -145,14 +145,17 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         if update_info.by_wire:
             assert self._channel is not None, "the Generator joins first"
             expected = WeightSnapshot(update_info.version, specs, np.empty(0, np.uint8), wire_bytes=num_bytes)
-            new = room_on(self.device)  # per chunk: the reload keeps views of it until a layer is complete
-            return receive(self._channel, self._meeting, expected, lambda chunk: new(chunk.end - chunk.start))
+            return receive(self._channel, self._meeting, expected, self._new_memory)
         if not update_info.on_device:
             return iter([(Chunk(specs, 0, num_bytes), _mapped(update_info))])
         handles = [DeviceHandle(**fields) for fields in update_info.on_device]
         own = [handle for handle in handles if handle.gpu == gpu_of(self.device)]
         parts = (open_shared(handle, self.device) for handle in own)
         return zip(chunks(specs, num_bytes, CHUNK_BYTES), parts, strict=True)
+
+    def _new_memory(self, chunk: Chunk) -> torch.Tensor:
+        """Allocate each chunk anew: the reload keeps views of it until a layer is complete."""
+        return torch.empty(chunk.end - chunk.start, dtype=torch.uint8, device=self.device)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
