@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.results import Row
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
 SKIPPED_STEPS = 4  # warm-up of Generator and Learner
@@ -35,3 +36,23 @@ def steady_means(run: RunDirectory) -> Mapping[str, float]:
     if not known:
         raise ValueError(f"a run needs {SKIPPED_STEPS + 2} steps or more to be measured")
     return {name: statistics.fmean(values) for name, values in known.items()}
+
+
+def rows_of(
+    means: Mapping[str, Sequence[Mapping[str, float]]], baseline: str, facts: Mapping[str, str]
+) -> list[Row]:
+    """Return a row per case: seconds per step of each of its runs, and the mean of some metrics over them.
+
+    Args:
+        means: by case, the means of each run's metrics.
+        facts: the metric of each fact, by the fact's name in the table.
+    """
+    return [
+        Row(
+            name,
+            tuple(mean["timing/step_s"] for mean in of_runs),
+            baseline,
+            facts={fact: statistics.fmean(mean[key] for mean in of_runs) for fact, key in facts.items()},
+        )
+        for name, of_runs in means.items()
+    ]

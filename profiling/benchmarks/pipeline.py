@@ -4,12 +4,11 @@ The quickstart has learning rate 0 here, so that every step does the same work; 
 pinned to one core and the Learner's to another, as they would have GPUs of their own on a cluster.
 """
 
-import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.jobs import steady_means, train
+from benchmarks.jobs import rows_of, steady_means, train
 from benchmarks.results import Options, Row
 
 TITLE = "whole runs, one version behind against synchronous, seconds per step (a core for each side)"
@@ -44,12 +43,4 @@ def run(options: Options) -> list[Row]:
                 overrides = [*WORK, f"algorithm.num_steps={steps}", f"weight_sync.max_lag={max_lag}"]
                 job = train(f"lag{max_lag}-{number}", [*overrides, *options.overrides], Path(folder))
                 means[name].append(steady_means(job))
-    return [
-        Row(
-            name,
-            tuple(mean["timing/step_s"] for mean in of_runs),
-            SYNCHRONOUS,
-            facts={fact: statistics.fmean(mean[key] for mean in of_runs) for fact, key in FACTS.items()},
-        )
-        for name, of_runs in means.items()
-    ]
+    return rows_of(means, SYNCHRONOUS, FACTS)

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.jobs import steady_means, train
+from benchmarks.jobs import rows_of, steady_means, train
 from benchmarks.results import Options, Row
 from grpo_ray.telemetry.run_files import read_metrics
 
@@ -57,12 +57,4 @@ def run(options: Options) -> list[Row]:
                 job = train(f"{value}-{seed}", overrides, Path(folder))
                 last = [row["reward/mean"] for row in read_metrics(job.metrics_path)[-LAST:]]
                 means[name].append({**steady_means(job), "reward/mean": statistics.fmean(last)})
-    return [
-        Row(
-            name,
-            tuple(mean["timing/step_s"] for mean in of_runs),
-            RECOMPUTED,
-            facts={fact: statistics.fmean(mean[key] for mean in of_runs) for fact, key in FACTS.items()},
-        )
-        for name, of_runs in means.items()
-    ]
+    return rows_of(means, RECOMPUTED, FACTS)
