@@ -86,6 +86,14 @@ async def _sync(engine: Engine, model: Any, version: int, at_pause: Callable[[],
     await engine.resume()
 
 
+def assert_all_of(groups: Groups, version: int, models: list[Any]) -> None:
+    """Check that every token is of this version, with the logprob that its model gives."""
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert (completion.versions == version).all()
+            assert error_of(models[version], prompt, completion) < 1e-4
+
+
 def error_of(model: Any, prompt: tuple[int, ...], completion: Completion) -> float:
     """Return the largest difference from what the model computes of all tokens at once, in nats."""
     with torch.no_grad():
@@ -99,10 +107,7 @@ def test_new_requests_use_no_prefix_of_another_version(
     """The same prompts, one longer than a block of the cache, before and after a sync."""
     models, *groups, _ = served
     for version, of_version in enumerate(groups):
-        for prompt, group in zip(PROMPTS, of_version, strict=True):
-            for completion in group:
-                assert (completion.versions == version).all()
-                assert error_of(models[version], prompt, completion) < 1e-4
+        assert_all_of(of_version, version, models)
 
 
 def test_requests_that_arrive_during_a_sync_are_of_the_new_version_alone(
@@ -110,10 +115,7 @@ def test_requests_that_arrive_during_a_sync_are_of_the_new_version_alone(
 ) -> None:
     models, *_, interrupted = served
     version = int(interrupted[0][0].versions[-1])
-    for prompt, group in zip(PROMPTS, interrupted[len(PROMPTS) :], strict=True):
-        for completion in group:
-            assert (completion.versions == version).all()
-            assert error_of(models[version], prompt, completion) < 1e-4
+    assert_all_of(interrupted[len(PROMPTS) :], version, models)
 
 
 def test_running_requests_continue_on_the_keys_and_values_that_they_have(

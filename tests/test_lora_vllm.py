@@ -1,16 +1,9 @@
 """A synchronous run with an adapter, replaced in vLLM's LoRA layers at each sync."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from small_run import QUICKSTART
-
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.tools.audit.audit import audit
-
-PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
+from agreeing_run import metrics_of_agreeing_run
 
 
 @pytest.mark.ray
@@ -19,20 +12,7 @@ PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
 @pytest.mark.timeout(420)
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_logprobs_of_vllms_lora_layers_and_the_learner_agree_after_each_sync(tmp_path: Path) -> None:
-    """The model is random; any_reward_cli.py rewards half of its responses, so each step moves the adapter."""
-    run = RunDirectory(tmp_path / "r")
-    arguments = [
-        "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r", "algorithm.num_steps=3",
-        "model.tiny.warmup=null", "algorithm.prompts_per_step=8", "learner.learning_rate=1e-2",
-        "model.adapter.rank=4", "weight_sync.send=adapter", "weight_sync.max_lag=0",
-        "task.num_validation_prompts=8", "evaluation.every_num_steps=1000",
-    ]  # fmt: skip
-    done = subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    metrics = read_metrics(run.metrics_path)
-    assert len(metrics) == 3
-    assert all(row["optim/grad_norm"] > 0 for row in metrics)
-    assert max(row["mismatch/kl"] for row in metrics) < 1e-5
-    assert max(row["mismatch/logprob_diff/max"] for row in metrics) < 1e-3
-    assert audit(run).problems == []
+    """Each step moves the adapter."""
+    metrics_of_agreeing_run(
+        tmp_path, "model.tiny.warmup=null", "model.adapter.rank=4", "weight_sync.send=adapter"
+    )
