@@ -3,20 +3,23 @@
     PromptItem -> RolloutGroup(Completion...) -> Verdict -> TrainBatch(ScoredGroup...) -> StepReport
     (ledger)      (Generator)                   (Scorer)   (buffer)                      (Learner)
 
-and, in the other direction, WeightSnapshot from the Learner to the Generators.
+and, in the other direction, WeightSnapshot from the Learner to the Generators (transfer/messages.py).
 
 A *step* trains on one batch and is counted from 1. A *version* is the number of steps that the Learner has
 completed and published, so the initial weights are version 0, and step n turns version n - 1 into n.
 """
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 T_co = TypeVar("T_co", covariant=True)
+
+CONTEXT = -1
+"""The version of a token that the policy did not sample: of a message, a tool's result, or the template."""
 
 
 class Ref(Awaitable[T_co], Protocol[T_co]):
@@ -31,21 +34,6 @@ class StartingModel:
     end_token_ids: tuple[int, ...]
     max_model_len: int
     """Maximum length of prompt and response together, in tokens."""
-
-
-@dataclass(frozen=True)
-class DeviceHandle:
-    """A buffer on a GPU that another process on the same GPU can open, in plain values."""
-
-    num_bytes: int
-    storage_handle: bytes
-    storage_size_bytes: int
-    storage_offset_bytes: int
-    ref_counter_handle: bytes
-    ref_counter_offset: int
-    event_handle: bytes
-    event_sync_required: bool
-    gpu: str  # its UUID, by which another process finds it
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Completion:
     """One sampled response; the three arrays are `[response_tokens]`.
 
     `logprobs` are the behaviour logprobs (natural log, at the sampling temperature, as the sampler assigned
-    them), and `versions` the weight version that sampled each token.
+    them), and `versions` the weight version that sampled each token, or CONTEXT.
     """
 
     text: str
@@ -82,10 +70,57 @@ class Completion:
     def is_truncated(self) -> bool:
         return self.finish_reason == "length"
 
+    @property
+    def mask(self) -> np.ndarray:
+        """The tokens that the policy sampled, bool `[response_tokens]`; all but in episodes."""
+        return self.versions != CONTEXT
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(np.count_nonzero(self.mask))
+
+
+@dataclass(frozen=True)
+class EpisodeSequence:
+    """A part of an episode that is trained as one sequence: the tokens `[start, end)` of it after a prompt.
+
+    An episode has several if a turn did not continue the tokens before it (a branch). The prompt of a later one
+    may hold sampled tokens, which an earlier one trains.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Episode(Completion):
+    """A sample of several turns, as one completion: its sequences end to end, context and sampled tokens.
+
+    `reward` is None if the end says nothing about the policy (an error of the environment, or the clock).
+    """
+
+    turns: np.ndarray  # int32, the turn that sampled each token, from 0; CONTEXT elsewhere
+    sequences: tuple[EpisodeSequence, ...]
+    status: str  # see episodes/outcome.py
+    reward: float | None
+    seconds: float
+    turn_rewards: tuple[float, ...] | None = None  # one per turn
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""  # the end of the traceback, or the limit that was reached
+
+    @property
+    def num_turns(self) -> int:
+        return int(self.turns.max(initial=CONTEXT)) + 1
+
+
+PER_TOKEN = frozenset(("token_ids", "logprobs", "versions", "turns"))
+
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt and its G completions, from one Generator.
+    """A prompt and its G completions, from one Generator; or its G episodes, from one EnvironmentWorker.
 
     It travels as one array of each kind, end to end: in a message, an array costs about as much as a thousand
     tokens. On arrival the completions' arrays are views of these.
@@ -97,32 +132,39 @@ class RolloutGroup:
 
     def __reduce__(self) -> tuple[Any, ...]:
         rows = self.completions
-        texts, reasons = tuple(c.text for c in rows), tuple(c.finish_reason for c in rows)
+        kind = type(rows[0]) if rows else Completion
+        names = [field.name for field in fields(kind)]
         bounds = (0, *accumulate(len(c.token_ids) for c in rows))
-        arrays = [[c.token_ids for c in rows], [c.logprobs for c in rows], [c.versions for c in rows]]
-        joined = tuple(np.concatenate(kind) for kind in arrays) if rows else ()
-        return _unpacked_group, (self.item, self.generator, texts, reasons, bounds, joined)
+        arrays = {
+            name: np.concatenate([getattr(c, name) for c in rows]) for name in names if name in PER_TOKEN and rows
+        }
+        others = [{name: getattr(c, name) for name in names if name not in PER_TOKEN} for c in rows]
+        return _unpacked_group, (self.item, self.generator, kind, bounds, arrays, others)
 
     @property
     def oldest_version(self) -> int:
-        """The smallest version that sampled any token of the group."""
-        return min(int(completion.versions.min()) for completion in self.completions)
+        """The smallest version that sampled any token of the group; NO_VERSION if none was sampled."""
+        sampled = np.concatenate([c.versions[c.mask] for c in self.completions])
+        return int(sampled.min(initial=NO_VERSION))
+
+
+NO_VERSION = 2**31 - 1  # later than any
 
 
 def _unpacked_group(
     item: PromptItem,
     generator: str,
-    texts: tuple[str, ...],
-    reasons: tuple[str, ...],
+    kind: type[Completion],
     bounds: tuple[int, ...],
-    joined: tuple[np.ndarray, ...],
+    arrays: Mapping[str, np.ndarray],
+    others: list[dict[str, Any]],
 ) -> RolloutGroup:
-    """Return the group that `RolloutGroup.__reduce__` packed; `joined` are three arrays `[group_tokens]`."""
-    completions = []
-    for text, reason, (start, end) in zip(texts, reasons, pairwise(bounds), strict=True):
-        token_ids, logprobs, versions = (array[start:end] for array in joined)
-        completions.append(Completion(text, token_ids, logprobs, versions, reason))
-    return RolloutGroup(item, tuple(completions), generator)
+    """Return the group that `RolloutGroup.__reduce__` packed; each of `arrays` is `[group_tokens]`."""
+    rows = [
+        kind(**{name: array[start:end] for name, array in arrays.items()}, **other)
+        for (start, end), other in zip(pairwise(bounds), others, strict=True)
+    ]
+    return RolloutGroup(item, tuple(rows), generator)
 
 
 @dataclass(frozen=True)
@@ -148,6 +190,7 @@ class Verdict:
     advantages: np.ndarray
     errors: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it could not be graded
     ungradable: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it counts as wrong
+    turn_advantages: tuple[np.ndarray, ...] = ()  # of episodes with rewards per turn: float32 `[turns]` of each
 
 
 @dataclass(frozen=True)
@@ -161,6 +204,7 @@ class ScoredGroup:
     advantages: np.ndarray
     errors: Mapping[int, str] = field(default_factory=dict)
     ungradable: Mapping[int, str] = field(default_factory=dict)
+    turn_advantages: tuple[np.ndarray, ...] = ()
 
     @classmethod
     def of(cls, rollout: RolloutGroup, verdict: Verdict) -> "ScoredGroup":
@@ -183,14 +227,14 @@ class ScoredGroup:
     @property
     def has_signal(self) -> bool:
         """True if any advantage is nonzero; otherwise the group cannot change the policy."""
-        return bool(np.any(self.advantages != 0.0))
+        return any(np.any(advantages != 0.0) for advantages in (self.advantages, *self.turn_advantages))
 
     @property
     def num_bytes(self) -> int:
         """Approximate memory of the group's arrays and texts."""
         item, completions = self.rollout.item, self.rollout.completions
         arrays = [self.rewards, self.format_rewards, self.answer_rewards, self.advantages]
-        arrays += [array for c in completions for array in (c.token_ids, c.logprobs, c.versions)]
+        arrays += [getattr(c, name) for c in completions for name in PER_TOKEN if hasattr(c, name)]
         texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
         return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + 8 * len(item.prompt_token_ids)
 
@@ -233,53 +277,6 @@ class StepReport:
     profile_error: str | None = None  # the reason that the step's trace could not be written
     out_of_memory: str | None = None  # how micro-batches were reduced after the GPU's memory ran out
     unshared_prompts: str | None = None  # the reason for the padded layout, after the Learner's first step
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Position of one tensor in a snapshot's buffer."""
-
-    name: str
-    dtype: str  # torch's name without the prefix: "float32", "bfloat16"
-    shape: tuple[int, ...]
-    offset_bytes: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The version that a snapshot's bytes must be applied to, and the result (transfer/delta.py)."""
-
-    base_version: int
-    num_bytes: int
-    fingerprint: int  # 64 bits
-
-
-@dataclass(frozen=True)
-class WeightSnapshot:
-    """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
-
-    The bytes are in `data`, or in the buffers of `on_device`, for each GPU that a Generator shares with the
-    Learner; or the Learner keeps them, and sends `wire_bytes` to each Generator (transfer/wire.py). With
-    `delta`, `data` is the difference from an earlier version.
-    """
-
-    version: int
-    specs: tuple[TensorSpec, ...]
-    data: np.ndarray  # uint8 [total_bytes]
-    checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on or it is a delta
-    on_device: tuple[DeviceHandle, ...] = ()
-    wire_bytes: int = 0
-    delta: Delta | None = None
-    is_kept: bool = False  # the receiver keeps the bytes, because a delta from them may follow
-
-    @property
-    def num_bytes(self) -> int:
-        if self.delta is not None:
-            return self.delta.num_bytes
-        if self.on_device:
-            return sum(each.num_bytes for each in self.on_device if each.gpu == self.on_device[0].gpu)
-        return self.wire_bytes or self.data.nbytes
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from grpo_ray.policy.microbatch import TrainSequence
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.tools.cli import main
-from grpo_ray.types import RolloutGroup, StepReport, Verdict, WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import RolloutGroup, StepReport, Verdict
 
 FOLDER = os.environ.get("GRPO_RAY_CHAOS_TRIGGERS", "")  # travels to the actors with the functions that use it
 FOREVER_S = 1e6

@@ -14,14 +14,8 @@ from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer, advantages_of
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.types import (
-    Completion,
-    RolloutGroup,
-    SamplingSettings,
-    ScoredGroup,
-    TensorSpec,
-    WeightSnapshot,
-)
+from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
+from grpo_ray.types import Completion, RolloutGroup, SamplingSettings, ScoredGroup
 
 # ---- Scorer ----
 

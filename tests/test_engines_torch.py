@@ -18,7 +18,8 @@ from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import Completion, SamplingSettings
 
 ENDS = (0, 17)
 PROMPTS = [(40, 41, 42), (50,), (60, 61, 62, 63, 64, 65, 66)]

@@ -28,7 +28,8 @@ from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.types import Completion, SamplingSettings, WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm
 

@@ -30,7 +30,8 @@ from grpo_ray.telemetry.checkpoint import make_store
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.types import Completion, SamplingSettings, StepReport, TrainBatch, WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import Completion, SamplingSettings, StepReport, TrainBatch
 
 STEPS = int(os.environ.get("FLAT_MEMORY_STEPS", "400"))
 AROUND = 5

@@ -22,7 +22,7 @@ from grpo_ray.transfer.snapshot import (
     pack_weights,
     unpack_weights,
 )
-from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
+from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
 
 TENSORS = [
     ("first", torch.arange(6, dtype=torch.float32).reshape(2, 3)),

@@ -31,7 +31,7 @@ from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
 from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError
-from grpo_ray.types import TensorSpec, WeightSnapshot
+from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
 
 CPU = torch.device("cpu")
 

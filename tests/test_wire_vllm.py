@@ -26,7 +26,7 @@ from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.wire import GlooChannel
-from grpo_ray.types import WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
 
 pytestmark = pytest.mark.vllm
 

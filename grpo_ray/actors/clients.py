@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from grpo_ray.telemetry.stage_clock import ActorStats
 from grpo_ray.transfer.wire import Meeting
+from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import (
     Admitted,
     BatchFacts,
@@ -25,7 +26,6 @@ from grpo_ray.types import (
     SyncReport,
     TrainBatch,
     Verdict,
-    WeightSnapshot,
 )
 
 T = TypeVar("T")

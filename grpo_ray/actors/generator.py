@@ -10,7 +10,8 @@ from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.snapshot import check_snapshot
 from grpo_ray.transfer.wire import Meeting
-from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings
 
 # Weights are staged while groups are sampled, which then counts.
 STAGES = (

@@ -38,7 +38,8 @@ from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.run_log import Metrics, RunLog
 from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import BatchFacts, Ref, StepReport, SyncReport, TrainBatch, WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import BatchFacts, Ref, StepReport, SyncReport, TrainBatch
 
 T = TypeVar("T")
 Packed = tuple[

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_ray.types import TensorSpec
+from grpo_ray.transfer.messages import TensorSpec
 
 CHUNK_BYTES = 2**30
 

@@ -6,7 +6,7 @@ It uses CUDA's interprocess handles, which are valid as long as the process that
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from grpo_ray.types import DeviceHandle
+from grpo_ray.transfer.messages import DeviceHandle
 
 
 def share(buffer: torch.Tensor) -> DeviceHandle:

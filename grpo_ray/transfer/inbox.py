@@ -8,7 +8,7 @@ import torch
 
 from grpo_ray.transfer.shared_pages import shared_memory
 from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError, receive
-from grpo_ray.types import WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
 
 
 class Inbox:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_ray.transfer.delta import apply, encode, fingerprint
-from grpo_ray.types import Delta, WeightSnapshot
+from grpo_ray.transfer.messages import Delta, WeightSnapshot
 
 
 class KeptWeights:

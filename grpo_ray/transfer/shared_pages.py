@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.types import WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import share
-from grpo_ray.types import TensorSpec, WeightSnapshot
+from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
 
 ALIGNMENT_BYTES = 64  # any dtype can be viewed in place
 

@@ -31,7 +31,7 @@ from grpo_ray.transfer.shadow_model import ShadowModel
 from grpo_ray.transfer.shared_pages import Pages, map_pages
 from grpo_ray.transfer.snapshot import unpack_weights
 from grpo_ray.transfer.wire import Channel, Meeting, receive
-from grpo_ray.types import DeviceHandle, TensorSpec, WeightSnapshot
+from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
 
 BACKEND = "grpo_ray"
 WORKER = f"{__name__}.StagingWorker"

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
-from grpo_ray.types import WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
 
 Backend = Literal["gloo", "nccl"]
 SENDER = 0  # the Learner's rank in every wire; the receivers follow

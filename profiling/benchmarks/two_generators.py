@@ -28,7 +28,8 @@ from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.sender import Sender, make_sender
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.transfer.wires import SendingLearner, Wires
-from grpo_ray.types import Ref, WeightSnapshot
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import Ref
 
 NAMES = ("generator-0", "generator-1")
 TRANSPORTS = ("object_store", "collective")

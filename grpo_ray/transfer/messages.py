@@ -1,0 +1,67 @@
+"""The messages that carry weights from the Learner to the Generators."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DeviceHandle:
+    """A buffer on a GPU that another process on the same GPU can open, in plain values."""
+
+    num_bytes: int
+    storage_handle: bytes
+    storage_size_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+    gpu: str  # its UUID, by which another process finds it
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Position of one tensor in a snapshot's buffer."""
+
+    name: str
+    dtype: str  # torch's name without the prefix: "float32", "bfloat16"
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The version that a snapshot's bytes must be applied to, and the result (transfer/delta.py)."""
+
+    base_version: int
+    num_bytes: int
+    fingerprint: int  # 64 bits
+
+
+@dataclass(frozen=True)
+class WeightSnapshot:
+    """All weights of one version under their Hugging Face names, end to end in one buffer of bytes.
+
+    The bytes are in `data`, or in the buffers of `on_device`, for each GPU that a Generator shares with the
+    Learner; or the Learner keeps them, and sends `wire_bytes` to each Generator (transfer/wire.py). With
+    `delta`, `data` is the difference from an earlier version.
+    """
+
+    version: int
+    specs: tuple[TensorSpec, ...]
+    data: np.ndarray  # uint8 [total_bytes]
+    checksum: int | None = None  # CRC-32 of `data`, if `weight_sync.checksum` is on or it is a delta
+    on_device: tuple[DeviceHandle, ...] = ()
+    wire_bytes: int = 0
+    delta: Delta | None = None
+    is_kept: bool = False  # the receiver keeps the bytes, because a delta from them may follow
+
+    @property
+    def num_bytes(self) -> int:
+        if self.delta is not None:
+            return self.delta.num_bytes
+        if self.on_device:
+            return sum(each.num_bytes for each in self.on_device if each.gpu == self.on_device[0].gpu)
+        return self.wire_bytes or self.data.nbytes
