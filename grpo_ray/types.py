@@ -73,7 +73,8 @@ class Completion:
     @property
     def mask(self) -> np.ndarray:
         """The tokens that the policy sampled, bool `[response_tokens]`; all but in episodes."""
-        return self.versions != CONTEXT
+        mask: np.ndarray = self.versions != CONTEXT
+        return mask
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +137,9 @@ class RolloutGroup:
         names = [field.name for field in fields(kind)]
         bounds = (0, *accumulate(len(c.token_ids) for c in rows))
         arrays = {
-            name: np.concatenate([getattr(c, name) for c in rows]) for name in names if name in PER_TOKEN and rows
+            name: np.concatenate([getattr(c, name) for c in rows])
+            for name in names
+            if name in PER_TOKEN and rows
         }
         others = [{name: getattr(c, name) for name in names if name not in PER_TOKEN} for c in rows]
         return _unpacked_group, (self.item, self.generator, kind, bounds, arrays, others)
@@ -161,7 +164,7 @@ def _unpacked_group(
 ) -> RolloutGroup:
     """Return the group that `RolloutGroup.__reduce__` packed; each of `arrays` is `[group_tokens]`."""
     rows = [
-        kind(**{name: array[start:end] for name, array in arrays.items()}, **other)
+        kind(**{**other, **{name: array[start:end] for name, array in arrays.items()}})
         for (start, end), other in zip(pairwise(bounds), others, strict=True)
     ]
     return RolloutGroup(item, tuple(rows), generator)
@@ -237,6 +240,22 @@ class ScoredGroup:
         arrays += [getattr(c, name) for c in completions for name in PER_TOKEN if hasattr(c, name)]
         texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
         return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + 8 * len(item.prompt_token_ids)
+
+
+@dataclass(frozen=True)
+class PlayReport:
+    """The facts about a group of episodes that the controller needs."""
+
+    num_tokens: int  # sampled
+    num_stuck: int  # threads of the worker that episodes left behind, because a call in them never returns
+
+
+@dataclass(frozen=True)
+class GeneratorFailure:
+    """A Generator that failed a turn."""
+
+    number: int  # counted over all that have ever served
+    error: str
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.kept_weights import KeptWeights
+from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.sender import make_sender
 from grpo_ray.transfer.snapshot import NamedWeights, ReusedMemory, pack_on_device, pack_weights, take_part
 from grpo_ray.transfer.wire import Meeting
-from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
