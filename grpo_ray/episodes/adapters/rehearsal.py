@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
-from grpo_ray.episodes.plain_chat import give_plain_chat
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.models.plain_chat import give_plain_chat
 from grpo_ray.models.tiny import train_tokenizer
 from grpo_ray.tasks.examples import Example, Pairs
 from grpo_ray.types import Completion, SamplingSettings
@@ -39,18 +39,24 @@ class _Script:
 
 
 def rehearse(
-    episode: EpisodeFn, examples: Iterable[Example], reply: Callable[[str], str], num_pairs: int
+    episode: EpisodeFn,
+    examples: Iterable[Example],
+    reply: Callable[[str], str],
+    num_pairs: int,
+    num_played: int = 1000,
 ) -> Pairs:
     """Return (transcript, reply) pairs, in the plain chat of tiny models, of episodes that a script plays.
 
     Args:
         examples: begun again as often as needed; the episode numbered n from 0 has the seed n.
         reply: returns the next reply to a transcript, which ends with a line `>`.
+        num_played: turns to play; they are repeated if more pairs are asked for.
 
     Raises:
         RuntimeError: an episode failed, or sampled nothing.
     """
-    return asyncio.run(_rehearsed(episode, examples, reply, num_pairs))
+    pairs = asyncio.run(_rehearsed(episode, examples, reply, min(num_pairs, num_played)))
+    return list(islice(cycle(pairs), num_pairs))
 
 
 async def _rehearsed(
