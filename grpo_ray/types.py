@@ -10,7 +10,7 @@ completed and published, so the initial weights are version 0, and step n turns 
 """
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -115,6 +115,12 @@ class Episode(Completion):
     def num_turns(self) -> int:
         return int(self.turns.max(initial=CONTEXT)) + 1
 
+    def masked_before(self, version: int) -> "Episode":
+        """Return it with tokens sampled by earlier versions as context; they keep their turns."""
+        is_old = self.versions < version
+        versions, logprobs = np.where(is_old, CONTEXT, self.versions), np.where(is_old, 0, self.logprobs)
+        return replace(self, versions=versions.astype(np.int32), logprobs=logprobs.astype(np.float32))
+
 
 PER_TOKEN = frozenset(("token_ids", "logprobs", "versions", "turns"))
 
@@ -149,6 +155,15 @@ class RolloutGroup:
         """The smallest version that sampled any token of the group; NO_VERSION if none was sampled."""
         sampled = np.concatenate([c.versions[c.mask] for c in self.completions])
         return int(sampled.min(initial=NO_VERSION))
+
+    @property
+    def is_of_episodes(self) -> bool:
+        return any(isinstance(completion, Episode) for completion in self.completions)
+
+    def masked_before(self, version: int) -> "RolloutGroup":
+        """Return the group of episodes with the tokens of earlier versions masked."""
+        masked = [c.masked_before(version) if isinstance(c, Episode) else c for c in self.completions]
+        return replace(self, completions=tuple(masked))
 
 
 NO_VERSION = 2**31 - 1  # later than any
