@@ -100,11 +100,11 @@ def _read(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict) or not _has_objects(body.get("messages")):
         raise ValueError("the request must be an object with a list of messages")
     if not _has_objects(body.get("tools") or []):
-        raise ValueError("tools: they must be a list of objects")
+        raise ValueError("tools: a session takes only a list of objects")
     for message in body["messages"]:
         calls = message.get("tool_calls") or []
-        if not _has_objects(calls) or any("arguments" not in (call.get("function") or {}) for call in calls):
-            raise ValueError("tool_calls: each must be an object with a function, its name and its arguments")
+        if not _has_objects(calls) or not all(_is_function_call(call) for call in calls):
+            raise ValueError("tool_calls: a session takes functions, each only with a name and arguments")
     allowed = {"n": (None, 1), "tool_choice": (None, "auto"), "response_format": (None, {"type": "text"})}
     for name, values in allowed.items():
         if body.get(name) not in values:
@@ -114,6 +114,11 @@ def _read(raw: bytes) -> dict[str, Any]:
 
 def _has_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_function_call(call: dict[str, Any]) -> bool:
+    function = call.get("function")
+    return isinstance(function, dict) and {"name", "arguments"} <= function.keys()
 
 
 def _max_tokens(body: dict[str, Any]) -> int | None:
