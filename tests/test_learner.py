@@ -34,11 +34,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.staleness import StaleBatchError
 from grpo_ray.config import Config
-from grpo_ray.policy.microbatch import sequences_of
+from grpo_ray.policy.sequences import sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, unpack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import as_tensor, check_snapshot, unpack_weights
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
 
 LOSSES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")
