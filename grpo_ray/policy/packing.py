@@ -1,14 +1,14 @@
 """Sequences that share tokens: how many, as a tree of segments, and cut into micro-batches of bounded size.
 
-A family is the sequences of one group. Usually they have one prompt and share it alone. If an episode has
-branched, there are several prompts, which may hold tokens of other sequences; then all that begins alike is
-shared. A family's order keeps what shares most together, so each sequence's overlap with the one before it is
-all that it shares with any before it.
+A family is the sequences of one group. Usually they have one prompt, and share it alone: responses to it never
+share tokens, even if they begin alike. If an episode has branched, there are several prompts, and sequences with
+different ones share all with which they begin. A family's order keeps together what shares most, so a sequence's
+overlap with the one before it stands for all before it, in every run of consecutive sequences too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -54,15 +54,17 @@ def _of_one_prompt(sequences: Sequence[TrainSequence], indices: list[int]) -> Fa
 def _of_branches(sequences: Sequence[TrainSequence], indices: list[int]) -> Family:
     """Order by tokens, as a dictionary does words."""
     indices = sorted(indices, key=lambda index: sequences[index].token_ids.astype(">i8").tobytes())
-    rows = [sequences[index].token_ids for index in indices]
-    overlaps = [0] + [_overlap(rows[place], rows[place + 1]) for place in range(len(rows) - 1)]
-    return Family(indices, overlaps, sum(map(len, rows)) - sum(overlaps))
+    own = [sequences[index] for index in indices]
+    overlaps = [0, *(_overlap(one, other) for one, other in pairwise(own))]
+    return Family(indices, overlaps, sum(map(len, own)) - sum(overlaps))
 
 
-def _overlap(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of first tokens that are the same."""
+def _overlap(one: TrainSequence, other: TrainSequence) -> int:
+    """Return the number of first tokens that two sequences share."""
+    if one.prompt_token_ids == other.prompt_token_ids:
+        return len(one.prompt_token_ids)
     shorter = min(len(one), len(other))
-    return int(np.append(one[:shorter] != other[:shorter], True).argmax())
+    return int(np.append(one.token_ids[:shorter] != other.token_ids[:shorter], True).argmax())
 
 
 def lengths_of(sequences: Sequence[TrainSequence]) -> Lengths:
