@@ -1,6 +1,9 @@
 """Episodes made of other packages' environments, played by scripts; each test needs only its own package."""
 
 import asyncio
+import importlib
+import re
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -8,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from episode_players import QWEN25, Scripted, chat_tokenizer, make_session
 from test_episodes_tools import parser_of
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.adapters.gymnasium import gymnasium_episode
 from grpo_ray.episodes.adapters.packages import required
 from grpo_ray.episodes.adapters.rehearsal import rehearse
@@ -19,7 +25,7 @@ from grpo_ray.episodes.adapters.trl import describe_tools, trl_episode
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
-from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
+from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.tasks.examples import Example
 
 MOVES = ["left", "down", "right", "up"]
@@ -350,3 +356,98 @@ def test_a_rehearsal_that_fails_says_so() -> None:
     episode = gymnasium_episode(lambda: Steps(fails=True), str, int)
     with pytest.raises(RuntimeError, match="the robot is stuck"):
         rehearse(episode, [Example("", "")], lambda transcript: "1", 5)
+
+
+# The page
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Return an importer of the modules that stand on the page."""
+    text = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    for kind, name, body in re.findall(r"```(\w+)\n# (\S+)\n(.*?)```", text, re.S):
+        assert name.endswith({"python": ".py", "yaml": ".yaml"}[kind])
+        (tmp_path / name).write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names = {path.stem for path in tmp_path.glob("*.py")}
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "replies"),
+    [
+        ("frozen_lake", "gymnasium", {*MOVES}),
+        ("colors", "openai", {"red", "green", "blue", "white", call("look", "{}").replace("\n", "")}),
+        ("play_numbers", "verifiers.v1", set("1234567")),
+    ],
+)
+def test_the_pages_modules_play_their_own_warmup(
+    page: Callable[[str], Any], name: str, package: str, replies: set[str]
+) -> None:
+    pytest.importorskip(package)
+    module = page(name)
+    pairs = module.warmup(0, 60)
+    assert len(pairs) == 60
+    assert {reply for _, reply in pairs} == replies
+    found = module.examples(0)
+    assert min(len(found.train), len(found.validation)) > 20
+    assert load_episode(f"{name}:episode").__name__ == "episode"
+
+
+def test_the_pages_configuration_is_valid(page: Callable[[str], Any]) -> None:
+    assert {*load_config("frozen_lake.yaml").episode_tasks} == {""}
+
+
+def test_the_pages_vault_opens(page: Callable[[str], Any]) -> None:
+    result, _ = play(
+        page("vault").episode, said(call("open_door", '{"code": "7"}'), "done"), Example("Open.", "7")
+    )
+    assert result.reward == 1.0, result.error
+
+
+def test_the_pages_client_plays_on_a_server(
+    page: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The messages are those of an OpenEnv server, with which the page's client was tried by hand."""
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        number = num_guesses = 0
+        async for message in socket:
+            asked = message.json()
+            if asked["type"] == "reset":
+                number, num_guesses = asked["data"]["seed"], 0
+                data: dict[str, Any] = {"observation": {"text": "Guess."}, "reward": None, "done": False}
+            elif asked["data"]["text"].isdigit():
+                num_guesses += 1
+                is_right = asked["data"]["text"] == str(number)
+                is_over = is_right or num_guesses == 3
+                data = {"observation": {"text": "no"}, "reward": float(is_right), "done": is_over}
+            else:
+                await socket.send_json(
+                    {"type": "error", "data": {"message": "no number", "code": "EXECUTION_ERROR"}}
+                )
+                continue
+            await socket.send_json({"type": "observation", "data": data})
+        return socket
+
+    module = page("numbers_server")
+
+    async def episode(session: Any, example: Example) -> Any:
+        app = web.Application()
+        app.router.add_get("/ws", serve)
+        async with TestServer(app) as server:
+            monkeypatch.setattr(module, "URL", str(server.make_url("/ws")).replace("http", "ws"))
+            return await module.episode(session, example)
+
+    won, _ = play(episode, said("1", "4"), Example("", "", seed=4))
+    assert (won.reward, won.turn_rewards) == (1.0, (0.0, 1.0)), won.error
+    lost, _ = play(episode, said("1", "2", "3"), Example("", "", seed=4))
+    assert lost.turn_rewards == (0.0, 0.0, 0.0)
+    failed, _ = play(episode, said("dog"), Example("", "", seed=4))
+    assert failed.status is Status.ENVIRONMENT_ERROR
+    assert "no number" in failed.error
