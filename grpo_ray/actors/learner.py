@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.models.adapters import (
@@ -55,7 +54,7 @@ from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.sender import make_sender
 from grpo_ray.transfer.snapshot import NamedWeights, ReusedMemory, pack_on_device, pack_weights, take_part
 from grpo_ray.transfer.wire import Meeting
-from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
+from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, bulk_and_facts
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
 

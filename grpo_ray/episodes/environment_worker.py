@@ -5,8 +5,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from grpo_ray.actors.clients import GeneratorClient, bulk_and_facts
-from grpo_ray.actors.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.config import Config
 from grpo_ray.engines.sampling_batch import sample_seed
 from grpo_ray.episodes.chat_template import ChatTemplate
@@ -17,6 +15,7 @@ from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread
 from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.telemetry.memory import resident_bytes
@@ -28,6 +27,7 @@ from grpo_ray.types import (
     RolloutGroup,
     SamplingSettings,
     StartingModel,
+    bulk_and_facts,
 )
 
 
@@ -61,7 +61,7 @@ class EnvironmentWorker:
             await self._server.start()
         return True
 
-    async def serve(self, serving: Mapping[int, GeneratorClient]) -> None:
+    async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         """Send turns to these Generators from now on; each has a number of its own."""
         await self._router.serve(serving)
 
