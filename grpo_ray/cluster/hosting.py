@@ -34,6 +34,7 @@ from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, r
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, make_engine
+from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.policy.ranks import Seat
 from grpo_ray.telemetry.checkpoint import Checkpoint
@@ -154,7 +155,7 @@ class ServingGroup:
     def _start_environment(self, name: str) -> EnvironmentClient:
         actor = self._host(EnvironmentWorker, name)
         handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
-            name, self._config, self._model
+            name, self._config, self._model, Confinement.of(self._config.episodes)
         )
         return cast(EnvironmentClient, self._client(EnvironmentWorker, name, handle))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from grpo_ray.config import Config
 from grpo_ray.engines.sampling_batch import sample_seed
 from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
@@ -34,8 +35,14 @@ from grpo_ray.types import (
 class EnvironmentWorker:
     """Episodes as an actor; it plays every group on arrival, and asks the Generators that `serve` names."""
 
-    def __init__(self, name: str, config: Config, model: StartingModel) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, config: Config, model: StartingModel, confinement: Confinement | None = None
+    ) -> None:
+        """
+        Args:
+            confinement: entered by the thread that calls `ready`, and so by those of the episodes.
+        """
+        self.name, self._confinement = name, confinement
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
         settings = config.episodes
         self._template = ChatTemplate(self._tokenizer, model.end_token_ids, settings.template_arguments)
@@ -56,9 +63,11 @@ class EnvironmentWorker:
         return f"EnvironmentWorker({self.name}, {self._clock.current})"
 
     async def ready(self) -> bool:
-        """Start the endpoint that agents reach by `session.base_url`."""
+        """Start the endpoint that agents reach by `session.base_url`, then confine what follows."""
         with self._clock.stage("start"):
             await self._server.start()
+            if self._confinement is not None:
+                self._confinement.enter()
         return True
 
     async def serve(self, serving: Mapping[int, TurnClient]) -> None:
