@@ -239,7 +239,7 @@ def test_an_episode_left_out_of_the_baseline_has_no_advantage() -> None:
 
 def test_truncated_episodes_and_those_without_samples_yield_nothing() -> None:
     group = two_turns_and_a_branch()
-    episode, plain = group.rollout.completions
+    episode, _ = group.rollout.completions
     cut, empty = replace(episode, finish_reason="length"), make_episode([])
     of_both = replace(group, rollout=replace(group.rollout, completions=(cut, empty)))
     assert sequences_of([of_both], mask_truncated=True) == []

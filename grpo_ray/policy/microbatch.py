@@ -89,11 +89,13 @@ def collate_packed(
         attention: makes the row's attention of its segments.
     """
     tree, tokens, last = segments_of(sequences)
-    sources, is_context = [], np.ones(tree.num_tokens, bool)
+    sources, own = [], []
     for s, segment in zip(sequences, last, strict=True):
-        path = tree.path(segment)
-        is_context[s.sampled(path[len(s.prompt_token_ids) :])] = False
-        sources.append(s.sampled(path[len(s.prompt_token_ids) - 1 : -1]))
+        path, start = tree.path(segment), len(s.prompt_token_ids)
+        sources.append(s.sampled(path[start - 1 : -1]))
+        own.append(s.sampled(path[start:]))
+    is_context = np.ones(tree.num_tokens, bool)
+    is_context[concatenated(own)] = False
     return MicroBatch(
         input_ids=torch.from_numpy(concatenated(tokens)[None]),
         position_ids=torch.from_numpy(tree.positions()[None]),
@@ -143,12 +145,16 @@ def _of_responses(sequences: Sequence[TrainSequence]) -> dict[str, Any]:
         advantages = per_token([np.broadcast_to(s.advantage, s.num_sampled) for s in sequences])
     else:
         advantages = torch.tensor([[s.advantage] for s in sequences])
-    places = (np.arange(s.num_sampled) if s.turn_places is None else s.turn_places for s in sequences)
+    places = np.flatnonzero(mask)
+    turn_places = places % mask.shape[1]
+    if any(s.turn_places is not None for s in sequences):
+        of_each = (np.arange(s.num_sampled) if s.turn_places is None else s.turn_places for s in sequences)
+        turn_places = concatenated(of_each)
     counts = [s.sample_tokens for s in sequences if s.sample_tokens is not None]
     return {
         "labels": torch.from_numpy(concatenated(s.sampled(s.response_token_ids) for s in sequences)),
-        "places": torch.from_numpy(np.flatnonzero(mask)),
-        "turn_places": torch.from_numpy(concatenated(places)),
+        "places": torch.from_numpy(places),
+        "turn_places": torch.from_numpy(turn_places),
         "response_mask": torch.from_numpy(mask),
         "behaviour_logprobs": per_token([s.behaviour_logprobs for s in sequences]),
         "advantages": advantages,

@@ -45,10 +45,10 @@ def families_of(sequences: Sequence[TrainSequence]) -> list[Family]:
 
 def _of_one_prompt(sequences: Sequence[TrainSequence], indices: list[int]) -> Family:
     """Order by length, longest response first."""
-    indices = sorted(indices, key=lambda index: len(sequences[index]), reverse=True)
+    lengths = {index: len(sequences[index].response_token_ids) for index in indices}
     prompt = len(sequences[indices[0]].prompt_token_ids)
-    num_tokens = sum(len(sequences[index]) for index in indices) - prompt * (len(indices) - 1)
-    return Family(indices, [0] + [prompt] * (len(indices) - 1), num_tokens)
+    overlaps = [0] + [prompt] * (len(indices) - 1)
+    return Family(sorted(indices, key=lengths.__getitem__, reverse=True), overlaps, prompt + sum(lengths.values()))
 
 
 def _of_branches(sequences: Sequence[TrainSequence], indices: list[int]) -> Family:
@@ -86,7 +86,7 @@ def segments_of(sequences: Sequence[TrainSequence]) -> tuple[SegmentTree, list[n
         for place, (index, start) in enumerate(zip(family.indices, family.overlaps, strict=True)):
             while path and path[-1][1] > start:
                 path.pop()
-            for end in _cuts(len(sequences[index]), family.overlaps[place:]):
+            for end in _cuts(len(sequences[index]), family.overlaps, place):
                 parents.append(path[-1][0] if path else NO_PARENT)
                 path.append((len(tokens), end))
                 tokens.append(sequences[index].tokens(start, end))
@@ -95,18 +95,14 @@ def segments_of(sequences: Sequence[TrainSequence]) -> tuple[SegmentTree, list[n
     return SegmentTree(tuple(map(len, tokens)), tuple(parents)), tokens, last
 
 
-def _cuts(length: int, overlaps: Sequence[int]) -> list[int]:
-    """Return the ends of a sequence's own segments, where later ones leave it.
-
-    Args:
-        overlaps: the sequence's own and those of the later ones.
-    """
-    ends, start = [length] * (length > overlaps[0]), overlaps[0]
-    for overlap in overlaps[1:]:
-        if overlap <= start:
+def _cuts(length: int, overlaps: Sequence[int], place: int) -> list[int]:
+    """Return the ends of the own segments of the family's sequence at `place`, where later ones leave it."""
+    ends, start = [length] * (length > overlaps[place]), overlaps[place]
+    for later in range(place + 1, len(overlaps)):
+        if overlaps[later] <= start:
             break
-        if overlap < ends[-1]:
-            ends.append(overlap)
+        if overlaps[later] < ends[-1]:
+            ends.append(overlaps[later])
     return ends[::-1]
 
 

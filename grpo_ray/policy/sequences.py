@@ -46,8 +46,10 @@ class TrainSequence:
         return self.tokens(0, len(self))
 
     def tokens(self, start: int, end: int) -> np.ndarray:
-        """Return the tokens `[start, end)` of prompt and response together, int64."""
+        """Return the tokens `[start, end)` of prompt and response together."""
         length = len(self.prompt_token_ids)
+        if start >= length:
+            return self.response_token_ids[start - length : end - length]
         response = self.response_token_ids[max(0, start - length) : max(0, end - length)]
         return np.concatenate([np.array(self.prompt_token_ids[start:end], np.int64), response])
 
@@ -107,7 +109,8 @@ def _places(turns: np.ndarray) -> np.ndarray | None:
 
 def first_switch(versions: np.ndarray) -> int:
     """Return the index of the first token that another version sampled than the first; NEVER without one."""
-    return int(np.argmax(versions != versions[0])) if np.any(versions != versions[:1]) else NEVER
+    differs = versions != versions[:1]
+    return int(differs.argmax()) if differs.any() else NEVER
 
 
 def samples_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
