@@ -58,7 +58,9 @@ class SegmentTree:
 
     def positions(self) -> np.ndarray:
         """Return each token's position in its sequence, int64 `[num_tokens]`."""
-        return np.arange(self.num_tokens) - np.repeat(np.subtract(self.starts, self.depths), self.lengths)
+        before = np.repeat(np.subtract(self.starts, self.depths), self.lengths)
+        positions: np.ndarray = np.arange(self.num_tokens) - before
+        return positions
 
 
 def concatenated(arrays: Iterable[np.ndarray]) -> np.ndarray:
