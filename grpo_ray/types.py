@@ -10,7 +10,7 @@ completed and published, so the initial weights are version 0, and step n turns 
 """
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -73,7 +73,8 @@ class Completion:
     @property
     def mask(self) -> np.ndarray:
         """The tokens that the policy sampled, bool `[response_tokens]`; all but in episodes."""
-        return self.versions != CONTEXT
+        mask: np.ndarray = self.versions != CONTEXT
+        return mask
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +115,12 @@ class Episode(Completion):
     def num_turns(self) -> int:
         return int(self.turns.max(initial=CONTEXT)) + 1
 
+    def masked_before(self, version: int) -> "Episode":
+        """Return it with tokens sampled by earlier versions as context; they keep their turns."""
+        is_old = self.versions < version
+        versions, logprobs = np.where(is_old, CONTEXT, self.versions), np.where(is_old, 0, self.logprobs)
+        return replace(self, versions=versions.astype(np.int32), logprobs=logprobs.astype(np.float32))
+
 
 PER_TOKEN = frozenset(("token_ids", "logprobs", "versions", "turns"))
 
@@ -136,7 +143,9 @@ class RolloutGroup:
         names = [field.name for field in fields(kind)]
         bounds = (0, *accumulate(len(c.token_ids) for c in rows))
         arrays = {
-            name: np.concatenate([getattr(c, name) for c in rows]) for name in names if name in PER_TOKEN and rows
+            name: np.concatenate([getattr(c, name) for c in rows])
+            for name in names
+            if name in PER_TOKEN and rows
         }
         others = [{name: getattr(c, name) for name in names if name not in PER_TOKEN} for c in rows]
         return _unpacked_group, (self.item, self.generator, kind, bounds, arrays, others)
@@ -146,6 +155,15 @@ class RolloutGroup:
         """The smallest version that sampled any token of the group; NO_VERSION if none was sampled."""
         sampled = np.concatenate([c.versions[c.mask] for c in self.completions])
         return int(sampled.min(initial=NO_VERSION))
+
+    @property
+    def is_of_episodes(self) -> bool:
+        return any(isinstance(completion, Episode) for completion in self.completions)
+
+    def masked_before(self, version: int) -> "RolloutGroup":
+        """Return the group of episodes with the tokens of earlier versions masked."""
+        masked = [c.masked_before(version) if isinstance(c, Episode) else c for c in self.completions]
+        return replace(self, completions=tuple(masked))
 
 
 NO_VERSION = 2**31 - 1  # later than any
@@ -161,7 +179,7 @@ def _unpacked_group(
 ) -> RolloutGroup:
     """Return the group that `RolloutGroup.__reduce__` packed; each of `arrays` is `[group_tokens]`."""
     rows = [
-        kind(**{name: array[start:end] for name, array in arrays.items()}, **other)
+        kind(**{**other, **{name: array[start:end] for name, array in arrays.items()}})
         for (start, end), other in zip(pairwise(bounds), others, strict=True)
     ]
     return RolloutGroup(item, tuple(rows), generator)
@@ -237,6 +255,22 @@ class ScoredGroup:
         arrays += [getattr(c, name) for c in completions for name in PER_TOKEN if hasattr(c, name)]
         texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
         return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + 8 * len(item.prompt_token_ids)
+
+
+@dataclass(frozen=True)
+class PlayReport:
+    """The facts about a group of episodes that the controller needs."""
+
+    num_tokens: int  # sampled
+    num_stuck: int  # threads of the worker that episodes left behind, because a call in them never returns
+
+
+@dataclass(frozen=True)
+class GeneratorFailure:
+    """A Generator that failed a turn."""
+
+    number: int  # counted over all that have ever served
+    error: str
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.actors.clients import methods_with_bulk
+from grpo_ray.actors.environment_worker import EnvironmentWorker
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.scorer import Scorer, scorer_arguments
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
-from grpo_ray.cluster.placement import scorer_names
+from grpo_ray.cluster.placement import environment_names, scorer_names
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.errors import ActorDied
@@ -120,6 +121,8 @@ class LocalActors:
         names = [f"generator-{index}" for index in range(config.generator.num_generators)]
         self.generators = {name: self._new_generator(name) for name in names}
         self.scorers = {name: self._new_scorer(name) for name in scorer_names(config)}
+        self._start = start
+        self.environments = {name: self._new_environment(name) for name in environment_names(config)}
         self.learner = LocalClient(
             "learner",
             lambda: Learner(model, config, start.end_token_ids, training, run.skipped, start.path, run.profile),
@@ -137,27 +140,35 @@ class LocalActors:
 
     def by_name(self) -> dict[str, LocalClient]:
         others = (self.learner, self.buffer, self.weight_sync)
-        return {**self.generators, **self.scorers, **{client.name: client for client in others}}
+        return {
+            **self.generators,
+            **self.scorers,
+            **self.environments,
+            **{client.name: client for client in others},
+        }
 
     def _new_generator(self, name: str) -> LocalClient:
         return LocalClient(name, lambda: self._generator(name))
 
     def _new_scorer(self, name: str) -> LocalClient:
         config = self._config
-        return LocalClient(
-            name,
-            lambda: Scorer(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens),
-        )
+        return LocalClient(name, lambda: Scorer(*scorer_arguments(config)))
 
     def restart_generator(self, name: str) -> LocalClient:
         self.generators[name].die()
         self.generators[name] = self._new_generator(name)
         return self.generators[name]
 
-    def restart_scorer(self, name: str) -> LocalClient:
-        self.scorers[name].die()
-        self.scorers[name] = self._new_scorer(name)
-        return self.scorers[name]
+    def _new_environment(self, name: str) -> LocalClient:
+        return LocalClient(name, lambda: EnvironmentWorker(name, self._config, self._start))
+
+    def restart_worker(self, name: str) -> LocalClient:
+        self.by_name()[name].die()
+        if name in self.scorers:
+            self.scorers[name] = self._new_scorer(name)
+        else:
+            self.environments[name] = self._new_environment(name)
+        return self.by_name()[name]
 
     async def fetch(self, reference: Any) -> Any:
         return await reference

@@ -9,8 +9,10 @@ import pytest
 from builders import make_completion
 from local_actors import LocalClient
 
+from grpo_ray.actors.environment_worker import EnvironmentWorker
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.scorer import Scorer, scorer_arguments
+from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.models.loading import load_tokenizer
@@ -49,11 +51,15 @@ class LocalServing:
         self._generator = generator
         names = [f"generator-{index}" for index in range(config.generator.num_generators)]
         self.generators = {name: LocalClient(name, lambda name=name: generator(name)) for name in names}  # type: ignore[misc]
-        scorer = (config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
+        scorer = scorer_arguments(config)
         self.scorers = {"scorer": LocalClient("scorer", lambda: Scorer(*scorer))}
+        self.environments = {
+            name: LocalClient(name, lambda name=name: EnvironmentWorker(name, config, model))  # type: ignore[misc]
+            for name in environment_names(config)
+        }
 
     def by_name(self) -> dict[str, LocalClient]:
-        return {**self.generators, **self.scorers}
+        return {**self.generators, **self.scorers, **self.environments}
 
     def restart_generator(self, name: str) -> LocalClient:
         self.generators[name].die()

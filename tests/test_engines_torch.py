@@ -17,8 +17,8 @@ from grpo_ray.engines import engine_seed, make_engine, sampling_batch
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 ENDS = (0, 17)

@@ -27,8 +27,8 @@ from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 pytestmark = pytest.mark.vllm

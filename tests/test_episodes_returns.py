@@ -1,5 +1,7 @@
 """Returns and advantages of a group of episodes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from builders import make_completion
@@ -36,7 +38,9 @@ def test_episodes_without_a_reward_leave_the_baseline() -> None:
 
 
 def test_turns_are_compared_with_the_same_turn_of_other_episodes() -> None:
-    advantages = turn_advantages([[0.0, 1.0], [0.0, 0.0], None, [1.0]], discount=0.5, kind="mean")
+    advantages = turn_advantages(
+        [[0.0, 1.0], [0.0, 0.0], None, [1.0]], discount=0.5, compare=partial(episode_advantages, kind="mean")
+    )
     # Returns: [0.5, 1], [0, 0] and [1].
     assert [a.tolist() for a in advantages] == [[0.0, 0.5], [-0.5, -0.5], [], [0.5]]
 

@@ -6,8 +6,9 @@ from builders import make_completion
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray.episodes.segments import NO_TURN, NO_VERSION, EpisodeSequence, Segments
+from grpo_ray.episodes.segments import Segments, TrainedPath
 from grpo_ray.models.segments import NO_PARENT
+from grpo_ray.types import CONTEXT
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few tokens, so that paths often agree
 
@@ -17,7 +18,7 @@ def turn(segments: Segments, prompt: list[int], reply: list[int], version: int =
     return segments.add_sample(parent, make_completion(reply, versions=version))
 
 
-def rows(sequence: EpisodeSequence) -> tuple[list[int], list[int], list[int]]:
+def rows(sequence: TrainedPath) -> tuple[list[int], list[int], list[int]]:
     return (
         list(sequence.prompt_token_ids),
         sequence.response_token_ids.tolist(),
@@ -31,8 +32,8 @@ def test_turns_that_continue_are_one_sequence() -> None:
     turn(segments, [1, 2, 3, 4, 9, 9], [6], version=7)
     (sequence,) = segments.sequences()
     assert rows(sequence) == ([1, 2], [3, 4, 9, 9, 6], [1, 1, 0, 0, 1])
-    assert sequence.versions.tolist() == [5, 5, NO_VERSION, NO_VERSION, 7]
-    assert sequence.turns.tolist() == [0, 0, NO_TURN, NO_TURN, 1]
+    assert sequence.versions.tolist() == [5, 5, CONTEXT, CONTEXT, 7]
+    assert sequence.turns.tolist() == [0, 0, CONTEXT, CONTEXT, 1]
     assert sequence.logprobs.tolist() == [-1, -1, 0, 0, -1]
     assert segments.oldest_version == 5
     assert [segments[i].parent for i in range(len(segments))] == [NO_PARENT, 0, 1, 2]
@@ -87,7 +88,7 @@ def test_every_sampled_token_is_trained_once(turns: list[tuple[int, int, list[in
         start = len(sequence.prompt_token_ids)
         assert sequence.mask[0]
         assert sequence.mask[-1]
-        assert (sequence.versions[~sequence.mask] == NO_VERSION).all()
+        assert (sequence.versions[~sequence.mask] == CONTEXT).all()
         for number in np.unique(sequence.turns[sequence.mask]):
             prompt, reply, logprobs = replies[number]
             places = np.flatnonzero(sequence.turns == number)

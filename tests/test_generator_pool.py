@@ -30,6 +30,7 @@ class FakeActors:
         names = [f"generator-{index}" for index in range(num_generators)]
         self.generators = {name: FakeClient(self, name) for name in names}
         self.scorers = {name: FakeClient(self, name) for name in scorers}
+        self.environments = dict[str, FakeClient]()
         self.starts = dict.fromkeys([*names, *scorers], 1)
         self.num_stack_dumps = 0
         self.scored_by: list[str] = []
@@ -53,7 +54,7 @@ class FakeActors:
         self.generators[name] = FakeClient(self, name)
         return self.generators[name]
 
-    def restart_scorer(self, name: str) -> "FakeClient":
+    def restart_worker(self, name: str) -> "FakeClient":
         self.starts[name] += 1
         self.scorers[name] = FakeClient(self, name)
         return self.scorers[name]

@@ -21,8 +21,8 @@ from grpo_ray.models import hub_format
 from grpo_ray.models.adapters import served_weights
 from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.models.loading import load_policy
-from grpo_ray.transfer.snapshot import as_tensor, pack_weights, unpack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import as_tensor, pack_weights, unpack_weights
 from grpo_ray.types import TrainBatch
 
 

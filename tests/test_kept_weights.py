@@ -27,8 +27,8 @@ from grpo_ray.tools.audit.audit import audit
 from grpo_ray.transfer import kept_weights
 from grpo_ray.transfer.delta import fingerprint
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.transfer.snapshot import check_snapshot, pack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import check_snapshot, pack_weights
 from grpo_ray.types import TrainBatch
 
 SENT = "weight_sync/sent_frac"

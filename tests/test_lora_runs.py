@@ -22,8 +22,8 @@ from grpo_ray.tools.evaluation.evaluator import _snapshot
 from grpo_ray.tools.evaluation.subject import Weights, find_subject
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 from grpo_ray.tools.report.log_ratios import log_ratios
-from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 
 # Rows of whole blocks, so that every linear layer can be quantized.
 LORA = ["model.adapter.rank=4", "model.tiny.hidden_size=64", "model.tiny.intermediate_size=128"]

@@ -21,8 +21,8 @@ from grpo_ray.config import Config
 from grpo_ray.models.sharded import local_part, whole
 from grpo_ray.policy import shards
 from grpo_ray.policy.ranks import Ranks, Seat
-from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import ScoredGroup, TrainBatch
 
 EXACT = 1e-6

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, map_pages, pages_of
 from grpo_ray.transfer.snapshot import pack_weights
-from grpo_ray.transfer.messages import WeightSnapshot
 
 BYTES = np.arange(3 * mmap.PAGESIZE, dtype=np.uint64).view(np.uint8)
 

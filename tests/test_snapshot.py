@@ -14,6 +14,7 @@ from torch.multiprocessing import reductions
 
 from grpo_ray.transfer import device_buffer
 from grpo_ray.transfer import snapshot as snapshot_module
+from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
 from grpo_ray.transfer.snapshot import (
     ReusedMemory,
     as_tensor,
@@ -22,7 +23,6 @@ from grpo_ray.transfer.snapshot import (
     pack_weights,
     unpack_weights,
 )
-from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
 
 TENSORS = [
     ("first", torch.arange(6, dtype=torch.float32).reshape(2, 3)),

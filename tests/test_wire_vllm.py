@@ -24,9 +24,9 @@ from grpo_ray.models.adapters import served_weights
 from grpo_ray.models.hub_format import in_hub_format
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.wire import GlooChannel
-from grpo_ray.transfer.messages import WeightSnapshot
 
 pytestmark = pytest.mark.vllm
 

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from grpo_ray.telemetry.stage_clock import ActorStats
-from grpo_ray.transfer.wire import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import (
     Admitted,
     BatchFacts,
+    Completion,
+    GeneratorFailure,
+    PlayReport,
     PromptItem,
     PutReceipt,
     Ref,
@@ -63,6 +66,7 @@ class GeneratorClient(ActorClient, Protocol):
     def generate(
         self, item: PromptItem, settings: SamplingSettings
     ) -> tuple[Ref[RolloutGroup], Awaitable[int]]: ...
+    def sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Awaitable[Completion]: ...
     def join(self, meeting: Meeting) -> Awaitable[None]: ...
     def stage_weights(self, snapshot: Ref[WeightSnapshot]) -> Awaitable[None]: ...
     def pause(self) -> Awaitable[None]: ...
@@ -71,6 +75,16 @@ class GeneratorClient(ActorClient, Protocol):
     def resume(self) -> Awaitable[float]: ...
     def sleep(self) -> Awaitable[None]: ...
     def wake(self) -> Awaitable[None]: ...
+
+
+class EnvironmentClient(ActorClient, Protocol):
+    """The EnvironmentWorker: groups of episodes, whose turns it sends to Generators (environment_worker.py)."""
+
+    def serve(self, serving: Mapping[int, GeneratorClient]) -> Awaitable[None]: ...
+    def failures(self, num_known: int) -> Awaitable[list[GeneratorFailure]]: ...
+    def play(
+        self, item: PromptItem, settings: SamplingSettings, seed: int
+    ) -> tuple[Ref[RolloutGroup], Awaitable[PlayReport]]: ...
 
 
 class ScorerClient(ActorClient, Protocol):
@@ -130,13 +144,15 @@ class ServingActors(Protocol):
     def generators(self) -> Mapping[str, GeneratorClient]: ...
     @property
     def scorers(self) -> Mapping[str, ScorerClient]: ...
+    @property
+    def environments(self) -> Mapping[str, EnvironmentClient]: ...
     def by_name(self) -> Mapping[str, ActorClient]: ...
 
     def restart_generator(self, name: str) -> GeneratorClient:
         """Start a fresh Generator in place of `name`, with the weights that the run began with."""
 
-    def restart_scorer(self, name: str) -> ScorerClient:
-        """Start a fresh Scorer in place of `name`."""
+    def restart_worker(self, name: str) -> ActorClient:
+        """Start a fresh Scorer or EnvironmentWorker in place of `name`."""
 
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""

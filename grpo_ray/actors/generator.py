@@ -8,10 +8,10 @@ from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
 from grpo_ray.transfer.inbox import Inbox
+from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import check_snapshot
 from grpo_ray.transfer.wire import Meeting
-from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings
 
 # Weights are staged while groups are sampled, which then counts.
 STAGES = (
@@ -65,6 +65,18 @@ class Generator:
                     await asyncio.sleep(self._slowdown_s)
             num_tokens = sum(len(completion.token_ids) for completion in completions)
             return RolloutGroup(item, completions, self.name), num_tokens
+        finally:
+            self._leave()
+
+    async def sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        """Sample one turn of an episode."""
+        self._enter()
+        try:
+            with self._clock.stage("generate"):
+                (completion,) = await self._engine.generate(token_ids, settings)
+                if self._slowdown_s:
+                    await asyncio.sleep(self._slowdown_s)
+            return completion
         finally:
             self._leave()
 

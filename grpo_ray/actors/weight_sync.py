@@ -11,8 +11,8 @@ from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.transfer.wires import Wires
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Admitted, Ref, SyncReport
 
 PHASES = ("stage", "pause", "load", "finish", "resume")

@@ -15,19 +15,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from grpo_ray.actors.clients import (
     ActorClient,
     BufferClient,
+    EnvironmentClient,
     GeneratorClient,
     LearnerClient,
     ScorerClient,
     WeightSyncClient,
     methods_with_bulk,
 )
+from grpo_ray.actors.environment_worker import EnvironmentWorker
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
-from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.scorer import Scorer, scorer_arguments
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
 from grpo_ray.cluster.crew import Crew, Meeting
-from grpo_ray.cluster.placement import LEARNER, generator_names, rank_names, scorer_names
+from grpo_ray.cluster.placement import LEARNER, environment_names, generator_names, rank_names, scorer_names
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import Process, process_at
 from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
@@ -62,9 +64,10 @@ class ServingGroup:
         self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
         self.generators = {name: self._start_generator(name) for name in generator_names(config)}
         self.scorers = {name: self._start_scorer(name) for name in scorer_names(config)}
+        self.environments = {name: self._start_environment(name) for name in environment_names(config)}
 
     def by_name(self) -> dict[str, ActorClient]:
-        return {**self.generators, **self.scorers}
+        return {**self.generators, **self.scorers, **self.environments}
 
     def restart_generator(self, name: str) -> GeneratorClient:
         """Start a fresh Generator in place of `name`, with the weights that the run began with."""
@@ -72,11 +75,14 @@ class ServingGroup:
         self.generators[name] = self._start_generator(name)
         return self.generators[name]
 
-    def restart_scorer(self, name: str) -> ScorerClient:
-        """Start a fresh Scorer in place of `name`."""
+    def restart_worker(self, name: str) -> ActorClient:
+        """Start a fresh Scorer or EnvironmentWorker in place of `name`."""
         ray.kill(self._clients[name].handle)
-        self.scorers[name] = self._start_scorer(name)
-        return self.scorers[name]
+        if name in self.scorers:
+            self.scorers[name] = self._start_scorer(name)
+            return self.scorers[name]
+        self.environments[name] = self._start_environment(name)
+        return self.environments[name]
 
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""
@@ -143,8 +149,15 @@ class ServingGroup:
             max_concurrency=config.scorer.num_workers,  # groups at a time, so that each worker has an answer
             allow_out_of_order_execution=True,  # a slow group delays no other
         )
-        handle = actor.remote(config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens)
+        handle = actor.remote(*scorer_arguments(config))
         return cast(ScorerClient, self._client(Scorer, name, handle))
+
+    def _start_environment(self, name: str) -> EnvironmentClient:
+        actor = self._host(EnvironmentWorker, name)
+        handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
+            name, self._config, self._model
+        )
+        return cast(EnvironmentClient, self._client(EnvironmentWorker, name, handle))
 
     def _host(self, cls: type, name: str, beside: Mapping[str, int] = NOTHING) -> ActorClass[Any]:
         return as_actor(cls, name, self._logs, beside)

@@ -47,16 +47,24 @@ def scorer_names(config: Config) -> list[str]:
     return [SCORER] if number == 1 else [f"{SCORER}-{index}" for index in range(number)]
 
 
+def environment_names(config: Config) -> list[str]:
+    """Return the names of the EnvironmentWorkers, `environment-0` and so on; none without episodes."""
+    number = config.episodes.num_workers if config.episode_tasks else 0
+    return [f"environment-{index}" for index in range(number)]
+
+
 def reservations(config: Config) -> dict[str, dict[str, float]]:
     """Return the resources that each actor reserves in Ray, by its name; actors left out reserve nothing."""
     learner, generator = config.learner, config.generator
     one = {"GPU": config.gpus_per_generator, "CPU": generator.num_cpus}
     of_rank = {"GPU": config.gpus_of_learner, "CPU": learner.num_cpus}
     of_scorer = {"GPU": 0.0, "CPU": config.scorer.num_cpus}
+    of_environment = {"GPU": 0.0, "CPU": config.episodes.num_cpus}
     return {
         **dict.fromkeys(generator_names(config), one),  # first, so that `spread` places these first
         **dict.fromkeys(rank_names(config), of_rank),
         **dict.fromkeys(scorer_names(config), of_scorer),
+        **dict.fromkeys(environment_names(config), of_environment),
     }
 
 
@@ -70,7 +78,8 @@ def bundles_of(config: Config) -> tuple[Bundle, ...]:
     wanted = {name: amounts for name, amounts in reservations(config).items() if any(amounts.values())}
     ranks, per_node = rank_names(config), config.learner.num_ranks_per_node
     nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
-    apart = [[name] for name in generator_names(config)], [[name] for name in scorer_names(config)]
+    helpers = [*scorer_names(config), *environment_names(config)]
+    apart = [[name] for name in generator_names(config)], [[name] for name in helpers]
     if config.placement.strategy == "colocate":
         groups = [list(wanted)]
     elif config.generator.colocated and config.learner.num_gpus:

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.config.placement import PlacementConfig
@@ -17,7 +18,7 @@ from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConf
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section
-from grpo_ray.config.task import Task
+from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, Task
 from grpo_ray.config.tracking import TrackingConfig
 
 
@@ -30,6 +31,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    episodes: EpisodesConfig = EpisodesConfig()
     scorer: ScorerConfig = ScorerConfig()
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -76,6 +78,20 @@ class Config(Section):
     def max_token_age(self) -> int:
         """Largest age, in versions, of a token that a step may train on."""
         return self.buffer.replay.max_age if self.replayed_per_step else self.weight_sync.max_lag
+
+    @property
+    def episode_tasks(self) -> dict[str, EpisodesTaskConfig]:
+        """The parts of the task that are episodes, by `PromptItem.task`."""
+        task = self.task
+        if not isinstance(task, MixtureTaskConfig):
+            return {"": task} if isinstance(task, EpisodesTaskConfig) else {}
+        parts = {name: part.task for name, part in task.parts.items()}
+        return {name: part for name, part in parts.items() if isinstance(part, EpisodesTaskConfig)}
+
+    @property
+    def turn_timeout_s(self) -> float:
+        """Seconds after which a Generator that has not finished a turn of an episode is replaced."""
+        return min(self.recovery.group_timeout_s, self.episodes.max_seconds / 2)
 
     @property
     def gpus_per_generator(self) -> float:
@@ -264,6 +280,34 @@ class Config(Section):
             raise ValueError(
                 "buffer.lookahead keeps stragglers for the next step, algorithm.oversample_frac cuts them off; "
                 "choose one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_are_possible(self) -> "Config":
+        if not self.episode_tasks:
+            return self
+        episodes, stall_s = self.episodes, self.recovery.stall_timeout_s
+        if episodes.max_tokens <= self.sampling.max_tokens:
+            raise ValueError(
+                f"episodes.max_tokens ({episodes.max_tokens}) is the length of a turn, prompt and reply; it "
+                f"must exceed sampling.max_tokens ({self.sampling.max_tokens}), which is the reply's alone"
+            )
+        if episodes.max_seconds >= stall_s:
+            raise ValueError(
+                f"episodes.max_seconds ({episodes.max_seconds:g}) must be below recovery.stall_timeout_s "
+                f"({stall_s:g}), or a long episode looks like a stalled run"
+            )
+        if (episodes.over_age == "wait") == bool(self.algorithm.oversample_frac):
+            raise ValueError(
+                f"episodes.over_age: `{episodes.over_age}` does not fit algorithm.oversample_frac "
+                f"{self.algorithm.oversample_frac:g}: with oversampling no batch waits for old episodes, so "
+                "`drop` them or `mask` their old tokens; without it every batch waits (`wait`)"
+            )
+        if self.algorithm.overlong_buffer_tokens:
+            raise ValueError(
+                "algorithm.overlong_buffer_tokens: it penalizes long responses of one turn; let the episode "
+                "function subtract from its reward instead"
             )
         return self
 

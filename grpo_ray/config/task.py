@@ -9,6 +9,7 @@ from grpo_ray.config.reward import Reward
 from grpo_ray.config.section import Section
 
 Operation = Literal["+", "-", "*"]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 
 
 class CurriculumConfig(Section):
@@ -187,6 +188,41 @@ class MathTaskConfig(ExamplesTaskConfig):
     answer_is_boxed: bool = True
 
 
+class EpisodesTaskConfig(Section):
+    """Episodes of several turns: a function of yours plays them, with tools or an environment."""
+
+    kind: Literal["episodes"] = "episodes"
+    episode: ImportPath
+    """`module:function`, an `async def` of (session, example) that returns the reward or an Outcome."""
+    examples: str
+    """`module:function` of (seed) that returns an ExampleSets, or a `.jsonl` or `.parquet` file to train on."""
+    validation_examples: str | None = None
+    """File to validate with, if `examples` is a file."""
+    question_field: str = "question"
+    """Field of a file's row that holds the question."""
+    answer_field: str = "answer"
+    """Field of a file's row that holds the ground truth."""
+    num_validation_prompts: PositiveInt = 256
+    """Validate with the first N examples."""
+    warmup: ImportPath | None = None
+    """`module:function` of (seed, number) that returns the pairs (transcript, reply) for `model.tiny`."""
+    curriculum: CurriculumConfig | None = None
+    """Sample prompts less often if they last taught nothing; default: every prompt once per epoch."""
+
+    @property
+    def rewards(self) -> dict[str, Reward]:
+        """No reward to grade with: an episode returns its own."""
+        return {}
+
+    @model_validator(mode="after")
+    def _validation_is_given(self) -> "EpisodesTaskConfig":
+        if (":" in self.examples) == (self.validation_examples is not None):
+            raise ValueError(
+                "validation_examples: give a file if `examples` is one, and nothing for a `module:function`"
+            )
+        return self
+
+
 PlainTask = (
     SortingTaskConfig
     | ArithmeticTaskConfig
@@ -194,6 +230,7 @@ PlainTask = (
     | FileTaskConfig
     | Gsm8kTaskConfig
     | MathTaskConfig
+    | EpisodesTaskConfig
 )
 
 
@@ -216,7 +253,7 @@ class MixtureTaskConfig(Section):
     @property
     def rewards(self) -> dict[str, Reward]:
         """Rewards by part."""
-        return {name: part.task.reward for name, part in self.parts.items()}
+        return {name: reward for name, part in self.parts.items() for reward in part.task.rewards.values()}
 
     @model_validator(mode="after")
     def _parts_have_names(self) -> "MixtureTaskConfig":

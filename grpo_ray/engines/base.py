@@ -2,8 +2,8 @@
 
 from typing import Protocol, runtime_checkable
 
-from grpo_ray.transfer.wire import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, SamplingSettings
 
 

@@ -48,9 +48,18 @@ class Sequence:
 
 
 def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int) -> list[Sequence]:
+    """Return one sequence per sample; each draws as a request of its own with `sample_seed` would."""
+    seeds = [sample_seed(seed, sample) for sample in range(settings.num_samples)]
     # NumPy hashes the whole seed; torch's CPU generator would only use its lower 32 bits.
-    draws = np.random.default_rng(seed).random((settings.num_samples, settings.max_tokens))
-    return [Sequence(prompt, settings, row) for row in torch.from_numpy(draws)]
+    draws = [np.random.default_rng(each).random(settings.max_tokens) for each in seeds]
+    return [Sequence(prompt, settings, torch.from_numpy(row)) for row in draws]
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Return the seed of one of a request's samples, counted from 0; the first has the request's own."""
+    if sample == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, 0, sample]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class SamplingBatch:

@@ -16,8 +16,8 @@ from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_ten
 from grpo_ray.models.loading import cast_parameters, load_policy, load_tokenizer
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import Completion, SamplingSettings
 
 _Waiting = tuple[list[Sequence], "asyncio.Future[tuple[Completion, ...]]"]

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from grpo_ray.config.model import AdapterConfig
 from grpo_ray.telemetry.adapter_files import CONFIG, FIELDS, FILE
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 

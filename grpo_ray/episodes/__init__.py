@@ -6,5 +6,5 @@ chat_template.py   from messages to the tokens that they add; tool_calls.py: fro
 runner.py          many episodes on one event loop; limits.py, outcome.py: how they end
 openai_server.py   the same session over HTTP
 returns.py         from a group's rewards to advantages
-guess_number.py, calculator.py   two environments that a tiny model learns, in the chat of plain_chat.py
+guess_number.py, calculator.py   two environments that a tiny model learns, in the chat of models/plain_chat.py
 """

@@ -1,11 +1,15 @@
 """Results of episodes: the status of an end, the user's outcome, and all that a trainer needs of an episode."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from grpo_ray.episodes.segments import Segments
+from grpo_ray.types import Episode, EpisodeSequence
 
 
 class Status(StrEnum):
@@ -61,3 +65,32 @@ class EpisodeResult:
     turn_rewards: tuple[float, ...] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""  # the end of the traceback, or the limit that was reached
+
+    def episode(self, decode: Callable[[np.ndarray], str]) -> Episode:
+        """Return the episode as a message to the Scorer.
+
+        Args:
+            decode: from the tokens `[response_tokens]` of one sequence to their text.
+        """
+        paths = self.segments.sequences()
+        bounds = pairwise((0, *accumulate(len(path.response_token_ids) for path in paths)))
+        empty = np.empty(0, np.int32)
+        is_cut = self.status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
+        return Episode(
+            text="\n".join(decode(path.response_token_ids) for path in paths),
+            token_ids=np.concatenate([empty, *(path.response_token_ids for path in paths)]),
+            logprobs=np.concatenate([empty, *(path.logprobs for path in paths)]).astype(np.float32),
+            versions=np.concatenate([empty, *(path.versions for path in paths)]),
+            finish_reason="length" if is_cut else "stop",
+            turns=np.concatenate([empty, *(path.turns for path in paths)]),
+            sequences=tuple(
+                EpisodeSequence(path.prompt_token_ids, *bound)
+                for path, bound in zip(paths, bounds, strict=True)
+            ),
+            status=self.status.value,
+            reward=self.reward,
+            seconds=self.seconds,
+            turn_rewards=self.turn_rewards,
+            metrics=dict(self.metrics),
+            error=self.error,
+        )

@@ -1,13 +1,14 @@
 """From the rewards of a group of episodes to advantages. A group's episodes begin in the same state."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from grpo_ray.algorithms.advantages import group_advantages
 from grpo_ray.config.algorithm import AdvantageKind, Std
-from grpo_ray.episodes.segments import NO_TURN, EpisodeSequence
+from grpo_ray.episodes.segments import TrainedPath
+from grpo_ray.types import CONTEXT
 
 
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
@@ -49,10 +50,7 @@ def episode_advantages(
 def turn_advantages(
     turn_rewards: Sequence[Sequence[float] | None],
     discount: float,
-    kind: AdvantageKind = "mean_std",
-    *,
-    advantage_eps: float = 1e-6,
-    std: Std = "sample",
+    compare: Callable[[Sequence[float | None]], np.ndarray] = episode_advantages,
 ) -> list[np.ndarray]:
     """Compare each turn's discounted return with those of the same turn in the group's other episodes.
 
@@ -60,6 +58,7 @@ def turn_advantages(
 
     Args:
         turn_rewards: of each episode, one per turn; None leaves an episode out, as in `episode_advantages`.
+        compare: `episode_advantages` with its options.
 
     Returns:
         Of each episode float32 `[turns]`, empty for None.
@@ -68,17 +67,16 @@ def turn_advantages(
     advantages = [np.zeros(len(own), np.float32) for own in returns]
     for turn in range(max(map(len, returns), default=0)):
         column = [float(own[turn]) if turn < len(own) else None for own in returns]
-        compared = episode_advantages(column, kind, advantage_eps=advantage_eps, std=std)
-        for own, advantage in zip(advantages, compared, strict=True):
+        for own, advantage in zip(advantages, compare(column), strict=True):
             own[turn : turn + 1] = advantage
     return advantages
 
 
-def token_advantages(sequence: EpisodeSequence, per_turn: np.ndarray) -> np.ndarray:
+def token_advantages(sequence: TrainedPath, per_turn: np.ndarray) -> np.ndarray:
     """Return the advantage of each token's turn, float32 `[response_tokens]`; 0 where mask is 0.
 
     Args:
         per_turn: `[turns]` of the sequence's episode.
     """
-    chosen = per_turn[np.where(sequence.turns == NO_TURN, 0, sequence.turns)]
+    chosen = per_turn[np.where(sequence.turns == CONTEXT, 0, sequence.turns)]
     return np.where(sequence.mask, chosen, 0).astype(np.float32)

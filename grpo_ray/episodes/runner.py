@@ -5,10 +5,11 @@ import inspect
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
 from grpo_ray.rewards.user_function import import_function
 from grpo_ray.tasks.examples import Example
 
@@ -49,36 +50,42 @@ class EpisodeRunner:
         """
         self._episode, self._server = episode, server
         self._places = asyncio.Semaphore(max_concurrent or 2**31)
-        self._running: dict[asyncio.Task[float | Outcome], Session] = {}
+        self._running: dict[RunningEpisode, Session] = {}
 
-    async def run(self, session: Session, example: Example) -> EpisodeResult:
+    async def run(
+        self, session: Session, example: Example, thread: EpisodeThread | None = None
+    ) -> EpisodeResult:
         """Run one episode to its end; its limit of time begins when it starts.
 
         Errors of the episode function are in the result, not raised. Cancelling the call cancels the episode.
+
+        Args:
+            thread: runs the episode function; default: this thread.
         """
         async with self._places:
             started = time.monotonic()
             if self._server is not None:
                 self._server.open(session)
-            task = asyncio.create_task(_guarded(self._episode, session, example))
-            self._running[task] = session
+            given = session if thread is None else cast(Session, SessionElsewhere(session))
+            running = RunningEpisode(_guarded(self._episode, given, example), thread)
+            self._running[running] = session
             try:
-                await asyncio.wait({task}, timeout=session.limits.max_seconds)
-                if not task.done():
+                await asyncio.wait({running.done}, timeout=session.limits.max_seconds)
+                if not running.done.done():
                     session.end(Status.TRUNCATED_TIME, f"not finished after {session.limits.max_seconds} s")
             finally:
-                await _stop(task)
+                await _stop(running)
                 session.end(Status.FINISHED, "the episode has ended")  # a task left behind samples no more
-                del self._running[task]
+                del self._running[running]
                 if self._server is not None:
                     self._server.close(session)
-            return _result(task, session, time.monotonic() - started)
+            return _result(running.done, session, time.monotonic() - started)
 
     def cancel(self) -> None:
         """Cancel the episodes that run now; their results have the status `cancelled`."""
-        for task, session in self._running.items():
+        for running, session in self._running.items():
             session.end(Status.CANCELLED, "the episode was cancelled")
-            task.cancel()
+            running.cancel()
 
 
 async def _guarded(episode: EpisodeFn, session: Session, example: Example) -> float | Outcome:
@@ -88,17 +95,17 @@ async def _guarded(episode: EpisodeFn, session: Session, example: Example) -> fl
         raise RuntimeError(f"the episode called exit({error.code})") from error
 
 
-async def _stop(task: "asyncio.Task[float | Outcome]") -> None:
-    """Cancel a task that still runs, and wait a little for its end."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=GRACE_S)
+async def _stop(running: RunningEpisode) -> None:
+    """Cancel an episode that still runs, and wait a little for its end."""
+    if not running.done.done():
+        running.cancel()
+        await asyncio.wait({running.done}, timeout=GRACE_S)
 
 
-def _result(task: "asyncio.Task[float | Outcome]", session: Session, seconds: float) -> EpisodeResult:
+def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: float) -> EpisodeResult:
     assert session.ended is not None
     status, reason = session.ended.status, str(session.ended)
-    outcome, error = _outcome_of(task, session)
+    outcome, error = _outcome_of(done, session)
     if isinstance(error, asyncio.InvalidStateError):
         reason += f", and ignored its cancellation for {GRACE_S} s"
     elif error is not None and status is Status.FINISHED:
@@ -114,11 +121,11 @@ def _result(task: "asyncio.Task[float | Outcome]", session: Session, seconds: fl
 
 
 def _outcome_of(
-    task: "asyncio.Task[float | Outcome]", session: Session
+    done: "asyncio.Future[float | Outcome]", session: Session
 ) -> tuple[Outcome | None, BaseException | None]:
     """Return what the episode function returned, or else the reason that it did not."""
     try:
-        return _read_outcome(task.result(), session), None
+        return _read_outcome(done.result(), session), None
     except (Exception, asyncio.CancelledError) as error:
         return None, error
 

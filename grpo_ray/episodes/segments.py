@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_ray.models.segments import NO_PARENT
-from grpo_ray.types import Completion
-
-NO_VERSION, NO_TURN = -1, -1
+from grpo_ray.types import CONTEXT, Completion
 
 
 @dataclass(frozen=True)
@@ -23,17 +21,17 @@ class Segment:
     parent: int  # an earlier segment's index, or NO_PARENT
     token_ids: np.ndarray  # int32
     logprobs: np.ndarray  # float32; 0 in context
-    versions: np.ndarray  # int32; NO_VERSION in context
-    turn: int = NO_TURN  # turn that sampled it, from 0; NO_TURN in context
+    versions: np.ndarray  # int32; CONTEXT in context
+    turn: int = CONTEXT  # turn that sampled it, from 0; CONTEXT in context
     finish_reason: str = ""  # of the completion; empty in context
 
     @property
     def is_sampled(self) -> bool:
-        return self.turn != NO_TURN
+        return self.turn != CONTEXT
 
 
 @dataclass(frozen=True)
-class EpisodeSequence:
+class TrainedPath:
     """One path to train on; the arrays are `[response_tokens]`.
 
     The response begins with the first token to train and ends with the last; context in between has mask 0.
@@ -43,8 +41,8 @@ class EpisodeSequence:
     response_token_ids: np.ndarray  # int32
     mask: np.ndarray  # bool: the tokens to train, which the policy sampled
     logprobs: np.ndarray  # float32; 0 where mask is 0
-    versions: np.ndarray  # int32; NO_VERSION where mask is 0
-    turns: np.ndarray  # int32, the turn that sampled each token; NO_TURN where mask is 0
+    versions: np.ndarray  # int32; CONTEXT where mask is 0
+    turns: np.ndarray  # int32, the turn that sampled each token; CONTEXT where mask is 0
 
 
 class Segments:
@@ -91,7 +89,7 @@ class Segments:
         length, parent = self._longest_prefix(ids)
         if length < len(ids):
             rest = ids[length:]
-            unsampled = np.zeros(len(rest), np.float32), np.full(len(rest), NO_VERSION, np.int32)
+            unsampled = np.zeros(len(rest), np.float32), np.full(len(rest), CONTEXT, np.int32)
             parent = self._add(Segment(parent, rest, *unsampled))
         assert self.token_ids(parent) == tuple(token_ids), "a prompt is exactly the path to its segment"
         return parent
@@ -102,7 +100,7 @@ class Segments:
         self.num_turns += 1
         return self._add(Segment(prompt, *arrays, self.num_turns - 1, completion.finish_reason))
 
-    def sequences(self) -> list[EpisodeSequence]:
+    def sequences(self) -> list[TrainedPath]:
         """Return the paths to train on; each sampled token has mask 1 in exactly one of them."""
         sampled = [index for index, segment in enumerate(self._segments) if segment.is_sampled]
         continued = {ancestor for index in sampled for ancestor in self.path(index)[:-1]}
@@ -116,13 +114,13 @@ class Segments:
                 trained.update(path)
         return sequences
 
-    def _sequence(self, prompt: Sequence[int], response: Sequence[int]) -> EpisodeSequence:
+    def _sequence(self, prompt: Sequence[int], response: Sequence[int]) -> TrainedPath:
         segments = [self._segments[index] for index in response]
         turns = np.repeat([s.turn for s in segments], [len(s.token_ids) for s in segments]).astype(np.int32)
-        return EpisodeSequence(
+        return TrainedPath(
             prompt_token_ids=self.token_ids(prompt[-1]),
             response_token_ids=_concatenated([s.token_ids for s in segments]),
-            mask=turns != NO_TURN,
+            mask=turns != CONTEXT,
             logprobs=_concatenated([s.logprobs for s in segments]),
             versions=_concatenated([s.versions for s in segments]),
             turns=turns,

@@ -21,6 +21,7 @@ from transformers import (
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
 from grpo_ray.config.task import MixtureTaskConfig, SortingTaskConfig
+from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, TEMPLATE, give_plain_chat
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.models.warmup import warm_up
@@ -88,7 +89,10 @@ def tiny_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Learn the tokenizer of the configured tiny model from the task's own text."""
     assert config.model.tiny is not None
     pairs = _rendered(config, tokenizer_pairs(config.task, config.run.seed))
-    return train_tokenizer((prompt + response for prompt, response in pairs), config.model.tiny.vocab_size)
+    tokenizer = train_tokenizer((prompt + response for prompt, response in pairs), config.model.tiny.vocab_size)
+    if config.episode_tasks:
+        give_plain_chat(tokenizer)
+    return tokenizer
 
 
 def tiny_skeleton(config: Config, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
@@ -156,6 +160,8 @@ def _recipe(config: Config) -> list[Any]:
     tiny, task, seed = config.model.tiny, config.task, config.run.seed
     assert tiny is not None
     recipe: list[Any] = [_RECIPE, config.model.implementation, tiny.model_dump(), seed]
+    if config.episode_tasks:
+        recipe += [TEMPLATE, RESPONSE_TEMPLATE]
     if isinstance(task, SortingTaskConfig):  # what its pairs are generated from
         numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
         ending = ENDINGS[answer_place(task.reward)]

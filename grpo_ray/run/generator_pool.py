@@ -20,6 +20,7 @@ from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Dispatcher, Incarnation
+from grpo_ray.run.environment_pool import EnvironmentPool
 from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget, pause_s
 from grpo_ray.run.scorer_pool import ScorerPool
 from grpo_ray.run.starting import until_ready
@@ -58,6 +59,8 @@ class GeneratorPool:
         self._dispatcher = Dispatcher(context.actors.generators.values(), context.config.generator.max_num_seqs)
         self._failed_meanwhile: dict[str, str] = {}  # errors of Generators that are being replaced
         self._scorers = ScorerPool(context, budget)
+        self._environments = EnvironmentPool(context, budget, self.retire)
+        self._environments.serve(self._dispatcher.serving)
         self._device_is_ours = asyncio.Event()  # cleared while a colocated Learner has the device
         self._device_is_ours.set()
         self._tasks: asyncio.TaskGroup | None = None
@@ -68,9 +71,11 @@ class GeneratorPool:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Run replacements in this task group; a replacement that exceeds the budget ends the run."""
         self._tasks = tasks
+        self._environments.start(tasks)
 
     def cancel(self) -> None:
         """Abandon the replacements that are under way."""
+        self._environments.cancel()
         for task in self._replacing:
             task.cancel()
 
@@ -103,7 +108,11 @@ class GeneratorPool:
         while True:
             is_retry = num_failures + num_losses > 0
             try:
-                group = await self._generate(item, settings, is_retry, on_dispatch)
+                if item.task in self._config.episode_tasks:
+                    group, num_tokens = await self._environments.play(item, settings, purpose, on_dispatch)
+                else:
+                    group, num_tokens = await self._generate(item, settings, is_retry, on_dispatch)
+                self.num_sampled_tokens += num_tokens
                 return group, await self._scorers.score(group, item, is_retry)
             except BudgetUsedUp:
                 raise
@@ -135,8 +144,8 @@ class GeneratorPool:
 
     async def _generate(
         self, item: PromptItem, settings: SamplingSettings, is_retry: bool, on_dispatch: Callable[[], None]
-    ) -> Ref[RolloutGroup]:
-        """Return a reference to the sampled group.
+    ) -> tuple[Ref[RolloutGroup], int]:
+        """Return a reference to the sampled group, and its number of tokens.
 
         Raises:
             DataLost: the group's Generator died.
@@ -151,12 +160,10 @@ class GeneratorPool:
                 with self._calls.call(name, f"samples group {item.group_id}", is_retry=is_retry):
                     try:
                         group, sampled = generator.client.generate(item, settings)
-                        num_tokens = await sampled
+                        return group, await sampled
                     except (ActorDied, EngineDied) as error:
                         self.retire(name, str(error), generator)
                         raise DataLost(str(error)) from error
-            self.num_sampled_tokens += num_tokens
-            return group
         except TimeoutError as error:
             raise TimeoutError(f"{name} did not finish it within {limit_s:g} s") from error
 
@@ -195,6 +202,7 @@ class GeneratorPool:
         current = self._dispatcher.serving.get(name)
         if current is not None and (incarnation is None or incarnation is current):
             self._dispatcher.remove(name)
+            self._environments.serve(self._dispatcher.serving)
             self._begin(self._replace(name, error), name)
         elif current is None and incarnation is None:
             self._failed_meanwhile[name] = error
@@ -202,7 +210,7 @@ class GeneratorPool:
     def retire_scorer(self, name: str, error: str) -> None:
         """Replace a Scorer, unless that has begun already."""
         if not self._scorers.is_being_replaced(name):
-            self._begin(self._scorers.replace(name, self._actors.scorers[name], error), name)
+            self._begin(self._scorers.replace(self._actors.scorers[name], error), name)
 
     def _begin(self, replacement: Coroutine[Any, Any, None], name: str) -> None:
         assert self._tasks is not None
@@ -232,6 +240,7 @@ class GeneratorPool:
             failure = await self._failure_since_admission(name)
             if failure is None:
                 self._dispatcher.add(client)
+                self._environments.serve(self._dispatcher.serving)
                 break
             error = failure
         seconds = time.monotonic() - started

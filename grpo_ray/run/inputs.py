@@ -33,6 +33,9 @@ def input_digests(config: Config, task: TaskData) -> dict[str, str]:
     for name, reward in config.task.rewards.items():
         for module, path in _modules(reward):
             digests[f"{_field(name)}.reward (module {module}, {path.name})"] = _sha256(path.read_bytes())
+    for name, part in config.episode_tasks.items():
+        for module, path in _modules_of((part.episode, part.examples, part.warmup or "")):
+            digests[f"{_field(name)}.episode (module {module}, {path.name})"] = _sha256(path.read_bytes())
     return digests
 
 
@@ -68,7 +71,10 @@ def _field(part: str) -> str:
 
 def _modules(reward: Reward) -> Iterator[tuple[str, Path]]:
     """Yield the modules of the user's own functions, which the checks have imported, and their files."""
-    names: Iterable[str] = [reward] if isinstance(reward, str) else [term.reward for term in reward]
+    return _modules_of([reward] if isinstance(reward, str) else [term.reward for term in reward])
+
+
+def _modules_of(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
     for name in sorted({name.partition(":")[0] for name in names if ":" in name}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None:

@@ -7,8 +7,9 @@ from itertools import chain
 from typing import NoReturn
 
 from grpo_ray.config import Config
-from grpo_ray.config.task import ExamplesTaskConfig, PlainTask
+from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.engines.engine_args import check_engine_args
+from grpo_ray.episodes.checking import check_episodes, check_room, check_tool_parser
 from grpo_ray.models.adapters import check_adapter
 from grpo_ray.models.loading import (
     check_hub_model,
@@ -95,6 +96,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     check_engine_args(config.generator.engine_args)
     for name, reward in config.task.rewards.items():
         check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
+    check_episodes(config)
     check_moments(config.learner)
     check_quantization(config.model)
     if config.model.tiny is not None:
@@ -146,6 +148,7 @@ def _prepare(
     longest = task.longest_prompt
     assert longest is not None
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
+    check_tool_parser(config, tokenizer)
     prompters = task.prompters(tokenizer)
     max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
     serving = PreparedServing(
@@ -215,6 +218,9 @@ def _fit_prompts(config: Config, task: TaskData) -> TaskData:
 def _fit_part(
     config: Config, task: PlainTask, examples: ExampleSets, prompter: Prompter, positions: int | None
 ) -> _FittedPart:
+    if isinstance(task, EpisodesTaskConfig):  # whose prompts grow as far as `episodes.max_tokens`
+        check_room(config, positions)
+        return _FittedPart(examples, config.episodes.max_tokens - config.sampling.max_tokens)
     lengths = (count_tokens(examples.train, prompter), count_tokens(examples.validation, prompter))
     longest = max(chain(*lengths))
     limit = _longest_allowed(config, task, positions)

@@ -15,6 +15,7 @@ class Example:
     ground_truth: str
     place: str = field(default="", compare=False)  # its file and line, for messages; empty if generated
     task: str = ""  # the part of a mixture that it belongs to
+    seed: int = field(default=0, compare=False)  # of an episode's environment: one per prompt and epoch
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from grpo_ray.config.task import PlainTaskConfig
-from grpo_ray.tasks import arithmetic, dataset, sorting
+from grpo_ray.config.section import Section
+from grpo_ray.tasks import arithmetic, dataset, episode_examples, sorting
 from grpo_ray.tasks.examples import ExampleSets, Pairs
 from grpo_ray.tasks.keywords import examples as keywords
 
-ConfigT = TypeVar("ConfigT", bound=PlainTaskConfig)
+ConfigT = TypeVar("ConfigT", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ KINDS: dict[str, TaskKind[Any]] = {
     "keywords": TaskKind(
         keywords.keyword_examples, keywords.keyword_validation, warmup_pairs=keywords.warmup_pairs
     ),
+    "episodes": TaskKind(episode_examples.episode_examples, warmup_pairs=episode_examples.episode_warmup),
     "file": DATASET,
     "gsm8k": DATASET,
     "math": DATASET,

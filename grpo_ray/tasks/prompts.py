@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from grpo_ray.config.task import PlainTask
+from grpo_ray.config.task import EpisodesTaskConfig, PlainTask
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import PromptItem
 
@@ -103,7 +103,9 @@ def load_template(name_or_path: str, system_prompt: str | None = None) -> Prompt
 
 
 def template_of(task: PlainTask) -> PromptTemplate:
-    """Load the task's configured template."""
+    """Load the task's configured template; an episode makes its own prompts of the plain question."""
+    if isinstance(task, EpisodesTaskConfig):
+        return TextTemplate(PLACEHOLDER)
     return load_template(task.prompt, task.system_prompt)
 
 

@@ -20,9 +20,9 @@ from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import Status
-from grpo_ray.episodes.plain_chat import give_plain_chat
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
 from grpo_ray.episodes.session import Session
+from grpo_ray.models.plain_chat import give_plain_chat
 from grpo_ray.models.tiny import tiny_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import Completion, SamplingSettings

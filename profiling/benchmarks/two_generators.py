@@ -25,10 +25,10 @@ from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.transfer.channels import join
+from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.sender import Sender, make_sender
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.transfer.wires import SendingLearner, Wires
-from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Ref
 
 NAMES = ("generator-0", "generator-1")

@@ -11,8 +11,8 @@ from gpu_page.shapes import build_model
 from grpo_ray.policy.device import host_memory
 from grpo_ray.transfer.chunks import CHUNK_BYTES, chunks
 from grpo_ray.transfer.device_buffer import open_shared
-from grpo_ray.transfer.snapshot import pack_on_device, pack_weights, unpack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import pack_on_device, pack_weights, unpack_weights
 
 ROUNDS = 5
 COPY = "copy of the bytes on the device"

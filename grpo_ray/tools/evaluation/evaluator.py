@@ -25,8 +25,8 @@ from grpo_ray.run.stalls import StallWatch
 from grpo_ray.telemetry.adapter_files import is_adapter
 from grpo_ray.telemetry.run_log import RunLog
 from grpo_ray.tools.export.merge import base_folder, merged_policy
-from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.snapshot import pack_weights
 from grpo_ray.types import PromptItem, Ref, SamplingSettings, ScoredGroup
 
 T = TypeVar("T")

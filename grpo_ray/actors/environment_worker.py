@@ -1,0 +1,124 @@
+"""EnvironmentWorker: a process in which groups of episodes run, each group in a thread of its own."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from grpo_ray.actors.clients import GeneratorClient, bulk_and_facts
+from grpo_ray.actors.turn_router import RoutedSampler, TurnRouter
+from grpo_ray.config import Config
+from grpo_ray.engines.sampling_batch import sample_seed
+from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.openai_server import ChatServer
+from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.runner import EpisodeRunner, load_episode
+from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.threads import EpisodeThread
+from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.tasks.examples import Example
+from grpo_ray.telemetry.memory import resident_bytes
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.types import (
+    GeneratorFailure,
+    PlayReport,
+    PromptItem,
+    RolloutGroup,
+    SamplingSettings,
+    StartingModel,
+)
+
+
+class EnvironmentWorker:
+    """Episodes as an actor; it plays every group on arrival, and asks the Generators that `serve` names."""
+
+    def __init__(self, name: str, config: Config, model: StartingModel) -> None:
+        self.name = name
+        self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+        settings = config.episodes
+        self._template = ChatTemplate(self._tokenizer, model.end_token_ids, settings.template_arguments)
+        parser = settings.tool_parser
+        self._parser = None if parser is None else make_tool_parser(parser, self._tokenizer)
+        length = min(settings.max_tokens, model.max_model_len)
+        self._limits = Limits(settings.max_turns, length, settings.max_seconds, settings.truncated_reward)
+        self._router = TurnRouter(config.turn_timeout_s)
+        self._server = ChatServer()
+        self._runners = {
+            task: EpisodeRunner(load_episode(part.episode), settings.max_concurrent, self._server)
+            for task, part in config.episode_tasks.items()
+        }
+        self._stopped: list[EpisodeThread] = []  # that may still run
+        self._clock = StageClock(("start", "play"), rest="wait_for_groups")
+
+    def __repr__(self) -> str:
+        return f"EnvironmentWorker({self.name}, {self._clock.current})"
+
+    async def ready(self) -> bool:
+        """Start the endpoint that agents reach by `session.base_url`."""
+        with self._clock.stage("start"):
+            await self._server.start()
+        return True
+
+    async def serve(self, serving: Mapping[int, GeneratorClient]) -> None:
+        """Send turns to these Generators from now on; each has a number of its own."""
+        await self._router.serve(serving)
+
+    async def failures(self, num_known: int) -> list[GeneratorFailure]:
+        """Wait until more than `num_known` Generators have failed; return the others."""
+        return await self._router.failures(num_known)
+
+    @bulk_and_facts
+    async def play(
+        self, item: PromptItem, settings: SamplingSettings, seed: int
+    ) -> tuple[RolloutGroup, PlayReport]:
+        """Play `settings.num_samples` episodes of the item at the same time.
+
+        Cancelling the call cancels them.
+
+        Args:
+            seed: of the environments, the same for the whole group.
+
+        Raises:
+            RuntimeError: a turn could not be sampled; the message says why.
+        """
+        example = Example(item.prompt, item.ground_truth, task=item.task, seed=seed)
+        thread = EpisodeThread(f"group {item.group_id}")
+        thread.start()
+        label = f"group {item.group_id}, {settings.num_samples} episodes"
+        try:
+            with self._clock.stage("play"), self._clock.span("episodes", label):
+                plays = (self._play(n, example, settings, thread) for n in range(settings.num_samples))
+                results = await asyncio.gather(*plays)
+        finally:
+            thread.stop()
+            self._stopped.append(thread)
+        self._check(item, results)
+        episodes = tuple(result.episode(self._tokenizer.decode) for result in results)
+        num_tokens = sum(episode.num_tokens for episode in episodes)
+        return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._num_stuck())
+
+    async def _play(
+        self, sample: int, example: Example, settings: SamplingSettings, thread: EpisodeThread
+    ) -> EpisodeResult:
+        seed = None if settings.seed is None else sample_seed(settings.seed, sample)
+        own = replace(settings, num_samples=1, seed=seed)
+        session = Session(RoutedSampler(self._router), own, self._template, self._limits, self._parser)
+        return await self._runners[example.task].run(session, example, thread)
+
+    def _check(self, item: PromptItem, results: list[EpisodeResult]) -> None:
+        for sample, result in enumerate(results):
+            if result.status is Status.GENERATOR_ERROR:
+                raise RuntimeError(f"sample {sample} of group {item.group_id}: {result.error}")
+            if result.status is Status.ENVIRONMENT_ERROR:
+                logging.warning("group %d: sample %d: %s", item.group_id, sample, result.error)
+
+    def _num_stuck(self) -> int:
+        """Count the threads of earlier groups that never came back from a call."""
+        self._stopped = [thread for thread in self._stopped if thread.is_alive]
+        return len(self._stopped)
+
+    async def take_stats(self) -> ActorStats:
+        """Return the stage times since the last call, and the process's memory."""
+        return ActorStats(self._clock.take(), resident_bytes())

@@ -1,0 +1,85 @@
+"""The way of an episode's turns to the Generators: to the one with the prefix, while it is not overloaded."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+
+from grpo_ray.actors.clients import GeneratorClient
+from grpo_ray.engines.base import EngineDied
+from grpo_ray.errors import ActorDied
+from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
+
+SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
+
+
+class TurnRouter:
+    """The Generators that serve, as one worker sees them. One that fails costs the turn, not the episode."""
+
+    def __init__(self, turn_timeout_s: float) -> None:
+        self._turn_timeout_s = turn_timeout_s
+        self._serving: Mapping[int, GeneratorClient] = {}  # by number: a replacement has another one
+        self._num_turns: Counter[int] = Counter()  # that each runs now
+        self._failures: list[GeneratorFailure] = []
+        self._changed = asyncio.Condition()
+
+    async def serve(self, serving: Mapping[int, GeneratorClient]) -> None:
+        """Send turns to these Generators from now on."""
+        async with self._changed:
+            known = {failure.number for failure in self._failures}
+            self._serving = {number: client for number, client in serving.items() if number not in known}
+            self._changed.notify_all()
+
+    async def failures(self, num_known: int) -> list[GeneratorFailure]:
+        """Wait until more than `num_known` Generators have failed; return the others."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._failures) > num_known)
+            return self._failures[num_known:]
+
+    async def sample(
+        self, token_ids: tuple[int, ...], settings: SamplingSettings, preferred: int | None
+    ) -> tuple[Completion, int]:
+        """Sample a turn; return it, and the number of the Generator that now has its prefix.
+
+        Args:
+            preferred: the number that the episode's last turn returned.
+        """
+        while True:
+            number = await self._choose(preferred)
+            client = self._serving[number]
+            self._num_turns[number] += 1
+            try:
+                async with asyncio.timeout(self._turn_timeout_s):
+                    return await client.sample(token_ids, settings), number
+            except (ActorDied, EngineDied, TimeoutError) as error:
+                limit = f"it did not finish a turn within {self._turn_timeout_s:g} s"
+                await self._fail(number, str(error) or limit)
+            finally:
+                self._num_turns[number] -= 1
+
+    async def _choose(self, preferred: int | None) -> int:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._serving)
+            least = min(self._serving, key=lambda number: self._num_turns[number])
+            if preferred is None or preferred not in self._serving:
+                return least
+            return preferred if self._num_turns[preferred] <= self._num_turns[least] + SLACK else least
+
+    async def _fail(self, number: int, error: str) -> None:
+        async with self._changed:
+            if number in self._serving:
+                self._serving = {other: client for other, client in self._serving.items() if other != number}
+                self._failures.append(GeneratorFailure(number, error))
+                self._changed.notify_all()
+
+
+class RoutedSampler:
+    """One session's sampler."""
+
+    def __init__(self, router: TurnRouter) -> None:
+        self._router = router
+        self._has_prefix: int | None = None
+
+    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        """Sample one completion."""
+        completion, self._has_prefix = await self._router.sample(prompt_token_ids, settings, self._has_prefix)
+        return completion

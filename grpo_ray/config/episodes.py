@@ -1,0 +1,34 @@
+"""The configuration of episodes: their limits, their workers, and those that last over several versions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from grpo_ray.config.section import Section
+
+
+class EpisodesConfig(Section):
+    """Used if `task.kind` is `episodes`."""
+
+    max_turns: PositiveInt = 32
+    """Replies that an episode may sample."""
+    max_tokens: PositiveInt = 4096
+    """Maximum length of a turn's prompt and reply together, in tokens."""
+    max_seconds: PositiveFloat = 600.0
+    """Wall-clock time of one episode; one that lasts longer has no reward, and leaves its group's baseline."""
+    truncated_reward: FiniteFloat = 0.0
+    """Reward at the end of turns or tokens, unless the episode function catches it and returns its own."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount per turn of the returns, for episodes that return rewards per turn."""
+    over_age: Literal["wait", "mask", "drop"] = "wait"
+    """Episodes beyond the lag: `wait` for them; with oversampling `drop` them or `mask` their old tokens."""
+    tool_parser: str | None = None
+    """Parser of tool calls: `transformers`, or one of vLLM's such as `hermes`; needed for tools."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
+    num_workers: PositiveInt = 1
+    """EnvironmentWorker actors, processes in which episodes run."""
+    max_concurrent: PositiveInt = 256
+    """Episodes that one worker runs at a time."""
+    num_cpus: NonNegativeFloat = 0
+    """CPUs that each worker reserves in Ray."""

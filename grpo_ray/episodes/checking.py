@@ -1,0 +1,53 @@
+"""Checks of everything that episodes need, before anything expensive starts."""
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.config import Config
+from grpo_ray.episodes.runner import load_episode
+from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.rewards.user_function import import_function
+
+
+def check_episodes(config: Config) -> None:
+    """Import the functions that the task names.
+
+    Raises:
+        ValueError: one does not exist, or an episode is not an `async def` of two arguments.
+    """
+    for name, task in config.episode_tasks.items():
+        field = f"task.parts.{name}.task" if name else "task"
+        load_episode(task.episode, f"{field}.episode")
+        if task.warmup is not None:
+            import_function(task.warmup, f"{field}.warmup")
+
+
+def check_room(config: Config, positions: int | None) -> None:
+    """Compare `episodes.max_tokens` with what the model and the engine take.
+
+    Args:
+        positions: length in tokens of the longest sequence that the model supports.
+
+    Raises:
+        ValueError: it is more.
+    """
+    spaces = ((positions, "the model's positions"), (config.generator.max_model_len, "generator.max_model_len"))
+    for space, what in spaces:
+        if space is not None and config.episodes.max_tokens > space:
+            raise ValueError(
+                f"episodes.max_tokens is {config.episodes.max_tokens}, more than {what} ({space}); set it to "
+                f"at most {space}"
+            )
+
+
+def check_tool_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the configured parser of tool calls.
+
+    Raises:
+        ValueError: there is none of its name, or it does not fit the tokenizer.
+    """
+    name = config.episodes.tool_parser
+    if config.episode_tasks and name is not None:
+        try:
+            make_tool_parser(name, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"episodes.{error}") from None

@@ -1,0 +1,109 @@
+"""Threads for episode functions: one that blocks its event loop stops no other group's, nor the worker.
+
+Sessions stay on the worker's own loop, so their state needs no lock; a thread's episodes call it from there.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from grpo_ray.episodes.chat_template import Message, Tool
+from grpo_ray.episodes.outcome import Outcome
+from grpo_ray.episodes.session import Reply, Session
+
+T = TypeVar("T")
+
+
+class EpisodeThread:
+    """An event loop in a thread of its own, from `start` to `stop`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread once the code that runs in it lets go; this does not wait."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
+
+
+class RunningEpisode:
+    """An episode function that runs, here or in a thread; `done` has its result, on the caller's loop."""
+
+    def __init__(
+        self, episode: Coroutine[Any, Any, float | Outcome], thread: EpisodeThread | None = None
+    ) -> None:
+        self._here = asyncio.get_running_loop()
+        self._loop = self._here if thread is None else thread.loop
+        self._task: asyncio.Task[float | Outcome] | None = None
+        self.done: asyncio.Future[float | Outcome] = self._here.create_future()
+        self._loop.call_soon_threadsafe(self._begin, episode)
+
+    def cancel(self) -> None:
+        """Cancel the episode; `done` follows when it has ended."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self, episode: Coroutine[Any, Any, float | Outcome]) -> None:
+        self._task = self._loop.create_task(episode)
+        self._task.add_done_callback(self._finish)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "calls arrive in order"
+        self._task.cancel()
+
+    def _finish(self, task: "asyncio.Task[float | Outcome]") -> None:
+        error = None if task.cancelled() else task.exception()  # retrieved, even if the caller has left
+        if not self._here.is_closed():
+            self._here.call_soon_threadsafe(self._settle, task, error)
+
+    def _settle(self, task: "asyncio.Task[float | Outcome]", error: BaseException | None) -> None:
+        if self.done.done():
+            return
+        if task.cancelled():
+            self.done.cancel()
+        elif error is not None:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(task.result())
+
+
+class SessionElsewhere:
+    """A session for an episode function in another thread than the session's own."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._home = session, asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        """See `Session.chat`."""
+        return await self._at_home(self._session.chat(messages, tools, max_tokens))
+
+    async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Reply:
+        """See `Session.sample`."""
+        return await self._at_home(self._session.sample(token_ids, max_tokens))
+
+    def _at_home(self, call: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))

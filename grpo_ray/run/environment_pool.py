@@ -1,0 +1,122 @@
+"""The EnvironmentWorkers as one: each knows the Generators that serve, and reports those that fail a turn.
+
+A worker that dies is replaced, within the budget of restarts, and its groups are played again.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from grpo_ray.actors.clients import EnvironmentClient
+from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.run.context import ServingContext
+from grpo_ray.run.dispatch import Incarnation
+from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.run.stateless_actors import StatelessActors
+from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
+
+GRACE_S = 60.0  # for the end of a group whose episodes have ended or were given up
+MAX_STUCK = 16  # threads that a worker's episodes may leave behind
+
+OnFailure = Callable[[str, str, Incarnation], None]
+
+
+class EnvironmentPool(StatelessActors[EnvironmentClient]):
+    """All EnvironmentWorkers of a run as one."""
+
+    def __init__(self, context: ServingContext, budget: RestartBudget, on_failure: OnFailure) -> None:
+        """
+        Args:
+            on_failure: takes the name, the error and the process of a Generator that failed a turn.
+        """
+        super().__init__("environment", context.actors.environments, context, budget)
+        self._on_failure = on_failure
+        self._limit_s = context.config.episodes.max_seconds + GRACE_S
+        self._run_seed = context.config.run.seed
+        self._numbers: dict[int, Incarnation] = {}  # all that have ever served
+        self._serving: Mapping[str, Incarnation] = {}
+        self._changed = asyncio.Event()
+        self._keeping: list[asyncio.Task[None]] = []
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Keep the workers informed, and replace those that die, in this task group."""
+        self._keeping = [tasks.create_task(self._keep(name)) for name in self._clients]
+
+    def cancel(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+
+    def serve(self, serving: Mapping[str, Incarnation]) -> None:
+        """Send turns to these Generators from now on."""
+        self._serving = dict(serving)
+        known = set(map(id, self._numbers.values()))
+        for incarnation in serving.values():
+            if id(incarnation) not in known:
+                self._numbers[len(self._numbers)] = incarnation
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def play(
+        self, item: PromptItem, settings: SamplingSettings, purpose: str, on_dispatch: Callable[[], None]
+    ) -> tuple[Ref[RolloutGroup], int]:
+        """Return a reference to the group of episodes, and its number of sampled tokens.
+
+        Raises:
+            DataLost: the worker died.
+            TimeoutError: the episodes did not end in time.
+        """
+        with self.least_busy() as worker:
+            on_dispatch()
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    what = f"plays group {item.group_id}"
+                    with self._context.calls.call(worker.name, what, is_waiting=True):
+                        group, report = worker.play(item, settings, self._seed(purpose, item))
+                        played = await report
+            except ActorDied as error:
+                await self.replace(worker, str(error))
+                raise DataLost(str(error)) from error
+            except TimeoutError as error:
+                text = f"{worker.name} did not end the episodes within {self._limit_s:g} s"
+                await self.replace(worker, text)
+                raise TimeoutError(text) from error
+            if played.num_stuck > MAX_STUCK:
+                await self.replace(worker, f"{played.num_stuck} threads hang in calls of the environment")
+                raise DataLost(f"{worker.name} is replaced")
+            return group, played.num_tokens
+
+    def _seed(self, purpose: str, item: PromptItem) -> int:
+        """Return the seed of a group's environments, below 2**31: the same for each try and each validation."""
+        kind = zlib.crc32(purpose.split()[0].encode())
+        state = np.random.SeedSequence([self._run_seed, kind, item.group_id]).generate_state(1)
+        return int(state[0] >> np.uint32(1))
+
+    async def _keep(self, name: str) -> None:
+        while True:
+            worker = self._clients[name]
+            watching = asyncio.ensure_future(self._watch(worker))
+            try:
+                while not watching.done():
+                    changed = asyncio.ensure_future(self._changed.wait())
+                    await worker.serve({n: g.client for n, g in self._numbers.items() if self._serves(g)})
+                    await asyncio.wait({watching, changed}, return_when=asyncio.FIRST_COMPLETED)
+                    changed.cancel()
+                await watching
+            except ActorDied as error:
+                await self.replace(worker, str(error))
+            finally:
+                watching.cancel()
+
+    def _serves(self, incarnation: Incarnation) -> bool:
+        return any(incarnation is each for each in self._serving.values())
+
+    async def _watch(self, worker: EnvironmentClient) -> None:
+        num_known = 0
+        while True:
+            failures = await worker.failures(num_known)
+            num_known += len(failures)
+            for failure in failures:
+                incarnation = self._numbers[failure.number]
+                self._on_failure(incarnation.client.name, failure.error, incarnation)

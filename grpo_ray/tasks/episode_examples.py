@@ -1,0 +1,51 @@
+"""The examples of episodes: from a function of the user's, or from files."""
+
+from pathlib import Path
+
+from grpo_ray.config.task import EpisodesTaskConfig
+from grpo_ray.rewards.user_function import import_function
+from grpo_ray.tasks.examples import ExampleSets, Pairs
+from grpo_ray.tasks.files import Fields, read_examples
+from grpo_ray.tasks.sources import Source
+
+
+def episode_examples(task: EpisodesTaskConfig, seed: int) -> ExampleSets:
+    """Return the train and validation examples.
+
+    Raises:
+        ValueError: names the field or the file, what is wrong, and how to fix it.
+    """
+    if task.validation_examples is not None:
+        return _from_files(task, task.validation_examples)
+    found = import_function(task.examples, "task.examples")(seed)
+    if not isinstance(found, ExampleSets):
+        raise ValueError(
+            f"task.examples: {task.examples} returned a {type(found).__name__}; return "
+            "grpo_ray.tasks.examples.ExampleSets(train, validation), each a list of Example"
+        )
+    if not found.train or not found.validation:
+        raise ValueError(f"task.examples: {task.examples} returned no examples to train on or to validate with")
+    return ExampleSets(found.train, found.validation[: task.num_validation_prompts], found.notices)
+
+
+def episode_warmup(task: EpisodesTaskConfig, seed: int, num_pairs: int) -> Pairs:
+    """Return the warm-up's (transcript, reply) pairs.
+
+    Raises:
+        ValueError: the task names no function of them.
+    """
+    if task.warmup is None:
+        raise ValueError("task.warmup: a tiny model needs pairs to be warmed up with; name a `module:function`")
+    pairs: Pairs = import_function(task.warmup, "task.warmup")(seed, num_pairs)
+    return pairs
+
+
+def _from_files(task: EpisodesTaskConfig, validation_path: str) -> ExampleSets:
+    fields = Fields(task.question_field, task.answer_field, None, False)
+    train, notices = read_examples(_source(task.examples), fields)
+    validation, more = read_examples(_source(validation_path), fields, limit=task.num_validation_prompts)
+    return ExampleSets(train, validation, (*notices, *more))
+
+
+def _source(path: str) -> Source:
+    return Source(path, (Path(path),))
