@@ -12,8 +12,7 @@ from grpo_ray.models.attention import BlockAttention
 from grpo_ray.models.loading import load_policy
 from grpo_ray.policy.log_probs import model_inputs
 from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
-from grpo_ray.policy.packing import plan
-from grpo_ray.policy.sequences import TrainSequence
+from grpo_ray.policy.sequences import TrainSequence, plan
 
 TITLE = "micro-batches of sequences of different lengths: order, padding, a forward pass"
 OURS, PADDED = "packed, without padding (ours)", "padded, longest first"
