@@ -1,0 +1,162 @@
+"""Groups of hand-made and of random episodes, built as a session builds them: through Segments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from builders import make_completion, make_item
+
+from grpo_ray.episodes.outcome import Status
+from grpo_ray.episodes.returns import episode_advantages, turn_advantages
+from grpo_ray.episodes.segments import Segments
+from grpo_ray.types import Completion, Episode, EpisodeSequence, RolloutGroup, ScoredGroup
+
+TRUNCATED = (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
+
+
+def play(
+    segments: Segments,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    versions: int | Sequence[int] = 0,
+    logprobs: Sequence[float] | None = None,
+) -> int:
+    """Add a turn and return its segment; `prompt` is whole, as `Session.sample` takes it."""
+    return segments.add_sample(segments.add_prompt(prompt), make_completion(reply, logprobs, versions))
+
+
+def make_episode(
+    segments: Segments,
+    reward: float | None = 0.0,
+    *,
+    status: str = Status.FINISHED,
+    text: str = "",
+    seconds: float = 1.0,
+    turn_rewards: Sequence[float] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    error: str = "",
+) -> Episode:
+    """Make an episode of what was sampled; its arrays are the sequences end to end."""
+    parts = segments.sequences()
+    ends = np.cumsum([0, *(len(part.response_token_ids) for part in parts)]).tolist()
+
+    def joined(name: str, dtype: type[np.generic]) -> np.ndarray:
+        return np.concatenate([np.empty(0, dtype), *(getattr(part, name) for part in parts)])
+
+    return Episode(
+        text=text,
+        token_ids=joined("response_token_ids", np.int32),
+        logprobs=joined("logprobs", np.float32),
+        versions=joined("versions", np.int32),
+        finish_reason="length" if status.startswith("truncated") else "stop",
+        turns=joined("turns", np.int32),
+        sequences=tuple(
+            EpisodeSequence(part.prompt_token_ids, start, end)
+            for part, start, end in zip(parts, ends, ends[1:], strict=False)
+        ),
+        status=str(status),
+        reward=reward,
+        seconds=seconds,
+        turn_rewards=None if turn_rewards is None else tuple(turn_rewards),
+        metrics=dict(metrics or {}),
+        error=error,
+    )
+
+
+def make_episode_group(
+    group_id: int,
+    episodes: Sequence[Completion],
+    *,
+    rewards: Sequence[float] | None = None,
+    discount: float | None = None,
+    **item: Any,
+) -> ScoredGroup:
+    """Make the scored group of some episodes; one without a reward is an error with reward 0.
+
+    Args:
+        rewards: default to the episodes' own.
+        discount: of rewards per turn; None: an advantage per episode alone.
+        item: as for `make_item`.
+    """
+    own = [getattr(episode, "reward", 0.0) for episode in episodes] if rewards is None else list(rewards)
+    errors = {place: episode.error or "no reward" for place, episode in enumerate(episodes)
+              if isinstance(episode, Episode) and episode.reward is None}  # fmt: skip
+    filled = np.array([reward or 0.0 for reward in own], np.float32)
+    per_turn: tuple[np.ndarray, ...] = ()
+    if discount is not None:
+        per_turn = tuple(turn_advantages([getattr(e, "turn_rewards", None) for e in episodes], discount))
+    rollout = RolloutGroup(make_item(group_id, **item), tuple(episodes), "environment-0")
+    present = [None if place in errors else float(reward) for place, reward in enumerate(filled)]
+    return ScoredGroup(
+        rollout, filled, 0 * filled, filled, episode_advantages(present), errors, turn_advantages=per_turn
+    )
+
+
+def random_episode(
+    rng: np.random.Generator,
+    *,
+    max_turns: int = 5,
+    branch: float = 0.3,
+    version: int = 0,
+    max_lag: int = 1,
+    vocabulary: int = 40,
+    with_turn_rewards: bool = False,
+) -> Episode:
+    """Make a random valid episode: turns, context between them, branches, versions that rise, and any end.
+
+    Args:
+        max_turns: an episode may also have none.
+        branch: probability that a turn rewrites what came before.
+        version: of the newest weights; the first turn is at most `max_lag` older.
+    """
+    segments, conversation = Segments(), tokens(rng, vocabulary)
+    sampled_by = max(0, version - int(rng.integers(0, max_lag + 1)))
+    for turn in range(int(rng.integers(0, max_turns + 1))):
+        if turn and rng.random() < branch:
+            conversation = [*conversation[: int(rng.integers(0, len(conversation)))], *tokens(rng, vocabulary)]
+        reply = tokens(rng, vocabulary)
+        later = min(version, sampled_by + int(rng.integers(0, 2)))
+        switch = int(rng.integers(0, len(reply) + 1))
+        versions = [sampled_by] * switch + [later] * (len(reply) - switch)
+        sampled_by = versions[-1]
+        play(segments, conversation, reply, versions, (-rng.exponential(1.0, len(reply))).tolist())
+        conversation = [*conversation, *reply, *(tokens(rng, vocabulary) if rng.random() < 0.8 else [])]
+    status = Status(rng.choice(list(Status)))
+    has_reward = status is Status.FINISHED or status in TRUNCATED
+    turn_rewards = rng.normal(size=segments.num_turns).tolist() if with_turn_rewards and has_reward else None
+    return make_episode(
+        segments,
+        float(rng.normal()) if has_reward else None,
+        status=status,
+        text=f"an episode of {segments.num_turns} turns",
+        seconds=float(rng.exponential(3.0)),
+        turn_rewards=turn_rewards,
+        metrics={"guesses": float(rng.integers(0, 9))} if rng.random() < 0.7 and has_reward else {},
+        error="" if status is Status.FINISHED else f"the episode ended: {status}",
+    )
+
+
+def random_episode_group(
+    rng: np.random.Generator, group_id: int = 0, size: int = 4, discount: float | None = None, **episode: Any
+) -> ScoredGroup:
+    """Make a group of random episodes; other arguments as for `random_episode` and `make_episode_group`."""
+    episodes = [random_episode(rng, with_turn_rewards=discount is not None, **episode) for _ in range(size)]
+    return make_episode_group(group_id, episodes, discount=discount)
+
+
+def tokens(rng: np.random.Generator, vocabulary: int, most: int = 6) -> list[int]:
+    """Draw 1 to `most` tokens."""
+    return [int(token) for token in rng.integers(0, vocabulary, int(rng.integers(1, most + 1)))]
+
+
+def branched_episode(versions: Sequence[int] = (0, 1, 1), **fields: Any) -> Episode:
+    """Make an episode of three turns, the last of which branches off after the first one.
+
+    prompt 1 2 | turn 0: 3 4 | context 9 9 | turn 1: 6 7
+                             | context 8   | turn 2: 5
+    """
+    segments = Segments()
+    play(segments, [1, 2], [3, 4], versions[0], [-0.5, -1.5])
+    play(segments, [1, 2, 3, 4, 9, 9], [6, 7], versions[1], [-0.25, -0.75])
+    play(segments, [1, 2, 3, 4, 8], [5], versions[2], [-2.0])
+    return make_episode(segments, **fields)
