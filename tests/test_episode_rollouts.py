@@ -55,7 +55,8 @@ def test_odd_values_come_back(tmp_path: Path) -> None:
     (found,) = read_back(tmp_path, group)
     assert same_groups([found], [group])
     (first, second) = found.rollout.completions
-    assert isinstance(first, Episode) and isinstance(second, Episode)
+    assert isinstance(first, Episode)
+    assert isinstance(second, Episode)
     assert list(first.metrics) == ["b", "a"]
     assert (second.num_turns, second.num_tokens, second.sequences) == (0, 0, ())
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from grpo_ray.telemetry.episode_metrics import EpisodeFacts
 from grpo_ray.types import Completion, Episode, EpisodeSequence, ScoredGroup
 
 PLAIN: Mapping[str, pa.DataType] = {
@@ -44,22 +45,13 @@ def _plain(row: Completion, turn_advantages: np.ndarray | None) -> dict[str, Any
     if not isinstance(row, Episode):
         return {"turn_advantages": turn_advantages}
     return {
-        "status": str(row.status),
-        "num_turns": row.num_turns,
-        "num_branches": num_branches(row),
-        "num_context_tokens": len(row.token_ids) - row.num_tokens,
+        **vars(EpisodeFacts.of(row)),
         "episode_reward": row.reward,
-        "seconds": row.seconds,
         "turn_rewards": row.turn_rewards,
         "turn_advantages": turn_advantages,
         "metrics": list(row.metrics.items()),
         "episode_error": row.error,
     }
-
-
-def num_branches(episode: Episode) -> int:
-    """Return the number of times that a turn of the episode did not continue the tokens before it."""
-    return max(0, len(episode.sequences) - 1)
 
 
 class EpisodeColumns:
