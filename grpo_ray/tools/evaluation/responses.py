@@ -78,6 +78,7 @@ def make_row(
         **{name: float(rewards[name]) for name in REWARDS},
         "category": category_of(rewards, error),
         "error": error,
+        **dict.fromkeys(EPISODE),
     }
 
 
