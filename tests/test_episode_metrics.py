@@ -135,9 +135,8 @@ def test_an_evaluation_keeps_the_facts_of_episodes(tmp_path: Path) -> None:
     for status in ("finished", "truncated_turns", "environment_error"):
         assert re.search(rf"^  {status} +33.3% of episodes", text, re.M)
     assert "mean guesses" in text
-    assert re.search(
-        r"tokens, ended by \w+, \d turns, \d branches, \w+$", (tmp_path / "examples.md").read_text(), re.M
-    )
+    examples = (tmp_path / "examples.md").read_text()
+    assert re.search(r"tokens, ended by \w+, \d turns, \d branches, \w+$", examples, re.M)
 
 
 def test_parts_of_an_earlier_version_are_read(tmp_path: Path) -> None:
