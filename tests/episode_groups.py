@@ -1,15 +1,18 @@
 """Groups of hand-made and of random episodes, built as a session builds them: through Segments."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from builders import make_completion, make_item
 
-from grpo_ray.episodes.outcome import Status
-from grpo_ray.episodes.returns import episode_advantages, turn_advantages
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.config import ScorerConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.types import Completion, Episode, EpisodeSequence, RolloutGroup, ScoredGroup
+from grpo_ray.types import Episode, RolloutGroup, ScoredGroup
 
 TRUNCATED = (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
 
@@ -36,60 +39,23 @@ def make_episode(
     metrics: Mapping[str, float] | None = None,
     error: str = "",
 ) -> Episode:
-    """Make an episode of what was sampled; its arrays are the sequences end to end."""
-    parts = segments.sequences()
-    ends = np.cumsum([0, *(len(part.response_token_ids) for part in parts)]).tolist()
-
-    def joined(name: str, dtype: type[np.generic]) -> np.ndarray:
-        return np.concatenate([np.empty(0, dtype), *(getattr(part, name) for part in parts)])
-
-    return Episode(
-        text=text,
-        token_ids=joined("response_token_ids", np.int32),
-        logprobs=joined("logprobs", np.float32),
-        versions=joined("versions", np.int32),
-        finish_reason="length" if status.startswith("truncated") else "stop",
-        turns=joined("turns", np.int32),
-        sequences=tuple(
-            EpisodeSequence(part.prompt_token_ids, start, end)
-            for part, start, end in zip(parts, ends, ends[1:], strict=False)
-        ),
-        status=str(status),
-        reward=reward,
-        seconds=seconds,
-        turn_rewards=None if turn_rewards is None else tuple(turn_rewards),
-        metrics=dict(metrics or {}),
-        error=error,
-    )
+    """Make an episode of what was sampled, as a runner does."""
+    rewards = None if turn_rewards is None else tuple(turn_rewards)
+    result = EpisodeResult(Status(status), reward, segments, seconds, rewards, dict(metrics or {}), error)
+    return replace(result.episode(lambda token_ids: ""), text=text)
 
 
 def make_episode_group(
-    group_id: int,
-    episodes: Sequence[Completion],
-    *,
-    rewards: Sequence[float] | None = None,
-    discount: float | None = None,
-    **item: Any,
+    group_id: int, episodes: Sequence[Episode], *, discount: float = 1.0, **item: Any
 ) -> ScoredGroup:
-    """Make the scored group of some episodes; one without a reward is an error with reward 0.
+    """Make the group of some episodes, compared by the Scorer; `item` is as for `make_item`.
 
     Args:
-        rewards: default to the episodes' own.
-        discount: of rewards per turn; None: an advantage per episode alone.
-        item: as for `make_item`.
+        discount: of rewards per turn, if an episode has them.
     """
-    own = [getattr(episode, "reward", 0.0) for episode in episodes] if rewards is None else list(rewards)
-    errors = {place: episode.error or "no reward" for place, episode in enumerate(episodes)
-              if isinstance(episode, Episode) and episode.reward is None}  # fmt: skip
-    filled = np.array([reward or 0.0 for reward in own], np.float32)
-    per_turn: tuple[np.ndarray, ...] = ()
-    if discount is not None:
-        per_turn = tuple(turn_advantages([getattr(e, "turn_rewards", None) for e in episodes], discount))
     rollout = RolloutGroup(make_item(group_id, **item), tuple(episodes), "environment-0")
-    present = [None if place in errors else float(reward) for place, reward in enumerate(filled)]
-    return ScoredGroup(
-        rollout, filled, 0 * filled, filled, episode_advantages(present), errors, turn_advantages=per_turn
-    )
+    scorer = Scorer({}, AlgorithmConfig(), ScorerConfig(), max_tokens=8, turn_discount=discount)
+    return ScoredGroup.of(rollout, scorer.score(rollout))
 
 
 def random_episode(
@@ -139,9 +105,13 @@ def random_episode(
 def random_episode_group(
     rng: np.random.Generator, group_id: int = 0, size: int = 4, discount: float | None = None, **episode: Any
 ) -> ScoredGroup:
-    """Make a group of random episodes; other arguments as for `random_episode` and `make_episode_group`."""
+    """Make a group of random episodes; other arguments are as for `random_episode`.
+
+    Args:
+        discount: of rewards per turn; None: episodes without them.
+    """
     episodes = [random_episode(rng, with_turn_rewards=discount is not None, **episode) for _ in range(size)]
-    return make_episode_group(group_id, episodes, discount=discount)
+    return make_episode_group(group_id, episodes, discount=1.0 if discount is None else discount)
 
 
 def tokens(rng: np.random.Generator, vocabulary: int, most: int = 6) -> list[int]:

@@ -83,6 +83,7 @@ def test_context_counts_nowhere() -> None:
     play(segments, [1, 2, *[9] * 50], [3], 3, [-3.0])
     group = make_episode_group(0, [make_episode(segments, 1.0)])
     plain = make_group(make_item(), [make_completion([2, 3], [-1.0, -3.0], 3)], [1.0], [0.0])
+    plain = replace(plain, format_rewards=plain.rewards)
     of_episodes, of_plain = rollout_metrics([group]), rollout_metrics([plain])
     assert {name: of_episodes[name] for name in of_plain} == of_plain
     summaries = [asdict(summarise_groups(3, groups)) for groups in ([group], [plain])]

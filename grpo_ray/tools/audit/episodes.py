@@ -5,6 +5,7 @@ Trusted are the tokens and the spans of turns; versions, counts and advantages m
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -149,14 +150,14 @@ def _audit_end(row: Row) -> Iterator[str]:
         yield f"it ended as {status}, with reward {reward}"
     if per_turn is not None and len(per_turn) != row["num_turns"]:
         yield f"it has {len(per_turn)} turn_rewards for {row['num_turns']} turns"
-    if not all(map(math.isfinite, [reward or 0.0, *(per_turn or ())])):
+    if not all(math.isfinite(value) for value in (reward or 0.0, *(per_turn or ()))):
         yield f"its rewards {reward}, {per_turn} are not finite"
     recorded = row["reward"], row["format_reward"], row["answer_reward"]
     earned = np.float32(reward or 0.0)
     expected = earned, float(status == Status.FINISHED), float(earned > 0)
     if recorded != expected:
         names = "reward, format_reward and answer_reward"
-        yield f"{names} are recorded as {recorded}, the episode gives {tuple(map(float, expected))}"
+        yield f"{names} are recorded as {recorded}, the episode gives {tuple(float(value) for value in expected)}"
     if (row["error"] is None) == (reward is None):
         yield f"its error is recorded as {row['error']!r}, its reward as {reward}"
 
@@ -164,22 +165,34 @@ def _audit_end(row: Row) -> Iterator[str]:
 def audit_comparison(members: Sequence[Row], config: Config) -> Iterator[str]:
     """Check a group's advantages against those that the recorded rewards give."""
     algorithm = config.algorithm
-    kind, eps, std = algorithm.advantage_kind, algorithm.advantage_eps, algorithm.std
-    rewards = [row["episode_reward"] for row in members]
-    expected = episode_advantages(rewards, kind, advantage_eps=eps, std=std)
+    compare = partial(
+        episode_advantages,
+        kind=algorithm.advantage_kind,
+        advantage_eps=algorithm.advantage_eps,
+        std=algorithm.std,
+    )
+    expected = compare([row["episode_reward"] for row in members])
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
         yield f"advantages {recorded.tolist()} are recorded, its rewards give {expected.tolist()}"
-    per_turn = [row["turn_rewards"] for row in members]
-    has_turns = any(rewards is not None for rewards in per_turn)
-    discount = getattr(getattr(config, "episodes", None), "turn_discount", 1.0)
-    by_turn = turn_advantages(per_turn, discount, kind, advantage_eps=eps, std=std) if has_turns else None
+    by_turn: list[np.ndarray] | None = None
+    if any(row["turn_rewards"] is not None for row in members):
+        by_turn = turn_advantages(list(map(_turn_rewards, members)), config.episodes.turn_discount, compare)
     for number, row in enumerate(members):
         given, due = row["turn_advantages"], None if by_turn is None else by_turn[number]
         if (given is None) != (due is None):
             yield f"episode {row['sample']}: turn_advantages are {given}, its rewards give {due}"
         elif given is not None and due is not None and not _is_close(given, due):
             yield f"episode {row['sample']}: turn_advantages are {given}, its rewards give {due.tolist()}"
+
+
+def _turn_rewards(row: Row) -> list[float] | None:
+    """Return one reward per turn; an episode without them, beside others, has its reward in the last turn."""
+    reward, given = row["episode_reward"], row["turn_rewards"]
+    if given is not None or reward is None:
+        return None if given is None else list(given)
+    num_turns = row["num_turns"]
+    return [0.0] * (num_turns - 1) + [reward] * min(1, num_turns)
 
 
 def _is_close(given: Sequence[float], due: np.ndarray) -> bool:

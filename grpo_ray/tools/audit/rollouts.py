@@ -80,7 +80,8 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
     problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt)
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
-    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
+    is_masked = config.episodes.over_age == "mask"
+    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag", is_masked)
     if replayed.rows:
         problems += _audit_lag(replayed, metrics, config.buffer.replay.max_age, "buffer.replay.max_age")
         uses = {group: members[0]["use"] for group, members in replayed.groups.items()}
@@ -88,7 +89,8 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
         problems += [
             f"group {g} is used {n} times, {allowed} are allowed" for g, n in uses.items() if n > allowed
         ]
-    problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
+    if not is_masked:  # otherwise the rows do not say which of their tokens were trained
+        problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
     problems += _compare(metrics, "reward/errors", own.num_errors)
     if "reward/ungradable" in metrics:  # not in runs of earlier versions
@@ -143,9 +145,16 @@ def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[s
         yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
 
 
-def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterator[str]:
-    """Check the lag of every token, recomputed from its version, against the bound."""
-    lag, newest = _lag(rows, metrics["step"]), max(_versions(rows), default=0)
+def _audit_lag(
+    rows: RolloutRows, metrics: Row, bound: int, name: str, is_masked: bool = False
+) -> Iterator[str]:
+    """Check the lag of every token, recomputed from its version, against the bound.
+
+    Args:
+        is_masked: old tokens of episodes are left out of the loss, and may be in the rows.
+    """
+    bounded = RolloutRows("", [row for row in rows.rows if not (is_masked and is_episode(row))])
+    lag, newest = _lag(bounded, metrics["step"]), max(_versions(rows), default=0)
     if lag > bound:
         yield f"a token is {lag} versions old; {name} is {bound}"
     if newest > version_trained_at(metrics["step"]):
