@@ -157,7 +157,8 @@ def _audit_end(row: Row) -> Iterator[str]:
     expected = earned, float(status == Status.FINISHED), float(earned > 0)
     if recorded != expected:
         names = "reward, format_reward and answer_reward"
-        yield f"{names} are recorded as {recorded}, the episode gives {tuple(float(value) for value in expected)}"
+        given = tuple(float(value) for value in expected)
+        yield f"{names} are recorded as {recorded}, the episode gives {given}"
     if (row["error"] is None) == (reward is None):
         yield f"its error is recorded as {row['error']!r}, its reward as {reward}"
 
