@@ -1,6 +1,6 @@
 """Groups of hand-made and of random episodes, built as a session builds them: through Segments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -130,3 +130,36 @@ def branched_episode(versions: Sequence[int] = (0, 1, 1), **fields: Any) -> Epis
     play(segments, [1, 2, 3, 4, 9, 9], [6, 7], versions[1], [-0.25, -0.75])
     play(segments, [1, 2, 3, 4, 8], [5], versions[2], [-2.0])
     return make_episode(segments, **fields)
+
+
+def spoken_episode(
+    rng: np.random.Generator, encode: Callable[[str], list[int]], version: int = 0, **fields: Any
+) -> Episode:
+    """Make an episode of text that calls a calculator, rewrites its history once, and answers.
+
+    Args:
+        encode: from text to tokens.
+    """
+    segments = Segments()
+
+    def say(prompt: list[int], text: str, by: int) -> list[int]:
+        reply = encode(text)
+        play(segments, prompt, reply, by, (-rng.exponential(0.7, len(reply))).tolist())
+        return [*prompt, *reply]
+
+    a, b = (int(n) for n in rng.integers(11, 99, 2))
+    call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{a} * {b}"}}}}</tool_call>'
+    question = encode(f"What is {a} * {b}? Call the calculator if you need it.\n>\n")
+    first = say(question, f"I will ask.\n{call}", max(0, version - 1))
+    second = say([*first, *encode(f"\n{a * b}\n>\n")], f"So it is {a * b}.", version)
+    if rng.random() < 0.6:  # a second opinion on the tool's result, without the first answer
+        say([*first, *encode(f"\n{a * b}, check it!\n>\n")], f"It is {a * b}; checked.", version)
+    say([*second, *encode("\nOnly the number, please.\n>\n")], str(a * b + int(rng.integers(0, 2))), version)
+    rewards = rng.normal(0.3, 0.5, segments.num_turns).round(2).tolist()
+    fields = {
+        "turn_rewards": rewards,
+        "metrics": {"num_calls": 1.0},
+        "seconds": float(rng.exponential(4)),
+    } | fields
+    text = f"What the sequences say about {a} * {b}"
+    return make_episode(segments, float(sum(rewards)), text=text, **fields)

@@ -171,7 +171,9 @@ FAULTS: dict[str, tuple[Callable[[list[Row]], None], str]] = {
     "a gap between sequences": (in_span("sequences", 1, start=5, end=6), "do not have each token once"),
     "a token in two sequences": (in_span("sequences", 1, start=5), "do not have each token once"),
     "a sequence is lost": (lambda rows: rows[1]["sequences"].pop() and None, "do not have each token once"),
-    "a sequence without a prompt": (in_span("sequences", 0, prompt_token_ids=[]), "sequence 0: it has no prompt"),
+    "a sequence without a prompt": (
+        in_span("sequences", 0, prompt_token_ids=[]), "sequence 0: it has no prompt",
+    ),
     "context at an end": (split, "sequence 0: it begins or ends with context"),
     "a branch that is none": (
         split_whole, "sequence 1: it continues sequence 0 to its end, and is no branch of it",
