@@ -156,10 +156,6 @@ def spoken_episode(
         say([*first, *encode(f"\n{a * b}, check it!\n>\n")], f"It is {a * b}; checked.", version)
     say([*second, *encode("\nOnly the number, please.\n>\n")], str(a * b + int(rng.integers(0, 2))), version)
     rewards = rng.normal(0.3, 0.5, segments.num_turns).round(2).tolist()
-    fields = {
-        "turn_rewards": rewards,
-        "metrics": {"num_calls": 1.0},
-        "seconds": float(rng.exponential(4)),
-    } | fields
+    own = {"turn_rewards": rewards, "metrics": {"num_calls": 1.0}, "seconds": float(rng.exponential(4))}
     text = f"What the sequences say about {a} * {b}"
-    return make_episode(segments, float(sum(rewards)), text=text, **fields)
+    return make_episode(segments, float(sum(rewards)), **{"text": text, **own, **fields})

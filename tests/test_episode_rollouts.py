@@ -29,7 +29,7 @@ def test_random_episodes_come_back_bit_for_bit(tmp_path: Path, seed: int) -> Non
 
 
 def test_a_file_may_hold_episodes_and_responses(tmp_path: Path) -> None:
-    """As of a mixture of tasks."""
+    """Write groups like those of a mixture of tasks."""
     rng = np.random.default_rng(0)
     empty = make_group(make_item(3), [make_completion([])], [0.0])
     groups = [simple_group(0, [2, 3, 3]), random_episode_group(rng, 1, discount=0.9), empty,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browsing
-from builders import plain_logprobs, simple_group
+from builders import changed, plain_logprobs, simple_group
 from episode_groups import branched_episode, make_episode, make_episode_group, play, spoken_episode
 from report_runs import HOSTILE, add_checkpoint, make_run
 
@@ -46,7 +46,7 @@ def test_branches_are_found_in_the_tokens(tmp_path: Path) -> None:
     first, second = shown["sequences"]
     assert (first["parent"], first["num_shared"], first["turn"]) == (None, 0, None)
     assert (second["parent"], second["num_shared"], second["turn"]) == (0, 4, 0)
-    assert [second[name] for name in ("start", "end", "num_prompt_tokens")] == [6, 7, 5]
+    assert [second[name] for name in ("start", "end", "num_prompt_tokens")] == [6, 7, 1]
     assert shown["turns"] == [[0, 0], [-1, 2], [1, 4], [2, 6]]
     assert (shown["status"], shown["reward"], shown["num_tokens"]) == ("finished", 1.0, 7)
 
@@ -68,6 +68,7 @@ def test_rows_of_episodes_have_texts_and_log_ratios(
     tokenizer = load_tokenizer(str(tiny_model()))
     episode = spoken_episode(np.random.default_rng(0), lambda text: tokenizer(text)["input_ids"])
     group = make_episode_group(0, [episode, make_episode(Segments(), None, status="truncated_time")])
+    config = changed(config, sampling={"min_tokens": 0})
     run = make_run(tmp_path / "run", config, 1, [[group]])
     add_checkpoint(run, 1, tiny_model())
     first, nothing = run_data(run, "run", ALL, None)["rollouts"]
@@ -99,16 +100,9 @@ def test_long_episodes_are_cut(tmp_path: Path, config: Config, tiny_model: Calla
 
 def test_every_metric_of_the_episodes_has_a_line() -> None:
     (panel,) = (panel for panel in PANELS["Episodes"] if panel.title.startswith("Metrics"))
-    names = [
-        "episodes/metrics/num_calls",
-        "episodes/metrics/a",
-        "eval/episodes/metrics/a",
-        "episodes/turns/max",
-    ]
-    assert expanded(panel, names).series == (
-        ("episodes/metrics/a", "a"),
-        ("episodes/metrics/num_calls", "num_calls"),
-    )
+    own = "episodes/metrics/"
+    names = [f"{own}num_calls", f"{own}a", f"eval/{own}a", "episodes/turns/max"]
+    assert expanded(panel, names).series == ((f"{own}a", "a"), (f"{own}num_calls", "num_calls"))
 
 
 # ---- the page ----
@@ -174,7 +168,9 @@ def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None
     assert opened.errors() == []
     assert opened.requests() == [page.as_uri()]
     names = texts(opened, ".turn-name")
-    assert [name.split("\n")[0] for name in names][:4] == ["turn 0", "context", "turn 1", "context"]
+    firsts = [name.split("\n")[0] for name in names]
+    assert firsts[:2] == ["turn 0", "context"]
+    assert sorted(name for name in firsts if name != "context") == ["turn 0", "turn 1", "turn 2", "turn 3"]
     assert any('calls calculator(expression: "' in name for name in names)
     assert all("advantage" in name for name in names if name.startswith("turn"))
     assert texts(opened, ".sequence h5")[0] == "Conversation"
@@ -193,13 +189,12 @@ def test_context_has_no_colour(opened: Browser) -> None:
           const box = [...document.querySelectorAll('#rollouts label.field')]
             .find(label => label.innerText.startsWith('Colour')).querySelector('select');
           box.value = {coloring!r}; box.dispatchEvent(new Event('change')); }})()""")
-        assert (
-            opened.run(f"[...document.querySelectorAll('.context .token')].filter(mark => {colored}).length")
-            == 0
-        )
-        assert (
-            opened.run(f"[...document.querySelectorAll('.turn .token')].filter(mark => {colored}).length") > 10
-        )
+        num_colored = [
+            opened.run(f"[...document.querySelectorAll('{kind} .token')].filter(mark => {colored}).length")
+            for kind in (".context", ".turn")
+        ]
+        assert num_colored[0] == 0
+        assert num_colored[1] > 10
     assert opened.errors() == []
 
 

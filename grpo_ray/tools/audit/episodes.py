@@ -121,7 +121,7 @@ def _audit_path(sequence: Row, turns: np.ndarray, path: _Path, earlier: Sequence
 
 
 def num_unrelated(row: Row) -> int:
-    """Return the number of later sequences whose prompt begins with no token of an earlier one's path."""
+    """Return the number of later sequences that begin with no token of an earlier one."""
     firsts = [sequence["prompt_token_ids"][:1] for sequence in row["sequences"]]
     return sum(first not in firsts[:number] for number, first in enumerate(firsts) if number)
 

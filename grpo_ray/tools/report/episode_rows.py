@@ -1,6 +1,7 @@
 """Sampled episodes as the web page shows them: their turns, the branches between them, and how they ended."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,17 +40,17 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def shown_episode(row: Row, texts: TokenTexts | None) -> Row:
     """Return what the page shows of an episode beside its tokens.
 
-    A sequence begins in the conversation of an earlier one, `parent`, after its first `num_shared` tokens (of
-    which the last sampled ones are of `turn`); the text of its prompt is of the tokens after these.
+    The prompt of a branch shares its first `num_shared` tokens with the path of an earlier sequence, `parent`.
+    `turn` is the last turn that they hold whole, and the branch's text and number of tokens are those after it.
     """
     sequences = []
     for number, sequence in enumerate(row["sequences"]):
-        parent, num_shared, turn = _parent(row, number)
-        rest = sequence["prompt_token_ids"][num_shared:]
+        parent = _parent(row, number)
+        rest = sequence["prompt_token_ids"][parent.end_of_turn :]
         cut = "… " if len(rest) > MAX_PROMPT_TOKENS else ""
         sequences.append({
-            "start": sequence["start"], "end": sequence["end"], "parent": parent, "num_shared": num_shared,
-            "turn": turn, "num_prompt_tokens": len(sequence["prompt_token_ids"]),
+            "start": sequence["start"], "end": sequence["end"], "parent": parent.sequence,
+            "num_shared": parent.num_shared, "turn": parent.turn, "num_prompt_tokens": len(rest),
             "prompt": None if texts is None else cut + "".join(texts.of(rest[-MAX_PROMPT_TOKENS:])),
         })  # fmt: skip
     return {
@@ -63,18 +64,23 @@ def shown_episode(row: Row, texts: TokenTexts | None) -> Row:
     }
 
 
-def _parent(row: Row, number: int) -> tuple[int | None, int, int | None]:
-    """Return the earlier sequence that shares most tokens with a prompt, their number, and their last turn.
+class _Parent(NamedTuple):
+    """The earlier sequence that shares most tokens with a prompt."""
 
-    None, 0 and None without one. A turn that is shared in part does not count.
-    """
+    sequence: int | None = None
+    num_shared: int = 0
+    turn: int | None = None  # the last one that is shared whole
+    end_of_turn: int = 0  # number of the prompt's tokens up to it
+
+
+def _parent(row: Row, number: int) -> _Parent:
     prompt = row["sequences"][number]["prompt_token_ids"]
-    best: tuple[int | None, int, int | None] = None, 0, None
+    best = _Parent()
     for earlier, other in enumerate(row["sequences"][:number]):
         path = [*other["prompt_token_ids"], *row["token_ids"][other["start"] : other["end"]]]
         num_shared = _num_shared(prompt, path)
-        if num_shared > best[1]:
-            best = earlier, num_shared, _last_turn(row, other, num_shared)
+        if num_shared > best.num_shared:
+            best = _Parent(earlier, num_shared, *_last_turn(row, other, num_shared))
     return best
 
 
@@ -85,12 +91,12 @@ def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _last_turn(row: Row, sequence: Row, num_shared: int) -> int | None:
-    """Return the last turn in the first tokens of a sequence's path; None if they hold no whole turn."""
-    end = sequence["start"] + num_shared - len(sequence["prompt_token_ids"])
+def _last_turn(row: Row, sequence: Row, num_shared: int) -> tuple[int | None, int]:
+    """Return the last whole turn among the first tokens of a sequence's path, and its end there."""
+    before = len(sequence["prompt_token_ids"]) - sequence["start"]
     whole = [
-        span["turn"]
+        (int(span["turn"]), int(span["end"]) + before)
         for span in row["turns"]
-        if span["turn"] != CONTEXT and sequence["start"] <= span["start"] and span["end"] <= end
+        if span["turn"] != CONTEXT and span["start"] >= sequence["start"] and span["end"] + before <= num_shared
     ]
-    return int(whole[-1]) if whole else None
+    return whole[-1] if whole else (None, 0)

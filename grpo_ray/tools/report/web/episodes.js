@@ -48,9 +48,8 @@ function sequenceTitle(sequence, place) {
   if (place === 0) return "Conversation";
   const { parent, turn, num_shared: shared } = sequence;
   if (parent === null) return `Branch ${place}: another conversation`;
-  const from = parent === 0 ? "the conversation" : `branch ${parent}`;
-  const whole = turn === null ? "before any turn" : `after turn ${turn}`;
-  return `Branch ${place}: leaves ${from} ${whole} (${shared.toLocaleString("en")} tokens shared)`;
+  const from = parent === 0 ? "the conversation" : `branch ${parent}`, tokens = `${shared.toLocaleString("en")} tokens shared`;
+  return turn === null ? `Branch ${place}: shares no turn with ${from} (${tokens})` : `Branch ${place}: leaves ${from} after turn ${turn} (${tokens})`;
 }
 
 function sequenceBox(row, sequence, place, marks) {
@@ -58,7 +57,7 @@ function sequenceBox(row, sequence, place, marks) {
   const spans = turns.map(([turn, from], at) => [turn, from, turns[at + 1]?.[1] ?? row.episode.num_tokens])
     .filter(([, from]) => from >= start && from < end && from < marks.length);
   const prompt = el("pre", { class: "context", dir: "auto" }, sequence.prompt.replaceAll("\n", "↵\n"));
-  const label = `Prompt${place && sequence.parent !== null ? " after the shared tokens" : ""}, ${sequence.num_prompt_tokens.toLocaleString("en")} tokens`;
+  const label = `Prompt${sequence.turn === null ? "" : ` after turn ${sequence.turn}`}, ${sequence.num_prompt_tokens.toLocaleString("en")} tokens`;
   const isOpen = sequence.prompt.length <= 600;
   return el("div", { class: place ? "sequence branch" : "sequence" }, el("h5", {}, sequenceTitle(sequence, place)),
     sequence.prompt ? el("details", { open: isOpen }, el("summary", {}, label), prompt) : null,
