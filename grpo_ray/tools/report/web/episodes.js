@@ -13,6 +13,10 @@ function advantages(row) {
   });
 }
 
+function turnsOf({ num_turns: turns, num_branches: branches }) {
+  return number(turns) + (branches ? ` (${branches} ${branches === 1 ? "branch" : "branches"})` : "");
+}
+
 /** Return the tool calls in a turn's text: `name(arguments)`, or the text of one that is no JSON. */
 function calls(text) {
   return [...text.matchAll(CALL)].map(([, call]) => {

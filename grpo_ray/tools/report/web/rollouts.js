@@ -130,7 +130,7 @@ class Rollouts {
       onclick: () => { isOpen ? this.opened.delete(row) : this.opened.add(row); this.show(); } }, row.response || "(empty)");
     const cells = { step: number(row.step), prompt: row.brief, response: open, reward: number(row.reward),
       advantage: number(row.advantage), tokens: number(row.num_tokens), versions: versions(row),
-      turns: row.episode ? number(row.episode.num_turns) + (row.episode.num_branches ? ` + ${row.episode.num_branches} br.` : "") : "–" };
+      turns: row.episode ? turnsOf(row.episode) : "–" };
     const marked = el("tr", { role: "row" }, ...this.columns.map(([name, label, value]) =>
       el("td", { role: "cell", "data-label": label, class: value ? "number" : "text" },
         name === "step" && DATA.runs.length > 1 ? swatch(seriesColor(row.run.place)) : null, cells[name])));
@@ -141,7 +141,7 @@ class Rollouts {
   detail(row) {
     const facts = { run: row.run.name, "group, sample": `${row.group_id}, ${row.sample}`, generator: row.generator,
       task: row.task, "format reward": number(row.format_reward), "answer reward": number(row.answer_reward),
-      outcome: [outcome(row), row.error ?? row.ungradable].filter(Boolean).join(": "),
+      outcome: [outcome(row), row.episode ? null : row.error ?? row.ungradable].filter(Boolean).join(": "),
       use: { 0: "dropped, not trained", 1: "trained" }[row.use] ?? `replayed, use ${row.use}` };
     const texts = Object.entries(facts).filter(([, value]) => value).map(([name, value]) => `${name} ${value}`);
     return [
