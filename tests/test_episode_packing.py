@@ -16,10 +16,10 @@ from grpo_ray.models.attention import BlockAttention, VarlenAttention
 from grpo_ray.models.families import families_of, segments_of
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.segments import SegmentTree
+from grpo_ray.models.sequences import TrainSequence, lengths_of, plan
 from grpo_ray.policy.layout import Layout
 from grpo_ray.policy.log_probs import ResponseLogProbs
 from grpo_ray.policy.microbatch import collate_packed, collate_padded
-from grpo_ray.policy.sequences import TrainSequence, lengths_of, plan
 from grpo_ray.telemetry.flops import num_pairs, num_tokens
 
 

@@ -27,9 +27,9 @@ from grpo_ray.actors.staleness import StaleBatchError, lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import Aggregation, LossType
 from grpo_ray.models.loading import load_policy
+from grpo_ray.models.sequences import NEVER, minibatches, samples_of, sequences_of
 from grpo_ray.policy.log_probs import ResponseLogProbs
 from grpo_ray.policy.microbatch import MicroBatch, collate_padded
-from grpo_ray.policy.sequences import NEVER, minibatches, samples_of, sequences_of
 from grpo_ray.types import Completion, ScoredGroup, TrainBatch
 
 LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)

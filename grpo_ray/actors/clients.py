@@ -61,7 +61,7 @@ class GeneratorClient(ActorClient, Protocol):
 
 
 class EnvironmentClient(ActorClient, Protocol):
-    """The EnvironmentWorker: groups of episodes, whose turns it sends to Generators (environment_worker.py)."""
+    """The EnvironmentWorker: groups of episodes, with their turns from Generators (environment_worker.py)."""
 
     def serve(self, serving: Mapping[int, GeneratorClient]) -> Awaitable[None]: ...
     def failures(self, num_known: int) -> Awaitable[list[GeneratorFailure]]: ...

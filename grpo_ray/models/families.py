@@ -15,7 +15,7 @@ from grpo_ray.models.segments import NO_PARENT, SegmentTree
 
 
 class GroupSequence(Protocol):
-    """A prompt and a response, such as policy/sequences.py's."""
+    """A prompt and a response, such as models/sequences.py's."""
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]: ...

@@ -15,7 +15,7 @@ import torch
 from grpo_ray.models.families import segments_of
 from grpo_ray.models.policy_model import TreeAttention
 from grpo_ray.models.segments import SegmentTree, concatenated
-from grpo_ray.policy.sequences import TrainSequence
+from grpo_ray.models.sequences import TrainSequence
 
 
 @dataclass(frozen=True)
