@@ -58,7 +58,7 @@ def to_episode(segments: Segments, finish_reason: str = "stop", reward: float | 
 def make_episode(
     prompts_and_replies: Sequence[tuple[Sequence[int], Sequence[int]]], versions: int | Sequence[int] = 0
 ) -> Episode:
-    """Make an episode of turns, with a logprob of -1 everywhere; `versions` is one for all turns, or one each."""
+    """Make an episode of turns, with logprobs of -1; `versions` is one for all turns, or one each."""
     segments = Segments()
     for number, (prompt, reply) in enumerate(prompts_and_replies):
         version = versions if isinstance(versions, int) else versions[number]

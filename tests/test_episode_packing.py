@@ -13,13 +13,13 @@ from test_shared_prompts import loop_attention, plain_kernel
 
 from grpo_ray.config import SamplingConfig
 from grpo_ray.models.attention import BlockAttention, VarlenAttention
+from grpo_ray.models.families import families_of, segments_of
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.segments import SegmentTree
+from grpo_ray.models.sequences import TrainSequence, lengths_of, plan
 from grpo_ray.policy.layout import Layout
 from grpo_ray.policy.log_probs import ResponseLogProbs
 from grpo_ray.policy.microbatch import collate_packed, collate_padded
-from grpo_ray.policy.packing import families_of, lengths_of, plan, segments_of
-from grpo_ray.policy.sequences import TrainSequence
 from grpo_ray.telemetry.flops import num_pairs, num_tokens
 
 
@@ -30,7 +30,7 @@ def sequence(prompt: list[int], response: list[int], group: int = 0, number: int
 
 def all_paths(sequences: list[TrainSequence]) -> set[tuple[int, ...]]:
     """Return every distinct beginning: one per token of the smallest tree."""
-    return {tuple(s.token_ids[:end].tolist()) for s in sequences for end in range(1, len(s) + 1)}
+    return {tuple(s.tokens(0, end).tolist()) for s in sequences for end in range(1, len(s) + 1)}
 
 
 def depth(tree: SegmentTree) -> int:
@@ -80,7 +80,7 @@ def test_trees_hold_each_beginning_once_and_every_sequence_as_a_path(
     row = np.concatenate(tokens)
     assert min(tree.lengths) > 0
     for s, segment in zip(sequences, last, strict=True):
-        assert row[tree.path(segment)].tolist() == s.token_ids.tolist()
+        assert row[tree.path(segment)].tolist() == s.tokens().tolist()
     least = most = 0
     for group in (0, 1):
         own = [s for s in sequences if s.sample is not None and s.sample[0] == group]
@@ -88,7 +88,9 @@ def test_trees_hold_each_beginning_once_and_every_sequence_as_a_path(
         prompts = {s.prompt_token_ids for s in own}
         most += sum(map(len, prompts)) + sum(len(s.response_token_ids) for s in own)
     assert least <= tree.num_tokens <= most
-    assert tree.num_tokens == sum(family.num_tokens for family in families_of(sequences))
+    assert tree.num_tokens == sum(
+        len(sequences[index]) - overlap for family in families_of(sequences) for index, overlap in family
+    )
     lengths = lengths_of(sequences)
     assert num_tokens(lengths) == tree.num_tokens
     assert num_pairs(lengths) == int((tree.positions() + 1).sum())

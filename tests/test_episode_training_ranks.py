@@ -1,4 +1,4 @@
-"""Episodes on several gloo ranks: the gradient of one rank, also where the ranks share an episode's branches."""
+"""Episodes on several gloo ranks: the gradient of one rank, also where ranks share an episode's branches."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.actors.batch_queue import BatchQueue
-from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
 from grpo_ray.config import Config
@@ -16,7 +15,15 @@ from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.types import BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch, Verdict
+from grpo_ray.types import (
+    BatchFacts,
+    PutReceipt,
+    RolloutGroup,
+    ScoredGroup,
+    TrainBatch,
+    Verdict,
+    bulk_and_facts,
+)
 
 GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
 STAGES = ("write_rollouts", "write_checkpoint", "make_batch", "wait_for_groups")
