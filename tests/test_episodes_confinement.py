@@ -71,6 +71,11 @@ def test_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> None:
     assert attempt("import tempfile; tempfile.TemporaryFile().write(b'x')") == "done"
 
 
+def test_the_workers_own_memory_is_measured() -> None:
+    code = "from grpo_ray.telemetry.memory import resident_bytes; assert resident_bytes(with_children=False)"
+    assert attempt(code) == "done"
+
+
 def test_modules_are_imported_and_the_network_stays(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

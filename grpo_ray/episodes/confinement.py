@@ -25,6 +25,7 @@ HINT = (
 )
 NO_MEMORY_HINT = "\n(memory beyond episodes.memory_gib is refused)"
 SCRATCH = "grpo-ray-environments-"
+OWN_PROCESS = "/proc/self"  # its memory is measured
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 
 
@@ -61,7 +62,7 @@ class Confinement:
 
     def _ruleset(self, version: int, scratch: str) -> Ruleset:
         networked = [path for path in NETWORK_FILES if os.path.exists(path)]
-        rules = Ruleset(readable_paths([*self.readable, *networked]), version, is_offline=False)
+        rules = Ruleset(readable_paths([*self.readable, *networked, OWN_PROCESS]), version, is_offline=False)
         for folder in listable_folders():
             rules.allow(folder, READ_FOLDER)
         for folder in (scratch, "/dev/shm", *self.writable):
