@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.policy.microbatch import TrainSequence, sequences_of
-from grpo_ray.telemetry.flops import ModelSize, WorkCount, lengths_of, num_pairs, num_tokens, peak_flops
+from grpo_ray.policy.packing import lengths_of
+from grpo_ray.policy.sequences import TrainSequence, sequences_of
+from grpo_ray.telemetry.flops import ModelSize, WorkCount, num_pairs, num_tokens, peak_flops
 from grpo_ray.telemetry.learner_metrics import mean_metrics
 from grpo_ray.telemetry.performance import Performance
 from grpo_ray.types import TrainBatch
@@ -28,7 +29,7 @@ SHAPE = {
 LAYER, OUTPUT = 2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 20, 8 * 50
 WIDTH = 3 * 4 * 2  # layers x heads x head size
 # Prompts of 3 and 5 tokens; two responses of 4 and 1 to the first, one of 2 to the second.
-LENGTHS = [(3, [4, 1]), (5, [2])]
+LENGTHS = [(0, 7, 4), (3, 4, 1), (0, 7, 2)]
 TOKENS, RESPONSES = 3 + 4 + 1 + 5 + 2, 4 + 1 + 2
 # A token's pairs are its place in its sequence, counted from 1.
 PAIRS = (1 + 2 + 3) + (4 + 5 + 6 + 7) + 4 + (1 + 2 + 3 + 4 + 5) + (6 + 7)
@@ -76,20 +77,21 @@ def test_a_llama_is_counted_by_hand(implementation: str, is_tied: bool) -> None:
 def test_the_count_is_what_torch_computes_apart_from_the_keys_that_a_mask_hides(is_tied: bool) -> None:
     model, length = build("llama", tie_word_embeddings=is_tied, attn_implementation="eager"), 6
     size = ModelSize.of(model)
-    hidden = 4 * WIDTH * (length**2 - num_pairs([(2, [length - 2])]))
+    hidden = 4 * WIDTH * (length**2 - num_pairs([(0, length, length - 2)]))
     with FlopCounterMode(display=False) as counter:
         output = model(torch.arange(length)[None], use_cache=False, logits_to_keep=length - 2)
-    assert counter.get_total_flops() == size.forward_flops([(2, [length - 2])]) + hidden
+    assert counter.get_total_flops() == size.forward_flops([(0, length, length - 2)]) + hidden
     with counter:
         output.logits.sum().backward()
-    assert counter.get_total_flops() == 2 * (size.forward_flops([(2, [length - 2])]) + hidden)
+    assert counter.get_total_flops() == 2 * (size.forward_flops([(0, length, length - 2)]) + hidden)
 
 
 def test_one_sequence_has_the_published_count() -> None:
     """PaLM's 6 N + 12 x layers x width x keys per token, with the keys that a causal mask leaves."""
     size = ModelSize(1e9, 1e9, output=0, output_trained=0, attention_width={None: 24 * 2048})
     length = 1000
-    assert size.training_flops([(0, [length])]) == 6e9 * length + 12 * 24 * 2048 * length * (length + 1) / 2
+    expected = 6e9 * length + 12 * 24 * 2048 * length * (length + 1) / 2
+    assert size.training_flops([(0, length, length)]) == expected
 
 
 def test_biases_norms_and_embeddings_are_not_counted() -> None:
@@ -143,9 +145,9 @@ def test_frozen_matrices_get_no_gradient_of_their_own() -> None:
 def test_work_adds_up_until_it_is_reset() -> None:
     work, model = WorkCount(), build("llama")
     size = ModelSize.of(model)
-    work.add_forward(model, SEQUENCES)
+    work.add_forward(model, LENGTHS)
     assert (work.flops, work.trained_tokens) == (size.forward_flops(LENGTHS), 0)
-    work.add_training(model, SEQUENCES)
+    work.add_training(model, LENGTHS)
     assert (work.flops, work.trained_tokens) == (4 * size.forward_flops(LENGTHS), TOKENS)
     work.reset()
     assert (work.flops, work.trained_tokens) == (0, 0)

@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 
 from grpo_ray.models.attention import BlockAttention
 from grpo_ray.models.segments import SegmentTree
-from grpo_ray.policy.microbatch import (
-    NEVER,
-    MicroBatch,
-    TrainSequence,
-    collate_packed,
-    collate_padded,
-    first_switch,
-    minibatches,
-    plan,
-    sequences_of,
-)
+from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
+from grpo_ray.policy.packing import plan
+from grpo_ray.policy.sequences import NEVER, TrainSequence, first_switch, minibatches, sequences_of
 
 
 def make_sequence(prompt: list[int], response: list[int], advantage: float = 0.0) -> TrainSequence:
@@ -52,6 +44,7 @@ def two_sequences() -> list[TrainSequence]:
 OF_RESPONSES = {
     "labels": [14, 15, 22, 23, 24],
     "places": [0, 1, 3, 4, 5],
+    "turn_places": [0, 1, 0, 1, 2],
     "response_mask": [[True, True, False], [True, True, True]],
     "behaviour_logprobs": [[-1.0, -2.0, 0.0], [-1.0, -2.0, -3.0]],
     "advantages": [[0.5], [-2.0]],
@@ -65,7 +58,8 @@ def values_of(batch: MicroBatch) -> dict[str, object]:
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     assert dtypes.pop("response_mask") is torch.bool
-    integers = {"input_ids", "position_ids", "labels", "sources", "places", "switches"} & dtypes.keys()
+    of_labels = {"labels", "sources", "places", "turn_places"}
+    integers = {"input_ids", "position_ids", "switches", *of_labels} & dtypes.keys()
     assert {dtypes.pop(name) for name in integers} == {torch.int64}
     assert set(dtypes.values()) == {torch.float32}
     return {name: tensor.tolist() for name, tensor in tensors.items()}
@@ -96,7 +90,7 @@ def test_two_prompts_and_three_responses_packed() -> None:
         return BlockAttention.of(tree)
 
     batch = collate_packed([first, second, sibling], attention)
-    assert trees == [SegmentTree((3, 4, 2, 1, 3), (-1, 0, 0, -1, 3))]
+    assert trees == [SegmentTree((3, 4, 2, 4), (-1, 0, 0, -1))]
     assert batch.input_ids.tolist() == [[11, 12, 13, 16, 17, 18, 19, 14, 15, 21, 22, 23, 24]]
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 3, 4, 0, 1, 2, 3]]

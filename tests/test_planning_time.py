@@ -79,7 +79,7 @@ def test_the_operations_are_those_that_the_learner_counts(share_prompts: str) ->
         learner={"share_prompts": share_prompts}, algorithm={"prompts_per_step": 3, "samples_per_prompt": 4}
     )
     copies = 1 if share_prompts == "auto" else 4
-    lengths = 3 * copies * [(50, (4 // copies) * [200])]
+    lengths = 3 * copies * [(0, 250, 200), *(4 // copies - 1) * [(50, 250, 200)]]
     counted = ModelSize.of(model).forward_flops(lengths)
     assert sum(forward_flops(config, Workload(shape, 50, 200))) == pytest.approx(counted, rel=0.01)
 

@@ -32,7 +32,7 @@ from grpo_ray.models.segments import SegmentTree
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.layout import Layout, choose_layout
 from grpo_ray.policy.log_probs import ResponseLogProbs
-from grpo_ray.policy.microbatch import TrainSequence
+from grpo_ray.policy.sequences import TrainSequence
 
 ENDS = (0, 17)
 VOCAB = 280

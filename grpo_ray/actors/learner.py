@@ -33,12 +33,12 @@ from grpo_ray.models.sharded import gathered, whole
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
 from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.microbatch import TrainSequence, minibatches, sequences_of
 from grpo_ray.policy.offload import Offload
 from grpo_ray.policy.optimizer import make_optimizer, move_optimizer, warm_up_learning_rate
 from grpo_ray.policy.out_of_memory import SmallerMicroBatches
 from grpo_ray.policy.ranks import Ranks, Seat
 from grpo_ray.policy.reference import AdapterReference, Reference
+from grpo_ray.policy.sequences import TrainSequence, minibatches, samples_of, sequences_of
 from grpo_ray.policy.sharded_loading import load_in_shards
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.telemetry.learner_metrics import Sums, add, mean_metrics
@@ -253,7 +253,7 @@ class Learner:
                 sequences = self._memory.retry(look_up, sequences)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
-        is_single = num_epochs == 1 and (size is None or size >= len(sequences))
+        is_single = num_epochs == 1 and (size is None or size >= len(samples_of(sequences)))
         if not is_single and self._forward_backward.needs_proximal:
             with self._clock.stage("logprobs", "before the first update"):
                 look_up = partial(self._forward_backward.with_proximal, self.model)

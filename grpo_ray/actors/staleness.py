@@ -69,12 +69,16 @@ class StaleBatchError(RuntimeError):
 
 
 def lag_metrics(groups: Sequence[ScoredGroup], version: int, config: Config) -> dict[str, float]:
-    """Apply the second guard; return lag/mean and lag/max over all tokens, replayed ones too.
+    """Apply the second guard; return lag/mean and lag/max over all sampled tokens, replayed ones too.
+
+    Both are 0 if there is no such token.
 
     Raises:
         StaleBatchError: a token is older than the schedule allows.
     """
-    versions = np.concatenate([c.versions for group in groups for c in group.rollout.completions])
+    versions = np.concatenate([c.versions[c.mask] for group in groups for c in group.rollout.completions])
+    if not len(versions):
+        return {"lag/mean": 0.0, "lag/max": 0.0}
     max_age = config.max_token_age
     if versions.min() < oldest_allowed(version, max_age):
         name = "buffer.replay.max_age" if config.replayed_per_step else "weight_sync.max_lag"

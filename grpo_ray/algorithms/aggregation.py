@@ -48,7 +48,11 @@ def masked_normalize(
 
 
 def aggregate_loss(
-    per_token_loss: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float
+    per_token_loss: Tensor,
+    mask: Tensor,
+    aggregation: Aggregation,
+    denominator: float,
+    row_tokens: Tensor | None = None,
 ) -> Tensor:
     """Reduce per-token losses to this micro-batch's share of the batch's loss.
 
@@ -66,6 +70,8 @@ def aggregate_loss(
         mask: `[batch, seq]`, bool or 0/1; a row without tokens contributes 0.
         aggregation: one of `Aggregation`.
         denominator: the whole batch's count.
+        row_tokens: `[batch]`, the number of tokens that each row's mean is over, if a response has several rows
+            here or in other calls (an episode with branches); None: that of the row itself.
 
     Returns:
         A scalar.
@@ -77,7 +83,8 @@ def aggregate_loss(
         raise ValueError(f"denominator must be positive, got {denominator}")
     if aggregation == "sequence_mean":
         mask = mask.bool()
-        num_tokens = mask.sum(dim=1).clamp(min=1)  # [batch]; 1 keeps an empty row at 0/1
+        num_tokens = mask.sum(dim=1) if row_tokens is None else row_tokens
+        num_tokens = num_tokens.clamp(min=1)  # [batch]; 1 keeps an empty row at 0/1
         return (_masked_sum(per_token_loss, mask, dim=1) / num_tokens).sum() / denominator
     if aggregation in ("token_mean", "constant"):
         return masked_normalize(per_token_loss, mask, constant_normalizer=denominator)
@@ -89,9 +96,10 @@ def loss_denominator(aggregation: Aggregation, num_sequences: int, num_tokens: i
 
     Args:
         aggregation: one of `Aggregation`.
-        num_sequences: responses in the whole batch.
+        num_sequences: responses in the whole batch; an episode counts as one, whatever its turns and branches.
         num_tokens: response tokens in the whole batch that are trained on.
-        max_tokens: the maximum response length in tokens.
+        max_tokens: the maximum response length in tokens; in episodes that of one turn, so that the constant
+            does not depend on their number.
 
     Raises:
         ValueError: the aggregation is unknown.

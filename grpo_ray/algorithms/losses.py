@@ -6,8 +6,9 @@ All log-probabilities are natural logs.
 The ratio losses compare with old log-probabilities, `ratio = pi / pi_old`. They clamp the log ratio to
 [-20, 20] before exp, so that no token can overflow; beyond that the ratio has no gradient. Each returns its
 loss and details without gradient: `clipped` (`[batch, seq]` bool), `clip_fraction` (scalar, the mean of
-`clipped` over all tokens, padding included) and `ratio` (`[batch, seq]`). Each raises ValueError if advantages
-are not a `[batch, 1]` column or the shapes of old_log_probs and policy_log_probs differ.
+`clipped` over all tokens, padding included) and `ratio` (`[batch, seq]`). Advantages are a `[batch, 1]` column,
+or one per token (`[batch, seq]`) if turns have their own. Each raises ValueError if they have another shape, or
+if the shapes of old_log_probs and policy_log_probs differ.
 """
 
 from typing import TypeVar, assert_never, get_args
@@ -28,16 +29,16 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
     is then the reward or the advantage.)
 
     Args:
-        raw_rewards_or_advantages: `[batch, 1]`, one scalar per response.
+        raw_rewards_or_advantages: `[batch, 1]`, one scalar per response; or `[batch, seq]`.
         policy_log_probs: `[batch, seq]`.
 
     Returns:
         `[batch, seq]`.
 
     Raises:
-        ValueError: the rewards are not a `[batch, 1]` column.
+        ValueError: the rewards are neither a `[batch, 1]` column nor `[batch, seq]`.
     """
-    _check_column("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
+    _check_advantages("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
     return -raw_rewards_or_advantages * policy_log_probs
 
 
@@ -47,14 +48,14 @@ def compute_unclipped_loss(
     """Compute the importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
 
     Args:
-        advantages: `[batch, 1]`.
+        advantages: `[batch, 1]` or `[batch, seq]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
 
     Returns:
         The loss `[batch, seq]` and its details (see the module); `clipped` is false everywhere.
     """
-    _check_column("advantages", advantages, policy_log_probs)
+    _check_advantages("advantages", advantages, policy_log_probs)
     ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
     return -ratio * advantages, _details(torch.zeros_like(ratio, dtype=torch.bool), ratio)
 
@@ -75,7 +76,7 @@ def compute_grpo_clip_loss(
     from below by `dual_clip * A` where A < 0; in PPO it is unbounded there as the ratio grows.
 
     Args:
-        advantages: `[batch, 1]`.
+        advantages: `[batch, 1]` or `[batch, seq]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
         cliprange: low, and also high unless `cliprange_high` is given.
@@ -91,7 +92,7 @@ def compute_grpo_clip_loss(
     """
     if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
-    _check_column("advantages", advantages, policy_log_probs)
+    _check_advantages("advantages", advantages, policy_log_probs)
     ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
     objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
     if dual_clip is not None:
@@ -113,10 +114,12 @@ def compute_gspo_loss(
 
     Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio of the whole response's
     likelihoods to the power 1 / length. Each token has its response's value, so that `sequence_mean` gives the
-    paper's objective.
+    paper's objective. Each row has a ratio of its own, also where the branches of one episode are several rows:
+    a branch is sampled in a context of its own, and a ratio over all of them would tie their gradients together
+    beyond one forward pass.
 
     Args:
-        advantages: `[batch, 1]`.
+        advantages: `[batch, 1]` or `[batch, seq]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
         response_mask: `[batch, seq]`, bool or 0/1: the tokens to average over. A row without any has ratio 1.
@@ -124,13 +127,13 @@ def compute_gspo_loss(
         cliprange_high: high.
 
     Returns:
-        The loss `[batch, seq]` and its details (see the module), constant along each row; `clipped` is true
-        where the response has no gradient.
+        The loss `[batch, seq]` and its details (see the module), constant along each row with one advantage;
+        `clipped` is true where the response has no gradient.
 
     Raises:
         ValueError: see the module; or the shape of response_mask differs.
     """
-    _check_column("advantages", advantages, policy_log_probs)
+    _check_advantages("advantages", advantages, policy_log_probs)
     check_shape("response_mask", response_mask, policy_log_probs)
     mask = response_mask.bool()
     log_ratio = _log_ratio(policy_log_probs, old_log_probs)
@@ -153,7 +156,7 @@ def compute_cispo_loss(
     token's weight, and every token keeps its gradient.
 
     Args:
-        advantages: `[batch, 1]`.
+        advantages: `[batch, 1]` or `[batch, seq]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
         cliprange: low, and also high unless `cliprange_high` is given; from 1 on there is no lower bound.
@@ -163,7 +166,7 @@ def compute_cispo_loss(
         The loss `[batch, seq]` and its details (see the module); `clipped` is true where the clip changed the
         weight.
     """
-    _check_column("advantages", advantages, policy_log_probs)
+    _check_advantages("advantages", advantages, policy_log_probs)
     ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs).detach())
     weight = _clip(ratio, cliprange, cliprange_high)
     return -weight * advantages * policy_log_probs, _details(weight != ratio, ratio)
@@ -188,8 +191,8 @@ def compute_policy_gradient_loss(
     Args:
         policy_log_probs: `[batch, seq]`.
         loss_type: one of `LossType`.
-        raw_rewards: `[batch, 1]`.
-        advantages: `[batch, 1]`.
+        raw_rewards: `[batch, 1]` or `[batch, seq]`.
+        advantages: `[batch, 1]` or `[batch, seq]`.
         old_log_probs: `[batch, seq]`.
         cliprange: low, and also high unless `cliprange_high` is given.
         response_mask: `[batch, seq]`.
@@ -251,9 +254,11 @@ def _required(name: str, value: T | None, loss_type: str) -> T:
     return value
 
 
-def _check_column(name: str, column: Tensor, policy_log_probs: Tensor) -> None:
+def _check_advantages(name: str, advantages: Tensor, policy_log_probs: Tensor) -> None:
     """Refuse a `[batch]` vector: it would broadcast along the wrong axis whenever batch == seq."""
-    if column.shape != (policy_log_probs.shape[0], 1):
+    batch, seq = policy_log_probs.shape
+    if advantages.shape not in ((batch, 1), (batch, seq)):
         raise ValueError(
-            f"{name} must be [batch, 1] = [{policy_log_probs.shape[0]}, 1], got {list(column.shape)}"
+            f"{name} must be [batch, 1] = [{batch}, 1] or [batch, seq] = [{batch}, {seq}], "
+            f"got {list(advantages.shape)}"
         )

@@ -50,7 +50,7 @@ class Objective:
         Args:
             policy_log_probs: `[batch, seq]`.
             mask: `[batch, seq]`, bool.
-            advantages: `[batch, 1]`; the raw rewards for `no_baseline`.
+            advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
             old_log_probs: `[batch, seq]`, for the ratio losses.
         """
         return compute_policy_gradient_loss(

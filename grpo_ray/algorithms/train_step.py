@@ -21,6 +21,7 @@ def policy_gradient_step(
     weights: Tensor | None = None,
     reference_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
+    row_tokens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a micro-batch's share of the batch's loss; the caller runs the backward pass.
 
@@ -35,11 +36,12 @@ def policy_gradient_step(
         objective: the loss, its aggregation and the terms added to it.
         denominator: the WHOLE batch's count (`loss_denominator`); for `token_mean`, of the tokens that
             are kept.
-        advantages: `[batch, 1]`; for `no_baseline` the raw rewards.
+        advantages: `[batch, 1]` or `[batch, seq]`; for `no_baseline` the raw rewards.
         old_log_probs: `[batch, seq]`, for the ratio losses; others ignore it.
         weights: `[batch, seq]`, for the policy-gradient term only; never differentiated (`importance_weights`).
         reference_log_probs: `[batch, seq]`, nats; never differentiated.
         entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus.
+        row_tokens: `[batch]`, see `aggregate_loss`.
 
     Returns:
         The scalar loss, and scalar tensors without gradient to sum over micro-batches: `num_tokens` (kept by
@@ -87,7 +89,7 @@ def policy_gradient_step(
         if entropy is None:
             raise ValueError(f"entropy_bonus {objective.entropy_bonus} needs entropy")
         per_token_loss = per_token_loss - objective.entropy_bonus * entropy
-    return aggregate_loss(per_token_loss, mask, objective.aggregation, denominator), sums
+    return aggregate_loss(per_token_loss, mask, objective.aggregation, denominator, row_tokens), sums
 
 
 def grpo_microbatch_train_step(

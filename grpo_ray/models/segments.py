@@ -1,8 +1,8 @@
 """Sequences that share beginnings, as a tree of segments: shared tokens are computed once.
 
 A segment is a run of tokens that follows its parent's: a prompt has no parent, a response's parent is its
-prompt. A token attends to the segments on the path to its own, and to its own up to itself. Nothing below
-knows how deep the tree is.
+prompt, and the branches of an episode follow what they have in common. A token attends to the segments on the
+path to its own, and to its own up to itself. Nothing below knows how deep the tree is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,9 +45,10 @@ class SegmentTree:
 
     def path(self, segment: int) -> np.ndarray:
         """Return the indices of the tokens from the root to the segment's end, int64 `[depth + length]`."""
-        parent = self.parents[segment]
-        before = [] if parent == NO_PARENT else [self.path(parent)]
-        return np.concatenate([*before, self.tokens(segment)])
+        segments = [segment]
+        while self.parents[segments[-1]] != NO_PARENT:
+            segments.append(self.parents[segments[-1]])
+        return np.concatenate([self.tokens(each) for each in reversed(segments)])
 
     def positions(self) -> np.ndarray:
         """Return each token's position in its sequence, int64 `[num_tokens]`."""

@@ -25,9 +25,11 @@ from grpo_ray.config import Config
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.dealing import Pass, deal, imbalance
 from grpo_ray.policy.layout import Layout, choose_layout
-from grpo_ray.policy.microbatch import MicroBatch, TrainSequence
+from grpo_ray.policy.microbatch import MicroBatch
+from grpo_ray.policy.packing import lengths_of
 from grpo_ray.policy.ranks import Ranks
-from grpo_ray.telemetry.flops import ModelSize, WorkCount, lengths_of
+from grpo_ray.policy.sequences import TrainSequence, samples_of
+from grpo_ray.telemetry.flops import ModelSize, WorkCount
 from grpo_ray.telemetry.learner_metrics import Sums, add
 
 MISMATCH = (
@@ -81,31 +83,33 @@ class ForwardBackward:
 
     @torch.no_grad()
     def _look_up(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> dict[int, np.ndarray]:
-        """Return each response's log-probabilities by the sequence's index."""
+        """Return the log-probabilities of each sequence's sampled tokens by its index."""
         found: dict[int, np.ndarray] = {}
         for indices, batch in self._batches(model, sequences):
             log_probs, _ = self._log_probs(model, batch)
             if indices:
                 found |= zip(indices, _rows(log_probs, batch), strict=True)
         self._ranks.end_lookup(model)
-        self.work.add_forward(model, sequences)
+        self.work.add_forward(model, lengths_of(sequences))
         return {index: row for of_rank in self._ranks.gathered(found) for index, row in of_rank.items()}
 
     def backward(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> Sums:
         """Add the gradient of one update on all of `sequences` to `.grad`; return summed metrics.
 
-        Denominators count all sequences. Those without signal have no gradient from the policy-gradient loss,
+        Denominators count all samples. Sequences without signal have no gradient from the policy-gradient loss,
         and are computed only if the objective has other terms.
         """
         config = self._config
         has_other_terms = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
-        computed = [s for s in sequences if s.has_signal or has_other_terms]
+        samples = samples_of(sequences)
+        counts_of = [sum(map(self._num_counted, sample)) for sample in samples]
         denominator = loss_denominator(
-            self._objective.aggregation,
-            len(sequences),
-            sum(map(self._num_counted, sequences)),
-            config.sampling.max_tokens,
+            self._objective.aggregation, len(samples), sum(counts_of), config.sampling.max_tokens
         )
+        if len(samples) < len(sequences):  # those of one sample may be in different micro-batches
+            counted = zip(samples, counts_of, strict=True)
+            sequences = [replace(s, sample_tokens=num) for sample, num in counted for s in sample]
+        computed = [s for s in sequences if s.has_signal or has_other_terms]
         if not denominator:  # the loss counts no token of any sequence
             computed = []
         sums = DeviceSums()
@@ -117,12 +121,12 @@ class ForwardBackward:
         for indices, batch in self._batches(model, computed):
             sums.add(self._backward(model, batch, denominator))
             add(counts, _sizes(batch) if indices else {})
-        self.work.add_forward(model, measured)
-        self.work.add_training(model, computed)
+        self.work.add_forward(model, lengths_of(measured))
+        self.work.add_training(model, lengths_of(computed))
         total: Sums = {}
         for of_rank in self._ranks.gathered({**counts, **sums.read()}):
             add(total, of_rank)
-        return {**total, "trained_tokens": float(sum(len(s.response_token_ids) for s in computed))}
+        return {**total, "trained_tokens": float(sum(s.num_sampled for s in computed))}
 
     @torch.no_grad()
     def _measure_kl(self, model: PolicyModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -148,6 +152,7 @@ class ForwardBackward:
             weights=weights,
             reference_log_probs=batch.reference_logprobs,
             entropy=entropy,
+            row_tokens=batch.sample_tokens,
         )
         with record_function("backward"):
             torch.autograd.backward(loss)
@@ -220,10 +225,10 @@ class ForwardBackward:
         return dealt[self._ranks.rank]
 
     def _num_counted(self, sequence: TrainSequence) -> int:
-        """Count the response tokens in the loss: a ratio needs a finite old logprob."""
+        """Count the sampled tokens in the loss: a ratio needs a finite old logprob."""
         if self._objective.needs_old_log_probs and self._config.algorithm.old_log_probs == "behaviour":
             return int(np.isfinite(sequence.behaviour_logprobs).sum())
-        return len(sequence.response_token_ids)
+        return sequence.num_sampled
 
 
 class DeviceSums:
@@ -272,6 +277,6 @@ def _mismatch_sums(first: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Te
 
 
 def _rows(log_probs: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:
-    """Return each response's tokens without padding, as float32 on the host."""
+    """Return the values of each row's sampled tokens, as float32 on the host."""
     values, mask = log_probs.float().cpu().numpy(), batch.response_mask.cpu().numpy()
     return [row[kept] for row, kept in zip(values, mask, strict=True)]

@@ -13,7 +13,8 @@ from grpo_ray.policy.microbatch import MicroBatch
 
 
 class ResponseLogProbs:
-    """Log-probabilities and entropies at the sampling temperature, end tokens ruled out before `min_tokens`.
+    """Log-probabilities and entropies at the sampling temperature, end tokens ruled out before `min_tokens`
+    of each turn.
 
     With `is_chunked` the output layer is applied chunk by chunk. That requires logits to be its product with
     the last hidden states; other models (with a bias, a scale or a cap on logits) get a tensor of all logits.
@@ -29,7 +30,7 @@ class ResponseLogProbs:
         """Return log-probabilities and entropies, `[batch, resp]` float32 in nats, 0 outside the responses."""
         too_early = None
         if self._sampling.min_tokens and self._end_token_ids:
-            too_early = batch.places % batch.response_mask.shape[1] < self._sampling.min_tokens
+            too_early = batch.turn_places < self._sampling.min_tokens
         of_labels = self._chunked if self.is_chunked else self._plain
         log_probs, entropy = of_labels(model, batch, too_early)
         return batch.to_responses(log_probs), batch.to_responses(entropy)

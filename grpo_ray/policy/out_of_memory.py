@@ -8,7 +8,7 @@ import torch
 
 from grpo_ray.errors import OutOfDeviceMemory, RunError
 from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.microbatch import TrainSequence
+from grpo_ray.policy.sequences import TrainSequence
 
 T = TypeVar("T")
 

@@ -4,34 +4,24 @@ The count is that of Chowdhery et al. 2022 (PaLM, appendix B), as Narayanan et a
 have it for recomputation and the output layer: a multiplication and an addition per value of a matrix and token
 in the forward pass, twice that in the backward pass, and the scores and sums of attention over the keys that a
 token really attends to. Not counted are embeddings, norms and other elementwise work, activations that are
-recomputed, padding, and all but the first copy of a prompt: they cost time, so they lower the utilization.
+recomputed, padding, and all but the first copy of shared tokens: they cost time, so they lower the utilization.
 """
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Sized
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-
-class PromptAndResponse(Protocol):
-    """The tokens of one sequence, such as policy/microbatch.py's."""
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def response_token_ids(self) -> Sized: ...
-
-
 Model = Any
 """A transformers model or a TransformerLM (models/policy_model.py)."""
 
-Lengths = Sequence[tuple[int, Sequence[int]]]
-"""For each distinct prompt its tokens, and the tokens of each response to it."""
+Lengths = Sequence[tuple[int, int, int]]
+"""For each sequence its first tokens that are shared with one before it, all of its tokens, and those that
+the policy sampled."""
 
 EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")
 
@@ -56,17 +46,9 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def lengths_of(sequences: Sequence[PromptAndResponse]) -> Lengths:
-    """Return the lengths of the sequences, by distinct prompt."""
-    responses: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for sequence in sequences:
-        responses[sequence.prompt_token_ids].append(len(sequence.response_token_ids))
-    return [(len(prompt), lengths) for prompt, lengths in responses.items()]
-
-
 def num_tokens(lengths: Lengths) -> int:
-    """Count the tokens, with each prompt once."""
-    return sum(prompt + sum(responses) for prompt, responses in lengths)
+    """Count the tokens, shared ones once."""
+    return sum(length - shared for shared, length, _ in lengths)
 
 
 def num_pairs(lengths: Lengths, window: int | None = None) -> int:
@@ -80,10 +62,7 @@ def num_pairs(lengths: Lengths, window: int | None = None) -> int:
         seen = length if window is None else min(length, window)
         return seen * (seen + 1) // 2 + (length - seen) * seen
 
-    return sum(
-        of_first(prompt) + sum(of_first(prompt + response) - of_first(prompt) for response in responses)
-        for prompt, responses in lengths
-    )
+    return sum(of_first(length) - of_first(shared) for shared, length, _ in lengths)
 
 
 @dataclass(frozen=True)
@@ -96,7 +75,7 @@ class ModelSize:
     linear_trained: float
     """Number of these that get a gradient."""
     output: int
-    """Number of values in the output layer, which computes logits for response tokens only."""
+    """Number of values in the output layer, which computes logits for sampled tokens only."""
     output_trained: int
     """Number of these that get a gradient: all or none."""
     attention_width: Mapping[int | None, float]
@@ -132,7 +111,7 @@ class ModelSize:
         return self.forward_flops(lengths) + inputs + weights + 8 * self._attended(lengths)
 
     def _products(self, lengths: Lengths, linear: float, output: int) -> float:
-        return linear * num_tokens(lengths) + output * sum(sum(responses) for _, responses in lengths)
+        return linear * num_tokens(lengths) + output * sum(sampled for _, _, sampled in lengths)
 
     def _attended(self, lengths: Lengths) -> float:
         return sum(width * num_pairs(lengths, window) for window, width in self.attention_width.items())
@@ -148,13 +127,12 @@ class WorkCount:
         self.flops = 0.0
         self.trained_tokens = 0
 
-    def add_forward(self, model: Model, sequences: Sequence[PromptAndResponse]) -> None:
-        """Count a forward pass on the sequences."""
-        self.flops += ModelSize.of(model).forward_flops(lengths_of(sequences))
+    def add_forward(self, model: Model, lengths: Lengths) -> None:
+        """Count a forward pass on sequences of these lengths."""
+        self.flops += ModelSize.of(model).forward_flops(lengths)
 
-    def add_training(self, model: Model, sequences: Sequence[PromptAndResponse]) -> None:
-        """Count a forward and a backward pass on the sequences."""
-        lengths = lengths_of(sequences)
+    def add_training(self, model: Model, lengths: Lengths) -> None:
+        """Count a forward and a backward pass on sequences of these lengths."""
         self.flops += ModelSize.of(model).training_flops(lengths)
         self.trained_tokens += num_tokens(lengths)
 

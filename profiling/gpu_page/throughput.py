@@ -15,7 +15,8 @@ import torch
 
 from gpu_page.shapes import SHAPES, build_model, make_batch
 from gpu_page.steps import LearnerStep, PlainStep, step_config
-from grpo_ray.telemetry.flops import ModelSize, lengths_of, num_tokens, peak_flops
+from grpo_ray.policy.packing import lengths_of
+from grpo_ray.telemetry.flops import ModelSize, num_tokens, peak_flops
 
 GIB = 2**30
 NO_CHECKPOINTING = ("false", "none")

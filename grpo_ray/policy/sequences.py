@@ -1,0 +1,138 @@
+"""The sequences that a batch is trained on, and the minibatches of its updates."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+
+from grpo_ray.types import Episode, ScoredGroup
+
+NEVER = 2**31
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One prompt and response. Context within the response is input alone: only sampled tokens have values."""
+
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: np.ndarray  # [response_tokens]
+    behaviour_logprobs: np.ndarray  # [sampled_tokens], like all values below
+    advantage: float | np.ndarray  # an array if each turn has its own
+    has_signal: bool = True  # false if all advantages of its group are 0
+    switch: int = NEVER  # first sampled token that another version sampled than the one before it
+    proximal_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    mask: np.ndarray | None = None  # bool [response_tokens], true where the policy sampled; None: everywhere
+    turn_places: np.ndarray | None = None  # each token's place in its turn; None: the response is one turn
+    sample: tuple[int, int] | None = None
+    """The places of its group in the batch and of its sample in the group: an episode with branches is one
+    sample of several sequences. None: a sample of its own, in a group of sequences with the same prompt."""
+    sample_tokens: int | None = None
+    """Tokens of all the sample's sequences in the loss; None: those of this one, which is alone."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.response_token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.behaviour_logprobs)
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """The prompt and the response, int64."""
+        return self.tokens(0, len(self))
+
+    def tokens(self, start: int, end: int) -> np.ndarray:
+        """Return the tokens `[start, end)` of prompt and response together, int64."""
+        length = len(self.prompt_token_ids)
+        response = self.response_token_ids[max(0, start - length) : max(0, end - length)]
+        return np.concatenate([np.array(self.prompt_token_ids[start:end], np.int64), response])
+
+    def sampled(self, values: np.ndarray) -> np.ndarray:
+        """Return those of `[response_tokens]` values that belong to sampled tokens."""
+        return values if self.mask is None else values[self.mask]
+
+
+def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) -> list[TrainSequence]:
+    """Return the sequences of every completion, in order; `mask_truncated` omits completions that were cut off.
+
+    An episode has one per branch; a branch in which nothing was sampled has none.
+    """
+    sequences: list[TrainSequence] = []
+    for place, group in enumerate(groups):
+        prompt, completions = group.rollout.item.prompt_token_ids, group.rollout.completions
+        for number, (c, a) in enumerate(zip(completions, group.advantages, strict=True)):
+            if mask_truncated and c.is_truncated:
+                continue
+            advantage, sample = float(a), (place, number)
+            if isinstance(c, Episode):
+                of_turns = group.turn_advantages[number] if group.turn_advantages else None
+                sequences += _of_episode(c, advantage, of_turns, group.has_signal, sample)
+            else:
+                switch = first_switch(c.versions)
+                values = c.token_ids, c.logprobs, advantage, group.has_signal, switch
+                sequences.append(TrainSequence(prompt, *values, sample=sample))
+    return sequences
+
+
+def _of_episode(
+    episode: Episode, advantage: float, of_turns: np.ndarray | None, has_signal: bool, sample: tuple[int, int]
+) -> Iterator[TrainSequence]:
+    """Yield the episode's sequences; `of_turns` are the advantages `[turns]`, empty if it is left out."""
+    if of_turns is not None and not len(of_turns):
+        advantage, of_turns = 0.0, None
+    for sequence in episode.sequences:
+        own = slice(sequence.start, sequence.end)
+        mask = episode.mask[own]
+        if not mask.any():
+            continue
+        logprobs, versions, turns = (x[own][mask] for x in (episode.logprobs, episode.versions, episode.turns))
+        yield TrainSequence(
+            sequence.prompt_token_ids, episode.token_ids[own], logprobs,
+            advantage if of_turns is None else of_turns[turns], has_signal, first_switch(versions),
+            mask=None if mask.all() else mask, turn_places=_places(turns), sample=sample,
+        )  # fmt: skip
+
+
+def _places(turns: np.ndarray) -> np.ndarray | None:
+    """Return the place of each token in its turn, int64 `[sampled_tokens]`; None if there is one turn."""
+    starts = np.flatnonzero(np.diff(turns, prepend=-1))
+    if len(starts) == 1:
+        return None
+    return np.arange(len(turns)) - np.repeat(starts, np.diff(starts, append=len(turns)))
+
+
+def first_switch(versions: np.ndarray) -> int:
+    """Return the index of the first token that another version sampled than the first; NEVER without one."""
+    return int(np.argmax(versions != versions[0])) if np.any(versions != versions[:1]) else NEVER
+
+
+def samples_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
+    """Return the sequences of each sample, in the order of the samples' first."""
+    samples: dict[object, list[TrainSequence]] = {}
+    for index, sequence in enumerate(sequences):
+        samples.setdefault(index if sequence.sample is None else sequence.sample, []).append(sequence)
+    return list(samples.values())
+
+
+def minibatches(
+    sequences: Sequence[TrainSequence], size: int | None, num_epochs: int, seed: str
+) -> list[list[TrainSequence]]:
+    """Shuffle each epoch and split it into minibatches of `size` samples; return those of all epochs, in order.
+
+    If `size` does not divide the samples, all minibatches are a little smaller, so that no remainder of a few
+    samples gets an update of its own. None means one minibatch per epoch, in the given order.
+    """
+    samples = samples_of(sequences)
+    if size is None or size >= len(samples):
+        return [list(sequences)] * num_epochs
+    updates = []
+    for epoch in range(num_epochs):
+        shuffled = list(samples)
+        random.Random(f"{seed}/{epoch}").shuffle(shuffled)
+        num_updates = -(-len(shuffled) // size)
+        updates += [list(chain.from_iterable(shuffled[first::num_updates])) for first in range(num_updates)]
+    return updates
