@@ -6,7 +6,7 @@ TORCH  := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements/cpu.txt)
 READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
-.PHONY: quickstart test quick lint format docs clean
+.PHONY: quickstart test quick lint format docs environments clean
 
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
@@ -34,6 +34,9 @@ format: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Packages of environments that episodes can be played in (docs/environments.md). No other target needs them.
+environments: $(VENV)/.environments
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache site
 
@@ -48,4 +51,8 @@ $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	  $(BIN)/pip install -q --no-deps "$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
 	@$(BIN)/pip install -q --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.environments: $(READY) requirements/environments.txt
+	@$(BIN)/pip install -q --no-deps -r requirements/environments.txt
 	@touch $@

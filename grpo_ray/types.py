@@ -9,14 +9,16 @@ A *step* trains on one batch and is counted from 1. A *version* is the number of
 completed and published, so the initial weights are version 0, and step n turns version n - 1 into n.
 """
 
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 T_co = TypeVar("T_co", covariant=True)
+Method = TypeVar("Method", bound=Callable[..., object])
+_MARK = "returns_bulk_and_facts"
 
 CONTEXT = -1
 """The version of a token that the policy did not sample: of a message, a tool's result, or the template."""
@@ -24,6 +26,21 @@ CONTEXT = -1
 
 class Ref(Awaitable[T_co], Protocol[T_co]):
     """A reference to a value in another process; awaiting it brings the value here."""
+
+
+def bulk_and_facts(method: Method) -> Method:
+    """Mark an actor's method that returns `(bulk, facts)`.
+
+    Its caller gets a reference to the bulk, to be passed on, and awaits the facts alone. If the method fails,
+    awaiting the facts raises its error, before the bulk is used.
+    """
+    setattr(method, _MARK, True)
+    return method
+
+
+def methods_with_bulk(actor_class: type) -> frozenset[str]:
+    """Return the names of the methods that `bulk_and_facts` marks."""
+    return frozenset(name for name in dir(actor_class) if hasattr(getattr(actor_class, name), _MARK))
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,12 @@ class Episode(Completion):
     def num_turns(self) -> int:
         return int(self.turns.max(initial=CONTEXT)) + 1
 
+    def masked_before(self, version: int) -> "Episode":
+        """Return it with tokens sampled by earlier versions as context; they keep their turns."""
+        is_old = self.versions < version
+        versions, logprobs = np.where(is_old, CONTEXT, self.versions), np.where(is_old, 0, self.logprobs)
+        return replace(self, versions=versions.astype(np.int32), logprobs=logprobs.astype(np.float32))
+
 
 PER_TOKEN = frozenset(("token_ids", "logprobs", "versions", "turns"))
 
@@ -149,6 +172,15 @@ class RolloutGroup:
         """The smallest version that sampled any token of the group; NO_VERSION if none was sampled."""
         sampled = np.concatenate([c.versions[c.mask] for c in self.completions])
         return int(sampled.min(initial=NO_VERSION))
+
+    @property
+    def is_of_episodes(self) -> bool:
+        return any(isinstance(completion, Episode) for completion in self.completions)
+
+    def masked_before(self, version: int) -> "RolloutGroup":
+        """Return the group of episodes with the tokens of earlier versions masked."""
+        masked = [c.masked_before(version) if isinstance(c, Episode) else c for c in self.completions]
+        return replace(self, completions=tuple(masked))
 
 
 NO_VERSION = 2**31 - 1  # later than any

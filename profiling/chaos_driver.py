@@ -29,8 +29,8 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.cluster import hosting
 from grpo_ray.engines.base import Engine
+from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy import training_state
-from grpo_ray.policy.sequences import TrainSequence
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.tools.cli import main

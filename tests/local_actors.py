@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.actors.clients import methods_with_bulk
-from grpo_ray.actors.environment_worker import EnvironmentWorker
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer, scorer_arguments
@@ -19,11 +17,12 @@ from grpo_ray.actors.weight_sync import WeightSync, admission_of
 from grpo_ray.cluster.placement import environment_names, scorer_names
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
+from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.errors import ActorDied
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.transfer.wires import SendingLearner, Wires
-from grpo_ray.types import StartingModel
+from grpo_ray.types import StartingModel, methods_with_bulk
 
 BESIDE = frozenset(name for name in vars(SendingLearner) if not name.startswith("_"))  # in threads, as in Ray
 

@@ -9,12 +9,12 @@ import pytest
 from builders import make_completion
 from local_actors import LocalClient
 
-from grpo_ray.actors.environment_worker import EnvironmentWorker
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer, scorer_arguments
 from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
+from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tools.evaluation import evaluate
 from grpo_ray.types import Completion, SamplingSettings, StartingModel

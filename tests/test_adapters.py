@@ -20,7 +20,7 @@ from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.models.adapters import check_adapter, load_trained, served_weights
 from grpo_ray.models.loading import load_policy, skeleton
 from grpo_ray.models.quantization import dequantized
-from grpo_ray.policy.sequences import sequences_of
+from grpo_ray.models.sequences import sequences_of
 from grpo_ray.telemetry.adapter_files import FILE
 from grpo_ray.telemetry.flops import ModelSize
 from grpo_ray.transfer.messages import WeightSnapshot

@@ -136,3 +136,21 @@ def test_an_unknown_aggregation_lists_the_allowed():
         aggregate_loss(torch.ones(1, 1), torch.ones(1, 1), "mean", 1.0)
     with pytest.raises(ValueError, match=r"'mean'.*sequence_mean, token_mean, constant"):
         loss_denominator("mean", 1, 1, 1)
+
+
+def test_rows_of_one_response_are_one_mean_by_hand() -> None:
+    """A response of two rows with 1 and 3 tokens, and one of a single row with 2."""
+    loss = torch.tensor([[4.0, 9.0, 9.0], [1.0, 2.0, 3.0], [6.0, 8.0, 9.0]])
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    row_tokens = torch.tensor([4, 4, 2])
+    whole = aggregate_loss(loss, mask, "sequence_mean", 2.0, row_tokens)
+    assert whole.item() == pytest.approx(((4 + 1 + 2 + 3) / 4 + (6 + 8) / 2) / 2)
+    parts = [
+        aggregate_loss(*rows, "sequence_mean", 2.0, n)
+        for *rows, n in zip(loss.split(1), mask.split(1), row_tokens.split(1), strict=True)
+    ]
+    assert sum(parts).item() == pytest.approx(whole.item())
+    for aggregation in ("token_mean", "constant"):
+        assert aggregate_loss(loss, mask, aggregation, 2.0, row_tokens) == aggregate_loss(
+            loss, mask, aggregation, 2.0
+        )

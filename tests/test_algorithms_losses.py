@@ -191,3 +191,23 @@ def test_advantages_that_would_broadcast_along_seq_are_refused(shape):
 def test_old_log_probs_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="old_log_probs"):
         compute_grpo_clip_loss(torch.ones(2, 1), torch.zeros(2, 3), torch.zeros(1, 3), CLIPRANGE)
+
+
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_advantages_per_token_are_those_of_each_column_alone(loss_type):
+    """Every token has the loss that it would have if its advantage were the response's."""
+    torch.manual_seed(0)
+    log_probs, old = -torch.rand(2, 4), -torch.rand(2, 4)
+    advantages = torch.tensor([[1.0, 1.0, -2.0, 0.5], [-1.0, 3.0, 0.0, 2.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+
+    def compute(values):
+        given = {"raw_rewards": values, "advantages": values, "old_log_probs": old, "response_mask": mask}
+        return compute_policy_gradient_loss(log_probs, loss_type, cliprange=CLIPRANGE, **given)
+
+    loss, details = compute(advantages)
+    for column in range(4):
+        expected, expected_details = compute(advantages[:, [column]])
+        assert torch.equal(loss[:, column], expected[:, column])
+        for name in {"clipped", "ratio"} & details.keys():
+            assert torch.equal(details[name][:, column], expected_details[name][:, column])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config, LearnerConfig
-from grpo_ray.policy.sequences import sequences_of
+from grpo_ray.models.sequences import sequences_of
 
 FAMILIES = ("transformers", "grpo_ray")
 

@@ -11,9 +11,12 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.actors.weight_sync import WeightSync
+from grpo_ray.episodes.environment_worker import EnvironmentWorker
+from grpo_ray.types import methods_with_bulk
 
 PAIRS: list[tuple[Any, type]] = [
     (clients.GeneratorClient, Generator),
+    (clients.EnvironmentClient, EnvironmentWorker),
     (clients.ScorerClient, Scorer),
     (clients.BufferClient, TrajectoryBuffer),
     (clients.LearnerClient, Learner),
@@ -43,4 +46,4 @@ def test_every_call_exists_with_these_parameters(protocol: Any, actor: type) -> 
 def test_calls_that_return_a_reference_are_marked(protocol: Any, actor: type) -> None:
     returned = {name: get_type_hints(getattr(protocol, name))["return"] for name in methods_of(protocol)}
     pairs = {name for name, annotation in returned.items() if get_origin(annotation) is tuple}
-    assert pairs == clients.methods_with_bulk(actor)
+    assert pairs == methods_with_bulk(actor)

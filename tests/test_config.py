@@ -278,7 +278,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (["task.num_digits=99"], ["task.num_digits: 99 is not valid; allowed: integer >= 2 and <= 9"]),
         (
             ["task.kind=sums"],
-            ["task.kind: 'sums' is not valid; allowed: sorting, arithmetic,", "math, mixture"],
+            ["task.kind: 'sums' is not valid; allowed: sorting, arithmetic,", "math, episodes, mixture"],
         ),
         (["task={}"], ["task.kind: required, but not given; allowed: sorting, arithmetic,"]),
         (["task=5"], ["task: 5 is not valid; allowed: a mapping of kind (sorting, arithmetic,"]),

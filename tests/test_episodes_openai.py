@@ -104,6 +104,57 @@ def test_a_limit_ends_the_agent_at_once() -> None:
     assert len(sampler.prompts) == 2
 
 
+def test_a_client_may_give_back_a_streamed_reply_with_what_it_added() -> None:
+    """The openai client's accumulated messages have an `index` at each call, and fields without a value."""
+
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        messages: list[Any] = [QUESTION]
+        async with client.chat.completions.stream(
+            model="policy",
+            messages=messages,
+            tools=[TOOL],  # type: ignore[list-item]
+            stream_options={"include_usage": True},
+        ) as stream:
+            final = await stream.get_final_completion()
+        assert final.usage is not None
+        assert final.usage.completion_tokens > 5
+        message = final.choices[0].message.model_dump()
+        assert "index" in message["tool_calls"][0]
+        call = message["tool_calls"][0]
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "nothing"}]
+        await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])  # type: ignore
+        return 1.0
+
+    result, _ = play(agent, CALL % "here", "It is gone.")
+    assert result.reward == 1.0, result.error
+    assert len(result.segments.sequences()) == 1, "the second turn continues the first"
+
+
+def test_a_conversation_that_is_too_long_has_openais_code() -> None:
+    """Agents end or shorten their conversation at it."""
+
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        long = [{"role": "user", "content": "where? " * 50}]
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.chat.completions.create(model="policy", messages=long)  # type: ignore[arg-type]
+        assert error.value.code == "context_length_exceeded"
+        return 0.5
+
+    result, _ = play(agent, limits=Limits(max_tokens=60))
+    assert (result.status, result.reward) == (Status.TRUNCATED_TOKENS, 0.5)
+
+
+def test_other_endpoints_say_which_one_there_is() -> None:
+    async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
+        for call in (client.models.list(), client.responses.create(model="policy", input="where?")):
+            with pytest.raises(openai.NotFoundError, match=r"answers only POST \.\.\./v1/chat/completions"):
+                await call
+        return 1.0
+
+    result, _ = play(agent)
+    assert result.reward == 1.0, result.error
+
+
 def test_requests_that_a_session_cannot_answer_are_refused() -> None:
     async def agent(client: openai.AsyncOpenAI, session: Session) -> float:
         for arguments, message in (
@@ -111,9 +162,15 @@ def test_requests_that_a_session_cannot_answer_are_refused() -> None:
             ({"tool_choice": "required"}, 'supports only \\"auto\\"'),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
             ({"messages": [{"content": "hello"}]}, "a message has no role"),
+            ({"messages": ["hello"]}, "a list of messages"),
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+                "each only with a name and arguments",
+            ),
+            ({"tools": ["look"]}, "only a list of objects"),
             ({"max_tokens": -1}, "it must be a positive whole number"),
         ):
-            with pytest.raises(openai.BadRequestError, match=r"only|no role|positive") as error:
+            with pytest.raises(openai.BadRequestError, match=r"only|no role|positive|list") as error:
                 await client.chat.completions.create(**{"model": "policy", "messages": [QUESTION], **arguments})
             assert message.replace("\\", "") in str(error.value)
         return 1.0

@@ -4,12 +4,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from builders import make_completion
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ray.episodes.returns import discounted_returns, episode_advantages, token_advantages, turn_advantages
-from grpo_ray.episodes.segments import Segments
+from grpo_ray.episodes.returns import discounted_returns, episode_advantages, turn_advantages
 
 REWARDS = st.lists(st.floats(-5, 5), min_size=1, max_size=8)
 
@@ -49,11 +47,3 @@ def test_turns_are_compared_with_the_same_turn_of_other_episodes() -> None:
 def test_one_turn_is_the_whole_episode(rewards: list[float]) -> None:
     per_turn = turn_advantages([[reward] for reward in rewards], discount=0.9)
     assert [float(a[0]) for a in per_turn] == episode_advantages(rewards).tolist()
-
-
-def test_tokens_have_the_advantage_of_their_turn() -> None:
-    segments = Segments()
-    for prompt, reply in (([1], [2, 3]), ([1, 2, 3, 9], [4])):
-        segments.add_sample(segments.add_prompt(prompt), make_completion(reply))
-    (sequence,) = segments.sequences()
-    assert token_advantages(sequence, np.array([0.5, -1.0])).tolist() == [0.5, 0.5, 0, -1.0]

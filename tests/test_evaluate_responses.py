@@ -13,6 +13,7 @@ from builders import make_completion, make_group, make_item
 from grpo_ray.telemetry.evaluation_summary import Category, summarise
 from grpo_ray.telemetry.validation_files import outcomes_of
 from grpo_ray.tools.evaluation.responses import (
+    EPISODE,
     EXAMPLES_PER_PART,
     SCHEMA,
     ResponseFiles,
@@ -43,6 +44,7 @@ def test_rows() -> None:
         "example_id": 5, "task": "", "prompt": "prompt 5", "ground_truth": "truth 5", "sample": 3,
         "response": "5.3", "num_tokens": 4, "finish_reason": "length", "reward": 0.0, "format_reward": 0.0,
         "answer_reward": 0.0, "category": "not_graded", "error": "it took too long",
+        **dict.fromkeys(EPISODE),
     }  # fmt: skip
 
 

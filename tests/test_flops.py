@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
+from grpo_ray.models.sequences import TrainSequence, lengths_of, sequences_of
 from grpo_ray.models.transformer_lm import TransformerLM
-from grpo_ray.policy.packing import lengths_of
-from grpo_ray.policy.sequences import TrainSequence, sequences_of
 from grpo_ray.telemetry.flops import ModelSize, WorkCount, num_pairs, num_tokens, peak_flops
 from grpo_ray.telemetry.learner_metrics import mean_metrics
 from grpo_ray.telemetry.performance import Performance

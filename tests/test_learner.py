@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.staleness import StaleBatchError
 from grpo_ray.config import Config
-from grpo_ray.policy.sequences import sequences_of
+from grpo_ray.models.sequences import sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.transfer.messages import WeightSnapshot

@@ -31,7 +31,7 @@ from builders import (
 from grpo_ray.actors.learner import Learner
 from grpo_ray.algorithms import group_advantages
 from grpo_ray.config import Config
-from grpo_ray.policy.sequences import TrainSequence, sequences_of
+from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.types import ScoredGroup, TrainBatch
 

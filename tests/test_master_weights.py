@@ -15,8 +15,8 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.engines.torch_engine import TorchEngine
 from grpo_ray.models.loading import load_policy
+from grpo_ray.models.sequences import sequences_of
 from grpo_ray.policy.master_weights import MasterWeights
-from grpo_ray.policy.sequences import sequences_of
 from grpo_ray.types import TrainBatch
 
 FAMILIES = ("transformers", "grpo_ray")

@@ -24,13 +24,13 @@ from grpo_ray.models.attention import NAME as ATTENTION
 from grpo_ray.models.attention import BlockAttention, VarlenAttention
 from grpo_ray.models.loading import cast_parameters
 from grpo_ray.models.segments import SegmentTree
+from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.models.tiny import build_model, tiny_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.policy import log_probs
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.log_probs import model_inputs
 from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
-from grpo_ray.policy.sequences import TrainSequence
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.planning import learner_memory
 from grpo_ray.tools.planning.gpu_memory import (

@@ -65,12 +65,22 @@ def test_a_lock_accepts_the_same_file_only(tmp_path: Path) -> None:
 
 
 def test_every_requirement_of_an_environment_is_pinned() -> None:
-    for name in ("cpu.txt", "dev.txt", "gpu.txt"):
+    for name in ("cpu.txt", "dev.txt", "environments.txt", "gpu.txt"):
         lines = (ROOT / "requirements" / name).read_text().splitlines()
         wanted = [line for line in lines if line and not line.startswith("#")]
         assert wanted
         assert [line for line in wanted if not re.fullmatch(r"[\w.\[\]-]+==[\w.+]+", line)] == []
         assert not any(line.startswith("-") for line in wanted)  # names versions, never a registry
+
+
+def test_environments_change_no_version_of_the_install() -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / "requirements" / name).read_text().splitlines()
+        return dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+
+    installed = {**pins("dev.txt"), **pins("cpu.txt")}
+    added = pins("environments.txt")
+    assert {name: added[name] for name in added.keys() & installed.keys()} == {"openai": installed["openai"]}
 
 
 def test_the_security_page_names_the_individuals_package() -> None:

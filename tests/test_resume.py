@@ -15,8 +15,8 @@ from builders import make_buffer, parts, simple_group
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError
 from grpo_ray.run import restores, training
-from grpo_ray.run.inputs import check_inputs, input_digests, write_digests
 from grpo_ray.run.preflight import check_files
+from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.telemetry.json_lines import lines_from_end
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
@@ -98,7 +98,8 @@ def test_an_edited_input_is_refused_by_name(
 
 
 def digests(config: Config) -> dict[str, str]:
-    return input_digests(config, check_files(config))
+    task = check_files(config)
+    return input_digests(config, task.templates, task.validation)
 
 
 # ---- sampling ----

@@ -29,10 +29,10 @@ from grpo_ray.models.attention import NAME, BlockAttention, VarlenAttention, tre
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.segments import SegmentTree
+from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.layout import Layout, choose_layout
 from grpo_ray.policy.log_probs import ResponseLogProbs
-from grpo_ray.policy.sequences import TrainSequence
 
 ENDS = (0, 17)
 VOCAB = 280

@@ -508,6 +508,20 @@ def view_of(run: RunDirectory, at: float = NOW + 1) -> RunView:
     return RunView(seen.path, seen.state, seen.steps, seen.events, at, silence)
 
 
+def test_steps_of_episodes_have_columns_of_their_own(tmp_path: Path) -> None:
+    of_episodes = {"episodes/turns/mean": 3.25, "episodes/status/finished": 0.875, "episodes/seconds/max": 41.7}
+    run = make_run(tmp_path / "run", make_state(), [step(1), step(2) | of_episodes])
+    narrow, wide = (drawn(view_of(run), width=width) for width in (80, 140))
+    for text in (narrow, wide):
+        assert re.search(r"turns +finished", text)
+        assert re.search(r" 3\.2 +88%", text)
+        assert "tokens/s" in text
+    assert ("longest" in narrow, "42 s" in narrow) == (False, False)
+    assert ("longest" in wide, "42 s" in wide, "eval" in wide) == (True, True, True)
+    plain = make_run(tmp_path / "plain", make_state(), [step(1)])
+    assert "turns " not in drawn(view_of(plain), width=140)
+
+
 def test_a_frame_shows_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", make_state(), [step(n) for n in range(1, 5)])
     text = drawn(view_of(run), job="job raysubmit_1: RUNNING")

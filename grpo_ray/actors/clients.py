@@ -7,7 +7,7 @@ behind the Protocols are in the files of the same names; `tests/test_clients.py`
 `cluster/remote_actor.py` makes clients of Ray actors, `tests/local_actors.py` of objects in the same process.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -32,23 +32,6 @@ from grpo_ray.types import (
 )
 
 T = TypeVar("T")
-Method = TypeVar("Method", bound=Callable[..., object])
-_MARK = "returns_bulk_and_facts"
-
-
-def bulk_and_facts(method: Method) -> Method:
-    """Mark an actor's method that returns `(bulk, facts)`.
-
-    Its caller gets a reference to the bulk, to be passed on, and awaits the facts alone. If the method fails,
-    awaiting the facts raises its error, before the bulk is used.
-    """
-    setattr(method, _MARK, True)
-    return method
-
-
-def methods_with_bulk(actor_class: type) -> frozenset[str]:
-    """Return the names of the methods that `bulk_and_facts` marks."""
-    return frozenset(name for name in dir(actor_class) if hasattr(getattr(actor_class, name), _MARK))
 
 
 class ActorClient(Protocol):
@@ -78,7 +61,7 @@ class GeneratorClient(ActorClient, Protocol):
 
 
 class EnvironmentClient(ActorClient, Protocol):
-    """The EnvironmentWorker: groups of episodes, whose turns it sends to Generators (environment_worker.py)."""
+    """The EnvironmentWorker: groups of episodes, with their turns from Generators (environment_worker.py)."""
 
     def serve(self, serving: Mapping[int, GeneratorClient]) -> Awaitable[None]: ...
     def failures(self, num_known: int) -> Awaitable[list[GeneratorFailure]]: ...

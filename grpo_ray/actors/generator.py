@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import ExitStack
 
-from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
@@ -11,7 +10,7 @@ from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import check_snapshot
 from grpo_ray.transfer.wire import Meeting
-from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings
+from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
 
 # Weights are staged while groups are sampled, which then counts.
 STAGES = (

@@ -6,30 +6,25 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.profiler import record_function
 
-from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.models.adapters import (
     load_adapter,
     load_trained,
-    served_adapter,
-    served_weights,
     trained_parameters,
 )
 from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
-from grpo_ray.models.hub_format import in_hub_format
 from grpo_ray.models.loading import cast_parameters, load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.sharded import gathered, whole
+from grpo_ray.models.sequences import TrainSequence, minibatches, samples_of, sequences_of
+from grpo_ray.models.sharded import whole
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
 from grpo_ray.policy.master_weights import MasterWeights
@@ -38,7 +33,6 @@ from grpo_ray.policy.optimizer import make_optimizer, move_optimizer, warm_up_le
 from grpo_ray.policy.out_of_memory import SmallerMicroBatches
 from grpo_ray.policy.ranks import Ranks, Seat
 from grpo_ray.policy.reference import AdapterReference, Reference
-from grpo_ray.policy.sequences import TrainSequence, minibatches, samples_of, sequences_of
 from grpo_ray.policy.sharded_loading import load_in_shards
 from grpo_ray.policy.training_state import TrainingState, capture_state, restore_state, write_state
 from grpo_ray.telemetry.learner_metrics import Sums, add, mean_metrics
@@ -49,13 +43,10 @@ from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
-from grpo_ray.transfer.channels import join
-from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.sender import make_sender
-from grpo_ray.transfer.snapshot import NamedWeights, ReusedMemory, pack_on_device, pack_weights, take_part
+from grpo_ray.transfer.publisher import Publisher
 from grpo_ray.transfer.wire import Meeting
-from grpo_ray.types import ScoredGroup, StepReport, TrainBatch
+from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, bulk_and_facts
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
 
@@ -126,11 +117,7 @@ class Learner:
         self._last_report: StepReport | None = None
         self._captured: TrainingState | None = None
         self._spare: TrainingState | None = None  # a written state; the next takes its memory
-        self._packing = ReusedMemory(is_pinned=self._device.type == "cuda")
-        self._shared: list[torch.Tensor] = []  # the bytes of the last snapshot, on the device
-        self._kept = KeptWeights()  # with weight_sync.delta, those that Generators have
-        self._whole: WeightSnapshot | None = None  # the last snapshot, until `delta`
-        self._sender = make_sender(config, host, self._device, join)
+        self._publisher = Publisher(config, host, self._device, self._ranks)
         if checkpoint is not None:
             counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
@@ -313,10 +300,7 @@ class Learner:
     def snapshot(self) -> tuple[WeightSnapshot, int]:
         """Return a copy of the weights in the served dtype, unaffected by later steps, and its version."""
         with self._clock.stage("snapshot", f"version {self.version}"):
-            snapshot = self._snapshot()
-            if self._config.weight_sync.delta:
-                self._whole = snapshot = replace(snapshot, is_kept=True)
-            return snapshot, self.version
+            return self._publisher.snapshot(self.model, self.version), self.version
 
     @bulk_and_facts
     def delta(self) -> tuple[WeightSnapshot | None, float]:
@@ -324,52 +308,26 @@ class Learner:
 
         It is None, and the share 1, if the whole is to be sent: it is the first, or not larger.
         """
-        whole, self._whole = self._whole, None
-        assert whole is not None, "snapshot first"
         with self._clock.stage("snapshot", f"changes of version {self.version}"):
-            if whole.wire_bytes:
-                whole = self._sender.with_bytes(whole)
-            delta = self._kept.delta_to(whole) if self._ranks.is_first else None
-        return delta, 1.0 if delta is None else delta.data.nbytes / delta.num_bytes
-
-    def _snapshot(self) -> WeightSnapshot:
-        send = self._config.weight_sync.send
-        served = served_weights(self.model) if send == "merged" else served_adapter(self.model)
-        with gathered(self.model, served, self._dtype, by_block=send == "merged") as weights:
-            return self._packed(in_hub_format(self.model, weights) if send == "merged" else weights)
-
-    def _packed(self, weights: NamedWeights) -> WeightSnapshot:
-        sync = self._config.weight_sync
-        if sync.transport == "ipc":
-            self._shared.clear()  # every Generator has loaded the previous one
-            torch.cuda.ipc_collect()  # also what a Generator that died had not read
-            packed = pack_on_device(weights, self.version, self._dtype, self._device)
-            snapshot, self._shared = packed  # kept until the next: a replacement Generator loads it as well
-            return replace(snapshot, on_device=tuple(chain(*self._ranks.gathered(snapshot.on_device))))
-        if not self._ranks.is_first:
-            take_part(weights)
-            return WeightSnapshot(self.version, (), np.empty(0, np.uint8))
-        if sync.wire_backend:
-            return self._sender.pack(weights, self.version, self._dtype, sync.checksum)
-        return pack_weights(weights, self.version, self._dtype, sync.checksum, self._packing)
+            return self._publisher.delta()
 
     # The first rank's end of the wires, in threads beside the training: see `Sender`.
 
     def open_wire(self, name: str) -> Meeting:
-        return self._sender.open_wire(name)
+        return self._publisher.sender.open_wire(name)
 
     def join_wire(self, name: str) -> None:
-        self._sender.join_wire(name)
+        self._publisher.sender.join_wire(name)
 
     def send(self, name: str, version: int) -> None:
         with self._clock.span("send", f"version {version} to {name}"):
-            self._sender.send(name, version)
+            self._publisher.sender.send(name, version)
 
     def drop_wire(self, name: str) -> None:
-        self._sender.drop_wire(name)
+        self._publisher.sender.drop_wire(name)
 
     def release(self, version: int) -> None:
-        self._sender.release(version)
+        self._publisher.sender.release(version)
 
     def make_room(self) -> None:
         """Move off the colocated device, to leave it to the Generators until `take_room`."""
@@ -380,8 +338,7 @@ class Learner:
     def take_room(self) -> None:
         """Move onto the colocated device while the Generators sleep."""
         if self._device.type == "cuda":
-            self._shared.clear()  # all have loaded it, replacements too
-            torch.cuda.ipc_collect()
+            self._publisher.forget_shared()
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:

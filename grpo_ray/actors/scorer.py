@@ -1,8 +1,7 @@
 """Scorer: verified rewards and group advantages."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from grpo_ray.algorithms import group_advantages, overlong_penalties
 from grpo_ray.config import Config, ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import Reward
-from grpo_ray.episodes.returns import episode_advantages, turn_advantages
+from grpo_ray.episodes.returns import verdict_on
 from grpo_ray.rewards.base import Ungradable, verdict
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
@@ -63,32 +62,9 @@ class Scorer:
         """Return the group's rewards and advantages."""
         with self._clock.stage("score", f"group {group.item.group_id}"):
             episodes = [each for each in group.completions if isinstance(each, Episode)]
-            return self._compare(episodes) if episodes else self._score(group)
-
-    def _compare(self, episodes: Sequence[Episode]) -> Verdict:
-        """Return the verdict on episodes, which bring their rewards along.
-
-        One that finished by itself counts as well-formed, one with a positive reward as right.
-        """
-        algorithm, rewards = self._algorithm, [episode.reward for episode in episodes]
-        compare = partial(
-            episode_advantages,
-            kind=algorithm.advantage_kind,
-            advantage_eps=algorithm.advantage_eps,
-            std=algorithm.std,
-        )
-        known = np.array([reward or 0.0 for reward in rewards], np.float32)
-        of_turns: list[np.ndarray] = []
-        if any(episode.turn_rewards is not None for episode in episodes):
-            of_turns = turn_advantages(list(map(_turn_rewards, episodes)), self._turn_discount, compare)
-        return Verdict(
-            rewards=known,
-            format_rewards=np.array([episode.status == "finished" for episode in episodes], np.float32),
-            answer_rewards=(known > 0).astype(np.float32),
-            advantages=compare(rewards),
-            errors={n: e.error or e.status for n, e in enumerate(episodes) if e.reward is None},
-            turn_advantages=tuple(of_turns),
-        )
+            if episodes:
+                return verdict_on(episodes, self._algorithm, self._turn_discount)
+            return self._score(group)
 
     def _score(self, group: RolloutGroup) -> Verdict:
         item = group.item
@@ -121,13 +97,6 @@ class Scorer:
     def close(self) -> None:
         """End the workers, which would also end with this process."""
         self._grader.close()
-
-
-def _turn_rewards(episode: Episode) -> tuple[float, ...] | None:
-    """Return one reward per turn; an episode without any, such as one cut off, has its reward in the last."""
-    if episode.reward is None or episode.turn_rewards is not None:
-        return episode.turn_rewards
-    return (*[0.0] * (episode.num_turns - 1), episode.reward)[: episode.num_turns]
 
 
 def scorer_arguments(config: Config) -> tuple[Any, ...]:

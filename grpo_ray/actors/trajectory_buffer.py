@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.actors.batch_queue import BatchQueue
-from grpo_ray.actors.clients import bulk_and_facts
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
 from grpo_ray.config import Config
@@ -15,7 +15,15 @@ from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.types import BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch, Verdict
+from grpo_ray.types import (
+    BatchFacts,
+    PutReceipt,
+    RolloutGroup,
+    ScoredGroup,
+    TrainBatch,
+    Verdict,
+    bulk_and_facts,
+)
 
 GROUPS, REPLAY = "groups.parquet", "replay.parquet"  # in a checkpoint's training folder
 STAGES = ("write_rollouts", "write_checkpoint", "make_batch", "wait_for_groups")
@@ -32,16 +40,19 @@ class TrajectoryBuffer:
         rollouts_folder: Path | None = None,
         checkpoint: Path | None = None,
         cut_max_lag: int | None = None,
+        masks_old: bool = False,
     ) -> None:
         """
         Args:
             rollouts_folder: receives the rollouts of every batch.
             checkpoint: the training folder to restore from.
             cut_max_lag: if given, groups that would be older than this lag in the next batch are cut off.
+            masks_old: keep old groups of episodes, and mask their old tokens.
         """
         self._queue, self._memory = queue, memory
         self._max_bytes = max_bytes
         self._cut_max_lag = cut_max_lag
+        self._masks_old = masks_old
         self._oldest_kept = 0
         self._groups: dict[int, ScoredGroup] = {}  # in the order of their arrival
         self._has_signal: dict[int, bool] = {}  # of the same groups
@@ -86,7 +97,7 @@ class TrajectoryBuffer:
         group = ScoredGroup.of(rollout, verdict)
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_room(group))
-            if group.rollout.oldest_version < self._oldest_kept:
+            if self._is_too_old(group, self._oldest_kept):
                 return PutReceipt(is_kept=False)
             if group.group_id in self._groups:
                 raise ValueError(f"group {group.group_id} came twice")
@@ -138,6 +149,7 @@ class TrajectoryBuffer:
         if rejected:
             self._changed.notify_all()  # there is room
             return TrainBatch(()), BatchFacts((), rejected, {}, write_error=write_error)
+        num_masked = self._mask_older(group_ids, oldest_version)
         fresh, replayed, dropped = self._make_batch(version_trained_at(step), group_ids)
         cut = self._cut_for(step + 1)
         num_slots = self._settle()
@@ -149,6 +161,7 @@ class TrajectoryBuffer:
             **part_metrics([*fresh, *dropped]),
             **cut_metrics(fresh),
             **self._memory.take_metrics(),
+            **({"lag/masked_tokens": float(num_masked)} if self._masks_old else {}),
             "buffer/groups": float(len(self._groups)),
             "buffer/bytes": float(self._num_bytes),
         }
@@ -177,8 +190,23 @@ class TrajectoryBuffer:
         return self._remove_older(list(self._groups.values()), self._oldest_kept)
 
     def _remove_older(self, groups: Sequence[ScoredGroup], oldest_version: int) -> tuple[int, ...]:
-        stale = [group.group_id for group in groups if group.rollout.oldest_version < oldest_version]
+        stale = [group.group_id for group in groups if self._is_too_old(group, oldest_version)]
         return tuple(self._remove(group_id).group_id for group_id in stale)
+
+    def _is_too_old(self, group: ScoredGroup, oldest_version: int) -> bool:
+        is_old = group.rollout.oldest_version < oldest_version
+        return is_old and not (self._masks_old and group.rollout.is_of_episodes)
+
+    def _mask_older(self, group_ids: Sequence[int], oldest_version: int) -> int:
+        """Mask the tokens of these groups that are too old to be trained; return how many."""
+        num_masked = 0
+        for group in [self._groups[group_id] for group_id in group_ids]:
+            if group.rollout.oldest_version < oldest_version:
+                rollout = group.rollout.masked_before(oldest_version)
+                num_masked += sum(c.num_tokens for c in group.rollout.completions)
+                num_masked -= sum(c.num_tokens for c in rollout.completions)
+                self._groups[group.group_id] = replace(group, rollout=rollout)
+        return num_masked
 
     def _add(self, group: ScoredGroup) -> None:
         self._groups[group.group_id] = group
@@ -246,4 +274,5 @@ def buffer_arguments(config: Config, rollouts_folder: Path | None, checkpoint: P
     memory = ReplayMemory(config.buffer.replay, config.replayed_per_step, config.run.seed)
     max_bytes = int(config.buffer.max_gib * 2**30)
     cut_max_lag = config.weight_sync.max_lag if is_cut else None
-    return queue, memory, max_bytes, rollouts_folder, checkpoint, cut_max_lag
+    masks_old = config.episodes.over_age == "mask"
+    return queue, memory, max_bytes, rollouts_folder, checkpoint, cut_max_lag, masks_old

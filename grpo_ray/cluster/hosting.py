@@ -20,9 +20,7 @@ from grpo_ray.actors.clients import (
     LearnerClient,
     ScorerClient,
     WeightSyncClient,
-    methods_with_bulk,
 )
-from grpo_ray.actors.environment_worker import EnvironmentWorker
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer, scorer_arguments
@@ -36,13 +34,15 @@ from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, r
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, make_engine
+from grpo_ray.episodes.confinement import Confinement
+from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.policy.ranks import Seat
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.ray_metrics import RayMetrics, are_on
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.spilling import SpilledBytes
 from grpo_ray.transfer.wires import Wires
-from grpo_ray.types import Ref, StartingModel
+from grpo_ray.types import Ref, StartingModel, methods_with_bulk
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class ServingGroup:
     def _start_environment(self, name: str) -> EnvironmentClient:
         actor = self._host(EnvironmentWorker, name)
         handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
-            name, self._config, self._model
+            name, self._config, self._model, Confinement.of(self._config.episodes)
         )
         return cast(EnvironmentClient, self._client(EnvironmentWorker, name, handle))
 

@@ -32,3 +32,11 @@ class EpisodesConfig(Section):
     """Episodes that one worker runs at a time."""
     num_cpus: NonNegativeFloat = 0
     """CPUs that each worker reserves in Ray."""
+    confined: bool = True
+    """Keep environments from files other than Python's own, and from more than `memory_gib`."""
+    readable_paths: tuple[str, ...] = ()
+    """Files and folders that a confined environment reads; modules can be read anyway."""
+    writable_paths: tuple[str, ...] = ()
+    """Folders in which a confined environment writes, besides a temporary one of its own."""
+    memory_gib: PositiveFloat = 16.0
+    """Memory of all confined environments of one worker, in GiB."""

@@ -3,6 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
+from grpo_ray.episodes.confinement import check_paths
 from grpo_ray.episodes.runner import load_episode
 from grpo_ray.episodes.tool_calls import make_tool_parser
 from grpo_ray.rewards.user_function import import_function
@@ -12,8 +13,10 @@ def check_episodes(config: Config) -> None:
     """Import the functions that the task names.
 
     Raises:
-        ValueError: one does not exist, or an episode is not an `async def` of two arguments.
+        ValueError: one does not exist, or an episode is not an `async def` of two arguments; or a path that
+            environments are to read or write does not exist.
     """
+    check_paths(config.episodes)
     for name, task in config.episode_tasks.items():
         field = f"task.parts.{name}.task" if name else "task"
         load_episode(task.episode, f"{field}.episode")

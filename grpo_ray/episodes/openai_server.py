@@ -13,12 +13,13 @@ from typing import Any
 
 from aiohttp import web
 
-from grpo_ray.episodes.outcome import EpisodeEnded
+from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.session import Reply, Session
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 * 2**20
 RETRY_HEADER = "x-stainless-retry-count"  # how the openai client says that it asks again
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code, at which agents end or shorten their conversation
 
 
 class ChatServer:
@@ -34,6 +35,7 @@ class ChatServer:
         """Listen on a free port."""
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/{token}/v1/chat/completions", self._answer)
+        app.router.add_route("*", "/{rest:.*}", _no_such_endpoint)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0).start()
@@ -68,12 +70,15 @@ class ChatServer:
             body = _read(await request.read())
             reply = await self._reply(token, session, body, int(request.headers.get(RETRY_HEADER, 0)))
         except EpisodeEnded as end:
-            return _refusal(400, str(end), end.status.value)  # 400: clients do not ask again
+            is_too_long = end.status is Status.TRUNCATED_TOKENS
+            code = CONTEXT_EXCEEDED if is_too_long else end.status.value
+            return _refusal(400, str(end), code)  # 400: clients do not ask again
         except ValueError as error:
             return _refusal(400, str(error), "invalid_request")
         model = str(body.get("model", ""))
         if body.get("stream"):
-            return await _stream(request, _chunks(reply, model))
+            options = body.get("stream_options") or {}
+            return await _stream(request, _chunks(reply, model, bool(options.get("include_usage"))))
         return web.json_response(_completion(reply, model))
 
     async def _reply(self, token: str, session: Session, body: dict[str, Any], num_retries: int) -> Reply:
@@ -92,13 +97,28 @@ def _read(raw: bytes) -> dict[str, Any]:
         ValueError: it is no object with messages, or asks for what a session cannot do.
     """
     body = json.loads(raw)
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+    if not isinstance(body, dict) or not _has_objects(body.get("messages")):
         raise ValueError("the request must be an object with a list of messages")
+    if not _has_objects(body.get("tools") or []):
+        raise ValueError("tools: a session takes only a list of objects")
+    for message in body["messages"]:
+        calls = message.get("tool_calls") or []
+        if not _has_objects(calls) or not all(_is_function_call(call) for call in calls):
+            raise ValueError("tool_calls: a session takes functions, each only with a name and arguments")
     allowed = {"n": (None, 1), "tool_choice": (None, "auto"), "response_format": (None, {"type": "text"})}
     for name, values in allowed.items():
         if body.get(name) not in values:
             raise ValueError(f"{name}: a session supports only {json.dumps(values[1])}, not {body[name]!r}")
     return body
+
+
+def _has_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_function_call(call: dict[str, Any]) -> bool:
+    function = call.get("function")
+    return isinstance(function, dict) and {"name", "arguments"} <= function.keys()
 
 
 def _max_tokens(body: dict[str, Any]) -> int | None:
@@ -118,23 +138,27 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 def _completion(reply: Reply, model: str) -> dict[str, Any]:
     choice = {"index": 0, "message": _message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
+    return {**_header("chat.completion", model), "choices": [choice], "usage": _usage(reply)}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
     num_prompt, num_reply = reply.num_prompt_tokens, len(reply.token_ids)
     total = num_prompt + num_reply
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_reply, "total_tokens": total}
-    return {**_header("chat.completion", model), "choices": [choice], "usage": usage}
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_reply, "total_tokens": total}
 
 
-def _chunks(reply: Reply, model: str) -> list[dict[str, Any]]:
-    """Return the reply as a stream of two chunks: all of the message, and its end."""
+def _chunks(reply: Reply, model: str, with_usage: bool) -> list[dict[str, Any]]:
+    """Return the reply as a stream: all of the message, its end, and its usage if that was asked for."""
     message = _message(reply)
     if "tool_calls" in message:
         message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
     header = _header("chat.completion.chunk", model)
     parts: tuple[tuple[dict[str, Any], str | None], ...] = ((message, None), ({}, reply.finish_reason))
-    return [
+    chunks = [
         {**header, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
         for delta, reason in parts
     ]
+    return [*chunks, {**header, "choices": [], "usage": _usage(reply)}] if with_usage else chunks
 
 
 def _header(kind: str, model: str) -> dict[str, Any]:
@@ -152,6 +176,12 @@ async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.Str
     for data in (*map(json.dumps, chunks), "[DONE]"):
         await response.write(f"data: {data}\n\n".encode())
     return response
+
+
+async def _no_such_endpoint(request: web.Request) -> web.Response:
+    """Refuse what other endpoints of OpenAI's API would answer, such as its Responses."""
+    message = f"a session answers only POST .../v1/chat/completions, not {request.method} to another path"
+    return _refusal(404, message, "unknown_url")
 
 
 def _refusal(status: int, message: str, code: str) -> web.Response:

@@ -1,14 +1,14 @@
 """From the rewards of a group of episodes to advantages. A group's episodes begin in the same state."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from grpo_ray.algorithms.advantages import group_advantages
-from grpo_ray.config.algorithm import AdvantageKind, Std
-from grpo_ray.episodes.segments import TrainedPath
-from grpo_ray.types import CONTEXT
+from grpo_ray.config.algorithm import AdvantageKind, AlgorithmConfig, Std
+from grpo_ray.types import Episode, Verdict
 
 
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
@@ -72,11 +72,34 @@ def turn_advantages(
     return advantages
 
 
-def token_advantages(sequence: TrainedPath, per_turn: np.ndarray) -> np.ndarray:
-    """Return the advantage of each token's turn, float32 `[response_tokens]`; 0 where mask is 0.
+def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_discount: float) -> Verdict:
+    """Return the verdict on a group's episodes, which bring their rewards along.
 
-    Args:
-        per_turn: `[turns]` of the sequence's episode.
+    One that finished by itself counts as well-formed, one with a positive reward as right.
     """
-    chosen = per_turn[np.where(sequence.turns == CONTEXT, 0, sequence.turns)]
-    return np.where(sequence.mask, chosen, 0).astype(np.float32)
+    rewards = [episode.reward for episode in episodes]
+    compare = partial(
+        episode_advantages,
+        kind=algorithm.advantage_kind,
+        advantage_eps=algorithm.advantage_eps,
+        std=algorithm.std,
+    )
+    known = np.array([reward or 0.0 for reward in rewards], np.float32)
+    of_turns: list[np.ndarray] = []
+    if any(episode.turn_rewards is not None for episode in episodes):
+        of_turns = turn_advantages(list(map(_turn_rewards, episodes)), turn_discount, compare)
+    return Verdict(
+        rewards=known,
+        format_rewards=np.array([episode.status == "finished" for episode in episodes], np.float32),
+        answer_rewards=(known > 0).astype(np.float32),
+        advantages=compare(rewards),
+        errors={n: e.error or e.status for n, e in enumerate(episodes) if e.reward is None},
+        turn_advantages=tuple(of_turns),
+    )
+
+
+def _turn_rewards(episode: Episode) -> tuple[float, ...] | None:
+    """Return one reward per turn; an episode without any, such as one cut off, has its reward in the last."""
+    if episode.reward is None or episode.turn_rewards is not None:
+        return episode.turn_rewards
+    return (*[0.0] * (episode.num_turns - 1), episode.reward)[: episode.num_turns]

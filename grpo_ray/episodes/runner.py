@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
+from grpo_ray.episodes.confinement import hint_for
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
@@ -110,7 +111,7 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
         reason += f", and ignored its cancellation for {GRACE_S} s"
     elif error is not None and status is Status.FINISHED:
         status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
-        reason = "".join(traceback.format_exception(error))[-ERROR_CHARS:]
+        reason = "".join(traceback.format_exception(error))[-ERROR_CHARS:] + hint_for(error)
     if status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS):
         outcome = outcome or Outcome(session.limits.truncated_reward)
     elif status is not Status.FINISHED or outcome is None:

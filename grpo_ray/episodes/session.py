@@ -244,8 +244,13 @@ class Session:
 
 
 def _key(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a client gives back of a message; most drop the thoughts of a reply."""
-    return {name: value for name, value in message.items() if name != "reasoning_content"}
+    """Return what a message says, without what clients add to a reply (`index`) or drop (its thoughts)."""
+    if message["role"] != "assistant":
+        return dict(message)
+    calls = message.get("tool_calls", ())
+    functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    ids = [call.get("id") for call in calls]
+    return {"role": "assistant", "content": message["content"], "functions": functions, "ids": ids}
 
 
 def turn_seed(seed: int | None, turn: int) -> int | None:

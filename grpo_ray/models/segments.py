@@ -45,16 +45,22 @@ class SegmentTree:
 
     def path(self, segment: int) -> np.ndarray:
         """Return the indices of the tokens from the root to the segment's end, int64 `[depth + length]`."""
-        segments = [segment]
-        while self.parents[segments[-1]] != NO_PARENT:
-            segments.append(self.parents[segments[-1]])
-        return np.concatenate([self.tokens(each) for each in reversed(segments)])
+        return self._paths[segment]
+
+    @cached_property
+    def _paths(self) -> list[np.ndarray]:
+        paths: list[np.ndarray] = []
+        row = np.arange(self.num_tokens)
+        for parent, start, length in zip(self.parents, self.starts, self.lengths, strict=True):
+            own = row[start : start + length]
+            paths.append(own if parent == NO_PARENT else np.concatenate((paths[parent], own)))
+        return paths
 
     def positions(self) -> np.ndarray:
         """Return each token's position in its sequence, int64 `[num_tokens]`."""
-        return concatenated(
-            np.arange(depth, depth + length) for depth, length in zip(self.depths, self.lengths, strict=True)
-        )
+        before = np.repeat(np.subtract(self.starts, self.depths), self.lengths)
+        positions: np.ndarray = np.arange(self.num_tokens) - before
+        return positions
 
 
 def concatenated(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -23,12 +23,11 @@ from grpo_ray.algorithms import (
 )
 from grpo_ray.config import Config
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.sequences import TrainSequence, lengths_of, samples_of
 from grpo_ray.policy.dealing import Pass, deal, imbalance
 from grpo_ray.policy.layout import Layout, choose_layout
 from grpo_ray.policy.microbatch import MicroBatch
-from grpo_ray.policy.packing import lengths_of
 from grpo_ray.policy.ranks import Ranks
-from grpo_ray.policy.sequences import TrainSequence, samples_of
 from grpo_ray.telemetry.flops import ModelSize, WorkCount
 from grpo_ray.telemetry.learner_metrics import Sums, add
 

@@ -12,11 +12,10 @@ from grpo_ray.models.attention import BlockAttention, tree_obstacle
 from grpo_ray.models.attention_kernels import make_varlen
 from grpo_ray.models.policy_model import PolicyModel, TreeAttention
 from grpo_ray.models.segments import SegmentTree
+from grpo_ray.models.sequences import TrainSequence, plan
 from grpo_ray.policy.log_probs import ResponseLogProbs, has_plain_output_layer
 from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
-from grpo_ray.policy.packing import plan
 from grpo_ray.policy.ranks import Ranks
-from grpo_ray.policy.sequences import TrainSequence
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Largest difference of log-probabilities, in nats, that rounding explains."""
@@ -38,7 +37,7 @@ class Layout:
         return self._make_attention is not None
 
     def plan(self, sequences: Sequence[TrainSequence], max_tokens: int) -> list[list[int]]:
-        """See `packing.plan`."""
+        """See `sequences.plan`."""
         return plan(sequences, max_tokens, self.shares_prompts)
 
     def collate(self, sequences: Sequence[TrainSequence]) -> MicroBatch:

@@ -12,10 +12,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from grpo_ray.models.families import segments_of
 from grpo_ray.models.policy_model import TreeAttention
 from grpo_ray.models.segments import SegmentTree, concatenated
-from grpo_ray.policy.packing import segments_of
-from grpo_ray.policy.sequences import TrainSequence
+from grpo_ray.models.sequences import TrainSequence
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class MicroBatch:
     behaviour_logprobs: torch.Tensor  # float32 [batch, resp]
     advantages: torch.Tensor  # float32 [batch, 1], or [batch, resp] if turns have their own
     switches: torch.Tensor  # int64 [batch, 1], see TrainSequence
-    num_prompt_tokens: int  # of `input_ids`: of prompts and context; shared ones count once
     num_padding_tokens: int
     sample_tokens: torch.Tensor | None = None  # int64 [batch], see TrainSequence
     proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
@@ -57,6 +56,11 @@ class MicroBatch:
         """The columns from each response's first switch of versions on, bool `[batch, resp]`."""
         columns = torch.arange(self.response_mask.shape[1], device=self.switches.device)
         return columns >= self.switches
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of `input_ids` that stand for no label: prompts and context, shared ones once."""
+        return max(0, self.input_ids.numel() - self.num_padding_tokens - len(self.labels))
 
     def to_responses(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the labels, `[sampled tokens]`, as `[batch, resp]` with zeros elsewhere."""
@@ -89,17 +93,13 @@ def collate_packed(
         attention: makes the row's attention of its segments.
     """
     tree, tokens, last = segments_of(sequences)
-    sources, is_context = [], np.ones(tree.num_tokens, bool)
-    for s, segment in zip(sequences, last, strict=True):
-        path = tree.path(segment)
-        is_context[s.sampled(path[len(s.prompt_token_ids) :])] = False
-        sources.append(s.sampled(path[len(s.prompt_token_ids) - 1 : -1]))
+    ends = zip(sequences, last, strict=True)
+    sources = [s.sampled(tree.path(segment)[len(s.prompt_token_ids) - 1 : -1]) for s, segment in ends]
     return MicroBatch(
         input_ids=torch.from_numpy(concatenated(tokens)[None]),
         position_ids=torch.from_numpy(tree.positions()[None]),
         attention=attention(tree),
         sources=torch.from_numpy(concatenated(sources)),
-        num_prompt_tokens=int(is_context.sum()),
         num_padding_tokens=0,
         **_of_responses(sequences),
     )
@@ -113,14 +113,12 @@ def collate_padded(sequences: Sequence[TrainSequence]) -> MicroBatch:
         start, end = len(s.prompt_token_ids), len(s)
         input_ids[row, :start], input_ids[row, start:end] = s.prompt_token_ids, s.response_token_ids
         sources.append(s.sampled(row * input_ids.shape[1] + np.arange(start - 1, end - 1)))
-    num_tokens = sum(map(len, sequences))
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=None,
         attention=None,
         sources=torch.from_numpy(concatenated(sources)),
-        num_prompt_tokens=num_tokens - sum(s.num_sampled for s in sequences),
-        num_padding_tokens=input_ids.size - num_tokens,
+        num_padding_tokens=input_ids.size - sum(map(len, sequences)),
         **_of_responses(sequences),
     )
 
@@ -143,12 +141,16 @@ def _of_responses(sequences: Sequence[TrainSequence]) -> dict[str, Any]:
         advantages = per_token([np.broadcast_to(s.advantage, s.num_sampled) for s in sequences])
     else:
         advantages = torch.tensor([[s.advantage] for s in sequences])
-    places = (np.arange(s.num_sampled) if s.turn_places is None else s.turn_places for s in sequences)
+    places = np.flatnonzero(mask)
+    turn_places = places % mask.shape[1]
+    if any(s.turn_places is not None for s in sequences):
+        of_each = (np.arange(s.num_sampled) if s.turn_places is None else s.turn_places for s in sequences)
+        turn_places = concatenated(of_each)
     counts = [s.sample_tokens for s in sequences if s.sample_tokens is not None]
     return {
         "labels": torch.from_numpy(concatenated(s.sampled(s.response_token_ids) for s in sequences)),
-        "places": torch.from_numpy(np.flatnonzero(mask)),
-        "turn_places": torch.from_numpy(concatenated(places)),
+        "places": torch.from_numpy(places),
+        "turn_places": torch.from_numpy(turn_places),
         "response_mask": torch.from_numpy(mask),
         "behaviour_logprobs": per_token([s.behaviour_logprobs for s in sequences]),
         "advantages": advantages,

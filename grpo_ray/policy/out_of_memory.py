@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 
 from grpo_ray.errors import OutOfDeviceMemory, RunError
+from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.sequences import TrainSequence
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.stateless_actors import StatelessActors
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
 
-GRACE_S = 60.0  # for the end of a group whose episodes have ended or were given up
+GRACE_S = 60.0  # for the end of a group after its episodes have ended or were given up
 MAX_STUCK = 16  # threads that a worker's episodes may leave behind
 
 OnFailure = Callable[[str, str, Incarnation], None]

@@ -218,7 +218,7 @@ def _fit_prompts(config: Config, task: TaskData) -> TaskData:
 def _fit_part(
     config: Config, task: PlainTask, examples: ExampleSets, prompter: Prompter, positions: int | None
 ) -> _FittedPart:
-    if isinstance(task, EpisodesTaskConfig):  # whose prompts grow as far as `episodes.max_tokens`
+    if isinstance(task, EpisodesTaskConfig):  # its prompts grow as far as `episodes.max_tokens`
         check_room(config, positions)
         return _FittedPart(examples, config.episodes.max_tokens - config.sampling.max_tokens)
     lengths = (count_tokens(examples.train, prompter), count_tokens(examples.validation, prompter))

@@ -25,6 +25,7 @@ class _Rollout:
     """A group on its way into the buffer."""
 
     task: "asyncio.Task[None]"
+    keeps_old: bool  # its old tokens are masked, so it is never cut off
     version: int | None = None  # the published version when a Generator was given it; None while it waits
 
 
@@ -120,7 +121,8 @@ class RolloutProducer:
         assert self._tasks is not None
         for item in items:
             task = self._tasks.create_task(self._produce(item))
-            self._rollouts[item.group_id] = _Rollout(task)
+            keeps_old = item.task in self._config.episode_tasks and self._config.episodes.over_age == "mask"
+            self._rollouts[item.group_id] = _Rollout(task, keeps_old)
             self._own_tasks.add(task)
             task.add_done_callback(self._own_tasks.discard)
 
@@ -230,7 +232,10 @@ class RolloutProducer:
         late = [
             group_id
             for group_id, rollout in self._rollouts.items()
-            if rollout.version is not None and rollout.version < oldest and group_id not in scored
+            if rollout.version is not None
+            and rollout.version < oldest
+            and group_id not in scored
+            and not rollout.keeps_old
         ]
         for group_id in late:
             self._rollouts.pop(group_id).task.cancel()

@@ -14,10 +14,10 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.models.loading import is_local
 from grpo_ray.run.controller import Controller
-from grpo_ray.run.inputs import check_inputs, input_digests, write_digests
 from grpo_ray.run.preflight import Prepared, TaskData, check_files, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
+from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
 from grpo_ray.telemetry.console import RunConsole, banner
 from grpo_ray.telemetry.json_lines import JsonLines
@@ -45,7 +45,7 @@ def train(config: Config, config_path: str) -> RunDirectory:
         with shown_plainly():
             run.create(config)
         with run.lock():
-            write_digests(run, input_digests(config, task))
+            write_digests(run, input_digests(config, task.templates, task.validation))
             _run_to_the_end(config, prepared, run, console, placement)
     return run
 
@@ -68,7 +68,7 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
     before = load_config(run.config_path)
     _check_same_prompts(before, config)
     task = _check(config)
-    digests = input_digests(config, task)
+    digests = input_digests(config, task.templates, task.validation)
     check_inputs(run, digests)
     with run.lock():
         checkpoint = make_store(config, run).latest()

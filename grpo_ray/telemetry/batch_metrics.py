@@ -5,19 +5,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_ray.telemetry.episode_metrics import episode_metrics, episodes_in
 from grpo_ray.types import GroupOutcome, ScoredGroup
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:
-    """Return metrics of the rewards and responses of a step's fresh groups, dropped ones included."""
+    """Return metrics of the rewards and responses of a step's fresh groups, dropped ones included.
+
+    Lengths and the entropy are those of sampled tokens: an episode's context is left out.
+    """
     completions = [completion for group in groups for completion in group.rollout.completions]
-    lengths = np.array([len(completion.token_ids) for completion in completions])
-    logprobs = np.concatenate([completion.logprobs for completion in completions])
-    is_sampled = np.isfinite(logprobs)
+    lengths = np.array([completion.num_tokens for completion in completions])
+    sampled = np.concatenate([completion.logprobs[completion.mask] for completion in completions])
+    finite = sampled[np.isfinite(sampled)]
     # Under the sampling policy the mean of -log p is the entropy, up to the noise of the sample.
-    entropy = (
-        {"policy/entropy": float(-logprobs[is_sampled].mean(dtype=np.float64))} if is_sampled.any() else {}
-    )
+    entropy = {"policy/entropy": float(-finite.mean(dtype=np.float64))} if len(finite) else {}
     means = np.array([group.rewards.mean() for group in groups])
     return {
         "reward/mean": float(means.mean()),
@@ -32,6 +34,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
         "rollout/zero_variance_groups": float(sum(not group.has_signal for group in groups)),
         "rollout/dropped_groups": float(num_dropped),
         **entropy,
+        **episode_metrics(list(episodes_in(groups))),
     }
 
 
@@ -59,7 +62,7 @@ def cut_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
     def mean_tokens(was_cut: bool) -> float:
         chosen = [g.rollout for g in groups if (g.rollout.item.num_cuts > 0) == was_cut]
-        lengths = [len(c.token_ids) for rollout in chosen for c in rollout.completions]
+        lengths = [c.num_tokens for rollout in chosen for c in rollout.completions]
         return float(np.mean(lengths)) if lengths else 0.0
 
     first_time, cut_before = mean_tokens(was_cut=False), mean_tokens(was_cut=True)

@@ -4,11 +4,12 @@
 (tools/evaluation) reads its responses back from examples.parquet. Both call `summarise`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 
+from grpo_ray.telemetry.episode_metrics import EpisodeFacts, episode_metrics
 from grpo_ray.telemetry.statistics import bootstrap_intervals, pass_at_k, powers_of_two, standard_error
 
 Interval = tuple[float, float]  # 95%: see `bootstrap_intervals`
@@ -25,7 +26,10 @@ class Category(StrEnum):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Every response in numbers; each array is `[prompts, samples]`, except `tasks`."""
+    """Every response in numbers; each array is `[prompts, samples]`, except `tasks`.
+
+    A response's tokens are those that the policy sampled.
+    """
 
     rewards: np.ndarray  # float64
     format_rewards: np.ndarray
@@ -34,6 +38,7 @@ class Outcomes:
     num_tokens: np.ndarray
     is_truncated: np.ndarray  # bool
     tasks: np.ndarray  # [prompts]: the mixture part that a prompt comes from
+    episodes: tuple[EpisodeFacts, ...] = ()  # of the responses that are episodes, in any order
 
     @property
     def is_correct(self) -> np.ndarray:
@@ -75,6 +80,7 @@ class EvaluationSummary:
     max_response_tokens: int
     reward_by_task: dict[str, float]  # by mixture part
     accuracy_by_task: dict[str, float]
+    episodes: dict[str, float] = field(default_factory=dict)  # metrics of episodes, if there are any
 
     @property
     def num_responses(self) -> int:
@@ -90,6 +96,7 @@ class EvaluationSummary:
             "eval/response_tokens/mean": self.mean_response_tokens,
             "eval/truncated_frac": self.truncated_frac,
             **by_task,
+            **{f"eval/{name}": value for name, value in self.episodes.items()},
         }
 
 
@@ -128,6 +135,7 @@ def summarise(outcomes: Outcomes, step: int = 0, version: int = 0) -> Evaluation
         max_response_tokens=int(outcomes.num_tokens.max()),
         reward_by_task=_by_task(outcomes.rewards, outcomes.tasks),
         accuracy_by_task=_by_task(correct, outcomes.tasks),
+        episodes=episode_metrics(outcomes.episodes),
     )
 
 

@@ -16,8 +16,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/mean/*": ("share", "mean reward of a mixture part's responses"),
     "reward/format": ("share", "responses in the required format"),
     "reward/answer": ("share", "responses in the required format with a correct answer"),
-    "rollout/response_tokens/mean": ("tokens", "mean response length"),
-    "rollout/response_tokens/max": ("tokens", "longest response of the step"),
+    "rollout/response_tokens/mean": ("tokens", "mean response length, in sampled tokens"),
+    "rollout/response_tokens/max": ("tokens", "longest response of the step, in sampled tokens"),
     "rollout/truncated_frac": ("share", "responses cut off at sampling.max_tokens"),
     "rollout/zero_variance_groups": (
         "groups",
@@ -40,6 +40,35 @@ METRICS: dict[str, tuple[str, str]] = {
         "",
         "mean response length for prompts that were cut off before, relative to all other prompts",
     ),
+    # Of the step's fresh groups, dropped ones included; only if they have episodes.
+    "episodes/turns/mean": ("turns", "mean number of turns that an episode sampled"),
+    "episodes/turns/max": ("turns", "most turns that an episode of the step sampled"),
+    "episodes/branches/mean": (
+        "branches",
+        "mean number of an episode's turns that did not continue the tokens before them: each begins another "
+        "trained sequence",
+    ),
+    "episodes/context_tokens/mean": (
+        "tokens",
+        "mean number of tokens between an episode's turns that the policy did not sample: messages, tool "
+        "results, and the template",
+    ),
+    "episodes/seconds/mean": ("s", "mean time from an episode's start to its end"),
+    "episodes/seconds/max": ("s", "time from start to end of the step's longest episode"),
+    "episodes/status/finished": ("share", "episodes whose function returned"),
+    "episodes/status/truncated_turns": ("share", "episodes ended by the limit of turns"),
+    "episodes/status/truncated_tokens": ("share", "episodes ended by the limit of tokens"),
+    "episodes/status/truncated_time": ("share", "episodes ended by the limit of time: they have no reward"),
+    "episodes/status/environment_error": (
+        "share",
+        "episodes whose function raised an error or returned no valid reward: they have no reward",
+    ),
+    "episodes/status/generator_error": (
+        "share",
+        "episodes whose Generator failed to sample a turn: they have no reward",
+    ),
+    "episodes/status/cancelled": ("share", "cancelled episodes: they have no reward"),
+    "episodes/metrics/*": ("", "a metric that the episodes return, mean over those that return it"),
     "curriculum/pass_rate/mean": (
         "share",
         "correct responses when a prompt was last seen, mean over seen prompts",
@@ -66,7 +95,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/entropy": (
         "nats per token",
         "entropy of the next-token distribution, estimated at the sampler's policy: mean of -log p over all "
-        "tokens of the step's fresh groups, dropped ones included",
+        "sampled tokens of the step's fresh groups, dropped ones included",
     ),
     "policy/entropy/exact": (
         "nats per token",
@@ -182,8 +211,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "eval/reward/*": ("share", "mean validation reward of a mixture part"),
     "eval/format": ("share", "validation responses in the required format"),
     "eval/answer": ("share", "validation responses in the required format with a correct answer"),
-    "eval/response_tokens/mean": ("tokens", "mean length of a validation response"),
+    "eval/response_tokens/mean": ("tokens", "mean length of a validation response, in sampled tokens"),
     "eval/truncated_frac": ("share", "validation responses cut off at sampling.max_tokens"),
+    "eval/episodes/*": ("", "the metric episodes/* of the validation's episodes"),
 }
 
 

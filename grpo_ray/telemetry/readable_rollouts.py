@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_ray.types import ScoredGroup
+from grpo_ray.telemetry.episode_metrics import ending_line
+from grpo_ray.types import Completion, ScoredGroup
 
 MAX_CHARACTERS = 4000
 
@@ -26,12 +27,18 @@ def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[
     return [
         ReadableRollout(
             prompt=group.rollout.item.prompt,
-            response=group.rollout.completions[0].text,
+            response=readable_response(group.rollout.completions[0]),
             ground_truth=group.rollout.item.ground_truth,
             reward=float(group.rewards[0]),
         )
         for group in chosen
     ]
+
+
+def readable_response(completion: Completion) -> str:
+    """Return the text of a completion; of an episode its last line says how it went."""
+    ending = ending_line(completion)
+    return f"{completion.text}\n({ending})".lstrip() if ending else completion.text
 
 
 def shortened(text: str, max_characters: int = MAX_CHARACTERS) -> str:

@@ -1,6 +1,7 @@
 """Rollouts as Parquet: one row per completion, with every token's id, logprob and version.
 
-The format is lossless: a checkpoint keeps the groups that are waiting to be trained in such a file.
+The format is lossless: a checkpoint keeps the groups that are waiting to be trained in such a file. Its columns
+are documented in docs/rollouts.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_ray.telemetry.durable import replacing
-from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
+from grpo_ray.telemetry.episode_columns import (
+    EpisodeColumns,
+    RunLengths,
+    episode_columns,
+    list_rows,
+    lists,
+    run_lengths,
+)
+from grpo_ray.types import Completion, Episode, PromptItem, RolloutGroup, ScoredGroup
 
 DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or trained for the first time
 
@@ -75,12 +84,11 @@ class _Columns:
         self._plain = {name: table[name].to_pylist() for name in names}
         # A file of an earlier version lacks the column.
         self._ungradable = table["ungradable"].to_pylist() if "ungradable" in table.column_names else []
-        self._prompt_ids = _rows(table["prompt_token_ids"])
-        self._token_ids = _rows(table["token_ids"])
-        self._logprobs = _rows(table["logprobs"])
-        spans = table["versions"].combine_chunks()
-        self._span_offsets = spans.offsets.to_numpy()
-        self._spans = {name: spans.values.field(name).to_numpy() for name in ("version", "start", "end")}
+        self._prompt_ids = list_rows(table["prompt_token_ids"])
+        self._token_ids = list_rows(table["token_ids"])
+        self._logprobs = list_rows(table["logprobs"])
+        self._versions = RunLengths(table["versions"], "version")
+        self._episodes = EpisodeColumns(table)
 
     def group(self, start: int, end: int) -> ScoredGroup:
         """Return the group of these rows."""
@@ -99,28 +107,20 @@ class _Columns:
         errors, ungradable = (
             {i: text for i, text in enumerate(some) if text is not None} for some in (texts, reasons)
         )
-        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors, ungradable)
+        per_turn = self._episodes.turn_advantages(start, end)
+        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors, ungradable, per_turn)
 
     def _completion(self, row: int) -> Completion:
-        return Completion(
-            text=self._plain["response"][row],
-            token_ids=self._token_ids[row].copy(),  # a view would keep the whole column in memory
-            logprobs=self._logprobs[row].copy(),
-            versions=self._versions(row),
-            finish_reason=self._plain["finish_reason"][row],
-        )
-
-    def _versions(self, row: int) -> np.ndarray:
-        spans = slice(self._span_offsets[row], self._span_offsets[row + 1])
-        lengths = self._spans["end"][spans] - self._spans["start"][spans]
-        return np.repeat(self._spans["version"][spans], lengths)
-
-
-def _rows(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """Return views of a list column's rows."""
-    lists = column.combine_chunks()
-    values = lists.values.to_numpy()
-    return [values[a:b] for a, b in pairwise(lists.offsets.to_numpy().tolist())]
+        fields = {
+            "text": self._plain["response"][row],
+            "token_ids": self._token_ids[row].copy(),  # a view would keep the whole column in memory
+            "logprobs": self._logprobs[row].copy(),
+            "versions": self._versions.row(row),
+            "finish_reason": self._plain["finish_reason"][row],
+        }
+        if self._episodes.is_episode(row):
+            return Episode(**fields, **self._episodes.fields(row))
+        return Completion(**fields)
 
 
 def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int]) -> pa.Table:
@@ -138,7 +138,8 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         return np.array(group.rollout.item.prompt_token_ids, dtype=np.int32)
 
     version_ranges = [
-        (c.versions.min(), c.versions.max()) if len(c.versions) else (None, None) for c in completions
+        (sampled.min(), sampled.max()) if len(sampled) else (None, None)
+        for sampled in (completion.versions[completion.mask] for completion in completions)
     ]
     columns = {
         "step": pa.array([step] * len(completions), pa.int32()),
@@ -153,7 +154,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "format_reward": joined("format_rewards"),
         "answer_reward": joined("answer_rewards"),
         "advantage": joined("advantages"),
-        "num_tokens": pa.array([len(completion.token_ids) for completion in completions], pa.int32()),
+        "num_tokens": pa.array([completion.num_tokens for completion in completions], pa.int32()),
         "error": pa.array([g.errors.get(s) for g in groups for s in range(len(g.rewards))], pa.string()),
         "ungradable": pa.array(
             [g.ungradable.get(s) for g in groups for s in range(len(g.rewards))], pa.string()
@@ -162,37 +163,10 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "min_version": pa.array([low for low, _ in version_ranges], pa.int32()),
         "max_version": pa.array([high for _, high in version_ranges], pa.int32()),
         "generator": pa.array(per_group(lambda group: group.rollout.generator), pa.string()),
-        "prompt_token_ids": _lists(per_group(prompt_token_ids), np.int32),
-        "token_ids": _lists([completion.token_ids for completion in completions], np.int32),
-        "logprobs": _lists([completion.logprobs for completion in completions], np.float32),
-        "versions": _version_spans(completions),
+        "prompt_token_ids": lists(per_group(prompt_token_ids), np.int32),
+        "token_ids": lists([completion.token_ids for completion in completions], np.int32),
+        "logprobs": lists([completion.logprobs for completion in completions], np.float32),
+        "versions": run_lengths([completion.versions for completion in completions], "version"),
+        **episode_columns(groups),
     }
     return pa.table(columns)
-
-
-def _lists(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> pa.ListArray:
-    """Return a list column from one array per row, without a Python object per token."""
-    values = np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(_offsets([len(array) for array in arrays]), pa.array(values))
-
-
-def _version_spans(completions: Sequence[Completion]) -> pa.ListArray:
-    """Return each row's versions, run-length encoded: tokens `[start, end)` were sampled by `version`."""
-    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
-    versions, starts, ends = columns
-    counts = []
-    for completion in completions:
-        row = completion.versions
-        edges = np.flatnonzero(np.diff(row)) + 1  # where the version changes
-        bounds = [0, *edges.tolist(), len(row)] if len(row) else []
-        starts += bounds[:-1]
-        ends += bounds[1:]
-        versions += row[bounds[:-1]].tolist() if len(row) else []
-        counts.append(max(0, len(bounds) - 1))
-    arrays = [pa.array(values, pa.int32()) for values in columns]
-    spans = pa.StructArray.from_arrays(arrays, names=["version", "start", "end"])
-    return pa.ListArray.from_arrays(_offsets(counts), spans)
-
-
-def _offsets(lengths: Sequence[int]) -> pa.Array:
-    return pa.array(np.cumsum([0, *lengths]).astype(np.int32))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ray.telemetry.episode_metrics import episodes_in
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary, Outcomes, summarise
 from grpo_ray.telemetry.json_lines import JsonLines, lines_from_end, parse_line
 from grpo_ray.telemetry.rollout_log import write_rollouts
@@ -25,9 +26,10 @@ def outcomes_of(groups: Sequence[ScoredGroup]) -> Outcomes:
         format_rewards=stacked(lambda group: group.format_rewards, np.float64),
         answer_rewards=stacked(lambda group: group.answer_rewards, np.float64),
         is_error=stacked(lambda group: [i in group.errors for i in range(len(group.rewards))], np.bool_),
-        num_tokens=stacked(lambda group: [len(c.token_ids) for c in group.rollout.completions], np.int64),
+        num_tokens=stacked(lambda group: [c.num_tokens for c in group.rollout.completions], np.int64),
         is_truncated=stacked(lambda group: [c.is_truncated for c in group.rollout.completions], np.bool_),
         tasks=np.array([group.rollout.item.task for group in groups]),
+        episodes=tuple(episodes_in(groups)),
     )
 
 
@@ -35,7 +37,7 @@ def summarise_groups(step: int, groups: Sequence[ScoredGroup]) -> EvaluationSumm
     """Return the summary of the validation at a step."""
     assert groups, "an evaluation has at least one group"
     completions = [completion for group in groups for completion in group.rollout.completions]
-    version = max((int(c.versions.max()) for c in completions if len(c.versions)), default=0)
+    version = max((int(c.versions.max()) for c in completions if c.num_tokens), default=0)
     return summarise(outcomes_of(groups), step, version)
 
 

@@ -45,6 +45,15 @@ def is_ignored(model: Any, trust_remote_code: bool) -> bool:
     return isinstance(model, dict) and bool(model.get("trust_remote_code")) and not trust_remote_code
 
 
+def code_in(config: Config) -> list[tuple[str, str]]:
+    """Return the fields of a run's task that name code from elsewhere than this package, and the code."""
+    rewards = config.task.rewards.values()
+    named = [("task.reward", name) for reward in rewards for name in code_of(reward)]
+    for task in config.episode_tasks.values():
+        named += [("task.episode", task.episode), ("task.examples", task.examples)]
+    return [(field, name) for field, name in named if ":" in name and not name.startswith("grpo_ray.")]
+
+
 def code_of(reward: Reward) -> list[str]:
     """Return the functions that the reward imports, as `module:function`."""
     names = [reward] if isinstance(reward, str) else [term.reward for term in reward]

@@ -11,8 +11,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.sequences import TrainSequence, sequences_of
 from grpo_ray.telemetry.learner_metrics import Sums
 
 TITLE = "the Learner's forward and backward passes with shared prompts (quickstart's model, G = 8, one thread)"

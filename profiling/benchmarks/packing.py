@@ -10,10 +10,9 @@ from benchmarks.tiny_learner import model_folder
 from benchmarks.turns import take_turns
 from grpo_ray.models.attention import BlockAttention
 from grpo_ray.models.loading import load_policy
+from grpo_ray.models.sequences import TrainSequence, plan
 from grpo_ray.policy.log_probs import model_inputs
 from grpo_ray.policy.microbatch import MicroBatch, collate_packed, collate_padded
-from grpo_ray.policy.packing import plan
-from grpo_ray.policy.sequences import TrainSequence
 
 TITLE = "micro-batches of sequences of different lengths: order, padding, a forward pass"
 OURS, PADDED = "packed, without padding (ours)", "padded, longest first"

@@ -20,7 +20,6 @@ import ray
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.actors.clients import methods_with_bulk
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.cluster.hosting import ServingGroup, serving
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
@@ -37,7 +36,7 @@ from grpo_ray.run.open_calls import OpenCalls
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import RunLog
-from grpo_ray.types import PromptItem, SamplingSettings, StartingModel
+from grpo_ray.types import PromptItem, SamplingSettings, StartingModel, methods_with_bulk
 
 TITLE = "sampling through the actors (Learner idle), against AsyncLLM alone with the same requests"
 TAKES_OVERRIDES = True

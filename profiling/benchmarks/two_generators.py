@@ -17,7 +17,9 @@ import ray
 import torch
 
 from benchmarks.results import Row
-from grpo_ray.actors.clients import GeneratorClient, methods_with_bulk
+from grpo_ray.actors.clients import (
+    GeneratorClient,
+)
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.weight_sync import PHASES, WeightSync, admission_of
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
@@ -29,7 +31,7 @@ from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.sender import Sender, make_sender
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
 from grpo_ray.transfer.wires import SendingLearner, Wires
-from grpo_ray.types import Ref
+from grpo_ray.types import Ref, methods_with_bulk
 
 NAMES = ("generator-0", "generator-1")
 TRANSPORTS = ("object_store", "collective")

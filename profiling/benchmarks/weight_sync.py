@@ -16,7 +16,6 @@ import torch
 from benchmarks import two_generators
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART, model_folder
-from grpo_ray.actors.clients import methods_with_bulk
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.weight_sync import PHASES, WeightSync, admission_of
 from grpo_ray.cluster.remote_actor import Client, Deferred, as_actor
@@ -27,6 +26,7 @@ from grpo_ray.engines import make_engine
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.transfer.snapshot import ReusedMemory, pack_weights
+from grpo_ray.types import methods_with_bulk
 
 TITLE = "weight sync by model size, transport and engine, against a copy in memory"
 SIZES: dict[str, list[str]] = {

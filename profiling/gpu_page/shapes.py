@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_ray.models.attention import NAME as ATTENTION
-from grpo_ray.policy.sequences import TrainSequence
+from grpo_ray.models.sequences import TrainSequence
 
 
 @dataclass(frozen=True)

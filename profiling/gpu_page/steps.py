@@ -9,10 +9,10 @@ from transformers import Qwen2ForCausalLM
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
 from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
+from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.optimizer import make_optimizer
-from grpo_ray.policy.sequences import TrainSequence
 
 BASE = {
     "model": {"tiny": {}, "dtype": "bfloat16"},  # the page builds its own models, of any size

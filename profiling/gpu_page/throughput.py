@@ -15,7 +15,7 @@ import torch
 
 from gpu_page.shapes import SHAPES, build_model, make_batch
 from gpu_page.steps import LearnerStep, PlainStep, step_config
-from grpo_ray.policy.packing import lengths_of
+from grpo_ray.models.sequences import lengths_of
 from grpo_ray.telemetry.flops import ModelSize, num_tokens, peak_flops
 
 GIB = 2**30

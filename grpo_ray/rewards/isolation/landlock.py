@@ -16,6 +16,7 @@ CREATE_RULESET_VERSION = 1
 PATH_BENEATH = 1
 
 READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
+FILE_RIGHTS = 0b111 | 1 << 14  # what a rule for a file may allow: execute, write, read; truncate
 NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by Landlock's version; 16 from the fifth on
 NETWORK_RIGHTS = 0b11  # TCP: bind, connect; from version 4
 SCOPES = 0b11  # abstract unix sockets, signals to processes outside; from version 6
@@ -32,16 +33,17 @@ def landlock_version() -> int:
 class Ruleset:
     """The right to read some files and folders, and nothing else; made once, and entered by each worker."""
 
-    def __init__(self, readable: Iterable[str], version: int) -> None:
+    def __init__(self, readable: Iterable[str], version: int, is_offline: bool = True) -> None:
         """
         Args:
             readable: files, and folders with all that they hold.
             version: of Landlock, at most the kernel's.
+            is_offline: deny the network, and signals to other processes, as well.
         """
-        handled = [
-            (1 << NUM_FILE_RIGHTS.get(version, 16)) - 1
-        ]  # a handled right is denied unless a rule allows it
-        handled += [NETWORK_RIGHTS] * (version >= 4) + [SCOPES] * (version >= 6)
+        self.all_rights = (1 << NUM_FILE_RIGHTS.get(version, 16)) - 1
+        handled = [self.all_rights]  # a handled right is denied unless a rule allows it
+        if is_offline:
+            handled += [NETWORK_RIGHTS] * (version >= 4) + [SCOPES] * (version >= 6)
         attributes = (ctypes.c_uint64 * len(handled))(*handled)
         self._fd = call("syscall", CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
         for path in readable:
@@ -55,7 +57,7 @@ class Ruleset:
             return
         try:
             if not stat.S_ISDIR(os.fstat(file).st_mode):
-                rights &= READ_FILE
+                rights &= FILE_RIGHTS
             if not rights:
                 return
             # struct landlock_path_beneath_attr, which is packed: 64 bits of rights, 32 of the file's number

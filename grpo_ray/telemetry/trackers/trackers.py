@@ -21,6 +21,7 @@ from grpo_ray.telemetry.trackers.tracker import End, Row, TrackedRun, Tracker
 from grpo_ray.types import ScoredGroup
 
 COLUMNS = ["group_id", "prompt", "response", "ground_truth", "reward", "advantage", "num_tokens"]
+EPISODE_COLUMNS = ["status", "num_turns"]  # not in files without episodes
 
 
 class Trackers:
@@ -125,7 +126,7 @@ class _RolloutsTable:
 
     def __call__(self, tracker: Tracker) -> None:
         try:
-            table = pq.ParquetFile(self._path).read(COLUMNS)
+            table = pq.ParquetFile(self._path).read([*COLUMNS, *EPISODE_COLUMNS])
         except FileNotFoundError:  # the run has been restored from a checkpoint since
             return
         draw = random.Random(self._step).sample(range(table.num_rows), min(self._num_rows, table.num_rows))

@@ -59,7 +59,8 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
 
     Args:
         trust_remote_code: run the Python code of the run's model, if its tokenizer is needed.
-        run_reward_code: import and call reward functions that the run's configuration names.
+        run_reward_code: import and call reward functions that the run's configuration names, and the one
+            that makes the examples of episodes.
 
     Raises:
         OSError, ValueError: the configuration or a log cannot be read at all.
@@ -82,7 +83,7 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     report.notes += grader.notes
     try:
         if config.run.save_rollouts:
-            _audit_training(run, config, metrics, checkpoint, grader, report)
+            _audit_training(run, config, metrics, checkpoint, grader, report, run_reward_code)
         else:
             report.notes.append("run.save_rollouts is false: what was trained cannot be audited")
         _audit_evaluations(run, config, last, is_finished, grader, report)
@@ -113,6 +114,7 @@ def _audit_training(
     checkpoint: CheckpointFacts,
     grader: Regrader,
     report: AuditReport,
+    run_code: bool,
 ) -> None:
     """Check that each step's file has its groups, whole, within the lag bound, and correctly rewarded."""
     prompts: dict[int, GroupPrompt] = {}
@@ -161,7 +163,7 @@ def _audit_training(
         if int(file.stem.removeprefix("step-")) > last and last >= config.algorithm.num_steps:
             report.problems.append(f"{file.name}: rollouts of a step that has no line in metrics.jsonl")
     report.problems += _audit_account(checkpoint, due)
-    problems, notes = audit_epochs(config, prompts, checkpoint)
+    problems, notes = audit_epochs(config, prompts, checkpoint, run_code)
     report.problems += problems
     report.notes += notes
 

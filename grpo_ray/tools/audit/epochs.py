@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_ray.config import Config
-from grpo_ray.config.task import ExamplesTaskConfig
+from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tasks import load_examples, make_order, parts_of
 from grpo_ray.tasks.prompt_order import MixtureOrder
@@ -25,11 +25,15 @@ class _Part:
 
 
 def audit_epochs(
-    config: Config, prompts: Mapping[int, GroupPrompt], checkpoint: CheckpointFacts
+    config: Config, prompts: Mapping[int, GroupPrompt], checkpoint: CheckpointFacts, run_code: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return problems with the order of the done groups, and notes on what could not be audited."""
+    """Return problems with the order of the done groups, and notes on what could not be audited.
+
+    Args:
+        run_code: import and call the function that makes the examples of episodes.
+    """
     notes: list[str] = []
-    training = _training_prompts(config, notes)
+    training = _training_prompts(config, notes, run_code)
     if not prompts:
         return [], notes
     if training is not None and checkpoint.num_examples not in (None, len(training)):
@@ -104,9 +108,16 @@ def _audit_prompts(part: _Part, training: Sequence[GroupPrompt]) -> Iterator[str
             )
 
 
-def _training_prompts(config: Config, notes: list[str]) -> list[GroupPrompt] | None:
+def _training_prompts(config: Config, notes: list[str], run_code: bool) -> list[GroupPrompt] | None:
     """Return every training prompt; None: the data is missing, or prompts are shortened or left out."""
     parts = parts_of(config.task)
+    code = [part.examples for part in parts.values() if isinstance(part, EpisodesTaskConfig) and _is_code(part)]
+    if code and not run_code:
+        notes.append(
+            f"epochs are only compared with each other, because {', '.join(code)} is code that the run's "
+            "configuration names; if you trust it, audit with --run-reward-code"
+        )
+        return None
     if any(isinstance(part, ExamplesTaskConfig) and part.long_prompts != "refuse" for part in parts.values()):
         notes.append(
             "task.long_prompts: prompts may be cut or left out; epochs are only compared with each other"
@@ -126,3 +137,8 @@ def _training_prompts(config: Config, notes: list[str]) -> list[GroupPrompt] | N
     except (OSError, ValueError) as error:
         notes.append(f"the task's data is missing, so epochs are only compared with each other: {error}")
         return None
+
+
+def _is_code(task: EpisodesTaskConfig) -> bool:
+    """Return True if the examples come from a function outside of this package."""
+    return ":" in task.examples and not task.examples.startswith("grpo_ray.")

@@ -14,7 +14,9 @@ from grpo_ray.config import Config
 from grpo_ray.rewards.base import Ungradable
 from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
+from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, is_episode, num_unrelated
 from grpo_ray.tools.audit.regrader import Regrader
+from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]
 REWARDS = ("reward", "format_reward", "answer_reward")
@@ -78,7 +80,8 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
     problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt)
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
-    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
+    is_masked = config.episodes.over_age == "mask"
+    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag", is_masked)
     if replayed.rows:
         problems += _audit_lag(replayed, metrics, config.buffer.replay.max_age, "buffer.replay.max_age")
         uses = {group: members[0]["use"] for group, members in replayed.groups.items()}
@@ -86,7 +89,8 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
         problems += [
             f"group {g} is used {n} times, {allowed} are allowed" for g, n in uses.items() if n > allowed
         ]
-    problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
+    if not is_masked:  # otherwise the rows do not say which of their tokens were trained
+        problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
     problems += _compare(metrics, "reward/errors", own.num_errors)
     if "reward/ungradable" in metrics:  # not in runs of earlier versions
@@ -122,7 +126,7 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Re
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
     versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
-    if versions - {None} != {summary["step"]}:
+    if versions - {None} and versions - {None} != {summary["step"]}:
         problems.append(f"sampled by versions {sorted(versions - {None})}, not only by {summary['step']}")
     problems += _compare(summary, "reward", rows.mean("reward"))
     problems += _compare(summary, "num_examples", len(rows.groups))
@@ -141,9 +145,16 @@ def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[s
         yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
 
 
-def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterator[str]:
-    """Check the lag of every token, recomputed from its version, against the bound."""
-    lag, newest = _lag(rows, metrics["step"]), max(_versions(rows), default=0)
+def _audit_lag(
+    rows: RolloutRows, metrics: Row, bound: int, name: str, is_masked: bool = False
+) -> Iterator[str]:
+    """Check the lag of every token, recomputed from its version, against the bound.
+
+    Args:
+        is_masked: old tokens of episodes are left out of the loss, and may be in the rows.
+    """
+    bounded = RolloutRows("", [row for row in rows.rows if not (is_masked and is_episode(row))])
+    lag, newest = _lag(bounded, metrics["step"]), max(_versions(rows), default=0)
     if lag > bound:
         yield f"a token is {lag} versions old; {name} is {bound}"
     if newest > version_trained_at(metrics["step"]):
@@ -157,12 +168,19 @@ def _lag(rows: RolloutRows, step: int) -> int:
 
 
 def _versions(rows: RolloutRows) -> list[int]:
-    return [span["version"] for row in rows.rows for span in row["versions"]]
+    """Return the versions that sampled tokens; an episode's context has none."""
+    return [
+        span["version"]
+        for row in rows.rows
+        for span in row["versions"]
+        if not is_episode(row) or span["version"] != CONTEXT
+    ]
 
 
 def _audit_groups(rows: RolloutRows, config: Config, num_samples: int) -> Iterator[str]:
     for group, members in rows.groups.items():
-        problems = [*_audit_members(members, num_samples), *_audit_advantages(members, config)]
+        compare = audit_comparison if is_episode(members[0]) else _audit_advantages
+        problems = [*_audit_members(members, num_samples), *compare(members, config)]
         yield from (f"group {group}: {problem}" for problem in problems)
 
 
@@ -173,14 +191,17 @@ def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
     for name in ("task", "prompt", "ground_truth", "prompt_token_ids", "generator"):
         if any(row[name] != members[0][name] for row in members):
             yield f"has more than one {name}"
+    if len({is_episode(row) for row in members}) > 1:
+        yield "only some of its completions are episodes"
     for row in members:
-        if not row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]):
-            yield f"completion {row['sample']}: numbers of tokens and logprobs differ"
-        yield from (f"completion {row['sample']}: {problem}" for problem in _audit_versions(row))
+        problems = audit_episode(row) if is_episode(row) else _audit_tokens(row)
+        yield from (f"completion {row['sample']}: {problem}" for problem in problems)
 
 
-def _audit_versions(row: Row) -> Iterator[str]:
-    """Check that the spans cover all tokens, in order, with rising versions."""
+def _audit_tokens(row: Row) -> Iterator[str]:
+    """Check that each token has a logprob, and that the spans cover all tokens with rising versions."""
+    if not row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]):
+        yield "numbers of tokens and logprobs differ"
     spans = row["versions"]
     ends = [0, *(span["end"] for span in spans)]
     if [span["start"] for span in spans] != ends[:-1] or ends[-1] != row["num_tokens"]:
@@ -196,11 +217,11 @@ def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list
     """Check that each reward is what the response earns: a wrong one's if ungradable, 0 if the grader failed.
 
     The result is problems and notes. A response that cannot be graded now, as on a busy machine, is a note:
-    it proves nothing.
+    it proves nothing. Episodes bring their rewards along, and cannot be graded again.
     """
     problems, failures = [], []
     for group, members in rows.groups.items():
-        if grader.skips(members[0]["task"]):
+        if is_episode(members[0]) or grader.skips(members[0]["task"]):
             continue
         for row, earned in zip(members, _earned(members, grader), strict=True):
             name = f"group {group}: completion {row['sample']}"
@@ -209,6 +230,8 @@ def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list
             elif any(row[column] != np.float32(earned[column]) for column in REWARDS):  # as stored in the file
                 problems.append(f"{name}: reward {row['reward']:g}, it earns {earned}")
     notes = [f"{len(failures)} responses could not be graded now; first {failures[0]}"] if failures else []
+    if num_apart := sum(num_unrelated(row) for row in rows.rows if is_episode(row)):
+        notes.append(f"{num_apart} sequences begin with no token of their episode's earlier ones")
     return problems, notes
 
 

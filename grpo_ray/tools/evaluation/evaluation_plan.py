@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
 from grpo_ray.tools.evaluation.options import EvaluationOptions
 from grpo_ray.tools.evaluation.subject import Subject, Weights, find_subject
 from grpo_ray.tools.evaluation.task_choice import choose_task
-from grpo_ray.tools.trust import IGNORED, code_of, is_ignored
+from grpo_ray.tools.trust import IGNORED, code_in, is_ignored
 from grpo_ray.types import PromptItem
 
 
@@ -117,13 +116,13 @@ def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:
 
 
 def _refuse_code(config: Config, options: EvaluationOptions) -> None:
-    """Refuse to import a reward that the run's configuration names and the command line does not."""
+    """Refuse to import code that the run's configuration names and the command line does not."""
     typed = [options.choice.reward or "", *options.overrides]
-    for name in chain.from_iterable(map(code_of, config.task.rewards.values())):
+    for field, name in code_in(config):
         if not any(name in text for text in typed):
             raise RunError(
-                f"task.reward: {name} is code that the run's configuration names; if you trust it, give "
-                "--run-reward-code, otherwise another --reward"
+                f"{field}: {name} is code that the run's configuration names; if you trust it, give "
+                f"--run-reward-code{', otherwise another --reward' if field == 'task.reward' else ''}"
             )
 
 

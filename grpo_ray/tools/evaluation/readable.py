@@ -1,16 +1,19 @@
 """An evaluation for people to read: the printed table, and sampled examples of each category."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.table import Table
 
 from grpo_ray.telemetry.durable import replacing
+from grpo_ray.telemetry.episode_metrics import STATUSES, counted
 from grpo_ray.telemetry.evaluation_summary import Category, EvaluationSummary, Interval
 from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.evaluation.responses import Row, sample_rows
 
 EXAMPLES_OF_EACH = 10
+OWN = "episodes/metrics/"
 
 TITLES = {
     Category.CORRECT: "format 1, answer 1",
@@ -48,9 +51,26 @@ def summary_table(summary: EvaluationSummary) -> Table:
     tokens = f"mean {summary.mean_response_tokens:.1f}, median {summary.median_response_tokens:g}"
     rows.append(("response tokens", f"{tokens}, longest {summary.max_response_tokens}", ""))
     rows.append(("truncated", f"{summary.truncated_frac:.1%}", ""))
+    rows += _episode_rows(summary.episodes)
     for row in rows:
         table.add_row(f"  {row[0]}", *row[1:])
     return table
+
+
+def _episode_rows(metrics: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return the rows about episodes, by their metrics; none without."""
+    if not metrics:
+        return []
+    turns, seconds = ([metrics[f"episodes/{name}/{stat}"] for stat in ("mean", "max")]
+                      for name in ("turns", "seconds"))  # fmt: skip
+    ends = [(name, metrics.get(f"episodes/status/{name}", 0.0)) for name in STATUSES]
+    own = {name.removeprefix(OWN): value for name, value in metrics.items() if name.startswith(OWN)}
+    return [
+        ("turns", f"mean {turns[0]:.1f}, most {turns[1]:g}", ""),
+        *((name, f"{share:.1%} of episodes", "") for name, share in ends if share),
+        ("seconds", f"mean {seconds[0]:.1f}, longest {seconds[1]:.1f}", ""),
+        *((f"mean {name}", f"{value:g}", "") for name, value in own.items()),
+    ]
 
 
 def _with_interval(value: float, interval: Interval) -> str:
@@ -73,6 +93,9 @@ def write_examples(examples_path: Path, summary: EvaluationSummary, path: Path) 
 def _readable(row: Row) -> str:
     part = f" of {row['task']}" if row["task"] else ""
     facts = f"reward {row['reward']:g}, {row['num_tokens']} tokens, ended by {row['finish_reason']}"
+    if row.get("status") is not None:
+        branches = counted(row["num_branches"], "branch", "branches")
+        facts += f", {counted(row['num_turns'], 'turn')}, {branches}, {row['status']}"
     lines = [f"### Example {row['example_id']}{part}, sample {row['sample']}", facts]
     if row["error"]:
         lines.append(f"Not graded: {_fenced(row['error'])}")

@@ -17,8 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_ray.telemetry.durable import replacing
+from grpo_ray.telemetry.episode_metrics import EpisodeFacts
 from grpo_ray.telemetry.evaluation_summary import Category, Outcomes
-from grpo_ray.types import PromptItem, ScoredGroup
+from grpo_ray.types import Completion, Episode, PromptItem, ScoredGroup
 
 EXAMPLES_PER_PART = 64
 
@@ -30,17 +31,25 @@ SCHEMA = pa.schema(
         ("ground_truth", pa.string()),
         ("sample", pa.int32()),
         ("response", pa.string()),
-        ("num_tokens", pa.int32()),
+        ("num_tokens", pa.int32()),  # sampled ones
         ("finish_reason", pa.string()),  # "stop", or "length": truncated
         ("reward", pa.float64()),
         ("format_reward", pa.float64()),
         ("answer_reward", pa.float64()),
         ("category", pa.string()),  # a Category
         ("error", pa.string()),  # why it could not be graded; empty if it was
+        # The facts of an episode; null in other responses.
+        ("status", pa.string()),
+        ("num_turns", pa.int32()),
+        ("num_branches", pa.int32()),
+        ("num_context_tokens", pa.int32()),
+        ("seconds", pa.float64()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
     ]
 )
 NUMBERS = ["example_id", "task", "sample", "num_tokens", "finish_reason", "category", "error"]
 REWARDS = ["reward", "format_reward", "answer_reward"]
+EPISODE = ["status", "num_turns", "num_branches", "num_context_tokens", "seconds", "metrics"]
 
 Row = dict[str, Any]
 
@@ -69,6 +78,7 @@ def make_row(
         **{name: float(rewards[name]) for name in REWARDS},
         "category": category_of(rewards, error),
         "error": error,
+        **dict.fromkeys(EPISODE),
     }
 
 
@@ -78,11 +88,18 @@ def response_rows(group: ScoredGroup) -> list[Row]:
     rewards = [dict(zip(REWARDS, values, strict=True)) for values in columns]
     return [
         make_row(
-            group.rollout.item, sample, c.text, len(c.token_ids), c.finish_reason, rewards[sample],
+            group.rollout.item, sample, c.text, c.num_tokens, c.finish_reason, rewards[sample],
             group.errors.get(sample, ""),
-        )
+        ) | _episode_columns(c)
         for sample, c in enumerate(group.rollout.completions)
     ]  # fmt: skip
+
+
+def _episode_columns(completion: Completion) -> Row:
+    if not isinstance(completion, Episode):
+        return {}
+    facts = vars(EpisodeFacts.of(completion))
+    return {**facts, "metrics": list(facts["metrics"].items())}
 
 
 class ResponseFiles:
@@ -107,7 +124,7 @@ class ResponseFiles:
         for part in list(self._missing):
             path = self._part_path(part)
             if path.exists():
-                rows = pq.read_table(path).to_pylist()
+                rows = read_responses(path).to_pylist()
                 self._missing[part] -= {row["example_id"] for row in rows}
                 if self._missing[part]:
                     self._rows[part] = rows
@@ -139,7 +156,7 @@ class ResponseFiles:
         ):
             for part in sorted(self._missing):
                 if self._part_path(part).exists():
-                    writer.write_table(pq.read_table(self._part_path(part)))
+                    writer.write_table(read_responses(self._part_path(part)))
         return self._examples_path
 
     def remove_parts(self) -> None:
@@ -158,7 +175,12 @@ class ResponseFiles:
 
 def read_outcomes(path: Path) -> Outcomes:
     """Return the file's responses as arrays, without reading the long texts."""
-    return table_outcomes(pq.read_table(path, columns=[*NUMBERS, *REWARDS]))
+    return table_outcomes(read_responses(path, [*NUMBERS, *REWARDS, *EPISODE]))
+
+
+def read_responses(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a file; columns that one of an earlier version lacks are null."""
+    return pq.read_table(path, columns=columns, schema=SCHEMA)
 
 
 def table_outcomes(table: pa.Table) -> Outcomes:
@@ -180,7 +202,15 @@ def table_outcomes(table: pa.Table) -> Outcomes:
         num_tokens=column("num_tokens"),
         is_truncated=by_prompt(pc.equal(table["finish_reason"], "length")),
         tasks=column("task")[:, 0],
+        episodes=tuple(_episodes(table)),
     )
+
+
+def _episodes(table: pa.Table) -> Iterator[EpisodeFacts]:
+    if table["status"].null_count < table.num_rows:
+        for row in table.select(EPISODE).to_pylist():
+            if row["status"] is not None:
+                yield EpisodeFacts(**{**row, "metrics": dict(row["metrics"])})
 
 
 def sample_rows(path: Path, category: Category, num_rows: int, seed: int = 0) -> list[Row]:

@@ -70,7 +70,7 @@ async def _sample_one(
 
     def take(group: ScoredGroup) -> None:
         nonlocal num_tokens
-        num_tokens += sum(len(completion.token_ids) for completion in group.rollout.completions)
+        num_tokens += sum(completion.num_tokens for completion in group.rollout.completions)
         files.add(group)
         console.advance(group)
 

@@ -9,8 +9,8 @@ import torch
 
 from grpo_ray.config import Config
 from grpo_ray.models.loading import check_local_model, end_token_ids, load_policy, load_tokenizer
+from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy.forward_backward import ForwardBackward
-from grpo_ray.policy.sequences import TrainSequence
 from grpo_ray.telemetry.adapter_files import is_adapter
 from grpo_ray.tools.export.merge import base_folder, merged_policy
 

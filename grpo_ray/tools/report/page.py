@@ -15,7 +15,7 @@ from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.report.panels import PANELS, expanded
 
 WEB = resources.files("grpo_ray.tools.report") / "web"
-SCRIPTS = ("elements.js", "chart.js", "stages.js", "ranks.js", "rollouts.js", "page.js")
+SCRIPTS = ("elements.js", "chart.js", "stages.js", "ranks.js", "episodes.js", "rollouts.js", "page.js")
 MOST_NAMES = 4  # in the page's title
 # In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it.
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}

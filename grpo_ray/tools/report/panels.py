@@ -49,6 +49,18 @@ PANELS: dict[str, tuple[Panel, ...]] = {
               (("rollout/response_tokens/mean", "mean"), ("rollout/response_tokens/max", "max"))),
         Panel("Truncated responses", "share", (("rollout/truncated_frac", "truncated"),), True),
     ),
+    "Episodes": (
+        Panel("Turns", "turns", (("episodes/turns/mean", "mean"), ("episodes/turns/max", "max"))),
+        Panel("How episodes ended", "share",
+              (("episodes/status/finished", "finished"), ("episodes/status/truncated_turns", "out of turns"),
+               ("episodes/status/truncated_tokens", "out of tokens"),
+               ("episodes/status/truncated_time", "out of time"),
+               ("episodes/status/environment_error", "environment error")), True),
+        Panel("Time per episode", "s", (("episodes/seconds/mean", "mean"), ("episodes/seconds/max", "max"))),
+        Panel("Context", "tokens per episode", (("episodes/context_tokens/mean", "not sampled"),)),
+        Panel("Branches", "per episode", (("episodes/branches/mean", "mean"),)),
+        Panel("Metrics of the episodes", "mean", (("episodes/metrics/*", "*"),)),
+    ),
     "Throughput": (
         Panel("Tokens per second", "tokens/s",
               (("throughput/sampled_tokens_per_s", "sampled"), ("throughput/trained_tokens_per_s", "trained"))),
@@ -84,7 +96,9 @@ def _filled_in(metric: str, label: str, names: Collection[str]) -> Iterator[tupl
     if "*" not in metric:
         yield metric, label
         return
-    pattern = re.compile(re.escape(metric).replace(r"\*", r"([^/_]+)"))
+    # A name at the end is whole; in between, such as a rank's, it ends before what follows.
+    name = r"(.+)" if metric.endswith("*") else r"([^/_]+)"
+    pattern = re.compile(re.escape(metric).replace(r"\*", name))
     matches = filter(None, map(pattern.fullmatch, names))
     for match in sorted(matches, key=lambda match: by_number(label.replace("*", match[1]))):
         yield match[0], label.replace("*", match[1])

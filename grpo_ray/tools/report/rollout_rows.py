@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.errors import RunError
 from grpo_ray.models.loading import is_local, load_tokenizer
@@ -13,6 +14,13 @@ from grpo_ray.telemetry.adapter_files import is_adapter, saved_config
 from grpo_ray.telemetry.checkpoint import LAST, CheckpointStore
 from grpo_ray.telemetry.readable_rollouts import shortened
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.report.episode_rows import (
+    MAX_EPISODE_TOKENS,
+    by_sequence,
+    is_episode,
+    joined,
+    shown_episode,
+)
 from grpo_ray.tools.report.log_ratios import log_ratios
 from grpo_ray.tools.report.rollout_sample import RolloutSample, Row
 from grpo_ray.tools.report.token_texts import TokenTexts
@@ -60,7 +68,7 @@ def show_rollouts(
         try:
             checkpoint = _find_checkpoint(run, log_ratio)
             config = with_trust(load_config(run.config_path), trust_remote_code)
-            ratios = log_ratios(config, checkpoint, sample.rows, MAX_TOKENS)
+            ratios = _ratios(config, checkpoint, sample.rows)
         except (RunError, ValueError) as error:
             if log_ratio is not None:
                 raise
@@ -84,6 +92,17 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
     return folder
 
 
+def _ratios(config: Config, checkpoint: Path, rows: list[Row]) -> list[np.ndarray]:
+    """Return the log-ratios of each row's first tokens; those of context mean nothing."""
+    parts = [by_sequence(row) if is_episode(row) else [_beginning(row)] for row in rows]
+    found = iter(log_ratios(config, checkpoint, [part for row in parts for part in row], MAX_EPISODE_TOKENS))
+    return [joined([next(found) for _ in row]) for row in parts]
+
+
+def _beginning(row: Row) -> Row:
+    return {**row, **{name: row[name][:MAX_TOKENS] for name in ("token_ids", "logprobs")}}
+
+
 def _token_texts(
     run: RunDirectory, model: Any, trust_remote_code: bool, notices: list[str]
 ) -> TokenTexts | None:
@@ -102,14 +121,17 @@ def _token_texts(
 
 
 def _shown(row: Row, texts: TokenTexts | None, ratios: np.ndarray | None) -> Row:
-    token_ids = row["token_ids"][:MAX_TOKENS]
+    most = MAX_EPISODE_TOKENS if is_episode(row) else MAX_TOKENS
+    token_ids = row["token_ids"][:most]
     shown = {name: row.get(name) for name in PLAIN}
     shown |= {name: shortened(row[name] or "") for name in ("prompt", "response", "ground_truth")}
+    if is_episode(row):
+        shown["episode"] = shown_episode(row, texts)
     if texts is not None:
         shown |= {
             "tokens": texts.of(token_ids),
-            "logprobs": [_number(value) for value in row["logprobs"][:MAX_TOKENS]],
-            "ratios": [_number(value) for value in ratios] if ratios is not None else None,
+            "logprobs": [_number(value) for value in row["logprobs"][:most]],
+            "ratios": [_number(value) for value in ratios[:most]] if ratios is not None else None,
             "spans": [[span["version"], span["start"]] for span in row["versions"]],
         }
     return shown

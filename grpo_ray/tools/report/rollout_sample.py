@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from grpo_ray.telemetry.episode_columns import NAMES as EPISODE_COLUMNS
 from grpo_ray.telemetry.rollout_log import FRESH
 from grpo_ray.telemetry.run_files import RunDirectory
 
@@ -24,6 +25,7 @@ COLUMNS = (
     "group_id", "sample", "task", "prompt", "response", "ground_truth", "reward", "format_reward",
     "answer_reward", "advantage", "num_tokens", "error", "ungradable", "finish_reason", "min_version",
     "max_version", "generator", "use", "prompt_token_ids", "token_ids", "logprobs", "versions",
+    *EPISODE_COLUMNS,
 )  # fmt: skip
 Row = dict[str, Any]
 T = TypeVar("T")

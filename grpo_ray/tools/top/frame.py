@@ -55,6 +55,12 @@ MORE_COLUMNS: tuple[Column, ...] = (
     ("grad", _metric("optim/grad_norm"), "{:.3f}"),
     ("eval", _metric("eval/reward"), "{:.3f}"),
 )
+EPISODE_COLUMNS: tuple[Column, ...] = (
+    ("turns", _metric("episodes/turns/mean"), "{:.1f}"),
+    ("finished", _metric("episodes/status/finished"), "{:.0%}"),
+    ("longest", _metric("episodes/seconds/max"), "{:.0f} s"),
+)
+"""Shown if the run's newest steps have episodes; the last one only with space for all columns."""
 
 
 def draw_frame(view: RunView, console: Console, job: str | None = None) -> RenderableType:
@@ -175,13 +181,22 @@ def _steps(rows: Sequence[Row], width: int) -> RenderableType:
     if not rows:
         return Group()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    columns = COLUMNS + MORE_COLUMNS if width >= WIDE else COLUMNS
+    columns = _columns(rows, width)
     for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         values = [(value_of(row), form) for _, value_of, form in columns]
         table.add_row(*("" if value is None else form.format(value) for value, form in values))
     return Group(Text(), table)
+
+
+def _columns(rows: Sequence[Row], width: int) -> tuple[Column, ...]:
+    """Return the columns that fit; those of episodes take the place of the times of the Learner's stages."""
+    is_wide = width >= WIDE
+    if not any("episodes/turns/mean" in row for row in rows):
+        return COLUMNS + MORE_COLUMNS if is_wide else COLUMNS
+    plain = tuple(column for column in COLUMNS if column[0] not in ("generate", "wait"))
+    return plain + EPISODE_COLUMNS + MORE_COLUMNS if is_wide else plain + EPISODE_COLUMNS[:2]
 
 
 def _events(view: RunView) -> list[RenderableType]:

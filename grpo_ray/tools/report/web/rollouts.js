@@ -7,9 +7,11 @@ const COLUMNS = [
   ["reward", "Reward", (row) => row.reward], ["advantage", "Advantage", (row) => row.advantage],
   ["tokens", "Tokens", (row) => row.num_tokens], ["versions", "Versions", (row) => row.min_version],
 ];
+const TURNS = ["turns", "Turns", (row) => row.episode?.num_turns ?? 1];  // a column only with episodes
 const COLORINGS = {
   ratio: ["log-ratio", (row) => row.ratios, 1, "less likely now", "more likely now"],
   logprob: ["logprob when sampled", (row) => row.logprobs?.map((value) => value === null ? null : -value), 4, "", "surprising"],
+  advantage: ["advantage", advantages, 2, "worse than its group", "better"],
   none: ["no colour", () => null, 1, "", ""],
 };
 
@@ -28,6 +30,7 @@ function sharedStart(rows) {
 }
 
 function outcome(row) {
+  if (row.episode) return row.episode.status.replaceAll("_", " ");
   if (row.error !== null) return "error";
   if (row.ungradable !== null) return "ungradable";
   return row.finish_reason === "length" ? "truncated" : "ended";
@@ -40,6 +43,7 @@ class Rollouts {
       return run.rollouts.map((row) => ({ ...row, run, brief: (start ? "… " : "") + row.prompt.slice(start),
         text: [row.prompt, row.response, row.ground_truth].join("\n").toLowerCase() }));
     });
+    this.columns = this.rows.some((row) => row.episode) ? [...COLUMNS, TURNS] : COLUMNS;
     this.sorting = { name: "step", factor: 1 };
     this.page = 0;
     this.colorings = Object.keys(COLORINGS).filter((name) => name === "none" || this.rows.some(COLORINGS[name][1]));
@@ -72,7 +76,9 @@ class Rollouts {
     this.task = choice("Task", any(tasks, "tasks"), update);
     this.least = bound("Reward from");
     this.most = bound("to");
-    this.outcome = choice("Outcome", any(["ended", "truncated", "ungradable", "error"], "outcomes"), update);
+    const ends = ["ended", "truncated", "ungradable", "error"], found = [...new Set(this.rows.map(outcome))];
+    const others = found.filter((name) => !ends.includes(name)).sort();
+    this.outcome = choice("Outcome", any([...(found.length > others.length || !others.length ? ends : []), ...others], "outcomes"), update);
     this.search = el("input", { type: "search", placeholder: "in prompts and responses", oninput: update });
     const colors = choice("Colour tokens by", this.colorings.map((name) => [name, COLORINGS[name][0]]),
       (name) => { this.coloring = name; this.show(); });
@@ -92,11 +98,11 @@ class Rollouts {
   }
 
   show() {
-    const value = COLUMNS.find(([name]) => name === this.sorting.name)[2];
+    const value = this.columns.find(([name]) => name === this.sorting.name)[2];
     const found = this.rows.filter((row) => this.isShown(row))
       .sort((a, b) => this.sorting.factor * (value(a) - value(b)));
     const pages = Math.max(1, Math.ceil(found.length / ROWS)), first = this.page * ROWS;
-    this.head.replaceChildren(...COLUMNS.map((column) => this.heading(...column)));
+    this.head.replaceChildren(...this.columns.map((column) => this.heading(...column)));
     this.body.replaceChildren(...found.slice(first, first + ROWS).flatMap((row) => this.line(row)));
     this.count.textContent = `${found.length.toLocaleString("en")} of ${this.rows.length.toLocaleString("en")} rollouts on this page`;
     this.pager.position.textContent = ` page ${this.page + 1} of ${pages} `;
@@ -123,23 +129,25 @@ class Rollouts {
     const open = el("button", { type: "button", class: "open", "aria-expanded": String(isOpen),
       onclick: () => { isOpen ? this.opened.delete(row) : this.opened.add(row); this.show(); } }, row.response || "(empty)");
     const cells = { step: number(row.step), prompt: row.brief, response: open, reward: number(row.reward),
-      advantage: number(row.advantage), tokens: number(row.num_tokens), versions: versions(row) };
-    const marked = el("tr", { role: "row" }, ...COLUMNS.map(([name, label, value]) =>
+      advantage: number(row.advantage), tokens: number(row.num_tokens), versions: versions(row),
+      turns: row.episode ? turnsOf(row.episode) : "–" };
+    const marked = el("tr", { role: "row" }, ...this.columns.map(([name, label, value]) =>
       el("td", { role: "cell", "data-label": label, class: value ? "number" : "text" },
         name === "step" && DATA.runs.length > 1 ? swatch(seriesColor(row.run.place)) : null, cells[name])));
     if (!isOpen) return [marked];
-    return [marked, el("tr", { role: "row", class: "detail" }, el("td", { role: "cell", colspan: COLUMNS.length }, ...this.detail(row)))];
+    return [marked, el("tr", { role: "row", class: "detail" }, el("td", { role: "cell", colspan: this.columns.length }, ...this.detail(row)))];
   }
 
   detail(row) {
     const facts = { run: row.run.name, "group, sample": `${row.group_id}, ${row.sample}`, generator: row.generator,
       task: row.task, "format reward": number(row.format_reward), "answer reward": number(row.answer_reward),
-      outcome: [outcome(row), row.error ?? row.ungradable].filter(Boolean).join(": "),
+      outcome: [outcome(row), row.episode ? null : row.error ?? row.ungradable].filter(Boolean).join(": "),
       use: { 0: "dropped, not trained", 1: "trained" }[row.use] ?? `replayed, use ${row.use}` };
     const texts = Object.entries(facts).filter(([, value]) => value).map(([name, value]) => `${name} ${value}`);
     return [
-      el("h4", {}, "Prompt"), el("pre", { dir: "auto" }, row.prompt),
-      el("h4", {}, "Response"), row.tokens ? tokens(row, this.coloring) : el("pre", { dir: "auto" }, row.response),
+      el("h4", {}, row.episode ? "Example" : "Prompt"), el("pre", { dir: "auto" }, row.prompt),
+      el("h4", {}, row.episode ? "Episode" : "Response"),
+      ...(row.episode ? episode(row, this.coloring) : [row.tokens ? tokens(row, this.coloring) : el("pre", { dir: "auto" }, row.response)]),
       row.ground_truth ? el("h4", {}, "Ground truth") : null,
       row.ground_truth ? el("pre", { dir: "auto" }, row.ground_truth) : null,
       el("p", { class: "facts" }, texts.join(" · ")),
@@ -157,23 +165,24 @@ function paint(node, value, largest) {
 function colorScale(coloring) {
   const [label, , largest, low, high] = COLORINGS[coloring];
   if (coloring === "none") return [];
-  const shown = (coloring === "ratio" ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1]).map((share) => {
-    const mark = el("span", { class: "token" }, number(coloring === "ratio" ? share * largest : -share * largest));
+  const hasSigns = coloring !== "logprob";
+  const shown = (hasSigns ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1]).map((share) => {
+    const mark = el("span", { class: "token" }, number(hasSigns ? share * largest : -share * largest));
     paint(mark, share * largest, largest);
     return mark;
   });
-  return [el("span", {}, `Token colours: ${label}, nats`), el("span", {}, low, ...shown, high)];
+  return [el("span", {}, `Token colours: ${label}${coloring === "advantage" ? "" : ", nats"}`), el("span", {}, low, ...shown, high)];
 }
 
-/** Show the response token by token; pointer and arrow keys read out a token's values. */
-function tokens(row, coloring) {
+/** Make a mark per token, and what reads out their values: a line, and the handlers of the box around the marks. */
+function tokenMarks(row, coloring) {
   const [, valuesOf, largest] = COLORINGS[coloring], values = valuesOf(row);
   const readout = el("p", { class: "readout", "aria-live": "polite" });
-  const starts = new Map(row.spans.map(([version, start]) => [start, version]));
   const version = (place) => row.spans.findLast(([, start]) => start <= place)?.[0];
-  const marks = row.tokens.map((text, place) => {
+  const isContext = (place) => Boolean(row.episode) && version(place) < 0;
+  const marks = (row.tokens ?? []).map((text, place) => {
     const mark = el("span", { class: "token" }, text.replaceAll("\n", "↵\n"));
-    paint(mark, values?.[place], largest);
+    if (!isContext(place)) paint(mark, values?.[place], largest);
     return mark;
   });
   let at = -1;
@@ -182,17 +191,26 @@ function tokens(row, coloring) {
     at = place;
     marks[at]?.classList.add("selected");
     const ratio = row.ratios ? `, log-ratio ${number(row.ratios[at])}` : "";
-    readout.textContent = at < 0 ? "" : `token ${at + 1} ${JSON.stringify(visible(row.tokens[at]))}: logprob ${
-      number(row.logprobs[at])}${ratio}, version ${version(at)}`;
+    const values = at < 0 ? "" : isContext(at) ? "context, not sampled" : `logprob ${number(row.logprobs[at])}${ratio}, version ${version(at)}`;
+    readout.textContent = at < 0 ? "" : `token ${at + 1} ${JSON.stringify(visible(row.tokens[at]))}: ${values}`;
   };
-  const box = el("pre", { class: "tokens", tabindex: "0", dir: "auto", "aria-label": "Response, token by token; arrow keys read out a token's values",
+  const handlers = {
     onpointerover: (event) => { const place = marks.indexOf(event.target); if (place >= 0) select(place); },
     onkeydown: (event) => {
       const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: marks.length - 1 }[event.key];
-      if (to === undefined) return;
+      if (to === undefined || marks.length === 0) return;
       event.preventDefault();
       select(Math.min(marks.length - 1, Math.max(0, to)));
-    } });
+    },
+  };
+  return { marks, readout, handlers };
+}
+
+/** Show the response token by token; pointer and arrow keys read out a token's values. */
+function tokens(row, coloring) {
+  const { marks, readout, handlers } = tokenMarks(row, coloring);
+  const starts = new Map(row.spans.map(([version, start]) => [start, version]));
+  const box = el("pre", { class: "tokens", tabindex: "0", dir: "auto", "aria-label": "Response, token by token; arrow keys read out a token's values", ...handlers });
   marks.forEach((mark, place) => {
     if (starts.has(place) && (place > 0 || row.spans.length > 1)) box.append(el("sup", {}, `v${starts.get(place)}`));
     box.append(mark);

@@ -5,11 +5,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from grpo_ray.actors.clients import GeneratorClient, bulk_and_facts
-from grpo_ray.actors.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.config import Config
 from grpo_ray.engines.sampling_batch import sample_seed
 from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
@@ -17,6 +16,7 @@ from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread
 from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.telemetry.memory import resident_bytes
@@ -28,14 +28,21 @@ from grpo_ray.types import (
     RolloutGroup,
     SamplingSettings,
     StartingModel,
+    bulk_and_facts,
 )
 
 
 class EnvironmentWorker:
     """Episodes as an actor; it plays every group on arrival, and asks the Generators that `serve` names."""
 
-    def __init__(self, name: str, config: Config, model: StartingModel) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, config: Config, model: StartingModel, confinement: Confinement | None = None
+    ) -> None:
+        """
+        Args:
+            confinement: entered by the thread that calls `ready`, and so by those of the episodes.
+        """
+        self.name, self._confinement = name, confinement
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
         settings = config.episodes
         self._template = ChatTemplate(self._tokenizer, model.end_token_ids, settings.template_arguments)
@@ -56,12 +63,14 @@ class EnvironmentWorker:
         return f"EnvironmentWorker({self.name}, {self._clock.current})"
 
     async def ready(self) -> bool:
-        """Start the endpoint that agents reach by `session.base_url`."""
+        """Start the endpoint that agents reach by `session.base_url`, then confine what follows."""
         with self._clock.stage("start"):
             await self._server.start()
+            if self._confinement is not None:
+                self._confinement.enter()
         return True
 
-    async def serve(self, serving: Mapping[int, GeneratorClient]) -> None:
+    async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         """Send turns to these Generators from now on; each has a number of its own."""
         await self._router.serve(serving)
 

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from typing import Protocol
 
-from grpo_ray.actors.clients import GeneratorClient
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
@@ -12,17 +12,23 @@ from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
 
 
+class TurnClient(Protocol):
+    """The part of a Generator's client that turns need (actors/clients.py)."""
+
+    def sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Awaitable[Completion]: ...
+
+
 class TurnRouter:
     """The Generators that serve, as one worker sees them. One that fails costs the turn, not the episode."""
 
     def __init__(self, turn_timeout_s: float) -> None:
         self._turn_timeout_s = turn_timeout_s
-        self._serving: Mapping[int, GeneratorClient] = {}  # by number: a replacement has another one
+        self._serving: Mapping[int, TurnClient] = {}  # by number: a replacement has another one
         self._num_turns: Counter[int] = Counter()  # that each runs now
         self._failures: list[GeneratorFailure] = []
         self._changed = asyncio.Condition()
 
-    async def serve(self, serving: Mapping[int, GeneratorClient]) -> None:
+    async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         """Send turns to these Generators from now on."""
         async with self._changed:
             known = {failure.number for failure in self._failures}

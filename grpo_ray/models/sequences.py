@@ -1,13 +1,14 @@
-"""The sequences that a batch is trained on, and the minibatches of its updates."""
+"""The sequences that a batch is trained on, split into minibatches, and those into micro-batches."""
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
+from grpo_ray.models.families import Family, families_of
+from grpo_ray.telemetry.flops import Lengths
 from grpo_ray.types import Episode, ScoredGroup
 
 NEVER = 2**31
@@ -28,8 +29,8 @@ class TrainSequence:
     mask: np.ndarray | None = None  # bool [response_tokens], true where the policy sampled; None: everywhere
     turn_places: np.ndarray | None = None  # each token's place in its turn; None: the response is one turn
     sample: tuple[int, int] | None = None
-    """The places of its group in the batch and of its sample in the group: an episode with branches is one
-    sample of several sequences. None: a sample of its own, in a group of sequences with the same prompt."""
+    """The places of its group in the batch and of its episode in the group: an episode with branches is one
+    sample of several sequences. None: no episode, so a sample of its own."""
     sample_tokens: int | None = None
     """Tokens of all the sample's sequences in the loss; None: those of this one, which is alone."""
 
@@ -40,15 +41,12 @@ class TrainSequence:
     def num_sampled(self) -> int:
         return len(self.behaviour_logprobs)
 
-    @cached_property
-    def token_ids(self) -> np.ndarray:
-        """The prompt and the response, int64."""
-        return self.tokens(0, len(self))
-
-    def tokens(self, start: int, end: int) -> np.ndarray:
-        """Return the tokens `[start, end)` of prompt and response together, int64."""
+    def tokens(self, start: int = 0, end: int = NEVER) -> np.ndarray:
+        """Return the tokens `[start, end)` of prompt and response together."""
         length = len(self.prompt_token_ids)
         response = self.response_token_ids[max(0, start - length) : max(0, end - length)]
+        if start >= length:
+            return response
         return np.concatenate([np.array(self.prompt_token_ids[start:end], np.int64), response])
 
     def sampled(self, values: np.ndarray) -> np.ndarray:
@@ -67,14 +65,14 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
         for number, (c, a) in enumerate(zip(completions, group.advantages, strict=True)):
             if mask_truncated and c.is_truncated:
                 continue
-            advantage, sample = float(a), (place, number)
+            advantage = float(a)
             if isinstance(c, Episode):
                 of_turns = group.turn_advantages[number] if group.turn_advantages else None
-                sequences += _of_episode(c, advantage, of_turns, group.has_signal, sample)
+                sequences += _of_episode(c, advantage, of_turns, group.has_signal, (place, number))
             else:
                 switch = first_switch(c.versions)
                 values = c.token_ids, c.logprobs, advantage, group.has_signal, switch
-                sequences.append(TrainSequence(prompt, *values, sample=sample))
+                sequences.append(TrainSequence(prompt, *values))
     return sequences
 
 
@@ -107,7 +105,8 @@ def _places(turns: np.ndarray) -> np.ndarray | None:
 
 def first_switch(versions: np.ndarray) -> int:
     """Return the index of the first token that another version sampled than the first; NEVER without one."""
-    return int(np.argmax(versions != versions[0])) if np.any(versions != versions[:1]) else NEVER
+    differs = versions != versions[:1]
+    return int(differs.argmax()) if differs.any() else NEVER
 
 
 def samples_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
@@ -136,3 +135,57 @@ def minibatches(
         num_updates = -(-len(shuffled) // size)
         updates += [list(chain.from_iterable(shuffled[first::num_updates])) for first in range(num_updates)]
     return updates
+
+
+def lengths_of(sequences: Sequence[TrainSequence]) -> Lengths:
+    """Return the lengths of the sequences, by which their FLOPs are counted."""
+    order = chain(*families_of(sequences))
+    return [(overlap, len(sequences[index]), sequences[index].num_sampled) for index, overlap in order]
+
+
+def plan(sequences: Sequence[TrainSequence], max_tokens: int, shares_prompts: bool) -> list[list[int]]:
+    """Split the sequences into micro-batches of at most `max_tokens` (but at least one sequence each).
+
+    Longest first: then little is padded, and if memory runs out, it does so at once. Shared tokens count once
+    per micro-batch, and sequences that share some are in the same micro-batch as far as they fit.
+
+    Args:
+        max_tokens: of one micro-batch's `input_ids`, with padding.
+        shares_prompts: plan for the packed layout; otherwise for the padded one.
+
+    Returns:
+        The indices of each micro-batch's sequences.
+    """
+    return _plan_packed(sequences, max_tokens) if shares_prompts else _plan_padded(sequences, max_tokens)
+
+
+def _plan_padded(sequences: Sequence[TrainSequence], max_tokens: int) -> list[list[int]]:
+    pending = sorted(range(len(sequences)), key=lambda index: len(sequences[index]), reverse=True)
+    planned = []
+    while pending:
+        rows = max(1, max_tokens // len(sequences[pending[0]]))
+        planned.append(pending[:rows])
+        pending = pending[rows:]
+    return planned
+
+
+def _plan_packed(sequences: Sequence[TrainSequence], max_tokens: int) -> list[list[int]]:
+    """Fill one micro-batch after another with whole families; one that does not fit is split between them."""
+
+    def num_tokens(family: Family) -> int:
+        return sum(len(sequences[index]) - overlap for index, overlap in family)
+
+    planned: list[list[int]] = []
+    room = 0
+    for family in sorted(families_of(sequences), key=num_tokens, reverse=True):
+        if num_tokens(family) > room:
+            planned.append([])
+            room = max_tokens
+        for index, overlap in family:
+            needed = len(sequences[index]) - overlap
+            if needed > room and planned[-1]:
+                planned.append([])
+                room, needed = max_tokens, len(sequences[index])
+            planned[-1].append(index)
+            room -= needed
+    return planned

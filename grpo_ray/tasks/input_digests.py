@@ -6,33 +6,38 @@ The training questions are in the prompt ledger's own digest, which every checkp
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_ray.config import Config
 from grpo_ray.config.reward import Reward
 from grpo_ray.errors import RunError
-from grpo_ray.run.preflight import TaskData
+from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import examples_digest
-from grpo_ray.tasks.prompts import TextTemplate
+from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.run_files import RunDirectory
 
 
-def input_digests(config: Config, task: TaskData) -> dict[str, str]:
+def input_digests(
+    config: Config, templates: Mapping[str, PromptTemplate], validation: Sequence[Example]
+) -> dict[str, str]:
     """Return a digest of each template, the validation questions, and each module with a reward.
 
     The name of each says what was edited if it changes. Modules that the reward's module imports are left out.
     """
     digests = {
         f"{_field(name)}.prompt (the template's text)": _sha256(template.text.encode())
-        for name, template in task.templates.items()
+        for name, template in templates.items()
         if isinstance(template, TextTemplate)
     }
-    digests["the validation questions and their answers"] = examples_digest(task.validation)
+    digests["the validation questions and their answers"] = examples_digest(validation)
     for name, reward in config.task.rewards.items():
         for module, path in _modules(reward):
             digests[f"{_field(name)}.reward (module {module}, {path.name})"] = _sha256(path.read_bytes())
+    for name, part in config.episode_tasks.items():
+        for module, path in _modules_of((part.episode, part.examples, part.warmup or "")):
+            digests[f"{_field(name)}.episode (module {module}, {path.name})"] = _sha256(path.read_bytes())
     return digests
 
 
@@ -68,7 +73,10 @@ def _field(part: str) -> str:
 
 def _modules(reward: Reward) -> Iterator[tuple[str, Path]]:
     """Yield the modules of the user's own functions, which the checks have imported, and their files."""
-    names: Iterable[str] = [reward] if isinstance(reward, str) else [term.reward for term in reward]
+    return _modules_of([reward] if isinstance(reward, str) else [term.reward for term in reward])
+
+
+def _modules_of(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
     for name in sorted({name.partition(":")[0] for name in names if ":" in name}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None:

@@ -1,0 +1,19 @@
+"""Packages of environments, which only their adapters need."""
+
+import importlib
+from typing import Any
+
+
+def required(module: str) -> Any:
+    """Return the module.
+
+    Raises:
+        ImportError: it cannot be imported; names the file of requirements to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this episode needs {module}, which cannot be imported ({error}); install "
+            "requirements/environments.txt: `make environments`, or `pip install --no-deps -r` that file"
+        ) from error

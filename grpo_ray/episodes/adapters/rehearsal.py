@@ -1,0 +1,85 @@
+"""Warm-up pairs for a tiny model: each turn of episodes that a script plays, as (transcript, reply)."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import cycle, islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.episodes.chat_template import ChatTemplate
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.openai_server import ChatServer
+from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner
+from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.models.plain_chat import give_plain_chat
+from grpo_ray.models.tiny import train_tokenizer
+from grpo_ray.tasks.examples import Example, Pairs
+from grpo_ray.types import Completion, SamplingSettings
+
+MAX_TOKENS = 2**16
+
+
+class _Script:
+    """A sampler that answers with a function of the transcript, and keeps the pairs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reply: Callable[[str], str]) -> None:
+        self._tokenizer, self._reply = tokenizer, reply
+        self.pairs: Pairs = []
+
+    async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        transcript = self._tokenizer.decode(list(prompt_token_ids))
+        text = self._reply(transcript)
+        self.pairs.append((transcript, text))
+        ids = np.array(self._tokenizer(text + self._tokenizer.eos_token)["input_ids"], np.int32)
+        zeros = np.zeros(len(ids), np.int32)
+        return Completion(text, ids, zeros.astype(np.float32), zeros, "stop")
+
+
+def rehearse(
+    episode: EpisodeFn,
+    examples: Iterable[Example],
+    reply: Callable[[str], str],
+    num_pairs: int,
+    num_played: int = 1000,
+) -> Pairs:
+    """Return (transcript, reply) pairs, in the plain chat of tiny models, of episodes that a script plays.
+
+    Args:
+        examples: begun again as often as needed; the episode numbered n from 0 has the seed n.
+        reply: returns the next reply to a transcript, which ends with a line `>`.
+        num_played: turns to play; they are repeated if more pairs are asked for.
+
+    Raises:
+        RuntimeError: an episode failed, or sampled nothing.
+    """
+    pairs = asyncio.run(_rehearsed(episode, examples, reply, min(num_pairs, num_played)))
+    return list(islice(cycle(pairs), num_pairs))
+
+
+async def _rehearsed(
+    episode: EpisodeFn, examples: Iterable[Example], reply: Callable[[str], str], num_pairs: int
+) -> Pairs:
+    tokenizer = train_tokenizer(["any text: its tokens spell all others"], vocab_size=300)
+    give_plain_chat(tokenizer)
+    script, server = _Script(tokenizer, reply), ChatServer()
+    parser, template = (
+        make_tool_parser("transformers", tokenizer),
+        ChatTemplate(tokenizer, [tokenizer.eos_token_id]),
+    )
+    settings = SamplingSettings(1, 1.0, 1.0, 0, MAX_TOKENS // 2)
+    await server.start()
+    try:
+        for seed, example in enumerate(cycle(examples)):
+            before = len(script.pairs)
+            session = Session(script, settings, template, Limits(max_tokens=MAX_TOKENS), parser)
+            result = await EpisodeRunner(episode, server=server).run(session, replace(example, seed=seed))
+            if result.reward is None or len(script.pairs) == before:
+                raise RuntimeError(f"an episode that was played for the warm-up is of no use: {result}")
+            if len(script.pairs) >= num_pairs:
+                break
+    finally:
+        await server.stop()
+    return script.pairs[:num_pairs]

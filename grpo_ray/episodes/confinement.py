@@ -1,0 +1,98 @@
+"""The confinement of environment code: what a tool may read and write on its node.
+
+Replies of a model decide what tools do, so an EnvironmentWorker holds its episodes to what graders may read, to
+one folder for writing, and to a limit of memory. Unlike a grader it keeps the network: environments are often
+servers. Landlock and capabilities belong to threads, so Ray's own threads go on as before.
+"""
+
+import os
+import resource
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_ray.config.episodes import EpisodesConfig
+from grpo_ray.rewards.isolation.confinement import drop_capabilities
+from grpo_ray.rewards.isolation.kernel import forgo_privileges
+from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
+from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
+
+HINT = (
+    "\n(the worker is confined: allow paths with episodes.readable_paths and episodes.writable_paths, or set "
+    "episodes.confined to false)"
+)
+NO_MEMORY_HINT = "\n(memory beyond episodes.memory_gib is refused)"
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """The limits of a worker's environments; `enter` applies them to the calling thread and those it starts."""
+
+    readable: tuple[str, ...]
+    writable: tuple[str, ...]
+    memory_gib: float
+
+    @classmethod
+    def of(cls, config: EpisodesConfig) -> "Confinement | None":
+        """Return the configured confinement; None without one."""
+        if not config.confined:
+            return None
+        return cls(config.readable_paths, config.writable_paths, config.memory_gib)
+
+    def enter(self) -> None:
+        """Limit this process's memory, and confine this thread and all that it starts, for good.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        limit_data(self.memory_gib)
+        scratch = tempfile.mkdtemp(prefix="grpo-ray-environments-")
+        os.environ["TMPDIR"] = tempfile.tempdir = scratch
+        version = landlock_version()
+        if version:
+            self._ruleset(version, scratch).enter()
+        else:
+            forgo_privileges()
+        drop_capabilities()
+
+    def _ruleset(self, version: int, scratch: str) -> Ruleset:
+        networked = [path for path in NETWORK_FILES if os.path.exists(path)]
+        rules = Ruleset(readable_paths([*self.readable, *networked]), version, is_offline=False)
+        for folder in listable_folders():
+            rules.allow(folder, READ_FOLDER)
+        for folder in (scratch, "/dev/shm", *self.writable):
+            rules.allow(folder, rules.all_rights)
+        return rules
+
+
+def check_paths(config: EpisodesConfig) -> None:
+    """Refuse paths that do not exist.
+
+    Raises:
+        ValueError: names the field and the path.
+    """
+    fields: dict[str, Sequence[str]] = {
+        "readable_paths": config.readable_paths,
+        "writable_paths": config.writable_paths,
+    }
+    for field, paths in fields.items():
+        for path in paths:
+            if not Path(path).exists():
+                raise ValueError(f"episodes.{field}: there is no {path!r}; give files and folders that exist")
+
+
+def limit_data(memory_gib: float) -> None:
+    """Allow `memory_gib` of private memory beyond the present; Ray's shared memory is not counted."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = pages * resource.getpagesize() + int(memory_gib * 2**30)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
+
+
+def hint_for(error: BaseException) -> str:
+    """Return what helps against an error that confinement may have caused."""
+    if isinstance(error, MemoryError):
+        return NO_MEMORY_HINT
+    return HINT if isinstance(error, PermissionError) else ""

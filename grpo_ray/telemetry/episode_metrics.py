@@ -1,0 +1,89 @@
+"""Metrics of episodes: of a step's, of a validation's, and of those that an evaluation has on disk."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_ray.types import Completion, Episode, ScoredGroup
+
+STATUSES = (
+    "finished",
+    "truncated_turns",
+    "truncated_tokens",
+    "truncated_time",
+    "environment_error",
+    "generator_error",
+    "cancelled",
+)
+"""The ways in which an episode can end: those of episodes/outcome.py, which this module may not import."""
+
+
+@dataclass(frozen=True)
+class EpisodeFacts:
+    """One episode in numbers."""
+
+    status: str
+    num_turns: int
+    num_branches: int  # times that a turn did not continue the tokens before it
+    num_context_tokens: int  # tokens of the trained sequences that the policy did not sample, without prompts
+    seconds: float
+    metrics: Mapping[str, float]  # its own
+
+    @classmethod
+    def of(cls, episode: Episode) -> "EpisodeFacts":
+        num_context = len(episode.token_ids) - episode.num_tokens
+        num_branches = max(0, len(episode.sequences) - 1)
+        return cls(
+            episode.status, episode.num_turns, num_branches, num_context, episode.seconds, episode.metrics
+        )
+
+
+def episodes_in(groups: Sequence[ScoredGroup]) -> Iterator[EpisodeFacts]:
+    """Yield the facts of each episode; other completions are left out."""
+    for group in groups:
+        yield from (EpisodeFacts.of(c) for c in group.rollout.completions if isinstance(c, Episode))
+
+
+def episode_metrics(episodes: Sequence[EpisodeFacts]) -> dict[str, float]:
+    """Return the metrics by name; none without episodes."""
+    if not episodes:
+        return {}
+    turns = [episode.num_turns for episode in episodes]
+    seconds = [episode.seconds for episode in episodes]
+    own: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            own.setdefault(name, []).append(value)
+    return {
+        "episodes/turns/mean": float(np.mean(turns)),
+        "episodes/turns/max": float(max(turns)),
+        "episodes/branches/mean": float(np.mean([episode.num_branches for episode in episodes])),
+        "episodes/context_tokens/mean": float(np.mean([episode.num_context_tokens for episode in episodes])),
+        "episodes/seconds/mean": float(np.mean(seconds)),
+        "episodes/seconds/max": float(max(seconds)),
+        **{f"episodes/status/{name}": share(episodes, name) for name in STATUSES},
+        **{f"episodes/metrics/{name}": float(np.mean(values)) for name, values in sorted(own.items())},
+    }
+
+
+def share(episodes: Sequence[EpisodeFacts], status: str) -> float:
+    """Return the share of episodes that ended so."""
+    return sum(episode.status == status for episode in episodes) / len(episodes)
+
+
+def ending_line(completion: Completion) -> str:
+    """Describe an episode on one line, `3 turns, 1 branch, finished`; other completions with an empty text."""
+    if not isinstance(completion, Episode):
+        return ""
+    facts = EpisodeFacts.of(completion)
+    parts = [counted(facts.num_turns, "turn"), facts.status]
+    if facts.num_branches:
+        parts.insert(1, counted(facts.num_branches, "branch", "branches"))
+    lines = [line for line in completion.error.splitlines() if line.strip()]
+    return ", ".join(parts) + (f": {lines[-1].strip()}" if lines else "")
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """Return the number and its noun."""
+    return f"{number} {one if number == 1 else several or one + 's'}"

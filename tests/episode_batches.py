@@ -1,0 +1,225 @@
+"""Random episodes with branches, and a slow reference for training on them: a loop over turns."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from builders import ENDS, make_completion, make_group, make_item, plain_logprobs, plain_rows
+
+from grpo_ray.config import Config
+from grpo_ray.config.algorithm import RATIO_LOSSES
+from grpo_ray.episodes.segments import Segments
+from grpo_ray.types import Episode, EpisodeSequence, ScoredGroup
+
+VOCAB = 280
+
+
+@dataclass
+class Turn:
+    """One call of the policy, with all that a loss needs of it."""
+
+    prompt: list[int]
+    reply: list[int]
+    logprobs: list[float]
+    advantage: float = 0.0
+    sequence: int = 0  # of its episode's sequences, the one that trains it
+
+
+def to_episode(segments: Segments, finish_reason: str = "stop", reward: float | None = 0.0) -> Episode:
+    """Return the episode of these segments, its sequences end to end."""
+    parts = segments.sequences()
+    ends = (0, *accumulate(len(part.response_token_ids) for part in parts))
+    empty = np.zeros(0, np.int32)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([empty, *(getattr(part, name) for part in parts)])
+
+    return Episode(
+        text="",
+        token_ids=joined("response_token_ids").astype(np.int32),
+        logprobs=joined("logprobs").astype(np.float32),
+        versions=joined("versions").astype(np.int32),
+        finish_reason=finish_reason,
+        turns=joined("turns").astype(np.int32),
+        sequences=tuple(
+            EpisodeSequence(part.prompt_token_ids, start, end)
+            for part, (start, end) in zip(parts, pairwise(ends), strict=True)
+        ),
+        status="finished",
+        reward=reward,
+        seconds=0.0,
+    )
+
+
+def make_episode(
+    prompts_and_replies: Sequence[tuple[Sequence[int], Sequence[int]]], versions: int | Sequence[int] = 0
+) -> Episode:
+    """Make an episode of turns, with logprobs of -1; `versions` is one for all turns, or one each."""
+    segments = Segments()
+    for number, (prompt, reply) in enumerate(prompts_and_replies):
+        version = versions if isinstance(versions, int) else versions[number]
+        segments.add_sample(segments.add_prompt(prompt), make_completion(reply, versions=version))
+    return to_episode(segments)
+
+
+def random_turns(rng: np.random.Generator, model: Any, config: Config, prompt: Sequence[int]) -> list[Turn]:
+    """Play a conversation that goes on, strips thoughts, goes back to an earlier turn, or begins anew."""
+
+    def some(low: int, high: int) -> list[int]:
+        return [int(token) for token in rng.integers(20, VOCAB, rng.integers(low, high + 1))]
+
+    turns: list[Turn] = []
+    history: list[int] = list(prompt)
+    for _ in range(rng.integers(1, 6)):
+        if turns:
+            way = rng.choice(["on", "on", "strip", "back", "anew"])
+            last = turns[int(rng.integers(len(turns)))] if way == "back" else turns[-1]
+            if way == "strip":  # the reply's first half was a thought, which the template removes
+                history = last.prompt + last.reply[len(last.reply) // 2 + 1 :] + some(1, 4)
+            elif way == "anew":
+                history = list(prompt[: len(prompt) // 2]) + some(1, 5)
+            else:
+                history = last.prompt + last.reply + some(1, 4)
+        reply = some(1, 5)
+        if len(reply) > config.sampling.min_tokens:
+            reply[-1] = int(rng.choice([reply[-1], ENDS[1]]))
+        with torch.no_grad():
+            own = plain_logprobs(model, history, reply, *distribution(config))
+        behaviour = (own.numpy() + rng.normal(0, 0.3, len(reply))).astype(np.float32)
+        turns.append(Turn(history, reply, behaviour.tolist()))
+    return turns
+
+
+def distribution(config: Config) -> tuple[float, int, tuple[int, ...]]:
+    return config.sampling.temperature, config.sampling.min_tokens, ENDS
+
+
+def random_batch(
+    seed: int, model: Any, config: Config, group_size: int = 3, num_groups: int = 3, versions: int = 0
+) -> tuple[list[ScoredGroup], list[list[Turn]]]:
+    """Make groups of episodes: with one advantage each, with one per turn, and plain completions.
+
+    Also return the turns of each sample. A few tokens have no finite logprob.
+    """
+    rng = np.random.default_rng(seed)
+    groups, samples = [], []
+    for group_id in range(num_groups):
+        prompt = [int(token) for token in rng.integers(20, VOCAB, rng.integers(2, 9))]
+        played = [random_turns(rng, model, config, prompt) for _ in range(group_size)]
+        rewards = rng.normal(0, 1, group_size).astype(np.float32).tolist()
+        for turns in played[:1]:
+            turns[0].logprobs[0] = rng.choice([math.nan, -math.inf, turns[0].logprobs[0]])
+        is_plain, has_turn_advantages = group_id % 3 == 2, group_id % 3 == 1
+        of_turns = tuple(rng.normal(0, 1, len(turns)).astype(np.float32) for turns in played)
+        if is_plain:
+            played = [turns[:1] for turns in played]
+            completions = [make_completion(t.reply, t.logprobs, versions) for (t,) in played]
+        else:
+            completions = [_joined(turns, versions) for turns in played]
+        for turns, reward, of_own in zip(played, rewards, of_turns, strict=True):
+            for number, turn in enumerate(turns):
+                turn.advantage = float(of_own[number]) if has_turn_advantages else reward
+        group = make_group(make_item(group_id, prompt), completions, rewards)
+        groups.append(replace(group, turn_advantages=of_turns if has_turn_advantages else ()))
+        samples += played
+    return groups, samples
+
+
+def _joined(turns: Sequence[Turn], versions: int) -> Episode:
+    """Return the turns as an episode; note in each which sequence trains it."""
+    segments = Segments()
+    for turn in turns:
+        completion = make_completion(turn.reply, turn.logprobs, versions)
+        segments.add_sample(segments.add_prompt(turn.prompt), completion)
+    episode = to_episode(segments)
+    for number, sequence in enumerate(episode.sequences):
+        for turn in set(episode.turns[sequence.start : sequence.end].tolist()) - {-1}:
+            turns[turn].sequence = number
+    return episode
+
+
+# ---- the formulas ----
+
+
+def slow_gradient(
+    model: torch.nn.Module, config: Config, samples: Sequence[Sequence[Turn]], reference: Any = None
+) -> tuple[float, torch.Tensor]:
+    """Compute loss and gradient of the first update by one forward pass per turn."""
+    algorithm = config.algorithm
+    per_sample = [slow_losses(model, config, turns, reference) for turns in samples]
+    num_tokens = sum(map(len, per_sample))
+    total: Any = 0.0
+    for losses in per_sample:
+        if algorithm.loss_aggregation == "sequence_mean":
+            total = total + (sum(losses) / len(losses) if losses else 0.0) / len(samples)
+        elif algorithm.loss_aggregation == "token_mean":
+            total = total + sum(losses) / num_tokens
+        else:
+            total = total + sum(losses) / (len(samples) * config.sampling.max_tokens)
+    gradients = torch.autograd.grad(total, list(model.parameters()))
+    return total.item(), torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def slow_losses(model: Any, config: Config, turns: Sequence[Turn], reference: Any) -> list[torch.Tensor]:
+    """Compute the losses of a sample's tokens, those of a ratio loss only with a finite old logprob."""
+    losses = []
+    for number in sorted({turn.sequence for turn in turns}):
+        own = [turn for turn in turns if turn.sequence == number]
+        losses += _losses_of_sequence(model, config, own, reference)
+    return losses
+
+
+def _losses_of_sequence(model: Any, config: Config, turns: Sequence[Turn], reference: Any) -> list[Any]:
+    algorithm = config.algorithm
+    rows, new, behaviour, advantages, of_reference = [], [], [], [], []
+    for turn in turns:
+        of_turn = plain_rows(model, turn.prompt, turn.reply, *distribution(config))
+        rows += of_turn
+        new += [row[token] for row, token in zip(of_turn, turn.reply, strict=True)]
+        behaviour += turn.logprobs
+        advantages += [turn.advantage] * len(turn.reply)
+        if reference is not None:
+            with torch.no_grad():
+                of_reference += list(plain_logprobs(reference, turn.prompt, turn.reply, *distribution(config)))
+    first = [value.item() for value in new]
+    old = first if algorithm.old_log_probs == "proximal" else behaviour
+    kept = [t for t in range(len(new)) if algorithm.loss not in RATIO_LOSSES or math.isfinite(old[t])]
+    low, high = algorithm.clip_epsilons
+    weights = _weights(config, first, behaviour)
+    losses = []
+    for t in kept:
+        advantage = advantages[t]
+        if algorithm.loss in ("no_baseline", "reinforce_with_baseline"):
+            loss = -advantage * new[t]
+        elif algorithm.loss == "unclipped":
+            loss = -torch.exp(new[t] - old[t]) * advantage
+        elif algorithm.loss == "cispo":
+            weight = torch.exp(new[t] - old[t]).detach().clamp(1 - low, 1 + high)
+            loss = -weight * advantage * new[t]
+        else:
+            mean = [new[u] - old[u] for u in kept] if algorithm.loss == "gspo" else [new[t] - old[t]]
+            ratio = torch.exp(sum(mean) / len(mean))
+            loss = -min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        loss = weights[t] * loss
+        if reference is not None:
+            difference = of_reference[t] - new[t]
+            loss = loss + algorithm.kl.coefficient * (difference.exp() - difference - 1)  # k3
+        possible = rows[t][rows[t].isfinite()]
+        losses.append(loss + algorithm.entropy_bonus * (possible.exp() * possible).sum())
+    return losses
+
+
+def _weights(config: Config, first: Sequence[float], behaviour: Sequence[float]) -> list[float]:
+    """Compute the correction's factor of each token of a sequence."""
+    algorithm = config.algorithm
+    if algorithm.off_policy_correction == "none":
+        return [1.0] * len(first)
+    logs = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
+    product = math.exp(sum(value for value in logs if value is not None))
+    if algorithm.off_policy_correction == "truncate_sequence":
+        return [0.0 if value is None else min(product, algorithm.correction_cap) for value in logs]
+    return [0.0 if value is None else min(math.exp(value), algorithm.correction_cap) for value in logs]

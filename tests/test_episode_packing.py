@@ -1,0 +1,157 @@
+"""Sequences that branch, as a tree of segments in which each token stands once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import ENDS, plain_logprobs
+from hypothesis import given
+from hypothesis import strategies as st
+from test_shared_prompts import loop_attention, plain_kernel
+
+from grpo_ray.config import SamplingConfig
+from grpo_ray.models.attention import BlockAttention, VarlenAttention
+from grpo_ray.models.families import families_of, segments_of
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.segments import SegmentTree
+from grpo_ray.models.sequences import TrainSequence, lengths_of, plan
+from grpo_ray.policy.layout import Layout
+from grpo_ray.policy.log_probs import ResponseLogProbs
+from grpo_ray.policy.microbatch import collate_packed, collate_padded
+from grpo_ray.telemetry.flops import num_pairs, num_tokens
+
+
+def sequence(prompt: list[int], response: list[int], group: int = 0, number: int = 0) -> TrainSequence:
+    values = np.zeros(len(response), np.float32)
+    return TrainSequence(tuple(prompt), np.array(response, np.int32), values, 1.0, sample=(group, number))
+
+
+def all_paths(sequences: list[TrainSequence]) -> set[tuple[int, ...]]:
+    """Return every distinct beginning: one per token of the smallest tree."""
+    return {tuple(s.tokens(0, end).tolist()) for s in sequences for end in range(1, len(s) + 1)}
+
+
+def depth(tree: SegmentTree) -> int:
+    depths: list[int] = []
+    for parent in tree.parents:
+        depths.append(1 if parent == -1 else depths[parent] + 1)
+    return max(depths)
+
+
+def test_branches_of_an_episode_by_hand() -> None:
+    sequences = [
+        sequence([1, 2], [3, 4, 5, 6]),
+        sequence([1, 2, 3, 4, 7], [8]),  # leaves the first within its response
+        sequence([1, 9], [3]),  # and within its prompt
+        sequence([1, 2], [3, 4, 7, 8, 2]),  # goes on behind the second
+        sequence([5], [6], group=1),
+    ]
+    tree, tokens, last = segments_of(sequences)
+    assert [segment.tolist() for segment in tokens] == [[1], [2, 3, 4], [5, 6], [7, 8], [2], [9, 3], [5, 6]]
+    assert tree == SegmentTree((1, 3, 2, 2, 1, 2, 2), (-1, 0, 1, 1, 3, 0, -1))
+    assert last == [2, 3, 5, 4, 6]
+    assert depth(tree) == 4
+    assert lengths_of(sequences) == [(0, 6, 4), (4, 6, 1), (6, 7, 5), (1, 3, 1), (0, 2, 1)]
+    assert plan(sequences, 13, shares_prompts=True) == [[0, 1, 3, 2, 4]]
+    assert plan(sequences, 11, shares_prompts=True) == [[0, 1, 3, 2], [4]]
+    assert plan(sequences, 8, shares_prompts=True) == [[0, 1], [3], [2, 4]]
+
+
+def test_groups_share_nothing() -> None:
+    sequences = [sequence([1, 2], [3], group=0), sequence([1, 2, 3], [4], group=1)]
+    tree, _, _ = segments_of(sequences)
+    assert tree == SegmentTree((3, 4), (-1, -1))
+
+
+tokens_st = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@given(
+    rows=st.lists(st.tuples(tokens_st, tokens_st, st.integers(0, 1)), min_size=1, max_size=9),
+    budget=st.integers(1, 40),
+)
+def test_trees_hold_each_beginning_once_and_every_sequence_as_a_path(
+    rows: list[tuple[list[int], list[int], int]], budget: int
+) -> None:
+    sequences = [sequence(prompt, response, group, n) for n, (prompt, response, group) in enumerate(rows)]
+    tree, tokens, last = segments_of(sequences)
+    row = np.concatenate(tokens)
+    assert min(tree.lengths) > 0
+    for s, segment in zip(sequences, last, strict=True):
+        assert row[tree.path(segment)].tolist() == s.tokens().tolist()
+    least = most = 0
+    for group in (0, 1):
+        own = [s for s in sequences if s.sample is not None and s.sample[0] == group]
+        least = max(least, len(all_paths(own)))
+        prompts = {s.prompt_token_ids for s in own}
+        most += sum(map(len, prompts)) + sum(len(s.response_token_ids) for s in own)
+    assert least <= tree.num_tokens <= most
+    assert tree.num_tokens == sum(
+        len(sequences[index]) - overlap for family in families_of(sequences) for index, overlap in family
+    )
+    lengths = lengths_of(sequences)
+    assert num_tokens(lengths) == tree.num_tokens
+    assert num_pairs(lengths) == int((tree.positions() + 1).sum())
+    for shares in (True, False):
+        planned = plan(sequences, budget, shares)
+        assert sorted(index for indices in planned for index in indices) == list(range(len(sequences)))
+        for indices in planned:
+            chosen = [sequences[index] for index in indices]
+            batch = collate_packed(chosen, BlockAttention.of) if shares else collate_padded(chosen)
+            assert batch.input_ids.numel() <= budget or len(indices) == 1
+
+
+def test_a_conversation_is_the_smallest_tree() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows = [rng.integers(0, 2, 9).tolist()]
+        for number in range(5):  # each leaves an earlier one anywhere; tokens above 9 tell the branches apart
+            earlier = rows[int(rng.integers(len(rows)))]
+            rows.append(earlier[: int(rng.integers(1, len(earlier)))] + [10 + number] * int(rng.integers(1, 6)))
+        cuts = [min(number + 1, len(row) - 1) for number, row in enumerate(rows)]
+        sequences = [sequence(row[:cut], row[cut:]) for row, cut in zip(rows, cuts, strict=True)]
+        if len({s.prompt_token_ids for s in sequences}) == len(rows):
+            assert segments_of(sequences)[0].num_tokens == len(all_paths(sequences))
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("is_varlen", [False, True])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_logprobs_in_deep_trees_are_those_of_each_sequence_alone(
+    tiny_model: Callable[..., Path], is_own: bool, is_varlen: bool
+) -> None:
+    path = str(tiny_model(False, own=True)) if is_own else str(tiny_model())
+    model = load_policy(path, implementation="grpo_ray" if is_own else "transformers")
+    rng = np.random.default_rng(1)
+    history, sequences = rng.integers(20, 280, 5).tolist(), []
+    for number in range(7):  # each branch goes on from within the one before it
+        reply = rng.integers(20, 280, 6).tolist()
+        sequences.append(sequence(history, reply, number=number))
+        history = history + reply[: int(rng.integers(2, 5))] + rng.integers(20, 280, 2).tolist()
+    tree, _, _ = segments_of(sequences)
+    assert depth(tree) == 7
+    attention = (lambda tree: VarlenAttention.of(tree, plain_kernel)) if is_varlen else BlockAttention.of
+    layout = Layout(ResponseLogProbs(SamplingConfig(min_tokens=0), ENDS), attention)
+    with torch.no_grad():
+        found, _ = layout.log_probs(model, layout.collate(sequences))
+        for row, s in zip(found, sequences, strict=True):
+            expected = plain_logprobs(model, s.prompt_token_ids, s.response_token_ids.tolist())
+            torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
+
+
+def test_attention_in_a_chain_of_segments() -> None:
+    tree = SegmentTree((3, 1, 4, 2, 5, 1), (-1, 0, 1, 2, 3, 2))
+    torch.manual_seed(0)
+    queries, keys, values = (torch.randn(tree.num_tokens, heads, 8) for heads in (4, 2, 2))
+    expected = loop_attention(tree, queries, keys, values)
+    for attention in (BlockAttention.of(tree), VarlenAttention.of(tree, plain_kernel)):
+        torch.testing.assert_close(attention(queries, keys, values), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_path_may_have_thousands_of_segments() -> None:
+    tree = SegmentTree((1,) * 5000, tuple(range(-1, 4999)))
+    assert tree.path(4999).tolist() == list(range(5000))
