@@ -1,4 +1,4 @@
-"""Threads of episodes: code that misbehaves in one costs its own episode, and threads that end are not stuck."""
+"""Threads of episodes: bad code costs its own episode alone, and threads that end are not stuck."""
 
 import asyncio
 import threading
