@@ -85,7 +85,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             return group, played.num_tokens
 
     def _limit_s(self, name: str) -> float:
-        """Return the seconds for a worker's newest group, whose episodes wait for those before them."""
+        """Return the seconds for a worker's newest group; its episodes wait for those of earlier ones."""
         config = self._context.config
         num_samples = max(config.algorithm.samples_per_prompt, config.evaluation.samples_per_prompt)
         num_rounds = -(-self._num_groups[name] * num_samples // config.episodes.max_concurrent)
