@@ -55,3 +55,18 @@ def examples(seed: int) -> ExampleSets:
 def warmup_pairs(seed: int, num_pairs: int) -> Pairs:
     """Return pairs that the tokenizer is learned from."""
     return [(f"{question(n % 40)}\n>\n", f"{n} I say. No. Again, without me.") for n in range(num_pairs)]
+
+
+# ---- mistakes ----
+
+
+async def no_arguments() -> float:
+    return 0.0
+
+
+def a_list(seed: int) -> list[Example]:
+    return [Example("", "")]
+
+
+def none_at_all(seed: int) -> ExampleSets:
+    return ExampleSets([], [])
