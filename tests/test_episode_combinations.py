@@ -167,7 +167,7 @@ def test_the_tools_read_a_run_with_episodes(
     for arguments in (
         ["audit", folder, "--run-reward-code"],
         ["report", folder, "--output", str(tmp_path / "page.html")],
-        ["export", folder, "--output", str(tmp_path / "model")],
+        ["export", folder, "--merged", str(tmp_path / "model")],
         ["top", folder, "--once"],
     ):
         assert main(arguments) == 0, capsys.readouterr().err
@@ -240,7 +240,8 @@ def test_trackers_get_tables_of_episodes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_bundled_experiment_is_possible_with_episodes(name: str, tmp_path: Path) -> None:
-    args = EXPERIMENTS[name], "configs/guess-number.yaml", ["algorithm.prompts_per_step=32"], 1, str(tmp_path)
+    sizes = [] if name == "group-size" else ["algorithm.prompts_per_step=32"]
+    args = EXPERIMENTS[name], "configs/guess-number.yaml", sizes, 1, str(tmp_path)
     if name == "prompt":  # an episode makes its own prompts
         with pytest.raises(ConfigError, match=r"task\.prompt: unknown key; allowed: kind, episode"):
             plan_experiment(*args)
