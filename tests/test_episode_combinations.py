@@ -130,7 +130,11 @@ def mixture(folder: Path, episode: str = "talk") -> list[str]:
     """Return the overrides of a mixture of episodes and sorting, with a model of its own."""
     folder.mkdir(exist_ok=True)
     model = tiny_model_folder(make())
-    episodes = {"kind": "episodes", "episode": f"small_episodes:{episode}", "examples": "small_episodes:examples"}
+    episodes = {
+        "kind": "episodes",
+        "episode": f"small_episodes:{episode}",
+        "examples": "small_episodes:examples",
+    }
     sorting = {"kind": "sorting", "num_train_prompts": 24, "num_validation_prompts": 4,
                "reward": "small_episodes:reward"}  # fmt: skip
     parts = {"talking": {"task": episodes}, "sorting": {"task": sorting}}
@@ -208,7 +212,9 @@ def test_a_run_is_evaluated(
 def test_an_evaluation_of_episodes_has_no_other_prompt_or_reward(
     option: str, finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evaluate", str(finished.path), option, "--run-reward-code", f"--output={tmp_path / 'e'}"]) == 2
+    assert (
+        main(["evaluate", str(finished.path), option, "--run-reward-code", f"--output={tmp_path / 'e'}"]) == 2
+    )
     field = option.split("=")[0].strip("-")
     assert f"task.{field}: unknown key; allowed: kind, episode" in capsys.readouterr().err
 
@@ -263,7 +269,9 @@ def test_the_banner_has_the_limits_of_episodes(tmp_path: Path) -> None:
     assert "up to 4 turns of 6 tokens, 96 tokens with their prompt, 60 s" in shown
     assert "response tokens" not in shown
     assert "prompts up to" not in shown
-    assert "WeightSync, EnvironmentWorker\n" in " ".join(shown.split(" ")).replace(" \n", "\n").replace(" \n", "\n")
+    assert "WeightSync, EnvironmentWorker\n" in " ".join(shown.split(" ")).replace(" \n", "\n").replace(
+        " \n", "\n"
+    )
     assert "EnvironmentWorker x3" in shown_banner("episodes.num_workers=3")
     of_mixture = shown_banner(*mixture(tmp_path))
     assert "mixture, prompts up to 90 tokens" in of_mixture

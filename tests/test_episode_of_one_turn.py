@@ -59,8 +59,8 @@ def as_plain(completion: Completion) -> dict[str, Any]:
 
 
 def compare(episodes: ScoredGroup, plain: ScoredGroup) -> None:
-    items = episodes.rollout.item, plain.rollout.item
-    assert replace(items[0], prompt="", prompt_token_ids=()) == replace(items[1], prompt="", prompt_token_ids=())
+    items = [replace(g.rollout.item, prompt="", prompt_token_ids=()) for g in (episodes, plain)]
+    assert items[0] == items[1]
     for name in ("rewards", "answer_rewards", "advantages"):
         assert getattr(episodes, name).tobytes() == getattr(plain, name).tobytes(), name
     assert episodes.turn_advantages == ()
@@ -93,7 +93,8 @@ def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]
     model = tiny_model_folder(load_config(SMALL))
     common = ["model.tiny=null", f"model.path={model}", *overrides]
     as_episodes = ["task.episode=small_episodes:one_turn", "task.warmup=null"]
-    return run(folder / "episodes", *common, *as_episodes), run(folder / "plain", *common, *write_examples(folder))
+    plain = write_examples(folder)
+    return run(folder / "episodes", *common, *as_episodes), run(folder / "plain", *common, *plain)
 
 
 @pytest.mark.usefixtures("one_at_a_time")

@@ -131,8 +131,12 @@ def _print_plan(
     plan: EvaluationPlan, config: Config, prepared: PreparedServing, console: EvaluationConsole
 ) -> None:
     task, generator, sampling = config.task, config.generator, config.sampling
-    graded = "episodes" if config.has_only_episodes else "prompt {}, reward {}".format(
-        *(getattr(task, name, "of each part") for name in ("prompt", "reward"))
+    graded = (
+        "episodes"
+        if config.has_only_episodes
+        else "prompt {}, reward {}".format(
+            *(getattr(task, name, "of each part") for name in ("prompt", "reward"))
+        )
     )
     how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
     top_p = f", top_p {plan.top_p:g}" if plan.top_p < 1 else ""
