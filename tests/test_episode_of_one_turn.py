@@ -1,8 +1,8 @@
 """A single-turn task written as an episode is the plain run, to the last bit.
 
-The one difference is in how the reference engine samples: a group's plain completions are one batch, and the turns
-of episodes are requests of their own, so that products of matrices are rounded differently. Here each completion is
-sampled by itself in both runs, except in the test that measures that difference.
+The one difference is in how the reference engine samples: a group's plain completions are one batch, and the
+turns of episodes are requests of their own, so that products of matrices are rounded differently. Here each
+completion is sampled by itself in both runs, except in the test that measures that difference.
 """
 
 import json
@@ -26,8 +26,8 @@ from grpo_ray.types import Completion, Episode, ScoredGroup
 
 SMALL = "tests/small_episodes.yaml"
 pytestmark = pytest.mark.usefixtures("model_cache")
-# What is only measured of episodes, or by the clock. An episode that ends by itself is not truncated, even if its
-# reply was cut off: its function saw that, and said what it is worth.
+# What is only measured of episodes, or by the clock. An episode that ends by itself is not truncated, even if
+# its reply was cut off: its function saw that, and said what it is worth.
 OTHER = ("time/", "timing/", "throughput/", "utilization/", "memory/", "perf/", "buffer/bytes", "episodes/",
          "eval/episodes/", "rollout/truncated_frac", "eval/truncated_frac")  # fmt: skip
 

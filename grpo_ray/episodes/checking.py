@@ -30,8 +30,8 @@ def notices_on(config: Config) -> tuple[str, ...]:
     if not config.episode_tasks or "min_tokens" in sampling.model_fields_set or sampling.min_tokens < 2:
         return ()
     return (
-        f"sampling.min_tokens is {sampling.min_tokens} unless given: no reply of an episode can end before; set "
-        "it to 1 if replies may be short, or write it into the configuration if they may not",
+        f"sampling.min_tokens is {sampling.min_tokens} unless given: no reply of an episode can end before; "
+        "set it to 1 if replies may be short, or write it into the configuration if they may not",
     )
 
 

@@ -164,8 +164,8 @@ def _task(config: Config, longest_prompt: int) -> Iterator[tuple[str, str]]:
     if config.episode_tasks:
         yield (
             "episodes",
-            f"up to {episodes.max_turns} turns of {sampling.max_tokens:,} tokens, {episodes.max_tokens:,} tokens "
-            f"with their prompt, {episodes.max_seconds:g} s",
+            f"up to {episodes.max_turns} turns of {sampling.max_tokens:,} tokens, "
+            f"{episodes.max_tokens:,} tokens with their prompt, {episodes.max_seconds:g} s",
         )
 
 

@@ -113,7 +113,8 @@ def as_single_turns(config: Config, prompt_tokens: int | None) -> tuple[Config, 
     prompt = most if prompt_tokens is None else prompt_tokens
     if prompt > length - reply:
         raise ValueError(
-            f"--prompt-tokens {prompt}: with sampling.max_tokens ({reply}) it exceeds episodes.max_tokens ({length})"
+            f"--prompt-tokens {prompt}: with sampling.max_tokens ({reply}) it exceeds episodes.max_tokens "
+            f"({length})"
         )
     sampling = config.sampling.model_copy(update={"max_tokens": length - prompt})
     return config.model_copy(update={"sampling": sampling}), prompt
