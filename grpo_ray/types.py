@@ -317,6 +317,7 @@ class BatchFacts:
     num_slots: int = 0  # as in PutReceipt
     outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
     write_error: str | None = None  # the reason that rollouts of an earlier batch are not on disk yet
+    episode_error: str | None = None  # of one episode, if each of the step's has one
 
 
 @dataclass(frozen=True)

@@ -130,4 +130,4 @@ class EnvironmentWorker:
 
     async def take_stats(self) -> ActorStats:
         """Return the stage times since the last call, and the process's memory."""
-        return ActorStats(self._clock.take(), resident_bytes())
+        return ActorStats(self._clock.take(), resident_bytes(with_children=False))
