@@ -194,6 +194,7 @@ async def _take_turns(
     loop = asyncio.get_running_loop()
     for turn in range(rounds + 1):
         for side, sample in sides.cases(turns, num_groups, settings).items():
+            print("DEBUG", turn, turns, num_tokens, side, loop.time(), flush=True)
             before, started = _cpu_seconds(), loop.time()
             assert await sample() == work, side
             took, spent = loop.time() - started, _since(before)
