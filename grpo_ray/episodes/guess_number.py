@@ -14,7 +14,7 @@ from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 
 LOW, HIGH, TRIES = 1, 31, 5
 QUESTION = f"Guess my number from {LOW} to {HIGH}."
-SHARE_INSIDE = 0.2  # of the warm-up's guesses
+SHARE_INSIDE = 0.5  # of the warm-up's guesses
 
 Interval = tuple[int, int]  # the first and the last number that are still possible
 
@@ -79,7 +79,9 @@ def examples(seed: int, num_train: int = 310, num_validation: int = 31) -> Examp
 
 
 def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") -> Pairs:
-    """Return (transcript, guess) pairs of a weak player: one guess in five is still possible, the rest random.
+    """Return games of a weak player as pairs of the question and the rest of the transcript, hints included.
+
+    One guess in two is still possible, the rest are random.
 
     Args:
         end_token: ends each reply in the transcripts, as the model's own tokenizer writes it.
@@ -89,23 +91,21 @@ def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") ->
     def weak(interval: Interval) -> int:
         return rng.randint(*interval if rng.random() < SHARE_INSIDE else (LOW, HIGH))
 
-    pairs: Pairs = []
-    while len(pairs) < num_pairs:
-        pairs += play(rng.randint(LOW, HIGH), weak, end_token)
-    return pairs[:num_pairs]
+    question = transcript([{"role": "user", "content": QUESTION}], end_token)
+    games = (played(rng.randint(LOW, HIGH), weak, end_token) for _ in range(num_pairs))
+    return [(question, game.removeprefix(question)) for game in games]
 
 
-def play(number: int, player: Callable[[Interval], int], end_token: str) -> Pairs:
-    """Return each turn of one game as a (transcript, guess) pair."""
-    messages, interval, pairs = [{"role": "user", "content": QUESTION}], (LOW, HIGH), []
-    for _ in range(TRIES):
+def played(number: int, player: Callable[[Interval], int], end_token: str) -> str:
+    """Return the transcript of one game, without the end of its last guess."""
+    messages, interval = [{"role": "user", "content": QUESTION}], (LOW, HIGH)
+    for num_guesses in range(1, TRIES + 1):
         guess = player(interval)
-        pairs.append((transcript(messages, end_token), str(guess)))
-        if guess == number:
+        if guess == number or num_guesses == TRIES:
             break
         interval = narrowed(interval, guess, number)
         messages += [
             {"role": "assistant", "content": str(guess)},
             {"role": "user", "content": hint(guess, number)},
         ]
-    return pairs
+    return transcript(messages, end_token) + str(guess)

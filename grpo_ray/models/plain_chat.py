@@ -10,8 +10,10 @@ A reply begins on a line of its own, so the tokens of a transcript are those of 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
@@ -52,6 +54,10 @@ def give_plain_chat(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def transcript(messages: Sequence[Mapping[str, Any]], end_token: str) -> str:
     """Return the messages as the template shows them, up to the next reply."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(TEMPLATE)
-    return template.render(messages=messages, eos_token=end_token, add_generation_prompt=True)
+    return _compiled().render(messages=messages, eos_token=end_token, add_generation_prompt=True)
+
+
+@cache
+def _compiled() -> Template:
+    """Return the template as `apply_chat_template` compiles it."""
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
