@@ -1,7 +1,7 @@
 """Episodes through a run's actors, against vLLM's AsyncLLM alone with one request per turn.
 
-Episodes run in an EnvironmentWorker, which asks a Generator: groups of 8, with 256 episodes in flight. The engine
-alone, in an actor of its own, gets one request per turn, with prompts and replies as long as those of the
+Episodes run in an EnvironmentWorker, which asks a Generator: groups of 8, with 256 episodes in flight. The
+engine alone, in an actor of its own, gets one request per turn, with prompts and replies as long as those of the
 episodes: all at once, so it never waits (an upper bound), or turn after turn as an episode would send them, 256
 at a time. The plain path samples as many tokens in groups of 8 responses to one prompt, 256 at a time.
 """
@@ -35,7 +35,7 @@ from grpo_ray.types import PromptItem, SamplingSettings, StartingModel
 TITLE = "episodes of k turns through the actors, against AsyncLLM alone with the same turns"
 TAKES_OVERRIDES = True
 SAMPLES, IN_FLIGHT, MAX_TURNS = 8, 256, 5
-SHAPES = ((1, 16), (5, 16), (1, 64), (5, 64))  # turns, tokens of each reply
+SHAPES = ((1, 16, 64), (5, 16, 40), (1, 64, 40), (5, 64, 32))  # turns, tokens of each reply, groups
 AT_ONCE, CHAINED, PLAIN, EPISODES = "alone, at once", "alone, turn by turn", "plain groups", "episodes"
 
 Tokens = tuple[int, ...]
@@ -64,7 +64,7 @@ class Turns(Alone):
 
 
 def run(options: Options) -> list[Row]:
-    shapes = ((2, 8),) if options.quick else SHAPES
+    shapes = ((2, 8, 2),) if options.quick else SHAPES
     engine = ["generator.engine=torch", "weight_sync.max_lag=1"] if options.quick else []
     played = ("episode", "examples")
     config = load_config(
@@ -84,7 +84,7 @@ def run(options: Options) -> list[Row]:
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)
         model = StartingModel(folder, end_token_ids(folder, tokenizer), config.episodes.max_tokens)
-        longest = max(turns * (tokens + 30) + 30 for turns, tokens in shapes)
+        longest = max(turns * (tokens + 30) + 30 for turns, tokens, _ in shapes)
         model = StartingModel(folder, model.end_token_ids, min(longest, 512))
         logs = RunDirectory(Path(run_dir)).logs
         with placed(config) as placement, serving(placement, config, model, logs) as actors:
@@ -96,7 +96,7 @@ async def _measure(
     model: StartingModel,
     actors: ServingGroup,
     logs: Path,
-    shapes: tuple[tuple[int, int], ...],
+    shapes: tuple[tuple[int, int, int], ...],
     options: Options,
 ) -> list[Row]:
     alone = _start_alone(config, model, logs)
@@ -105,8 +105,7 @@ async def _measure(
     await worker.serve(dict(enumerate(actors.generators.values())))
     sides = _Sides(alone, actors, ChatTemplate(load_tokenizer(model.path), model.end_token_ids))
     rows = []
-    for turns, num_tokens in shapes:
-        num_groups = 2 if options.quick else 64 if turns == 1 else 40
+    for turns, num_tokens, num_groups in shapes:
         settings = _settings(model, num_tokens)
         rounds = options.rounds or (1 if options.quick else 3)
         rows += await _take_turns(sides, turns, num_groups, settings, rounds)
@@ -194,7 +193,6 @@ async def _take_turns(
     loop = asyncio.get_running_loop()
     for turn in range(rounds + 1):
         for side, sample in sides.cases(turns, num_groups, settings).items():
-            print("DEBUG", turn, turns, num_tokens, side, loop.time(), flush=True)
             before, started = _cpu_seconds(), loop.time()
             assert await sample() == work, side
             took, spent = loop.time() - started, _since(before)
