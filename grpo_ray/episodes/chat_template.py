@@ -7,6 +7,7 @@ never decoded and encoded again.
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,6 +17,7 @@ Message = Mapping[str, Any]
 """A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
 Tool = Mapping[str, Any]
 """A tool as there: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+NUM_ENCODED = 1024  # texts to remember: the episodes of a group begin with one, and hints repeat
 SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
 
 
@@ -37,6 +39,7 @@ class ChatTemplate:
         self._end_tokens = {tokenizer.convert_ids_to_tokens(token): token for token in end_token_ids}
         self._arguments = dict(arguments or {})
         self._shapes: dict[tuple[Any, ...], int] = {}  # of conversations, to the stand-in that works for them
+        self._encoded = lru_cache(NUM_ENCODED)(self._encode)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to the beginning of the next reply.
@@ -60,8 +63,8 @@ class ChatTemplate:
         """
         dummy = self._dummy(messages, num_known, tools)
         sentinel = SENTINEL
-        while any(sentinel in json.dumps(message, default=str) for message in messages):
-            sentinel += "'"
+        while any(sentinel in str(message) for message in messages):
+            sentinel += "+"
         renamed = [*messages[: num_known - 1], {**dummy, "content": sentinel}, *messages[num_known:]]
         end, behind = self._behind(renamed, sentinel, tools)
         return self._encoded(behind if last_token == self._end_tokens[end] else end + behind)
@@ -156,7 +159,7 @@ class ChatTemplate:
             raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
         return text
 
-    def _encoded(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

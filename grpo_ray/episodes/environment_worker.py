@@ -16,7 +16,8 @@ from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
 from grpo_ray.episodes.tool_calls import make_tool_parser
-from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
+from grpo_ray.episodes.turn_link import TurnClient
+from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.telemetry.memory import resident_bytes
@@ -50,7 +51,7 @@ class EnvironmentWorker:
         self._parser = None if parser is None else make_tool_parser(parser, self._tokenizer)
         length = min(settings.max_tokens, model.max_model_len)
         self._limits = Limits(settings.max_turns, length, settings.max_seconds, settings.truncated_reward)
-        self._router = TurnRouter(config.turn_timeout_s)
+        self._router = TurnRouter(name, config.turn_timeout_s)
         self._server = ChatServer()
         self._runners = {
             task: EpisodeRunner(load_episode(part.episode), settings.max_concurrent, self._server)

@@ -70,6 +70,7 @@ class _Turn:
     """A conversation that ends with a sampled reply, and the reply's segment."""
 
     messages: list[dict[str, Any]]
+    keys: list[dict[str, Any]]  # of the messages
     tools: list[Tool]
     segment: int
 
@@ -134,14 +135,16 @@ class Session:
         if tools and self._tool_parser is None:
             raise ValueError("the session has tools but no parser for their calls; set a tool_parser")
         conversation, used = [normalized(message) for message in messages], list(tools or ())
-        turn = self._continued(conversation, used)
+        keys = list(map(_key, conversation))
+        turn = self._continued(keys, used)
         if turn is not None:
             conversation[: len(turn.messages)] = turn.messages
         prompt, segment, completion = await self._sample(
             self._chat_prompt(conversation, used, turn), max_tokens
         )
         reply = self._reply(prompt, completion, used, self.segments[segment].turn)
-        self._turns.append(_Turn([*conversation, normalized(reply.message)], used, segment))
+        said = normalized(reply.message)
+        self._turns.append(_Turn([*conversation, said], [*keys, _key(said)], used, segment))
         return reply
 
     async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Reply:
@@ -168,14 +171,9 @@ class Session:
         known = self.segments.token_ids(turn.segment)
         return known + self._template.suffix(conversation, len(turn.messages), known[-1], tools)
 
-    def _continued(self, conversation: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
+    def _continued(self, keys: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
         """Return the turn with the longest conversation that begins the given one, of equals the latest."""
-        given = list(map(_key, conversation))
-        turns = [
-            t
-            for t in self._turns
-            if t.tools == tools and given[: len(t.messages)] == list(map(_key, t.messages))
-        ]
+        turns = [t for t in self._turns if t.tools == tools and keys[: len(t.keys)] == t.keys]
         return max(reversed(turns), key=lambda turn: len(turn.messages), default=None)
 
     async def _sample(

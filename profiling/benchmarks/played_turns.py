@@ -1,0 +1,19 @@
+"""The episode of the benchmark `episode_turns`: as many turns as its ground truth says."""
+
+from grpo_ray.episodes.session import Session
+from grpo_ray.tasks.examples import Example, ExampleSets
+
+HINT = "A hint: go on."
+
+
+async def episode(session: Session, example: Example) -> float:
+    """Chat for the number of turns that the ground truth names; the environment costs nothing."""
+    messages = [{"role": "user", "content": example.question}]
+    for _ in range(int(example.ground_truth)):
+        messages += [(await session.chat(messages)).message, {"role": "user", "content": HINT}]
+    return 1.0
+
+
+def examples(seed: int) -> ExampleSets:
+    """Return one example of each set; the benchmark makes its own."""
+    return ExampleSets([Example("Where am I?", "1")], [Example("Where am I?", "1")])
