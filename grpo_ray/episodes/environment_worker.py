@@ -7,15 +7,14 @@ from dataclasses import replace
 
 from grpo_ray.config import Config
 from grpo_ray.engines.sampling_batch import sample_seed
-from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread
-from grpo_ray.episodes.tool_calls import make_tool_parser
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tasks.examples import Example
@@ -45,9 +44,7 @@ class EnvironmentWorker:
         self.name, self._confinement = name, confinement
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
         settings = config.episodes
-        self._template = ChatTemplate(self._tokenizer, model.end_token_ids, settings.template_arguments)
-        parser = settings.tool_parser
-        self._parser = None if parser is None else make_tool_parser(parser, self._tokenizer)
+        self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
         length = min(settings.max_tokens, model.max_model_len)
         self._limits = Limits(settings.max_turns, length, settings.max_seconds, settings.truncated_reward)
         self._router = TurnRouter(config.turn_timeout_s)

@@ -9,7 +9,7 @@ from typing import NoReturn
 from grpo_ray.config import Config
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.engines.engine_args import check_engine_args
-from grpo_ray.episodes.checking import check_episodes, check_room, check_tool_parser
+from grpo_ray.episodes.checking import check_episodes, check_room, check_template
 from grpo_ray.models.adapters import check_adapter
 from grpo_ray.models.loading import (
     check_hub_model,
@@ -148,11 +148,12 @@ def _prepare(
     longest = task.longest_prompt
     assert longest is not None
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
-    check_tool_parser(config, tokenizer)
+    ends = end_token_ids(model_path, tokenizer)
+    check_template(config, tokenizer, ends)
     prompters = task.prompters(tokenizer)
     max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
     serving = PreparedServing(
-        model=StartingModel(model_path, end_token_ids(model_path, tokenizer), max_model_len),
+        model=StartingModel(model_path, ends, max_model_len),
         validation=make_items(task.validation, prompters),
         longest_prompt=longest,
         notices=task.notices,
