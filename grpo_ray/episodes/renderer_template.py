@@ -91,20 +91,19 @@ def make_template(
         ValueError: there is none of that name, or it does not fit the tokenizer, the end tokens or the
             arguments.
     """
-    if settings.renderer is not None:
-        template = RendererTemplate(
-            tokenizer, make_renderer(settings.renderer, tokenizer, end_token_ids, settings.template_arguments)
-        )
+    if settings.renderer is None:
+        template: Template = ChatTemplate(tokenizer, end_token_ids, settings.template_arguments)
+    else:
+        renderer = make_renderer(settings.renderer, tokenizer, end_token_ids, settings.template_arguments)
+        template = RendererTemplate(tokenizer, renderer)
         if settings.tool_parser == PARSER:
             return template, template.parse
+    if settings.tool_parser is None:
+        return template, None
     try:
-        name = settings.tool_parser
-        parser = None if name is None else make_tool_parser(name, tokenizer)
+        return template, make_tool_parser(settings.tool_parser, tokenizer)
     except ValueError as error:
         raise ValueError(f"episodes.{error}") from None
-    if settings.renderer is not None:
-        return template, parser
-    return ChatTemplate(tokenizer, end_token_ids, settings.template_arguments), parser
 
 
 def make_renderer(
