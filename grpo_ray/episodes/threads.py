@@ -4,7 +4,9 @@ Sessions stay on the worker's own loop, so their state needs no lock; a thread's
 """
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.session import Reply, Session
 
 T = TypeVar("T")
+WIND_DOWN_S = 5.0  # for a stopped thread that nothing holds up; many stop at the same time
 
 
 class EpisodeThread:
@@ -21,22 +24,31 @@ class EpisodeThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_stopping = False
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread once the code that runs in it lets go; this does not wait."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(self._stop)
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def _stop(self) -> None:
+        self._is_stopping = True
+        self.loop.stop()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._is_stopping:
+                with contextlib.suppress(
+                    SystemExit
+                ):  # of a task that an episode began; its awaiter gets it, too
+                    self.loop.run_forever()
             left = asyncio.all_tasks(self.loop)
             for task in left:
                 task.cancel()
@@ -44,6 +56,23 @@ class EpisodeThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
+
+
+class StoppedThreads:
+    """Threads that were told to stop, until they have."""
+
+    def __init__(self) -> None:
+        self._stopped: list[tuple[float, EpisodeThread]] = []  # with the time of the call
+
+    def stop(self, thread: EpisodeThread) -> None:
+        thread.stop()
+        self._stopped.append((time.monotonic(), thread))
+
+    def num_stuck(self) -> int:
+        """Count the threads that have not come back from a call long after they were told to stop."""
+        self._stopped = [(since, thread) for since, thread in self._stopped if thread.is_alive]
+        limit = time.monotonic() - WIND_DOWN_S
+        return sum(since <= limit for since, _ in self._stopped)
 
 
 class RunningEpisode:
