@@ -108,7 +108,7 @@ def groups_of(directory: RunDirectory) -> list[ScoredGroup]:
 
 
 def test_masked_are_the_episodes_that_reached_a_limit(tmp_path: Path) -> None:
-    """What a step trained are the tokens of the episodes that ended by themselves."""
+    """Each step trains the tokens of the episodes that ended by themselves."""
     directory = run(tmp_path, "algorithm.mask_truncated=true", "algorithm.num_steps=6")
     assert any(e.status == "truncated_turns" for g in groups_of(directory) for e in g.rollout.completions)  # type: ignore[attr-defined]
     for row in read_metrics(directory.metrics_path):
