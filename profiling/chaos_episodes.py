@@ -1,8 +1,8 @@
-"""The guessing game with faults of an environment, which profiling/chaos.py requests by files (chaos_driver.py).
+"""The guessing game with faults of an environment, which profiling/chaos.py requests by files.
 
 `raise_in_environment` raises an error, `exit_in_environment` ends the process as a crash in a C library would,
-`leave_environment` calls `sys.exit`, `block_environment` never returns from a call, and `fill_environment` takes
-all the memory that the worker may have.
+`leave_environment` calls `sys.exit`, `block_environment` never returns from a call, and `fill_environment`
+takes all memory that the worker may have.
 """
 
 import os

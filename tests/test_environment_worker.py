@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from turn_clients import FakeGenerator, completion, never, until
 
@@ -327,6 +328,27 @@ def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -
             await play(worker, 9)
 
     run(worker, work, refusing)
+
+
+def test_groups_that_wait_have_no_thread_and_no_open_file(model: StartingModel) -> None:
+    worker = make_worker(model, "plain", "episodes.max_concurrent=8")
+    process, threads, files = psutil.Process(), [0], [0]
+
+    async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        threads.append(threading.active_count())
+        files.append(process.num_fds())
+        await asyncio.sleep(0.002)
+        return completion(20, 0, text="a reply")
+
+    async def work(generator: FakeGenerator) -> None:
+        await play(worker)
+        num_threads, num_files = threading.active_count(), process.num_fds()
+        groups = await asyncio.gather(*(play(worker, number) for number in range(200)))
+        assert all(statuses(group) == ["finished"] * 4 for group, _ in groups)
+        assert max(threads) <= num_threads + 12  # two or three groups, and those that are just ending
+        assert max(files) <= num_files + 3 * 12
+
+    run(worker, work, answer)
 
 
 def test_max_concurrent_bounds_the_episodes_that_run(model: StartingModel, tmp_path: Path) -> None:

@@ -16,34 +16,43 @@ T = TypeVar("T")
 
 
 class EpisodeThread:
-    """An event loop in a thread of its own, from `start` to `stop`."""
+    """An event loop in a thread of its own, from its first use to `stop`."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
 
-    def start(self) -> None:
-        self._thread.start()
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The thread's loop. A group that waits for its place has neither: a loop holds three open files."""
+        if self._running is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
+            self._running = loop, thread
+            thread.start()
+        return self._running[0]
 
     def stop(self) -> None:
         """End the thread once the code that runs in it lets go; this does not wait."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        if self._running is not None:
+            self._running[0].call_soon_threadsafe(self._running[0].stop)
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._running is not None and self._running[1].is_alive()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        finally:
-            self.loop.close()
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
 
 
 class RunningEpisode:

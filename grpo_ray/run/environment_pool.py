@@ -4,6 +4,7 @@ A worker that dies is replaced, within the budget of restarts, and its groups ar
 """
 
 import asyncio
+import math
 import zlib
 from collections.abc import Callable, Mapping
 
@@ -33,7 +34,9 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """
         super().__init__("environment", context.actors.environments, context, budget)
         self._on_failure = on_failure
-        self._limit_s = context.config.episodes.max_seconds + GRACE_S
+        config = context.config
+        self._limit_s = config.episodes.max_seconds + GRACE_S
+        self._groups_at_a_time = config.episodes.max_concurrent / config.algorithm.samples_per_prompt
         self._run_seed = context.config.run.seed
         self._numbers: dict[int, Incarnation] = {}  # all that have ever served
         self._serving: Mapping[str, Incarnation] = {}
@@ -69,8 +72,9 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """
         with self.least_busy() as worker:
             on_dispatch()
+            limit_s = self._limit_s * math.ceil(self._num_groups[worker.name] / self._groups_at_a_time)
             try:
-                async with asyncio.timeout(self._limit_s):
+                async with asyncio.timeout(limit_s):
                     what = f"plays group {item.group_id}"
                     with self._context.calls.call(worker.name, what, is_waiting=True):
                         group, report = worker.play(item, settings, self._seed(purpose, item))
@@ -79,7 +83,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
                 await self.replace(worker, str(error))
                 raise DataLost(str(error)) from error
             except TimeoutError as error:
-                text = f"{worker.name} did not end the episodes within {self._limit_s:g} s"
+                text = f"{worker.name} did not end the episodes within {limit_s:g} s"
                 await self.replace(worker, text)
                 raise TimeoutError(text) from error
             if played.num_stuck > MAX_STUCK:
