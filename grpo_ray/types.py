@@ -262,7 +262,7 @@ class ScoredGroup:
     @property
     def has_signal(self) -> bool:
         """True if any advantage is nonzero; otherwise the group cannot change the policy."""
-        return any(np.any(advantages != 0.0) for advantages in (self.advantages, *self.turn_advantages))
+        return any(np.any(each != 0.0) for each in self.turn_advantages or (self.advantages,))
 
     @property
     def num_bytes(self) -> int:

@@ -175,7 +175,7 @@ def test_a_worker_that_does_not_end_its_episodes_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
-    monkeypatch.setattr(pool.pool, "_limit_s", 0.1)
+    monkeypatch.setattr(pool.pool, "_limit_s", lambda name: 0.1)
 
     async def work() -> Any:
         with pytest.raises(TimeoutError, match=r"environment-0 did not end the episodes within 0\.1 s"):
@@ -184,23 +184,6 @@ def test_a_worker_that_does_not_end_its_episodes_is_replaced(
 
     assert asyncio.run(pool.during(work)) == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": 2}
-
-
-def test_groups_that_wait_for_their_places_have_more_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four places and groups of 2: of 6 groups each pair has one more limit than the pair before."""
-    ends = iter([0.15, 0.15, 0.3, 0.3, 0.45, 0.45])
-
-    async def play(seconds: float) -> PlayReport:
-        await asyncio.sleep(seconds)
-        return good("", 0)
-
-    pool = Pool(tmp_path, lambda worker, number: play(next(ends)), "episodes.max_concurrent=4")
-    monkeypatch.setattr(pool.pool, "_limit_s", 0.2)
-    played = asyncio.run(pool.during(lambda: asyncio.gather(*(pool.play(n) for n in range(6)))))
-    assert played == [(f"group {n}", 12) for n in range(6)]
-    assert pool.actors.starts == {"environment-0": 1}
 
 
 @pytest.mark.parametrize(("num_stuck", "num_starts"), [(MAX_STUCK, 1), (MAX_STUCK + 1, 2)])

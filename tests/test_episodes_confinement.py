@@ -111,3 +111,11 @@ def test_temporary_folders_of_dead_processes_are_removed(
         (folder / "file").touch()
     made = Path(_scratch_folder())
     assert sorted(tmp_path.iterdir()) == sorted([alive, made])
+
+
+def test_another_worker_may_remove_the_same_folder_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / f"{SCRATCH}999999999-gone"])
+    assert Path(_scratch_folder()).is_dir()

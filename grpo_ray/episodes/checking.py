@@ -1,6 +1,6 @@
 """Checks of everything that episodes need, before anything expensive starts."""
 
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.confinement import check_paths
@@ -24,6 +24,17 @@ def check_episodes(config: Config) -> None:
             import_function(task.warmup, f"{field}.warmup")
 
 
+def notices_on(config: Config) -> tuple[str, ...]:
+    """Return notices about settings that are allowed, and surprise in episodes."""
+    sampling = config.sampling
+    if not config.episode_tasks or "min_tokens" in sampling.model_fields_set or sampling.min_tokens < 2:
+        return ()
+    return (
+        f"sampling.min_tokens is {sampling.min_tokens} unless given: no reply of an episode can end before; "
+        "set it to 1 if replies may be short, or write it into the configuration if they may not",
+    )
+
+
 def check_room(config: Config, positions: int | None) -> None:
     """Compare `episodes.max_tokens` with what the model and the engine take.
 
@@ -42,8 +53,11 @@ def check_room(config: Config, positions: int | None) -> None:
             )
 
 
-def check_tool_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tool_parser(config: Config, tokenizer: Any) -> None:
     """Make the configured parser of tool calls.
+
+    Args:
+        tokenizer: a PreTrainedTokenizerBase, the model's.
 
     Raises:
         ValueError: there is none of its name, or it does not fit the tokenizer.

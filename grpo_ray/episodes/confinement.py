@@ -5,6 +5,7 @@ one folder for writing, and to a limit of memory. Unlike a grader it keeps the n
 servers. Landlock and capabilities belong to threads, so Ray's own threads go on as before.
 """
 
+import contextlib
 import os
 import resource
 import shutil
@@ -74,8 +75,9 @@ def _scratch_folder() -> str:
     """Make a temporary folder for this process, and remove those of processes that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
-        if folder.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another worker that starts now was faster
+            if folder.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                shutil.rmtree(folder, ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-")
 
 

@@ -14,7 +14,7 @@ from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
-from grpo_ray.episodes.threads import EpisodeThread
+from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
 from grpo_ray.episodes.tool_calls import make_tool_parser
 from grpo_ray.episodes.turn_link import TurnClient
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
@@ -57,7 +57,7 @@ class EnvironmentWorker:
             task: EpisodeRunner(load_episode(part.episode), settings.max_concurrent, self._server)
             for task, part in config.episode_tasks.items()
         }
-        self._stopped: list[EpisodeThread] = []  # that may still run
+        self._stopped = StoppedThreads()
         self._clock = StageClock(("start", "play"), rest="wait_for_groups")
 
     def __repr__(self) -> str:
@@ -101,12 +101,11 @@ class EnvironmentWorker:
                 plays = (self._play(n, example, settings, thread) for n in range(settings.num_samples))
                 results = await asyncio.gather(*plays)
         finally:
-            thread.stop()
-            self._stopped.append(thread)
+            self._stopped.stop(thread)
         self._check(item, results)
         episodes = tuple(result.episode(self._tokenizer.decode) for result in results)
         num_tokens = sum(episode.num_tokens for episode in episodes)
-        return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._num_stuck())
+        return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._stopped.num_stuck())
 
     async def _play(
         self, sample: int, example: Example, settings: SamplingSettings, thread: EpisodeThread
@@ -122,11 +121,6 @@ class EnvironmentWorker:
                 raise RuntimeError(f"sample {sample} of group {item.group_id}: {result.error}")
             if result.status is Status.ENVIRONMENT_ERROR:
                 logging.warning("group %d: sample %d: %s", item.group_id, sample, result.error)
-
-    def _num_stuck(self) -> int:
-        """Count the threads of earlier groups that never came back from a call."""
-        self._stopped = [thread for thread in self._stopped if thread.is_alive]
-        return len(self._stopped)
 
     async def take_stats(self) -> ActorStats:
         """Return the stage times since the last call, and the process's memory."""

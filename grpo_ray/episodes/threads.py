@@ -4,7 +4,9 @@ Sessions stay on the worker's own loop, so their state needs no lock; a thread's
 """
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.session import Reply, Session
 
 T = TypeVar("T")
+WIND_DOWN_S = 5.0  # for a stopped thread that nothing holds up; many stop at the same time
 
 
 class EpisodeThread:
@@ -20,39 +23,63 @@ class EpisodeThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The thread's loop. A group that waits for its place has neither: a loop holds three open files."""
-        if self._running is None:
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
-            self._running = loop, thread
-            thread.start()
-        return self._running[0]
+        """The thread's loop; a group that waits for its place has none, for it holds three open files."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
 
     def stop(self) -> None:
         """End the thread once the code that runs in it lets go; this does not wait."""
-        if self._running is not None:
-            self._running[0].call_soon_threadsafe(self._running[0].stop)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop, self._loop)
 
     @property
     def is_alive(self) -> bool:
-        return self._running is not None and self._running[1].is_alive()
+        return self._thread is not None and self._thread.is_alive()
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_stopping = True
+        loop.stop()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            while not self._is_stopping:
+                # Of a task that an episode began; its awaiter gets it, too.
+                with contextlib.suppress(SystemExit):
+                    loop.run_forever()
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()
+class StoppedThreads:
+    """Threads that were told to stop, until they have."""
+
+    def __init__(self) -> None:
+        self._stopped: list[tuple[float, EpisodeThread]] = []  # with the time of the call
+
+    def stop(self, thread: EpisodeThread) -> None:
+        thread.stop()
+        self._stopped.append((time.monotonic(), thread))
+
+    def num_stuck(self) -> int:
+        """Count the threads that have not come back from a call long after they were told to stop."""
+        self._stopped = [(since, thread) for since, thread in self._stopped if thread.is_alive]
+        limit = time.monotonic() - WIND_DOWN_S
+        return sum(since <= limit for since, _ in self._stopped)
 
 
 class RunningEpisode:
