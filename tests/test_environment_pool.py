@@ -175,7 +175,7 @@ def test_a_worker_that_does_not_end_its_episodes_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
-    monkeypatch.setattr(pool.pool, "_limit_s", 0.1)
+    monkeypatch.setattr(pool.pool, "_limit_s", lambda name: 0.1)
 
     async def work() -> Any:
         with pytest.raises(TimeoutError, match=r"environment-0 did not end the episodes within 0\.1 s"):

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from turn_clients import FakeGenerator, completion, never, until
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.episodes import runner
+from grpo_ray.episodes import runner, threads
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.episodes.session import Session
 from grpo_ray.models.loading import load_tokenizer
@@ -90,6 +91,7 @@ async def long(session: Session, example: Example) -> float:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runner, "GRACE_S", 0.2)
+    monkeypatch.setattr(threads, "WIND_DOWN_S", 0.1)
     END.clear()
     SEEDS.clear()
     yield
@@ -175,10 +177,11 @@ def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: StartingM
         assert statuses(group) == ["truncated_time"] * 4
         assert [e.reward for e in group.completions if isinstance(e, Episode)] == [None] * 4
         assert all("not finished after 1.0 s" in e.error for e in group.completions if isinstance(e, Episode))
-        assert report.num_stuck == 1
-        assert (await play(worker, 7))[1].num_stuck == 1  # it hangs still
+        assert report.num_stuck == 0  # it has only just been stopped
+        await asyncio.sleep(0.2)
+        assert (await play(worker, 7))[1].num_stuck == 1
         END.set()
-        await until(lambda: not any(thread.is_alive for thread in worker._stopped))
+        await until(lambda: worker._stopped.num_stuck() == 0)
         assert (await play(worker, 8))[1].num_stuck == 0
 
     run(worker, work)
@@ -327,6 +330,27 @@ def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -
             await play(worker, 9)
 
     run(worker, work, refusing)
+
+
+def test_groups_that_wait_have_no_thread_and_no_open_file(model: StartingModel) -> None:
+    worker = make_worker(model, "plain", "episodes.max_concurrent=8")
+    process, threads, files = psutil.Process(), [0], [0]
+
+    async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        threads.append(threading.active_count())
+        files.append(process.num_fds())
+        await asyncio.sleep(0.002)
+        return completion(20, 0, text="a reply")
+
+    async def work(generator: FakeGenerator) -> None:
+        await play(worker)
+        num_threads, num_files = threading.active_count(), process.num_fds()
+        groups = await asyncio.gather(*(play(worker, number) for number in range(200)))
+        assert all(statuses(group) == ["finished"] * 4 for group, _ in groups)
+        assert max(threads) <= num_threads + 12  # two or three groups, and those that are just ending
+        assert max(files) <= num_files + 3 * 12
+
+    run(worker, work, answer)
 
 
 def test_max_concurrent_bounds_the_episodes_that_run(model: StartingModel, tmp_path: Path) -> None:

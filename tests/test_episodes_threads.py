@@ -28,7 +28,7 @@ async def _later() -> float:
 def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> None:
     async def play() -> list[object]:
         thread = EpisodeThread("group")
-        thread.start()
+        assert thread.loop  # which starts it
         running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
         try:
             async with asyncio.timeout(5):
@@ -45,7 +45,7 @@ def test_threads_that_wind_down_together_are_not_stuck() -> None:
     stopped = StoppedThreads()
     for number in range(64):
         thread = EpisodeThread(f"group {number}")
-        thread.start()
+        assert thread.loop  # which starts it
         stopped.stop(thread)
         assert stopped.num_stuck() == 0
 
@@ -53,10 +53,11 @@ def test_threads_that_wind_down_together_are_not_stuck() -> None:
 def test_a_thread_that_does_not_come_back_is_stuck_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
     stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
-    thread.start()
+    assert thread.loop  # which starts it
     thread.loop.call_soon_threadsafe(release.wait)
     stopped.stop(thread)
     assert stopped.num_stuck() == 1
     release.set()
+    assert thread._thread is not None
     thread._thread.join(5)
     assert stopped.num_stuck() == 0

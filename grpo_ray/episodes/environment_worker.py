@@ -95,7 +95,6 @@ class EnvironmentWorker:
         """
         example = Example(item.prompt, item.ground_truth, task=item.task, seed=seed)
         thread = EpisodeThread(f"group {item.group_id}")
-        thread.start()
         label = f"group {item.group_id}, {settings.num_samples} episodes"
         try:
             with self._clock.stage("play"), self._clock.span("episodes", label):

@@ -2,8 +2,8 @@
 
 Episodes run in an EnvironmentWorker, which asks a Generator: groups of 8, with 256 episodes in flight. The
 engine alone, in an actor of its own, gets one request per turn, with prompts and replies of the same lengths:
-all at once, so it never waits (an upper bound), or turn after turn as an episode would, 256 at a time.
-The plain path samples as many tokens in groups of 8 responses to one prompt, 256 at a time.
+all at once, so it never waits (an upper bound), or turn after turn as an episode would, 256 at a time. The
+plain path samples as many tokens in groups of 8 responses to one prompt, 256 at a time.
 """
 
 import asyncio

@@ -1,9 +1,12 @@
-"""The episode of the benchmark `episode_turns`: as many turns as its ground truth says."""
+"""The episodes of benchmarks: as many turns as their ground truth says."""
+
+import asyncio
 
 from grpo_ray.episodes.session import Session
 from grpo_ray.tasks.examples import Example, ExampleSets
 
 HINT = "A hint: go on."
+SLEEP_S = 0.5
 
 
 async def episode(session: Session, example: Example) -> float:
@@ -11,6 +14,15 @@ async def episode(session: Session, example: Example) -> float:
     messages = [{"role": "user", "content": example.question}]
     for _ in range(int(example.ground_truth)):
         messages += [(await session.chat(messages)).message, {"role": "user", "content": HINT}]
+    return 1.0
+
+
+async def sleeping(session: Session, example: Example) -> float:
+    """Do so with an environment that takes a while."""
+    messages = [{"role": "user", "content": example.question}]
+    for _ in range(int(example.ground_truth)):
+        messages += [(await session.chat(messages)).message, {"role": "user", "content": HINT}]
+        await asyncio.sleep(SLEEP_S)
     return 1.0
 
 
