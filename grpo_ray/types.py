@@ -20,6 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 Method = TypeVar("Method", bound=Callable[..., object])
 _MARK = "returns_bulk_and_facts"
 
+NO_VERSION = 2**31 - 1  # later than any
 CONTEXT = -1
 """The version of a token that the policy did not sample: of a message, a tool's result, or the template."""
 
@@ -181,9 +182,6 @@ class RolloutGroup:
         """Return the group of episodes with the tokens of earlier versions masked."""
         masked = [c.masked_before(version) if isinstance(c, Episode) else c for c in self.completions]
         return replace(self, completions=tuple(masked))
-
-
-NO_VERSION = 2**31 - 1  # later than any
 
 
 def _unpacked_group(
