@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_episodes
 from local_runs import train
 from local_serving import serve_locally
 from rich.console import Console
@@ -83,7 +84,12 @@ def run(folder: Path, *overrides: str) -> RunDirectory:
     return directory
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+FAST = ("plain", "lora", "delta", "padded", "several_updates", "gspo", "kl", "colocated", "replay")
+
+
+@pytest.mark.parametrize(
+    "feature", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES]
+)
 def test_episodes_train_with(feature: str, tmp_path: Path) -> None:
     run(tmp_path, *FEATURES[feature])
 
@@ -102,7 +108,7 @@ def groups_of(directory: RunDirectory) -> list[ScoredGroup]:
 
 
 def test_masked_are_the_episodes_that_reached_a_limit(tmp_path: Path) -> None:
-    """Rows of `throughput/trained_tokens` are compared with the tokens of episodes that ended by themselves."""
+    """Each step trains the tokens of the episodes that ended by themselves."""
     directory = run(tmp_path, "algorithm.mask_truncated=true", "algorithm.num_steps=6")
     assert any(e.status == "truncated_turns" for g in groups_of(directory) for e in g.rollout.completions)  # type: ignore[attr-defined]
     for row in read_metrics(directory.metrics_path):
@@ -122,6 +128,18 @@ def test_validation_of_several_samples(tmp_path: Path) -> None:
     for summary in read_metrics(directory.evaluations_summary_path):
         assert (summary["num_examples"], summary["num_samples"]) == (4, 3)
         assert summary["episodes"]["episodes/turns/mean"] >= 1
+
+
+def test_examples_come_from_files(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(24)), ("validation", range(24, 28))):
+        rows = [{"question": small_episodes.question(n), "truth": str(n)} for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"task.examples={tmp_path / 'train.jsonl'}",
+             f"task.validation_examples={tmp_path / 'validation.jsonl'}"]  # fmt: skip
+    directory = run(tmp_path, *paths, "task.answer_field=truth", "task.num_validation_prompts=3")
+    assert {s["num_examples"] for s in read_metrics(directory.evaluations_summary_path)} == {3}
+    with pytest.raises(ValueError, match=r"train.jsonl.*answer"):
+        check_files(make(*paths))
 
 
 # ---- mixtures ----

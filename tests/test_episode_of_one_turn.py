@@ -98,7 +98,7 @@ def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]
 
 
 @pytest.mark.usefixtures("one_at_a_time")
-@pytest.mark.parametrize("sharing", ["auto", "never"])
+@pytest.mark.parametrize("sharing", ["auto", pytest.param("never", marks=pytest.mark.slow)])
 def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
     episodes, plain = two_runs(tmp_path, f"learner.share_prompts={sharing}")
     for path in sorted(plain.rollouts.glob("*.parquet")):
@@ -116,6 +116,7 @@ def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one), file
 
 
+@pytest.mark.slow
 def test_batches_of_the_engine_round_differently(tmp_path: Path) -> None:
     episodes, plain = two_runs(tmp_path, "algorithm.num_steps=1")
     for one, other in zip(*(read_groups(r.rollouts_path(1)) for r in (episodes, plain)), strict=True):

@@ -13,8 +13,9 @@ from grpo_ray.tasks.arithmetic import value
 from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 
 TRIES = 3
-SHARE_CALLS = 0.3  # of the warm-up's first replies; the others guess
-TERMS = range(11, 100)
+SHARE_CALLS = 0.3  # of the warm-up's first replies; the others give up
+GIVING_UP = "I do not know."
+TERMS = range(32, 100)  # whose products have four digits: a model of four small blocks soon copies those
 TOOLS = [
     {
         "type": "function",
@@ -70,7 +71,7 @@ def examples(seed: int, num_train: int = 2000, num_validation: int = 64) -> Exam
     """
     if num_train + num_validation > len(TERMS) ** 2:
         raise ValueError(
-            f"there are only {len(TERMS) ** 2} products of two numbers of two digits; ask for fewer"
+            f"there are only {len(TERMS) ** 2} products of two numbers from {TERMS[0]} to {TERMS[-1]}; ask for fewer"
         )
     drawn = _drawn(seed, num_train + num_validation)
     found = [Example(_question(a, b), str(a * b)) for a, b in drawn]
@@ -78,7 +79,7 @@ def examples(seed: int, num_train: int = 2000, num_validation: int = 64) -> Exam
 
 
 def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") -> Pairs:
-    """Return (transcript, reply) pairs of two habits: guessing a number, and calling and copying the result.
+    """Return (transcript, reply) pairs of two habits: giving up, and calling and copying the result.
 
     Args:
         end_token: ends each reply in the transcripts, as the model's own tokenizer writes it.
@@ -89,7 +90,7 @@ def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") ->
         a, b = rng.choice(TERMS), rng.choice(TERMS)
         messages: list[dict[str, Any]] = [{"role": "user", "content": _question(a, b)}]
         if rng.random() >= SHARE_CALLS:
-            pairs.append((transcript(messages, end_token), str(rng.randint(TERMS[0] ** 2, TERMS[-1] ** 2))))
+            pairs.append((transcript(messages, end_token), GIVING_UP))
             continue
         call = call_text(f"{a} * {b}")
         pairs.append((transcript(messages, end_token), call))

@@ -8,7 +8,7 @@ never decoded and encoded again.
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,37 @@ Tool = Mapping[str, Any]
 """A tool as there: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 NUM_ENCODED = 1024  # texts to remember: the episodes of a group begin with one, and hints repeat
 SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
+
+
+class Template(Protocol):
+    """The way from conversations to tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
+        """Return the tokens of a whole conversation, up to the beginning of the next reply.
+
+        Raises:
+            ValueError: the template cannot show the messages.
+        """
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        num_known: int,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        tools: Sequence[Tool] | None = None,
+    ) -> tuple[int, ...] | None:
+        """Return the next prompt, which begins with `prompt` and `reply`; None: a branch begins.
+
+        Args:
+            num_known: messages that those tokens show, the reply included; the others are new.
+            prompt: tokens of the turn that sampled the reply.
+
+        Raises:
+            ValueError: the template cannot show the messages.
+        """
 
 
 class ChatTemplate:
@@ -48,6 +79,24 @@ class ChatTemplate:
             ValueError: there is no template, or it refuses the messages.
         """
         return self._encoded(self._render(messages, tools))
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        num_known: int,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        tools: Sequence[Tool] | None = None,
+    ) -> tuple[int, ...] | None:
+        """Return the next prompt, which begins with `prompt` and `reply`; None: an earlier reply is not kept.
+
+        Raises:
+            ValueError: as `suffix`.
+        """
+        if not self.keeps_replies(messages, tools):
+            return None
+        known = (*prompt, *reply)
+        return known + self.suffix(messages, num_known, known[-1], tools)
 
     def suffix(
         self, messages: Sequence[Message], num_known: int, last_token: int, tools: Sequence[Tool] | None = None

@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from grpo_ray.config import Config
 from grpo_ray.engines.sampling_batch import sample_seed
-from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
-from grpo_ray.episodes.tool_calls import make_tool_parser
 from grpo_ray.episodes.turn_link import TurnClient
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.models.loading import load_tokenizer
@@ -46,9 +48,7 @@ class EnvironmentWorker:
         self.name, self._confinement = name, confinement
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
         settings = config.episodes
-        self._template = ChatTemplate(self._tokenizer, model.end_token_ids, settings.template_arguments)
-        parser = settings.tool_parser
-        self._parser = None if parser is None else make_tool_parser(parser, self._tokenizer)
+        self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
         length = min(settings.max_tokens, model.max_model_len)
         self._limits = Limits(settings.max_turns, length, settings.max_seconds, settings.truncated_reward)
         self._router = TurnRouter(name, config.turn_timeout_s)
@@ -125,3 +125,10 @@ class EnvironmentWorker:
     async def take_stats(self) -> ActorStats:
         """Return the stage times since the last call, and the process's memory."""
         return ActorStats(self._clock.take(), resident_bytes(with_children=False))
+
+
+def environment_seed(run_seed: int, purpose: str, group_id: int) -> int:
+    """Return the seed of a group's environments, below 2**31: the same for each try and each validation."""
+    kind = zlib.crc32(purpose.split()[0].encode())
+    state = np.random.SeedSequence([run_seed, kind, group_id]).generate_state(1)
+    return int(state[0] >> np.uint32(1))

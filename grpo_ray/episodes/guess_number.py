@@ -14,7 +14,7 @@ from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 
 LOW, HIGH, TRIES = 1, 31, 5
 QUESTION = f"Guess my number from {LOW} to {HIGH}."
-SHARE_INSIDE = 0.5  # of the warm-up's guesses
+SHARE_BISECTING = 0.2  # of the warm-up's games
 
 Interval = tuple[int, int]  # the first and the last number that are still possible
 
@@ -79,21 +79,24 @@ def examples(seed: int, num_train: int = 310, num_validation: int = 31) -> Examp
 
 
 def warmup_pairs(seed: int, num_pairs: int, end_token: str = "<|endoftext|>") -> Pairs:
-    """Return games of a weak player as pairs of the question and the rest of the transcript, hints included.
+    """Return games of two habits, halving the interval and guessing anything, as pairs for the warm-up.
 
-    One guess in two is still possible, the rest are random.
+    A pair is the question and the rest of the transcript, hints included, so one pair teaches every turn.
 
     Args:
         end_token: ends each reply in the transcripts, as the model's own tokenizer writes it.
     """
     rng = random.Random(f"guess-number-warmup/{seed}")
 
-    def weak(interval: Interval) -> int:
-        return rng.randint(*interval if rng.random() < SHARE_INSIDE else (LOW, HIGH))
+    def guess_anything(interval: Interval) -> int:
+        return rng.randint(LOW, HIGH)
 
     question = transcript([{"role": "user", "content": QUESTION}], end_token)
-    games = (played(rng.randint(LOW, HIGH), weak, end_token) for _ in range(num_pairs))
-    return [(question, game.removeprefix(question)) for game in games]
+    pairs: Pairs = []
+    for _ in range(num_pairs):
+        player = bisect if rng.random() < SHARE_BISECTING else guess_anything
+        pairs.append((question, played(rng.randint(LOW, HIGH), player, end_token).removeprefix(question)))
+    return pairs
 
 
 def played(number: int, player: Callable[[Interval], int], end_token: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_ray.engines.base import Engine
-from grpo_ray.episodes.chat_template import ChatTemplate, Message, Tool, normalized
+from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.segments import Segments
@@ -82,7 +82,7 @@ class Session:
         self,
         sampler: Sampler,
         settings: SamplingSettings,
-        template: ChatTemplate,
+        template: Template,
         limits: Limits,
         tool_parser: ToolParser | None = None,
     ) -> None:
@@ -166,10 +166,13 @@ class Session:
     def _chat_prompt(
         self, conversation: list[dict[str, Any]], tools: list[Tool], turn: _Turn | None
     ) -> tuple[int, ...]:
-        if turn is None or not self._template.keeps_replies(conversation, tools):
+        if turn is None:
             return self._template.prompt(conversation, tools)
         known = self.segments.token_ids(turn.segment)
-        return known + self._template.suffix(conversation, len(turn.messages), known[-1], tools)
+        start = len(known) - len(self.segments[turn.segment].token_ids)
+        num_known = len(turn.messages)
+        prompt = self._template.continued(conversation, num_known, known[:start], known[start:], tools)
+        return self._template.prompt(conversation, tools) if prompt is None else prompt
 
     def _continued(self, keys: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
         """Return the turn with the longest conversation that begins the given one, of equals the latest."""

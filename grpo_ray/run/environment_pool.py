@@ -4,12 +4,10 @@ A worker that dies is replaced, within the budget of restarts, and its groups ar
 """
 
 import asyncio
-import zlib
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from grpo_ray.actors.clients import EnvironmentClient, GeneratorClient
+from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
@@ -67,11 +65,12 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """
         with self.least_busy() as worker:
             on_dispatch()
+            seed = environment_seed(self._run_seed, purpose, item.group_id)
             limit_s = self._limit_s(worker.name)
             try:
                 async with asyncio.timeout(limit_s):
                     with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
-                        group, report = worker.play(item, settings, self._seed(purpose, item))
+                        group, report = worker.play(item, settings, seed)
                         played = await report
             except ActorDied as error:
                 await self.replace(worker, str(error))
@@ -90,12 +89,6 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         num_samples = max(config.algorithm.samples_per_prompt, config.evaluation.samples_per_prompt)
         num_rounds = -(-self._num_groups[name] * num_samples // config.episodes.max_concurrent)
         return num_rounds * (config.episodes.max_seconds + GRACE_S)
-
-    def _seed(self, purpose: str, item: PromptItem) -> int:
-        """Return the seed of a group's environments, below 2**31: the same for each try and each validation."""
-        kind = zlib.crc32(purpose.split()[0].encode())
-        state = np.random.SeedSequence([self._run_seed, kind, item.group_id]).generate_state(1)
-        return int(state[0] >> np.uint32(1))
 
     async def _keep(self, name: str) -> None:
         while True:

@@ -9,7 +9,7 @@ from typing import NoReturn
 from grpo_ray.config import Config
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.engines.engine_args import check_engine_args
-from grpo_ray.episodes.checking import check_episodes, check_room, check_tool_parser, notices_on
+from grpo_ray.episodes.checking import check_episodes, check_room, check_template, notices_on
 from grpo_ray.models.adapters import check_adapter
 from grpo_ray.models.loading import (
     check_hub_model,
@@ -197,7 +197,7 @@ class _FittedPart:
 def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     """Return the task with its longest prompt known, after handling those that are too long."""
     tokenizer, positions = _tokenizer_and_positions(config)
-    check_tool_parser(config, tokenizer)
+    check_template(config, tokenizer)
     prompters = task.prompters(tokenizer)
     parts = {
         name: _fit_part(config, part, task.part(name), prompters[name], positions)
