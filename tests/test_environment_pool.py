@@ -10,6 +10,7 @@ from builders import make_item, make_settings
 from local_runs import Recorder, make_config
 from turn_clients import until
 
+from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
@@ -215,10 +216,9 @@ def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:
     assert sorted(asked) == ["environment-0"] * 4 + ["environment-1"] * 4
 
 
-def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, good)
+def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations() -> None:
     seeds = {
-        (purpose, group): pool.pool._seed(purpose, make_item(group))
+        (purpose, group): environment_seed(3, purpose, group)
         for purpose in ("train", "validation 0", "validation 10")
         for group in range(50)
     }
