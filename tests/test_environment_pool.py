@@ -12,6 +12,7 @@ from turn_clients import until
 
 from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.run import environment_pool
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
 from grpo_ray.run.environment_pool import MAX_STUCK, EnvironmentPool
@@ -32,13 +33,15 @@ class FakeWorker:
         self.serving: list[list[int]] = []
         self.seeds: list[int] = []
         self.known_failures: list[GeneratorFailure] = []
-        self.dead = asyncio.Event()
+        self.dead, self.hangs = asyncio.Event(), False
 
     async def ready(self) -> bool:
         return True
 
     async def serve(self, serving: Mapping[int, Any]) -> None:
         self._check()
+        if self.hangs:
+            await asyncio.sleep(60)
         self.serving.append(sorted(serving))
 
     async def failures(self, num_known: int) -> list[GeneratorFailure]:
@@ -154,6 +157,29 @@ def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: Path) -
 
     asyncio.run(pool.during(work))
     assert pool.actors.starts == {"environment-0": 2}
+
+
+def test_a_worker_that_hangs_is_replaced_without_a_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of a hung process wait; only a call with a limit shows it."""
+    monkeypatch.setattr(environment_pool, "PING_S", 0.02)
+    monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
+    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
+    first = pool.actors.environments["environment-0"]
+
+    async def work() -> Any:
+        playing = asyncio.ensure_future(pool.play())
+        await asyncio.sleep(0.05)
+        first.hangs = True
+        await until(lambda: pool.actors.starts["environment-0"] == 2)
+        await asyncio.sleep(0.3)
+        playing.cancel()  # Ray fails the calls of a killed actor; this one does not
+        return await pool.play()
+
+    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+    assert pool.actors.starts == {"environment-0": 2}
+    assert "it has not answered for 0.1 s" in pool.events("environment_failed")[0]
 
 
 def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
