@@ -59,10 +59,12 @@ class ChaosGrader(Grader):
 
 
 class ChaosScorer(Scorer):
-    def __init__(self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int) -> None:
+    def __init__(
+        self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int, turn_discount: float
+    ) -> None:
         if is_requested("hang_scorer_start"):
             time.sleep(FOREVER_S)
-        super().__init__({}, algorithm, config, max_tokens)
+        super().__init__({}, algorithm, config, max_tokens, turn_discount)
         self._grader = ChaosGrader(rewards, config)
 
     def _score(self, group: RolloutGroup) -> Verdict:

@@ -10,7 +10,9 @@ from builders import make_item, make_settings
 from local_runs import Recorder, make_config
 from turn_clients import until
 
+from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.run import environment_pool
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
 from grpo_ray.run.environment_pool import MAX_STUCK, EnvironmentPool
@@ -31,13 +33,15 @@ class FakeWorker:
         self.serving: list[list[int]] = []
         self.seeds: list[int] = []
         self.known_failures: list[GeneratorFailure] = []
-        self.dead = asyncio.Event()
+        self.dead, self.hangs = asyncio.Event(), False
 
     async def ready(self) -> bool:
         return True
 
     async def serve(self, serving: Mapping[int, Any]) -> None:
         self._check()
+        if self.hangs:
+            await asyncio.sleep(60)
         self.serving.append(sorted(serving))
 
     async def failures(self, num_known: int) -> list[GeneratorFailure]:
@@ -155,6 +159,29 @@ def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: Path) -
     assert pool.actors.starts == {"environment-0": 2}
 
 
+def test_a_worker_that_hangs_is_replaced_without_a_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of a hung process wait; only a call with a limit shows it."""
+    monkeypatch.setattr(environment_pool, "PING_S", 0.02)
+    monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
+    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
+    first = pool.actors.environments["environment-0"]
+
+    async def work() -> Any:
+        playing = asyncio.ensure_future(pool.play())
+        await asyncio.sleep(0.05)
+        first.hangs = True
+        await until(lambda: pool.actors.starts["environment-0"] == 2)
+        await asyncio.sleep(0.3)
+        playing.cancel()  # Ray fails the calls of a killed actor; this one does not
+        return await pool.play()
+
+    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+    assert pool.actors.starts == {"environment-0": 2}
+    assert "it has not answered for 0.1 s" in pool.events("environment_failed")[0]
+
+
 def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
     async def dies(worker: str) -> Any:
         await asyncio.sleep(0.05)
@@ -215,10 +242,9 @@ def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:
     assert sorted(asked) == ["environment-0"] * 4 + ["environment-1"] * 4
 
 
-def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, good)
+def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations() -> None:
     seeds = {
-        (purpose, group): pool.pool._seed(purpose, make_item(group))
+        (purpose, group): environment_seed(3, purpose, group)
         for purpose in ("train", "validation 0", "validation 10")
         for group in range(50)
     }

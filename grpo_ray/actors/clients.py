@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Worker
+from grpo_ray.episodes.turn_box import FinishedTurns, Turns, Worker
 from grpo_ray.telemetry.stage_clock import ActorStats
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.wire import Meeting
@@ -49,9 +49,7 @@ class GeneratorClient(ActorClient, Protocol):
     def generate(
         self, item: PromptItem, settings: SamplingSettings
     ) -> tuple[Ref[RolloutGroup], Awaitable[int]]: ...
-    def begin_turns(
-        self, worker: Worker, turns: Mapping[int, Turn], cancelled: Sequence[int]
-    ) -> Awaitable[None]: ...
+    def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> Awaitable[None]: ...
     def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...
     def join(self, meeting: Meeting) -> Awaitable[None]: ...
     def stage_weights(self, snapshot: Ref[WeightSnapshot]) -> Awaitable[None]: ...

@@ -1,11 +1,11 @@
 """Generator: an engine that samples groups and loads new weights."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from grpo_ray.engines.base import Engine, ReceivingEngine
-from grpo_ray.episodes.turn_box import FinishedTurns, Turn, TurnBoxes, Worker
+from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
 from grpo_ray.transfer.inbox import Inbox
@@ -70,7 +70,7 @@ class Generator:
         finally:
             self._leave()
 
-    async def begin_turns(self, worker: Worker, turns: Mapping[int, Turn], cancelled: Sequence[int]) -> None:
+    async def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> None:
         """Begin turns of a worker's episodes, and cancel others (episodes/turn_box.py)."""
         self._boxes.of(worker).begin(turns, cancelled)
 

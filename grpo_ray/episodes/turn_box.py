@@ -16,6 +16,8 @@ from grpo_ray.types import Completion, SamplingSettings
 
 Turn = tuple[tuple[int, ...], SamplingSettings]
 """The tokens of a turn's prompt, and its settings, which ask for one sample."""
+Turns = Mapping[int, Turn]
+"""Turns by the numbers that their worker gave them."""
 Worker = tuple[str, str]
 """A worker's name, and a text that no other process under this name has."""
 Sample = Callable[[tuple[int, ...], SamplingSettings], Awaitable[Completion]]
@@ -66,7 +68,7 @@ class TurnBox:
         self._errors: dict[int, Exception] = {}
         self._news = asyncio.Event()
 
-    def begin(self, turns: Mapping[int, Turn], cancelled: Collection[int]) -> None:
+    def begin(self, turns: Turns, cancelled: Collection[int]) -> None:
         """Begin these turns, and cancel those; a cancelled turn is never reported."""
         for number, turn in turns.items():
             self._running[number] = asyncio.create_task(self._run(number, *turn))

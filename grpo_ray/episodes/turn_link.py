@@ -2,19 +2,17 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Worker
+from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Turns, Worker
 from grpo_ray.types import Completion, SamplingSettings
 
 
 class TurnClient(Protocol):
     """The part of a Generator's client that turns need (actors/clients.py)."""
 
-    def begin_turns(
-        self, worker: Worker, turns: Mapping[int, Turn], cancelled: Sequence[int]
-    ) -> Awaitable[None]: ...
+    def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> Awaitable[None]: ...
     def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...
 
 

@@ -16,6 +16,8 @@ from grpo_ray.run.stateless_actors import StatelessActors
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
 
 GRACE_S = 60.0  # for the end of a group after its episodes have ended or were given up
+PING_S = 5.0  # between two calls that show that a worker answers
+ANSWER_S = 60.0  # for such a call; less in runs that are stalled sooner
 MAX_STUCK = 16  # threads that a worker's episodes may leave behind
 
 OnFailure = Callable[[str, str, Incarnation], None]
@@ -32,6 +34,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         super().__init__("environment", context.actors.environments, context, budget)
         self._on_failure = on_failure
         self._run_seed = context.config.run.seed
+        self._answer_s = min(ANSWER_S, context.config.recovery.stall_timeout_s / 2)
         self._numbers: dict[int, Incarnation] = {}  # all that have ever served
         self._serving: Mapping[int, GeneratorClient] = {}
         self._changed = asyncio.Event()
@@ -97,12 +100,14 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             try:
                 while not watching.done():
                     changed = asyncio.ensure_future(self._changed.wait())
-                    await worker.serve(self._serving)
-                    await asyncio.wait({watching, changed}, return_when=asyncio.FIRST_COMPLETED)
+                    async with asyncio.timeout(self._answer_s):
+                        await worker.serve(self._serving)
+                    await asyncio.wait({watching, changed}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
                     changed.cancel()
                 await watching
-            except ActorDied as error:
-                await self.replace(worker, str(error))
+            except (ActorDied, TimeoutError) as error:
+                if isinstance(error, ActorDied) or not self.is_being_replaced(name):  # or else it starts
+                    await self.replace(worker, str(error) or f"it has not answered for {self._answer_s:g} s")
             finally:
                 watching.cancel()
 
