@@ -20,6 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 Method = TypeVar("Method", bound=Callable[..., object])
 _MARK = "returns_bulk_and_facts"
 
+NO_VERSION = 2**31 - 1  # later than any
 CONTEXT = -1
 """The version of a token that the policy did not sample: of a message, a tool's result, or the template."""
 
@@ -183,9 +184,6 @@ class RolloutGroup:
         return replace(self, completions=tuple(masked))
 
 
-NO_VERSION = 2**31 - 1  # later than any
-
-
 def _unpacked_group(
     item: PromptItem,
     generator: str,
@@ -262,7 +260,7 @@ class ScoredGroup:
     @property
     def has_signal(self) -> bool:
         """True if any advantage is nonzero; otherwise the group cannot change the policy."""
-        return any(np.any(advantages != 0.0) for advantages in (self.advantages, *self.turn_advantages))
+        return any(np.any(each != 0.0) for each in self.turn_advantages or (self.advantages,))
 
     @property
     def num_bytes(self) -> int:
@@ -317,6 +315,7 @@ class BatchFacts:
     num_slots: int = 0  # as in PutReceipt
     outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
     write_error: str | None = None  # the reason that rollouts of an earlier batch are not on disk yet
+    episode_error: str | None = None  # of one episode, if each of the step's has one
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from chaos_scenarios import SCENARIOS, Scenario, overrides_of, scenario_of
 
 ENDLESS = "algorithm.num_steps=1000000"  # until the last fault
 PAIR_PROBABILITY = 0.25  # two faults at once
+FAILED = ("generator_failed", "scorer_failed", "environment_failed")
 LONGEST_S = 900.0  # for one recovery, on a machine that others use
 
 
@@ -148,7 +149,7 @@ class Campaign:
         kinds = {event["kind"] for event in self.run.events(since)}
         if "restored" in kinds or any(fault.ends_driver for fault in faults):
             return True
-        is_replacing = any(kind in ("generator_failed", "scorer_failed") for kind in last.values())
+        is_replacing = any(kind in FAILED for kind in last.values())
         return not is_replacing and all(fault.event is None or fault.event in kinds for fault in faults)
 
     def _revive(self) -> None:
@@ -176,7 +177,10 @@ def one_run(name: str, options: argparse.Namespace, results: Results, has_own_mo
         if scenario.num_nodes:
             run.cluster = Cluster(scenario.num_nodes)
         campaign = Campaign(name, run, results, options)
-        campaign.begin(options.config, overrides_of(scenario, options.config, options.overrides))
+        overrides = overrides_of(scenario, options.config, options.overrides)
+        if "episodes" in scenario.words:
+            overrides.append(f"episodes.writable_paths=['{run.triggers.resolve()}']")
+        campaign.begin(options.config, overrides)
         campaign.inject_all(options.faults)
         campaign.end()
         from grpo_ray.tools.audit.audit import audit  # it imports torch, which takes a while

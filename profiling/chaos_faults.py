@@ -15,6 +15,7 @@ from chaos_process_faults import Inject
 
 # Outcomes by the event that reports them; RODE_THROUGH has no event.
 OUTCOMES = {"restored": "restored", "generator_back": "replaced", "scorer_back": "replaced"}
+OUTCOMES |= {"environment_back": "replaced"}
 OUTCOMES |= {"update_skipped": "skipped and counted", "group_failed": "retried", "set_aside": "set aside"}
 RODE_THROUGH, RESUMED, COUNTED = "rode through", "resumed", "counted"
 RESTORED, SKIPPED = ("restored",), ("skipped and counted",)
@@ -43,7 +44,8 @@ class Fault:
 
 
 def _replaced(name: str, inject: Inject, needs: str = "", is_plain: bool = False) -> Fault:
-    back = "scorer_back" if "scorer" in name else "generator_back"
+    kinds = ("scorer", "environment", "generator")
+    back = f"{next(kind for kind in kinds if kind in name or kind == 'generator')}_back"
     return Fault(name, inject, ("replaced",), back, needs, is_plain=is_plain)
 
 
@@ -124,6 +126,22 @@ _ALL = (
     Fault("poison_reward", moment.trigger("poison_reward"), (COUNTED,), is_plain=True),
     Fault("scorer_error", moment.trigger("scorer_error"), ("retried",), "group_failed"),
     Fault("nan_gradient", moment.trigger("nan_gradient"), SKIPPED, "update_skipped", is_plain=True),
+    # Episodes and their environments
+    _replaced("kill_environment", process.kill("environment"), "episodes"),
+    _replaced("hang_environment", process.hang("environment"), "episodes"),
+    _replaced("exit_in_environment", moment.trigger("exit_in_environment"), "episodes"),
+    *(
+        Fault(name, moment.trigger(name), (COUNTED,), None, "episodes")
+        for name in ("raise_in_environment", "leave_environment", "block_environment")
+    ),
+    Fault(
+        "fill_environment",
+        moment.trigger("fill_environment"),
+        (COUNTED,),
+        None,
+        "episodes",
+        ("replaced", "replaced, counted"),
+    ),
     # Ranks of the Learner
     *(
         _restored(f"{kind}_rank_{stage}", ranks.at_stage(kind, stage), "ranks")

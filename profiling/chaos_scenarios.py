@@ -62,6 +62,19 @@ SCENARIOS = {
     ),
     "graders": Scenario((*TORCH, f"task.reward={TOLERANCE}"), frozenset({"local", "graders"})),
     "vllm": Scenario(("generator.engine=vllm",), frozenset({"local", "vllm"})),
+    "episodes": Scenario(  # of configs/guess-number.yaml
+        (
+            *TORCH,
+            "episodes.num_workers=2",
+            "episodes.max_seconds=8",
+            "episodes.memory_gib=0.5",
+            *(
+                f"task.{part}=profiling.chaos_episodes:{name}"
+                for part, name in (("episode", "episode"), ("examples", "examples"), ("warmup", "warmup_pairs"))
+            ),
+        ),
+        frozenset({"local", "episodes"}),
+    ),
     "ranks": Scenario(
         (*TORCH, "learner.num_ranks=2", "learner.collective_timeout_s=20"), frozenset({"local", "ranks"})
     ),

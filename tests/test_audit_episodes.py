@@ -15,7 +15,7 @@ from grpo_ray.telemetry.batch_metrics import rollout_metrics
 from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.tools.audit.rollouts import RolloutFacts, RolloutRows, audit_evaluation, audit_step
-from grpo_ray.types import ScoredGroup
+from grpo_ray.types import CONTEXT, Episode, ScoredGroup
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 STEP = 4  # trains on version 3
@@ -46,7 +46,9 @@ def audited(
     rows = read_rollouts(path / "step.parquet")
     sampled = np.concatenate([c.versions[c.mask] for group in groups for c in group.rollout.completions])
     lag = float(STEP - 1 - sampled.min(initial=STEP - 1)) if lag is None else lag
-    metrics = {"step": STEP, "lag/max": lag, **rollout_metrics(groups)}
+    completions = [c for group in groups for c in group.rollout.completions if isinstance(c, Episode)]
+    num_masked = sum(np.count_nonzero(~c.mask & (c.turns != CONTEXT)) for c in completions)
+    metrics = {"step": STEP, "lag/max": lag, "lag/masked_tokens": num_masked, **rollout_metrics(groups)}
     change(rows)
     return audit_step(RolloutRows("step.parquet", rows), metrics, make_config(*changes), grader)
 
@@ -262,13 +264,3 @@ def test_a_validation_of_episodes(tmp_path: Path, grader: Regrader) -> None:
 
     assert problems_of(3, 3, 3) == []
     assert problems_of(3, 2, 3) == ["step.parquet: sampled by versions [2, 3], not only by 3"]
-
-
-def test_masked_old_tokens_are_no_problem(tmp_path: Path, grader: Regrader) -> None:
-    """With `episodes.over_age: mask` they are left out of the loss."""
-    episode = branched_episode((0, 3, 3), reward=1.0)
-    groups = [make_episode_group(number, [episode] * SIZE) for number in range(2)]
-    masking = ("algorithm.oversample_frac=0.5", "episodes.over_age=mask")
-    assert audited(tmp_path, groups, grader, lambda rows: None, *masking).problems == []
-    (problem,) = audited(tmp_path, groups, grader).problems
-    assert "a token is 3 versions old" in problem

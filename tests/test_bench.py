@@ -21,6 +21,7 @@ CHEAP = (
     "weight_delta",
 )
 OTHERS = {
+    "episode_turns",
     "episodes",
     "checkpointing",
     "generation",

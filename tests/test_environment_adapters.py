@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -291,6 +292,16 @@ def test_verifiers_scores_an_episode_at_a_limit(numbers: Any, limits: Limits, st
     assert (result.status, result.reward) == (status, 0.0)
     assert result.metrics["is_right"] == 0.0, "scored, and not only given the limit's reward"
     assert result.metrics["num_replies"] == result.segments.num_turns
+
+
+def test_a_verifiers_environment_writes_to_the_temporary_folder_only(
+    numbers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A confined worker may not write in the home, where verifiers keeps its folders otherwise."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result, _ = play(numbers.episode, said("3"), numbers.examples(0).train[0])
+    assert result.reward == 1.0, result.error
+    assert (tmp_path / "runtimes" / "subprocess").is_dir()
 
 
 def test_an_error_of_a_verifiers_environment_is_the_episodes(numbers: Any) -> None:

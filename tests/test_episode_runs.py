@@ -1,53 +1,166 @@
-"""The example tasks of episodes as whole runs in this process, and their configurations."""
+"""Whole runs with episodes in this process: interrupted and resumed, too old, replayed, evaluated."""
 
-import json
+import asyncio
+import hashlib
 from pathlib import Path
+from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from local_runs import train
+import torch
+from local_actors import LocalActors
+from local_runs import Killed, Watcher, kill_after, train, until
+from run_process import untimed
+from safetensors.torch import load_file
 
+from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.run.preflight import check_files
+from grpo_ray.episodes.session import Session
+from grpo_ray.run.controller import Controller
+from grpo_ray.tasks.examples import Example
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
 
-CONFIGS = ["configs/guess-number.yaml", "configs/calculator.yaml"]
-SMALL = [
-    "generator.engine=torch",
-    "model.tiny.hidden_size=32",
-    "model.tiny.num_layers=1",
-    "model.tiny.warmup=null",
-    "algorithm.num_steps=2",
-    "algorithm.prompts_per_step=2",
-    "algorithm.samples_per_prompt=2",
-    "evaluation.every_num_steps=2",
-    "learner.num_cpus=0",
-    "generator.num_cpus=0",
-    "checkpoint.every_num_steps=2",
-    "task.num_validation_prompts=2",
-]
+pytestmark = pytest.mark.usefixtures("model_cache")
 
 
-@pytest.mark.parametrize("path", CONFIGS)
-def test_the_configuration_passes_its_checks(path: str) -> None:
-    config = load_config(path, [])
-    check_files(config)
-    assert config.sampling.min_tokens == 1  # a guess is one digit, or two
-    heads = config.model.tiny
-    assert heads is not None
-    assert heads.hidden_size // heads.num_heads == 32  # which vLLM's attention on a CPU has
+def chance(text: str) -> float:
+    """Return a number in [0, 1) that depends on the text alone."""
+    return hashlib.sha256(text.encode()).digest()[0] / 256
 
 
-def test_two_steps_of_guess_number(tmp_path: Path) -> None:
-    config = load_config(CONFIGS[0], SMALL)
-    recorder = train(config, tmp_path / "run")
-    assert recorder.steps == [1, 2]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "optim/grad_norm" in line]
-    assert [line["step"] for line in steps] == [1, 2]
-    for line in steps:
-        assert line["lag/max"] <= config.weight_sync.max_lag
-        assert 1 <= line["episodes/metrics/num_guesses"] <= 5
-        assert line["episodes/status/finished"] == 1
-    rollouts = list((tmp_path / "run" / "rollouts").rglob("*.parquet"))
-    assert sum(pq.read_metadata(file).num_rows for file in rollouts) == 2 * 2 * 2
-    assert list((tmp_path / "run" / "checkpoints").glob("step-000002"))
+async def wandering(session: Session, example: Example) -> float:
+    """Chat for one to three turns, which the replies decide."""
+    messages: list[Any] = [{"role": "user", "content": f"{example.question} {(example.seed or 0) % 10}"}]
+    for _ in range(3):
+        reply = await session.chat(messages)
+        if chance(reply.text) < 0.3:
+            break
+        messages += [reply.message, {"role": "user", "content": "go on"}]
+    return chance(reply.text + "!")
+
+
+async def slow_at_times(session: Session, example: Example) -> float:
+    """Let every other game wait between its turns until the weights have changed a few times."""
+    messages: list[Any] = [{"role": "user", "content": example.question}]
+    for _ in range(3):
+        reply = await session.chat(messages)
+        messages += [reply.message, {"role": "user", "content": "go on"}]
+        if int(example.ground_truth) % 2:
+            await asyncio.sleep(0.6)
+    return chance(reply.text)
+
+
+def make_config(episode: str, *overrides: str) -> Config:
+    tiny = ["hidden_size=32", "num_layers=1", "num_heads=2", "num_kv_heads=1", "warmup=null"]
+    return load_config(
+        "configs/guess-number.yaml",
+        [
+            *(f"model.tiny.{field}" for field in tiny),
+            f"task.episode={__name__}:{episode}",
+            "task.num_validation_prompts=3",
+            "sampling.max_tokens=4",
+            "generator.engine=torch",
+            "algorithm.num_steps=6",
+            "algorithm.prompts_per_step=4",
+            "algorithm.samples_per_prompt=3",
+            "learner.learning_rate=1e-2",
+            "evaluation.every_num_steps=2",
+            "recovery.restart_backoff_s=0.01",
+            "checkpoint.every_num_steps=2",
+            *overrides,
+        ],
+    )
+
+
+def kept(row: Any) -> Any:
+    """Return the metrics of a step or an evaluation that do not depend on the machine's speed."""
+    if not isinstance(row, dict):
+        return row
+    return {name: kept(value) for name, value in untimed(row).items() if "seconds" not in name}
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(
+    tmp_path: Path, num_steps: int
+) -> None:
+    config = make_config("wandering", "weight_sync.max_lag=0")
+    whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
+    train(config, whole.path)
+    with pytest.raises(Killed):
+        train(config, run.path, kill_after(num_steps, 0.01))
+    train(config, run.path)
+    rows = [[kept(row) for row in read_metrics(each.metrics_path)] for each in (whole, run)]
+    assert len(rows[0]) == 6
+    assert any(row["optim/grad_norm"] > 0 for row in rows[0])
+    assert rows[0] == rows[1]
+    evaluations = [read_metrics(each.evaluations_summary_path) for each in (whole, run)]
+    assert [kept(row) for row in evaluations[0]] == [kept(row) for row in evaluations[1]]
+    for file in ("model.safetensors", "training/optimizer.safetensors"):
+        tensors, resumed = (load_file(each.checkpoint_path(6) / file) for each in (whole, run))
+        assert tensors.keys() == resumed.keys()
+        assert all(torch.equal(tensors[name], resumed[name]) for name in tensors), file
+    assert audit(run).problems == []
+
+
+def killing(kind: str, times: int) -> Watcher:
+    """End an actor of this kind in every step."""
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        for number in range(times):
+            await until(lambda number=number: controller._version > number)  # type: ignore[misc]
+            clients = getattr(actors, kind)
+            clients[sorted(clients)[number % len(clients)]].die()
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(60)
+
+    return meddle
+
+
+@pytest.mark.parametrize("kind", ["environments", "generators"])
+def test_actors_that_die_cost_turns_or_tries_and_no_group(tmp_path: Path, kind: str) -> None:
+    overrides = ["generator.num_generators=2", "episodes.num_workers=2", "evaluation.every_num_steps=6"]
+    config, run = make_config("wandering", *overrides), RunDirectory(tmp_path / "run")
+    train(config, run.path, killing(kind, 3))
+    rows = read_metrics(run.metrics_path)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert audit(run).problems == []
+    events = [event["kind"] for event in read_metrics(run.events_path)]
+    expected = "environment_failed" if kind == "environments" else "generator_failed"
+    assert events.count(expected) == 3
+    assert all(row["reward/errors"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("over_age", ["mask", "drop"])
+def test_no_token_beyond_the_lag_is_trained(tmp_path: Path, over_age: str) -> None:
+    """With oversampling the slow games come after several weight syncs."""
+    config = make_config(
+        "slow_at_times", f"episodes.over_age={over_age}", "algorithm.oversample_frac=0.5",
+        "algorithm.num_steps=8", "evaluation.every_num_steps=8", "learner.slowdown_s=0.3",
+    )  # fmt: skip
+    run = RunDirectory(tmp_path / "run")
+    train(config, run.path)
+    rows = read_metrics(run.metrics_path)
+    assert len(rows) == 8
+    assert all(row["lag/max"] <= 1 for row in rows)
+    if over_age == "mask":
+        assert sum(row["lag/masked_tokens"] for row in rows) > 0
+    else:
+        assert sum(row["lag/rejected"] + row.get("groups/cut", 0) for row in rows) >= 0
+    assert audit(run).problems == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
+        ["algorithm.dynamic_sampling_tries=2"],
+        ["weight_sync.max_lag=3", "generator.num_generators=2"],
+    ],
+    ids=["replay", "dynamic sampling", "two Generators"],
+)
+def test_features_of_runs_work_with_episodes(tmp_path: Path, overrides: list[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    train(make_config("wandering", *overrides), run.path)
+    rows = read_metrics(run.metrics_path)
+    assert len(rows) == 6
+    assert audit(run).problems == []

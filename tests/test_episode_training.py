@@ -30,7 +30,7 @@ from grpo_ray.models.loading import load_policy
 from grpo_ray.models.sequences import NEVER, minibatches, samples_of, sequences_of
 from grpo_ray.policy.log_probs import ResponseLogProbs
 from grpo_ray.policy.microbatch import MicroBatch, collate_padded
-from grpo_ray.types import Completion, ScoredGroup, TrainBatch
+from grpo_ray.types import CONTEXT, Completion, ScoredGroup, TrainBatch
 
 LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
 
@@ -207,6 +207,18 @@ def two_turns_and_a_branch() -> ScoredGroup:
         [([1, 2], [30, 31]), ([1, 2, 30, 31, 5, 6], [32, 33, 34]), ([1, 2, 31, 7], [35])], versions=[0, 1, 1]
     )
     return make_group(make_item(0, [1, 2]), [episode, make_completion([36, 37])], [1, 0], [0.5, -0.5])
+
+
+def test_places_in_a_turn_count_its_tokens_that_are_left_out() -> None:
+    """Old tokens of a turn that began at version 0 are masked; the next was still the third of its turn."""
+    episode = make_episode([([1, 2], [30, 31, 32]), ([1, 2, 30, 31, 32, 5], [33])], versions=[0, 1])
+    versions = np.array([0, 0, 1, CONTEXT, 1], np.int32)
+    old = replace(episode, versions=versions).masked_before(1)
+    (sequence,) = sequences_of([make_group(make_item(0, [1, 2]), [old], [1.0], [1.0])])
+    assert sequence.mask is not None
+    assert sequence.mask.tolist() == [False, False, True, False, True]
+    assert sequence.turn_places is not None
+    assert sequence.turn_places.tolist() == [2, 0]
 
 
 def test_sequences_of_an_episode_by_hand() -> None:

@@ -1,15 +1,25 @@
 """The confinement of environments: each attempt runs in a process of its own, which enters it for good."""
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.episodes.confinement import HINT, NO_MEMORY_HINT, Confinement, check_paths, hint_for
+from grpo_ray.episodes.confinement import (
+    HINT,
+    NO_MEMORY_HINT,
+    SCRATCH,
+    Confinement,
+    _scratch_folder,
+    check_paths,
+    hint_for,
+)
 from grpo_ray.rewards.isolation.landlock import landlock_version
 
 needs_landlock = pytest.mark.skipif(not landlock_version(), reason="the kernel has no Landlock")
@@ -61,6 +71,11 @@ def test_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> None:
     assert attempt("import tempfile; tempfile.TemporaryFile().write(b'x')") == "done"
 
 
+def test_the_workers_own_memory_is_measured() -> None:
+    code = "from grpo_ray.telemetry.memory import resident_bytes; assert resident_bytes(with_children=False)"
+    assert attempt(code) == "done"
+
+
 def test_modules_are_imported_and_the_network_stays(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -84,3 +99,23 @@ def test_paths_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"episodes\.writable_paths: there is no '/absent'"):
         check_paths(EpisodesConfig(writable_paths=("/absent",)))
     assert Confinement.of(EpisodesConfig(confined=False)) is None
+
+
+def test_temporary_folders_of_dead_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive = tmp_path / f"{SCRATCH}999999999-a", tmp_path / f"{SCRATCH}{os.getpid()}-b"
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "file").touch()
+    made = Path(_scratch_folder())
+    assert sorted(tmp_path.iterdir()) == sorted([alive, made])
+
+
+def test_another_worker_may_remove_the_same_folder_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / f"{SCRATCH}999999999-gone"])
+    assert Path(_scratch_folder()).is_dir()

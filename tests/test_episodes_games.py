@@ -164,7 +164,7 @@ def test_examples_are_what_they_should_be() -> None:
     products = calculator.examples(seed=1)
     assert not {e.question for e in products.train} & {e.question for e in products.validation}
     assert (len(products.train), len(products.validation)) == (2000, 64)
-    with pytest.raises(ValueError, match="there are only 4624 products"):
+    with pytest.raises(ValueError, match="there are only 4624 products of two numbers from 32 to 99"):
         calculator.examples(seed=0, num_train=8000)
 
 

@@ -4,10 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+from episode_groups import make_episode, make_episode_group, play
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ray.episodes.returns import discounted_returns, episode_advantages, turn_advantages
+from grpo_ray.episodes.segments import Segments
 
 REWARDS = st.lists(st.floats(-5, 5), min_size=1, max_size=8)
 
@@ -47,3 +49,14 @@ def test_turns_are_compared_with_the_same_turn_of_other_episodes() -> None:
 def test_one_turn_is_the_whole_episode(rewards: list[float]) -> None:
     per_turn = turn_advantages([[reward] for reward in rewards], discount=0.9)
     assert [float(a[0]) for a in per_turn] == episode_advantages(rewards).tolist()
+
+
+def test_a_group_has_signal_by_the_advantages_that_are_trained() -> None:
+    """Rewards per turn replace the episode's: equal ones leave nothing to train, whatever the rewards are."""
+    segments = [Segments(), Segments()]
+    for each in segments:
+        play(each, [1], [2])
+    pairs = zip(segments, (0.0, 1.0), strict=True)
+    group = make_episode_group(0, [make_episode(s, reward, turn_rewards=(0.5,)) for s, reward in pairs])
+    assert np.any(group.advantages)
+    assert not group.has_signal

@@ -15,7 +15,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.models.loading import load_policy, load_tokenizer
+from grpo_ray.models.loading import end_token_ids, load_policy, load_tokenizer
 from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts
 from grpo_ray.tools.report.episode_rows import MAX_EPISODE_TOKENS, shown_episode
 from grpo_ray.tools.report.panels import PANELS, expanded
@@ -68,7 +68,8 @@ def test_rows_of_episodes_have_texts_and_log_ratios(
     tokenizer = load_tokenizer(str(tiny_model()))
     episode = spoken_episode(np.random.default_rng(0), lambda text: tokenizer(text)["input_ids"])
     group = make_episode_group(0, [episode, make_episode(Segments(), None, status="truncated_time")])
-    config = changed(config, sampling={"min_tokens": 0})
+    config = changed(config, sampling={"min_tokens": 2})
+    ends = end_token_ids(str(tiny_model()), tokenizer)
     run = make_run(tmp_path / "run", config, 1, [[group]])
     add_checkpoint(run, 1, tiny_model())
     first, nothing = run_data(run, "run", ALL, None)["rollouts"]
@@ -80,10 +81,15 @@ def test_rows_of_episodes_have_texts_and_log_ratios(
     model = load_policy(str(tiny_model()))
     for sequence in episode.sequences:
         own = slice(sequence.start, sequence.end)
-        now = plain_logprobs(model, sequence.prompt_token_ids, episode.token_ids[own]).detach().numpy()
-        expected = (now - episode.logprobs[own])[episode.mask[own]]
-        found = np.array(first["ratios"][own], np.float64)[episode.mask[own]]
-        np.testing.assert_allclose(found, expected, atol=2e-3)
+        args = model, sequence.prompt_token_ids, episode.token_ids[own], 1.0
+        # The first two tokens of every turn, not only of the sequence, could not be the end.
+        free, limited = (plain_logprobs(*args, n, ends).detach().numpy() for n in (0, 1000))
+        turns = episode.turns[own].tolist()
+        is_early = np.array([n < 2 or turns[n - 2] != turn for n, turn in enumerate(turns)])
+        expected = (np.where(is_early, limited, free) - episode.logprobs[own])[episode.mask[own]]
+        found = np.array(first["ratios"], np.float64)[own]
+        np.testing.assert_allclose(found[episode.mask[own]], expected, atol=2e-3)
+        assert np.isnan(found[~episode.mask[own]]).all()
 
 
 def test_long_episodes_are_cut(tmp_path: Path, config: Config, tiny_model: Callable[..., Path]) -> None:

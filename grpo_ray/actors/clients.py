@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Worker
 from grpo_ray.telemetry.stage_clock import ActorStats
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import (
     Admitted,
     BatchFacts,
-    Completion,
     GeneratorFailure,
     PlayReport,
     PromptItem,
@@ -49,7 +49,10 @@ class GeneratorClient(ActorClient, Protocol):
     def generate(
         self, item: PromptItem, settings: SamplingSettings
     ) -> tuple[Ref[RolloutGroup], Awaitable[int]]: ...
-    def sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Awaitable[Completion]: ...
+    def begin_turns(
+        self, worker: Worker, turns: Mapping[int, Turn], cancelled: Sequence[int]
+    ) -> Awaitable[None]: ...
+    def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...
     def join(self, meeting: Meeting) -> Awaitable[None]: ...
     def stage_weights(self, snapshot: Ref[WeightSnapshot]) -> Awaitable[None]: ...
     def pause(self) -> Awaitable[None]: ...

@@ -1,9 +1,11 @@
 """Generator: an engine that samples groups and loads new weights."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from grpo_ray.engines.base import Engine, ReceivingEngine
+from grpo_ray.episodes.turn_box import FinishedTurns, Turn, TurnBoxes, Worker
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
 from grpo_ray.transfer.inbox import Inbox
@@ -32,6 +34,7 @@ class Generator:
         self._version = version
         self._staged: int | None = None  # the version of the staged weights
         self._inbox: Inbox | None = None  # while weights come by a wire to this process
+        self._boxes = TurnBoxes(self._sample)
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -67,7 +70,15 @@ class Generator:
         finally:
             self._leave()
 
-    async def sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+    async def begin_turns(self, worker: Worker, turns: Mapping[int, Turn], cancelled: Sequence[int]) -> None:
+        """Begin turns of a worker's episodes, and cancel others (episodes/turn_box.py)."""
+        self._boxes.of(worker).begin(turns, cancelled)
+
+    async def finished_turns(self, worker: Worker) -> FinishedTurns:
+        """Wait for a turn of the worker to finish; return all that have since the last call."""
+        return await self._boxes.of(worker).finished()
+
+    async def _sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         """Sample one turn of an episode."""
         self._enter()
         try:

@@ -10,7 +10,13 @@ from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
 from grpo_ray.config import Config
-from grpo_ray.telemetry.batch_metrics import cut_metrics, group_outcomes, part_metrics, rollout_metrics
+from grpo_ray.telemetry.batch_metrics import (
+    cut_metrics,
+    error_of_all,
+    group_outcomes,
+    part_metrics,
+    rollout_metrics,
+)
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
@@ -167,7 +173,10 @@ class TrajectoryBuffer:
         }
         dropped_ids = tuple(group.group_id for group in dropped)
         outcomes = group_outcomes([*fresh, *dropped])
-        facts = BatchFacts(group_ids, (), metrics, dropped_ids, cut, num_slots, outcomes, write_error)
+        facts = BatchFacts(
+            group_ids, (), metrics, dropped_ids, cut, num_slots, outcomes, write_error,
+            error_of_all([*fresh, *dropped]),
+        )  # fmt: skip
         return TrainBatch((*fresh, *(r.group for r in replayed))), facts
 
     def _make_batch(

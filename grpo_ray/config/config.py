@@ -89,6 +89,12 @@ class Config(Section):
         return {name: part for name, part in parts.items() if isinstance(part, EpisodesTaskConfig)}
 
     @property
+    def has_only_episodes(self) -> bool:
+        """True if no part of the task is single-turn."""
+        parts = len(self.task.parts) if isinstance(self.task, MixtureTaskConfig) else 1
+        return len(self.episode_tasks) == parts
+
+    @property
     def turn_timeout_s(self) -> float:
         """Seconds after which a Generator that has not finished a turn of an episode is replaced."""
         return min(self.recovery.group_timeout_s, self.episodes.max_seconds / 2)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from grpo_ray.config.section import Section
 
@@ -22,10 +22,13 @@ class EpisodesConfig(Section):
     """Discount per turn of the returns, for episodes that return rewards per turn."""
     over_age: Literal["wait", "mask", "drop"] = "wait"
     """Episodes beyond the lag: `wait` for them; with oversampling `drop` them or `mask` their old tokens."""
+    renderer: str | None = None
+    """Name of a renderer of the `renderers` package, such as `qwen3`, or `auto` for the model's own; default:
+    the tokenizer's chat template."""
     tool_parser: str | None = None
-    """Parser of tool calls: `transformers`, or one of vLLM's such as `hermes`; needed for tools."""
+    """Parser of tool calls: `transformers`, `renderer`, or one of vLLM's such as `hermes`; needed for tools."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as `enable_thinking`."""
+    """Variables of the chat template or the renderer, such as `enable_thinking`."""
     num_workers: PositiveInt = 1
     """EnvironmentWorker actors, processes in which episodes run."""
     max_concurrent: PositiveInt = 256
@@ -40,3 +43,12 @@ class EpisodesConfig(Section):
     """Folders in which a confined environment writes, besides a temporary one of its own."""
     memory_gib: PositiveFloat = 16.0
     """Memory of all confined environments of one worker, in GiB."""
+
+    @model_validator(mode="after")
+    def _parses_with_a_renderer(self) -> "EpisodesConfig":
+        if self.tool_parser == "renderer" and self.renderer is None:
+            raise ValueError(
+                "tool_parser is `renderer`, and there is none: name it in episodes.renderer, such as `qwen3`, "
+                "or use another parser"
+            )
+        return self

@@ -15,7 +15,7 @@ from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 TRIES = 3
 SHARE_CALLS = 0.3  # of the warm-up's first replies; the others give up
 GIVING_UP = "I do not know."
-TERMS = range(32, 100)  # their products all have four digits, which are soon learned to be copied
+TERMS = range(32, 100)  # their products have four digits: a small model soon copies those
 TOOLS = [
     {
         "type": "function",
@@ -71,7 +71,8 @@ def examples(seed: int, num_train: int = 2000, num_validation: int = 64) -> Exam
     """
     if num_train + num_validation > len(TERMS) ** 2:
         raise ValueError(
-            f"there are only {len(TERMS) ** 2} products of {TERMS[0]} to {TERMS[-1]}; ask for fewer"
+            f"there are only {len(TERMS) ** 2} products of two numbers from {TERMS[0]} to {TERMS[-1]}; "
+            "ask for fewer"
         )
     drawn = _drawn(seed, num_train + num_validation)
     found = [Example(_question(a, b), str(a * b)) for a, b in drawn]

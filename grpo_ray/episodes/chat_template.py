@@ -7,7 +7,8 @@ never decoded and encoded again.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,39 @@ Message = Mapping[str, Any]
 """A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
 Tool = Mapping[str, Any]
 """A tool as there: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+NUM_ENCODED = 1024  # texts to remember: the episodes of a group begin with one, and hints repeat
 SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
+
+
+class Template(Protocol):
+    """The way from conversations to tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
+        """Return the tokens of a whole conversation, up to the beginning of the next reply.
+
+        Raises:
+            ValueError: the template cannot show the messages.
+        """
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        num_known: int,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        tools: Sequence[Tool] | None = None,
+    ) -> tuple[int, ...] | None:
+        """Return the next prompt, which begins with `prompt` and `reply`; None: a branch begins.
+
+        Args:
+            num_known: messages that those tokens show, the reply included; the others are new.
+            prompt: tokens of the turn that sampled the reply.
+
+        Raises:
+            ValueError: the template cannot show the messages.
+        """
 
 
 class ChatTemplate:
@@ -37,6 +70,7 @@ class ChatTemplate:
         self._end_tokens = {tokenizer.convert_ids_to_tokens(token): token for token in end_token_ids}
         self._arguments = dict(arguments or {})
         self._shapes: dict[tuple[Any, ...], int] = {}  # of conversations, to the stand-in that works for them
+        self._encoded = lru_cache(NUM_ENCODED)(self._encode)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to the beginning of the next reply.
@@ -45,6 +79,24 @@ class ChatTemplate:
             ValueError: there is no template, or it refuses the messages.
         """
         return self._encoded(self._render(messages, tools))
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        num_known: int,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        tools: Sequence[Tool] | None = None,
+    ) -> tuple[int, ...] | None:
+        """Return the next prompt, which begins with `prompt` and `reply`; None: an earlier reply is not kept.
+
+        Raises:
+            ValueError: as `suffix`.
+        """
+        if not self.keeps_replies(messages, tools):
+            return None
+        known = (*prompt, *reply)
+        return known + self.suffix(messages, num_known, known[-1], tools)
 
     def suffix(
         self, messages: Sequence[Message], num_known: int, last_token: int, tools: Sequence[Tool] | None = None
@@ -60,8 +112,8 @@ class ChatTemplate:
         """
         dummy = self._dummy(messages, num_known, tools)
         sentinel = SENTINEL
-        while any(sentinel in json.dumps(message, default=str) for message in messages):
-            sentinel += "'"
+        while any(sentinel in str(message) for message in messages):
+            sentinel += "+"
         renamed = [*messages[: num_known - 1], {**dummy, "content": sentinel}, *messages[num_known:]]
         end, behind = self._behind(renamed, sentinel, tools)
         return self._encoded(behind if last_token == self._end_tokens[end] else end + behind)
@@ -156,7 +208,7 @@ class ChatTemplate:
             raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
         return text
 
-    def _encoded(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

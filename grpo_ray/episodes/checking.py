@@ -1,20 +1,21 @@
 """Checks of everything that episodes need, before anything expensive starts."""
 
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.confinement import check_paths
+from grpo_ray.episodes.renderer_template import check_renderer, make_template
 from grpo_ray.episodes.runner import load_episode
-from grpo_ray.episodes.tool_calls import make_tool_parser
+from grpo_ray.models.loading import end_token_ids
 from grpo_ray.rewards.user_function import import_function
 
 
 def check_episodes(config: Config) -> None:
-    """Import the functions that the task names.
+    """Import the functions that the task names, and the package of the renderer.
 
     Raises:
         ValueError: one does not exist, or an episode is not an `async def` of two arguments; or a path that
-            environments are to read or write does not exist.
+            environments are to read or write does not exist; or there is no such renderer.
     """
     check_paths(config.episodes)
     for name, task in config.episode_tasks.items():
@@ -22,6 +23,19 @@ def check_episodes(config: Config) -> None:
         load_episode(task.episode, f"{field}.episode")
         if task.warmup is not None:
             import_function(task.warmup, f"{field}.warmup")
+    if config.episode_tasks and config.episodes.renderer is not None:
+        check_renderer(config.episodes.renderer)
+
+
+def notices_on(config: Config) -> tuple[str, ...]:
+    """Return notices about settings that are allowed, and surprise in episodes."""
+    sampling = config.sampling
+    if not config.episode_tasks or "min_tokens" in sampling.model_fields_set or sampling.min_tokens < 2:
+        return ()
+    return (
+        f"sampling.min_tokens is {sampling.min_tokens} unless given: no reply of an episode can end before; "
+        "set it to 1 if replies may be short, or write it into the configuration if they may not",
+    )
 
 
 def check_room(config: Config, positions: int | None) -> None:
@@ -42,15 +56,17 @@ def check_room(config: Config, positions: int | None) -> None:
             )
 
 
-def check_tool_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the configured parser of tool calls.
+def check_template(config: Config, tokenizer: Any) -> None:
+    """Make the configured renderer and parser of tool calls.
+
+    Args:
+        tokenizer: a PreTrainedTokenizerBase, the model's.
 
     Raises:
-        ValueError: there is none of its name, or it does not fit the tokenizer.
+        ValueError: there is none of that name, or it does not fit the tokenizer, the end tokens or
+            `episodes.template_arguments`.
     """
-    name = config.episodes.tool_parser
-    if config.episode_tasks and name is not None:
-        try:
-            make_tool_parser(name, tokenizer)
-        except ValueError as error:
-            raise ValueError(f"episodes.{error}") from None
+    if config.episode_tasks:
+        path = config.model.path
+        ends = (tokenizer.eos_token_id,) if path is None else end_token_ids(path, tokenizer)
+        make_template(config.episodes, tokenizer, ends)

@@ -5,8 +5,10 @@ one folder for writing, and to a limit of memory. Unlike a grader it keeps the n
 servers. Landlock and capabilities belong to threads, so Ray's own threads go on as before.
 """
 
+import contextlib
 import os
 import resource
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ HINT = (
     "episodes.confined to false)"
 )
 NO_MEMORY_HINT = "\n(memory beyond episodes.memory_gib is refused)"
+SCRATCH = "grpo-ray-environments-"
+OWN_PROCESS = "/proc/self"  # its memory is measured
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 
 
@@ -48,7 +52,7 @@ class Confinement:
             OSError: the kernel refuses.
         """
         limit_data(self.memory_gib)
-        scratch = tempfile.mkdtemp(prefix="grpo-ray-environments-")
+        scratch = _scratch_folder()
         os.environ["TMPDIR"] = tempfile.tempdir = scratch
         version = landlock_version()
         if version:
@@ -59,12 +63,22 @@ class Confinement:
 
     def _ruleset(self, version: int, scratch: str) -> Ruleset:
         networked = [path for path in NETWORK_FILES if os.path.exists(path)]
-        rules = Ruleset(readable_paths([*self.readable, *networked]), version, is_offline=False)
+        rules = Ruleset(readable_paths([*self.readable, *networked, OWN_PROCESS]), version, is_offline=False)
         for folder in listable_folders():
             rules.allow(folder, READ_FOLDER)
         for folder in (scratch, "/dev/shm", *self.writable):
             rules.allow(folder, rules.all_rights)
         return rules
+
+
+def _scratch_folder() -> str:
+    """Make a temporary folder for this process, and remove those of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
+        with contextlib.suppress(FileNotFoundError):  # another worker that starts now was faster
+            if folder.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-")
 
 
 def check_paths(config: EpisodesConfig) -> None:

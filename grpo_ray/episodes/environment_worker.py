@@ -2,21 +2,24 @@
 
 import asyncio
 import logging
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from grpo_ray.config import Config
 from grpo_ray.engines.sampling_batch import sample_seed
-from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
+from grpo_ray.episodes.renderer_template import make_template
 from grpo_ray.episodes.runner import EpisodeRunner, load_episode
 from grpo_ray.episodes.session import Session
-from grpo_ray.episodes.threads import EpisodeThread
-from grpo_ray.episodes.tool_calls import make_tool_parser
-from grpo_ray.episodes.turn_router import RoutedSampler, TurnClient, TurnRouter
+from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
+from grpo_ray.episodes.turn_link import TurnClient
+from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.telemetry.memory import resident_bytes
@@ -45,18 +48,16 @@ class EnvironmentWorker:
         self.name, self._confinement = name, confinement
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
         settings = config.episodes
-        self._template = ChatTemplate(self._tokenizer, model.end_token_ids, settings.template_arguments)
-        parser = settings.tool_parser
-        self._parser = None if parser is None else make_tool_parser(parser, self._tokenizer)
+        self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
         length = min(settings.max_tokens, model.max_model_len)
         self._limits = Limits(settings.max_turns, length, settings.max_seconds, settings.truncated_reward)
-        self._router = TurnRouter(config.turn_timeout_s)
+        self._router = TurnRouter(name, config.turn_timeout_s)
         self._server = ChatServer()
         self._runners = {
             task: EpisodeRunner(load_episode(part.episode), settings.max_concurrent, self._server)
             for task, part in config.episode_tasks.items()
         }
-        self._stopped: list[EpisodeThread] = []  # that may still run
+        self._stopped = StoppedThreads()
         self._clock = StageClock(("start", "play"), rest="wait_for_groups")
 
     def __repr__(self) -> str:
@@ -94,19 +95,17 @@ class EnvironmentWorker:
         """
         example = Example(item.prompt, item.ground_truth, task=item.task, seed=seed)
         thread = EpisodeThread(f"group {item.group_id}")
-        thread.start()
         label = f"group {item.group_id}, {settings.num_samples} episodes"
         try:
             with self._clock.stage("play"), self._clock.span("episodes", label):
                 plays = (self._play(n, example, settings, thread) for n in range(settings.num_samples))
                 results = await asyncio.gather(*plays)
         finally:
-            thread.stop()
-            self._stopped.append(thread)
+            self._stopped.stop(thread)
         self._check(item, results)
         episodes = tuple(result.episode(self._tokenizer.decode) for result in results)
         num_tokens = sum(episode.num_tokens for episode in episodes)
-        return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._num_stuck())
+        return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._stopped.num_stuck())
 
     async def _play(
         self, sample: int, example: Example, settings: SamplingSettings, thread: EpisodeThread
@@ -123,11 +122,13 @@ class EnvironmentWorker:
             if result.status is Status.ENVIRONMENT_ERROR:
                 logging.warning("group %d: sample %d: %s", item.group_id, sample, result.error)
 
-    def _num_stuck(self) -> int:
-        """Count the threads of earlier groups that never came back from a call."""
-        self._stopped = [thread for thread in self._stopped if thread.is_alive]
-        return len(self._stopped)
-
     async def take_stats(self) -> ActorStats:
         """Return the stage times since the last call, and the process's memory."""
-        return ActorStats(self._clock.take(), resident_bytes())
+        return ActorStats(self._clock.take(), resident_bytes(with_children=False))
+
+
+def environment_seed(run_seed: int, purpose: str, group_id: int) -> int:
+    """Return the seed of a group's environments, below 2**31: the same for each try and each validation."""
+    kind = zlib.crc32(purpose.split()[0].encode())
+    state = np.random.SeedSequence([run_seed, kind, group_id]).generate_state(1)
+    return int(state[0] >> np.uint32(1))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_ray.engines.base import Engine
-from grpo_ray.episodes.chat_template import ChatTemplate, Message, Tool, normalized
+from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.segments import Segments
@@ -70,6 +70,7 @@ class _Turn:
     """A conversation that ends with a sampled reply, and the reply's segment."""
 
     messages: list[dict[str, Any]]
+    keys: list[dict[str, Any]]  # of the messages
     tools: list[Tool]
     segment: int
 
@@ -81,7 +82,7 @@ class Session:
         self,
         sampler: Sampler,
         settings: SamplingSettings,
-        template: ChatTemplate,
+        template: Template,
         limits: Limits,
         tool_parser: ToolParser | None = None,
     ) -> None:
@@ -134,14 +135,16 @@ class Session:
         if tools and self._tool_parser is None:
             raise ValueError("the session has tools but no parser for their calls; set a tool_parser")
         conversation, used = [normalized(message) for message in messages], list(tools or ())
-        turn = self._continued(conversation, used)
+        keys = list(map(_key, conversation))
+        turn = self._continued(keys, used)
         if turn is not None:
             conversation[: len(turn.messages)] = turn.messages
         prompt, segment, completion = await self._sample(
             self._chat_prompt(conversation, used, turn), max_tokens
         )
         reply = self._reply(prompt, completion, used, self.segments[segment].turn)
-        self._turns.append(_Turn([*conversation, normalized(reply.message)], used, segment))
+        said = normalized(reply.message)
+        self._turns.append(_Turn([*conversation, said], [*keys, _key(said)], used, segment))
         return reply
 
     async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Reply:
@@ -163,19 +166,17 @@ class Session:
     def _chat_prompt(
         self, conversation: list[dict[str, Any]], tools: list[Tool], turn: _Turn | None
     ) -> tuple[int, ...]:
-        if turn is None or not self._template.keeps_replies(conversation, tools):
+        if turn is None:
             return self._template.prompt(conversation, tools)
         known = self.segments.token_ids(turn.segment)
-        return known + self._template.suffix(conversation, len(turn.messages), known[-1], tools)
+        start = len(known) - len(self.segments[turn.segment].token_ids)
+        num_known = len(turn.messages)
+        prompt = self._template.continued(conversation, num_known, known[:start], known[start:], tools)
+        return self._template.prompt(conversation, tools) if prompt is None else prompt
 
-    def _continued(self, conversation: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
+    def _continued(self, keys: list[dict[str, Any]], tools: list[Tool]) -> _Turn | None:
         """Return the turn with the longest conversation that begins the given one, of equals the latest."""
-        given = list(map(_key, conversation))
-        turns = [
-            t
-            for t in self._turns
-            if t.tools == tools and given[: len(t.messages)] == list(map(_key, t.messages))
-        ]
+        turns = [t for t in self._turns if t.tools == tools and keys[: len(t.keys)] == t.keys]
         return max(reversed(turns), key=lambda turn: len(turn.messages), default=None)
 
     async def _sample(

@@ -4,7 +4,9 @@ Sessions stay on the worker's own loop, so their state needs no lock; a thread's
 """
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -13,37 +15,71 @@ from grpo_ray.episodes.outcome import Outcome
 from grpo_ray.episodes.session import Reply, Session
 
 T = TypeVar("T")
+WIND_DOWN_S = 5.0  # for a stopped thread that nothing holds up; many stop at the same time
 
 
 class EpisodeThread:
-    """An event loop in a thread of its own, from `start` to `stop`."""
+    """An event loop in a thread of its own, from its first use to `stop`."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
 
-    def start(self) -> None:
-        self._thread.start()
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The thread's loop; a group that waits for its place has none, for it holds three open files."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
 
     def stop(self) -> None:
         """End the thread once the code that runs in it lets go; this does not wait."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop, self._loop)
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_stopping = True
+        loop.stop()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
         try:
-            self.loop.run_forever()
-            left = asyncio.all_tasks(self.loop)
+            while not self._is_stopping:
+                # Of a task that an episode began; its awaiter gets it, too.
+                with contextlib.suppress(SystemExit):
+                    loop.run_forever()
+            left = asyncio.all_tasks(loop)
             for task in left:
                 task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
-            self.loop.close()
+            loop.close()
+
+
+class StoppedThreads:
+    """Threads that were told to stop, until they have."""
+
+    def __init__(self) -> None:
+        self._stopped: list[tuple[float, EpisodeThread]] = []  # with the time of the call
+
+    def stop(self, thread: EpisodeThread) -> None:
+        thread.stop()
+        self._stopped.append((time.monotonic(), thread))
+
+    def num_stuck(self) -> int:
+        """Count the threads that have not come back from a call long after they were told to stop."""
+        self._stopped = [(since, thread) for since, thread in self._stopped if thread.is_alive]
+        limit = time.monotonic() - WIND_DOWN_S
+        return sum(since <= limit for since, _ in self._stopped)
 
 
 class RunningEpisode:

@@ -1,30 +1,27 @@
 """The way of an episode's turns to the Generators: to the one with the prefix, while it is not overloaded."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Mapping
-from typing import Protocol
+import uuid
+from collections.abc import Mapping
 
 from grpo_ray.engines.base import EngineDied
+from grpo_ray.episodes.turn_link import TurnClient, TurnLink
 from grpo_ray.errors import ActorDied
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
 
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
 
 
-class TurnClient(Protocol):
-    """The part of a Generator's client that turns need (actors/clients.py)."""
-
-    def sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Awaitable[Completion]: ...
-
-
 class TurnRouter:
     """The Generators that serve, as one worker sees them. One that fails costs the turn, not the episode."""
 
-    def __init__(self, turn_timeout_s: float) -> None:
-        self._turn_timeout_s = turn_timeout_s
-        self._serving: Mapping[int, TurnClient] = {}  # by number: a replacement has another one
-        self._num_turns: Counter[int] = Counter()  # that each runs now
+    def __init__(self, name: str, turn_timeout_s: float) -> None:
+        """
+        Args:
+            name: of the worker.
+        """
+        self._worker, self._turn_timeout_s = (name, uuid.uuid4().hex), turn_timeout_s
+        self._serving: dict[int, TurnLink] = {}  # by number: a replacement has another one
         self._failures: list[GeneratorFailure] = []
         self._changed = asyncio.Condition()
 
@@ -32,7 +29,11 @@ class TurnRouter:
         """Send turns to these Generators from now on."""
         async with self._changed:
             known = {failure.number for failure in self._failures}
-            self._serving = {number: client for number, client in serving.items() if number not in known}
+            self._serving = {
+                number: self._serving.get(number) or TurnLink(client, self._worker)
+                for number, client in serving.items()
+                if number not in known
+            }
             self._changed.notify_all()
 
     async def failures(self, num_known: int) -> list[GeneratorFailure]:
@@ -51,29 +52,28 @@ class TurnRouter:
         """
         while True:
             number = await self._choose(preferred)
-            client = self._serving[number]
-            self._num_turns[number] += 1
+            link = self._serving[number]
             try:
                 async with asyncio.timeout(self._turn_timeout_s):
-                    return await client.sample(token_ids, settings), number
+                    return await link.sample(token_ids, settings), number
             except (ActorDied, EngineDied, TimeoutError) as error:
                 limit = f"it did not finish a turn within {self._turn_timeout_s:g} s"
                 await self._fail(number, str(error) or limit)
-            finally:
-                self._num_turns[number] -= 1
 
     async def _choose(self, preferred: int | None) -> int:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._serving)
-            least = min(self._serving, key=lambda number: self._num_turns[number])
-            if preferred is None or preferred not in self._serving:
-                return least
-            return preferred if self._num_turns[preferred] <= self._num_turns[least] + SLACK else least
+        if not self._serving:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._serving)
+        least = min(self._serving, key=lambda number: self._serving[number].num_turns)
+        if preferred is None or preferred not in self._serving:
+            return least
+        busier = self._serving[preferred].num_turns - self._serving[least].num_turns
+        return preferred if busier <= SLACK else least
 
     async def _fail(self, number: int, error: str) -> None:
         async with self._changed:
             if number in self._serving:
-                self._serving = {other: client for other, client in self._serving.items() if other != number}
+                self._serving = {other: link for other, link in self._serving.items() if other != number}
                 self._failures.append(GeneratorFailure(number, error))
                 self._changed.notify_all()
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_ray.models.families import Family, families_of
 from grpo_ray.telemetry.flops import Lengths
-from grpo_ray.types import Episode, ScoredGroup
+from grpo_ray.types import CONTEXT, Episode, ScoredGroup
 
 NEVER = 2**31
 
@@ -87,20 +87,26 @@ def _of_episode(
         mask = episode.mask[own]
         if not mask.any():
             continue
-        logprobs, versions, turns = (x[own][mask] for x in (episode.logprobs, episode.versions, episode.turns))
+        turns = episode.turns[own]
+        logprobs, versions = (x[own][mask] for x in (episode.logprobs, episode.versions))
         yield TrainSequence(
             sequence.prompt_token_ids, episode.token_ids[own], logprobs,
-            advantage if of_turns is None else of_turns[turns], has_signal, first_switch(versions),
-            mask=None if mask.all() else mask, turn_places=_places(turns), sample=sample,
+            advantage if of_turns is None else of_turns[turns[mask]], has_signal, first_switch(versions),
+            mask=None if mask.all() else mask, turn_places=places_in_turns(turns, mask), sample=sample,
         )  # fmt: skip
 
 
-def _places(turns: np.ndarray) -> np.ndarray | None:
-    """Return the place of each token in its turn, int64 `[sampled_tokens]`; None if there is one turn."""
-    starts = np.flatnonzero(np.diff(turns, prepend=-1))
-    if len(starts) == 1:
-        return None
-    return np.arange(len(turns)) - np.repeat(starts, np.diff(starts, append=len(turns)))
+def places_in_turns(turns: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
+    """Return the place of each token in its turn, int64 `[sampled_tokens]`; None if they just count up.
+
+    Args:
+        turns: `[response_tokens]`, CONTEXT outside turns.
+        mask: bool `[response_tokens]`; false outside turns, and where the tokens of a turn are left out.
+    """
+    starts = np.flatnonzero(np.diff(turns, prepend=CONTEXT - 1))
+    places = np.arange(len(turns)) - np.repeat(starts, np.diff(starts, append=len(turns)))
+    sampled: np.ndarray = places[mask]
+    return None if np.array_equal(sampled, np.arange(len(sampled))) else sampled
 
 
 def first_switch(versions: np.ndarray) -> int:

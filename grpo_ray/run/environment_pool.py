@@ -4,12 +4,10 @@ A worker that dies is replaced, within the budget of restarts, and its groups ar
 """
 
 import asyncio
-import zlib
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
-from grpo_ray.actors.clients import EnvironmentClient
+from grpo_ray.actors.clients import EnvironmentClient, GeneratorClient
+from grpo_ray.episodes.environment_worker import environment_seed
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
@@ -33,10 +31,9 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """
         super().__init__("environment", context.actors.environments, context, budget)
         self._on_failure = on_failure
-        self._limit_s = context.config.episodes.max_seconds + GRACE_S
         self._run_seed = context.config.run.seed
         self._numbers: dict[int, Incarnation] = {}  # all that have ever served
-        self._serving: Mapping[str, Incarnation] = {}
+        self._serving: Mapping[int, GeneratorClient] = {}
         self._changed = asyncio.Event()
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -50,11 +47,10 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
 
     def serve(self, serving: Mapping[str, Incarnation]) -> None:
         """Send turns to these Generators from now on."""
-        self._serving = dict(serving)
-        known = set(map(id, self._numbers.values()))
         for incarnation in serving.values():
-            if id(incarnation) not in known:
+            if incarnation not in self._numbers.values():
                 self._numbers[len(self._numbers)] = incarnation
+        self._serving = {n: g.client for n, g in self._numbers.items() if g in serving.values()}
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -69,29 +65,30 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """
         with self.least_busy() as worker:
             on_dispatch()
+            seed = environment_seed(self._run_seed, purpose, item.group_id)
+            limit_s = self._limit_s(worker.name)
             try:
-                async with asyncio.timeout(self._limit_s):
-                    what = f"plays group {item.group_id}"
-                    with self._context.calls.call(worker.name, what, is_waiting=True):
-                        group, report = worker.play(item, settings, self._seed(purpose, item))
+                async with asyncio.timeout(limit_s):
+                    with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
+                        group, report = worker.play(item, settings, seed)
                         played = await report
             except ActorDied as error:
                 await self.replace(worker, str(error))
                 raise DataLost(str(error)) from error
             except TimeoutError as error:
-                text = f"{worker.name} did not end the episodes within {self._limit_s:g} s"
+                text = f"{worker.name} did not end the episodes within {limit_s:g} s"
                 await self.replace(worker, text)
                 raise TimeoutError(text) from error
             if played.num_stuck > MAX_STUCK:
                 await self.replace(worker, f"{played.num_stuck} threads hang in calls of the environment")
-                raise DataLost(f"{worker.name} is replaced")
             return group, played.num_tokens
 
-    def _seed(self, purpose: str, item: PromptItem) -> int:
-        """Return the seed of a group's environments, below 2**31: the same for each try and each validation."""
-        kind = zlib.crc32(purpose.split()[0].encode())
-        state = np.random.SeedSequence([self._run_seed, kind, item.group_id]).generate_state(1)
-        return int(state[0] >> np.uint32(1))
+    def _limit_s(self, name: str) -> float:
+        """Return the seconds for a worker's newest group; its episodes wait for those of earlier ones."""
+        config = self._context.config
+        num_samples = max(config.algorithm.samples_per_prompt, config.evaluation.samples_per_prompt)
+        num_rounds = -(-self._num_groups[name] * num_samples // config.episodes.max_concurrent)
+        return num_rounds * (config.episodes.max_seconds + GRACE_S)
 
     async def _keep(self, name: str) -> None:
         while True:
@@ -100,7 +97,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             try:
                 while not watching.done():
                     changed = asyncio.ensure_future(self._changed.wait())
-                    await worker.serve({n: g.client for n, g in self._numbers.items() if self._serves(g)})
+                    await worker.serve(self._serving)
                     await asyncio.wait({watching, changed}, return_when=asyncio.FIRST_COMPLETED)
                     changed.cancel()
                 await watching
@@ -108,9 +105,6 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
                 await self.replace(worker, str(error))
             finally:
                 watching.cancel()
-
-    def _serves(self, incarnation: Incarnation) -> bool:
-        return any(incarnation is each for each in self._serving.values())
 
     async def _watch(self, worker: EnvironmentClient) -> None:
         num_known = 0

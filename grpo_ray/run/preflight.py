@@ -9,7 +9,7 @@ from typing import NoReturn
 from grpo_ray.config import Config
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.engines.engine_args import check_engine_args
-from grpo_ray.episodes.checking import check_episodes, check_room, check_tool_parser
+from grpo_ray.episodes.checking import check_episodes, check_room, check_template, notices_on
 from grpo_ray.models.adapters import check_adapter
 from grpo_ray.models.loading import (
     check_hub_model,
@@ -107,7 +107,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         examples = load_examples(config.task, config.run.seed)
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
-    notices = examples.notices + (protection_here().notices if is_isolated else ())
+    notices = examples.notices + (protection_here().notices if is_isolated else ()) + notices_on(config)
     task = TaskData(examples.train, examples.validation, templates, notices)
     if config.model.path is None or is_local(config.model.path):
         task = _fit_prompts(config, task)
@@ -148,7 +148,6 @@ def _prepare(
     longest = task.longest_prompt
     assert longest is not None
     tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
-    check_tool_parser(config, tokenizer)
     prompters = task.prompters(tokenizer)
     max_model_len = config.generator.max_model_len or longest + config.sampling.max_tokens
     serving = PreparedServing(
@@ -198,6 +197,7 @@ class _FittedPart:
 def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     """Return the task with its longest prompt known, after handling those that are too long."""
     tokenizer, positions = _tokenizer_and_positions(config)
+    check_template(config, tokenizer)
     prompters = task.prompters(tokenizer)
     parts = {
         name: _fit_part(config, part, task.part(name), prompters[name], positions)

@@ -38,6 +38,12 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
     }
 
 
+def error_of_all(groups: Sequence[ScoredGroup]) -> str | None:
+    """Return the first error if every sample of the groups is an episode that failed."""
+    are_failed = all(g.num_errors == len(g.rewards) and g.rollout.is_of_episodes for g in groups)
+    return next(iter(groups[0].errors.values())) if groups and are_failed else None
+
+
 def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean reward of each part of a mixture that the groups contain."""
     by_part: dict[str, list[float]] = defaultdict(list)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -132,15 +132,9 @@ def short_step_line(metrics: Metrics) -> str:
 def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
     """Return what the configuration amounts to: the size of a step, the schedule, and each actor's device."""
     algorithm, generator, learner = config.algorithm, config.generator, config.learner
-    tokens = config.rollouts_per_step * config.sampling.max_tokens
     rows: list[tuple[str, str]] = [
         ("model", config.model.path or "tiny (built from the seed and warmed up)"),
-        ("task", f"{config.task.kind}, prompts up to {longest_prompt} tokens"),
-        (
-            "step",
-            f"{algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} samples = "
-            f"{config.rollouts_per_step} rollouts, up to {tokens:,} response tokens",
-        ),
+        *_task(config, longest_prompt),
         ("run", f"{algorithm.num_steps} steps, {algorithm.loss}, learning rate {learner.learning_rate:g}"),
         ("schedule", _schedule(config)),
         (
@@ -149,10 +143,39 @@ def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
             f"{_device(generator.num_gpus, generator.num_threads)}",
         ),
         ("Learner", _learner(config)),
-        ("weights", f"{config.weight_sync.transport}; also actors: Scorer, TrajectoryBuffer, WeightSync"),
+        ("weights", f"{config.weight_sync.transport}; also actors: {_other_actors(config)}"),
         ("directory", run_dir),
     ]
     return two_columns(rows)
+
+
+def _task(config: Config, longest_prompt: int) -> Iterator[tuple[str, str]]:
+    """Yield the task, the size of a step, and the limits of episodes."""
+    algorithm, sampling, episodes = config.algorithm, config.sampling, config.episodes
+    if config.has_only_episodes:
+        yield "task", config.task.kind
+    else:
+        yield "task", f"{config.task.kind}, prompts up to {longest_prompt} tokens"
+    size = f"{algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} samples"
+    step = f"{size} = {config.rollouts_per_step} rollouts"
+    if not config.episode_tasks:
+        step += f", up to {config.rollouts_per_step * sampling.max_tokens:,} response tokens"
+    yield "step", step
+    if config.episode_tasks:
+        yield (
+            "episodes",
+            f"up to {episodes.max_turns} turns of {sampling.max_tokens:,} tokens, "
+            f"{episodes.max_tokens:,} tokens with their prompt, {episodes.max_seconds:g} s",
+        )
+
+
+def _other_actors(config: Config) -> str:
+    """Return the names of the actors without a line of their own."""
+    names = ["Scorer", "TrajectoryBuffer", "WeightSync"]
+    if config.episode_tasks:
+        number = config.episodes.num_workers
+        names.append(f"EnvironmentWorker x{number}" if number > 1 else "EnvironmentWorker")
+    return ", ".join(names)
 
 
 def two_columns(rows: Iterable[tuple[str, str]]) -> Table:

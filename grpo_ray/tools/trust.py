@@ -51,6 +51,7 @@ def code_in(config: Config) -> list[tuple[str, str]]:
     named = [("task.reward", name) for reward in rewards for name in code_of(reward)]
     for task in config.episode_tasks.values():
         named += [("task.episode", task.episode), ("task.examples", task.examples)]
+        named += [("task.warmup", task.warmup)] if task.warmup is not None else []
     return [(field, name) for field, name in named if ":" in name and not name.startswith("grpo_ray.")]
 
 

@@ -4,8 +4,11 @@ import importlib
 from typing import Any
 
 
-def required(module: str) -> Any:
+def required(module: str, by: str = "this episode") -> Any:
     """Return the module.
+
+    Args:
+        by: the field or part that needs it, for the message.
 
     Raises:
         ImportError: it cannot be imported; names the file of requirements to install.
@@ -14,6 +17,6 @@ def required(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"this episode needs {module}, which cannot be imported ({error}); install "
+            f"{by} needs {module}, which cannot be imported ({error}); install "
             "requirements/environments.txt: `make environments`, or `pip install --no-deps -r` that file"
         ) from error

@@ -1,9 +1,11 @@
 """Environments of verifiers (`verifiers.v1`) as episodes: they talk to the session's URL."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from grpo_ray.episodes.adapters.packages import required
@@ -40,6 +42,7 @@ class VerifiersEpisodes:
         """
         self._verifiers = required("verifiers.v1")
         self._runtimes = required("verifiers.v1.runtimes")
+        self._local_runtime = required("verifiers.v1.runtimes.subprocess")
         chat = required("grpo_ray.episodes.adapters.verifiers_chat")
         self._harness = chat.ChatConfig(id=chat.HARNESS_ID)
         sys.modules.setdefault(chat.HARNESS_ID, chat.plugin())  # verifiers finds harnesses by module
@@ -69,6 +72,8 @@ class VerifiersEpisodes:
             RuntimeError: the environment failed.
         """
         env = self._verifiers.load_environment(self._config)  # of its own: serving belongs to one event loop
+        # Each run has a working folder, by default below the home, where a confined worker may not write.
+        self._local_runtime.CACHE_DIR = Path(tempfile.gettempdir())
         client = self._verifiers.EvalClientConfig(base_url=session.base_url, api_key_var="")
         context = self._verifiers.ModelContext(model=MODEL, client=client)
         async with env.serving():

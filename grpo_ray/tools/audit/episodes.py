@@ -25,14 +25,18 @@ def is_episode(row: Row) -> bool:
     return row.get("status") is not None
 
 
-def audit_episode(row: Row) -> Iterator[str]:
-    """Yield the problems of one row."""
+def audit_episode(row: Row, may_be_masked: bool = False) -> Iterator[str]:
+    """Yield the problems of one row.
+
+    Args:
+        may_be_masked: sampled tokens that were too old have no version, as context (`over_age: mask`).
+    """
     versions, turns = _expanded(row["versions"], "version"), _expanded(row["turns"], "turn")
     num_tokens = len(row["token_ids"])
     if versions is None or turns is None or {len(versions), len(turns), len(row["logprobs"])} != {num_tokens}:
         yield "its logprobs, versions or turns do not cover its tokens"
         return
-    yield from _audit_mask(row, versions, turns)
+    yield from _audit_mask(row, versions, turns, may_be_masked)
     yield from _audit_turns(versions, turns)
     yield from _audit_sequences(row, turns)
     yield from _audit_counts(row, versions, turns)
@@ -47,11 +51,14 @@ def _expanded(spans: Sequence[Row], name: str) -> np.ndarray | None:
     return np.repeat([span[name] for span in spans], np.diff(ends)).astype(np.int64)
 
 
-def _audit_mask(row: Row, versions: np.ndarray, turns: np.ndarray) -> Iterator[str]:
+def _audit_mask(row: Row, versions: np.ndarray, turns: np.ndarray, may_be_masked: bool) -> Iterator[str]:
     """Check that a token either was sampled, with a turn, a version and a logprob, or has none of them."""
     logprobs = np.array([math.nan if value is None else value for value in row["logprobs"]], np.float64)
     is_sampled = turns != CONTEXT
-    for place in np.flatnonzero(is_sampled & (versions < 0))[:1]:
+    is_masked = is_sampled & (versions == CONTEXT) & may_be_masked
+    for place in np.flatnonzero(is_masked & (logprobs != 0.0))[:1]:
+        yield f"token {place} of turn {turns[place]} is masked, but has logprob {logprobs[place]}"
+    for place in np.flatnonzero(is_sampled & ~is_masked & (versions < 0))[:1]:
         yield f"token {place} of turn {turns[place]} has version {versions[place]}"
     for place in np.flatnonzero(is_sampled & ~np.isfinite(logprobs))[:1]:
         yield f"token {place} of turn {turns[place]} has logprob {logprobs[place]}"
@@ -120,6 +127,14 @@ def _audit_path(sequence: Row, turns: np.ndarray, path: _Path, earlier: Sequence
             yield f"it continues sequence {number} to its end, and is no branch of it"
 
 
+def num_masked(row: Row) -> int:
+    """Return the number of sampled tokens that were too old to be trained; 0 for a plain completion."""
+    versions, turns = (_expanded(row.get(key) or (), key[:-1]) for key in ("versions", "turns"))
+    if versions is None or turns is None or len(versions) != len(turns):
+        return 0
+    return int(np.count_nonzero((turns != CONTEXT) & (versions == CONTEXT)))
+
+
 def num_unrelated(row: Row) -> int:
     """Return the number of later sequences that begin with no token of an earlier one."""
     firsts = [sequence["prompt_token_ids"][:1] for sequence in row["sequences"]]
@@ -127,7 +142,7 @@ def num_unrelated(row: Row) -> int:
 
 
 def _audit_counts(row: Row, versions: np.ndarray, turns: np.ndarray) -> Iterator[str]:
-    sampled = versions[turns != CONTEXT]
+    sampled = versions[versions != CONTEXT]
     expected = {
         "num_tokens": len(sampled),
         "num_context_tokens": len(versions) - len(sampled),

@@ -14,7 +14,7 @@ from grpo_ray.config import Config
 from grpo_ray.rewards.base import Ungradable
 from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
-from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, is_episode, num_unrelated
+from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, is_episode, num_masked, num_unrelated
 from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.types import CONTEXT
 
@@ -80,8 +80,7 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
     problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt)
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
-    is_masked = config.episodes.over_age == "mask"
-    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag", is_masked)
+    problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
     if replayed.rows:
         problems += _audit_lag(replayed, metrics, config.buffer.replay.max_age, "buffer.replay.max_age")
         uses = {group: members[0]["use"] for group, members in replayed.groups.items()}
@@ -89,8 +88,9 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
         problems += [
             f"group {g} is used {n} times, {allowed} are allowed" for g, n in uses.items() if n > allowed
         ]
-    if not is_masked:  # otherwise the rows do not say which of their tokens were trained
-        problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
+    problems += _compare(metrics, "lag/max", _lag(RolloutRows("", [*fresh.rows, *replayed.rows]), step))
+    if config.episodes.over_age == "mask":
+        problems += _compare(metrics, "lag/masked_tokens", sum(map(num_masked, fresh.rows)))
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
     problems += _compare(metrics, "reward/errors", own.num_errors)
     if "reward/ungradable" in metrics:  # not in runs of earlier versions
@@ -145,16 +145,9 @@ def _compare(recorded: Mapping[str, Any], name: str, value: float) -> Iterator[s
         yield f"{name} is recorded as {recorded[name]}, its responses give {value:g}"
 
 
-def _audit_lag(
-    rows: RolloutRows, metrics: Row, bound: int, name: str, is_masked: bool = False
-) -> Iterator[str]:
-    """Check the lag of every token, recomputed from its version, against the bound.
-
-    Args:
-        is_masked: old tokens of episodes are left out of the loss, and may be in the rows.
-    """
-    bounded = RolloutRows("", [row for row in rows.rows if not (is_masked and is_episode(row))])
-    lag, newest = _lag(bounded, metrics["step"]), max(_versions(rows), default=0)
+def _audit_lag(rows: RolloutRows, metrics: Row, bound: int, name: str) -> Iterator[str]:
+    """Check the lag of every token, recomputed from its version, against the bound."""
+    lag, newest = _lag(rows, metrics["step"]), max(_versions(rows), default=0)
     if lag > bound:
         yield f"a token is {lag} versions old; {name} is {bound}"
     if newest > version_trained_at(metrics["step"]):
@@ -179,12 +172,13 @@ def _versions(rows: RolloutRows) -> list[int]:
 
 def _audit_groups(rows: RolloutRows, config: Config, num_samples: int) -> Iterator[str]:
     for group, members in rows.groups.items():
+        masks_old = config.episodes.over_age == "mask"
         compare = audit_comparison if is_episode(members[0]) else _audit_advantages
-        problems = [*_audit_members(members, num_samples), *compare(members, config)]
+        problems = [*_audit_members(members, num_samples, masks_old), *compare(members, config)]
         yield from (f"group {group}: {problem}" for problem in problems)
 
 
-def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
+def _audit_members(members: list[Row], num_samples: int, masks_old: bool) -> Iterator[str]:
     """Check that the group has one prompt, and each completion once and whole."""
     if [row["sample"] for row in members] != list(range(num_samples)):
         yield f"has completions {[row['sample'] for row in members]} instead of {num_samples}"
@@ -194,7 +188,7 @@ def _audit_members(members: list[Row], num_samples: int) -> Iterator[str]:
     if len({is_episode(row) for row in members}) > 1:
         yield "only some of its completions are episodes"
     for row in members:
-        problems = audit_episode(row) if is_episode(row) else _audit_tokens(row)
+        problems = audit_episode(row, masks_old) if is_episode(row) else _audit_tokens(row)
         yield from (f"completion {row['sample']}: {problem}" for problem in problems)
 
 

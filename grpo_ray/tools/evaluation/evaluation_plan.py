@@ -39,7 +39,8 @@ class EvaluationPlan:
     @property
     def definition(self) -> dict[str, Any]:
         """Everything that two starts of one evaluation have in common, except for the prompts themselves."""
-        config = self.config.model_dump(mode="json", include={"model", "task", "sampling"})
+        sections = {"model", "task", "sampling"} | ({"episodes"} if self.config.episode_tasks else set())
+        config = self.config.model_dump(mode="json", include=sections)
         config["sampling"] |= {
             "num_samples": self.num_samples, "temperature": self.temperature, "top_p": self.top_p,
         }  # fmt: skip

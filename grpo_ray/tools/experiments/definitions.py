@@ -160,7 +160,8 @@ _ALL = (
             "bounded-4": ("weight_sync.max_lag=4",),
             # In flight, since otherwise every sync would wait for the stragglers that look-ahead skips.
             "lookahead": (ONE_BEHIND, "buffer.lookahead=9", "weight_sync.in_flight=true"),
-            "oversample": (SYNCHRONOUS, "algorithm.oversample_frac=0.25"),
+            # over_age counts with episodes only
+            "oversample": (SYNCHRONOUS, "algorithm.oversample_frac=0.25", "episodes.over_age=drop"),
             "dynamic-sampling": (ONE_BEHIND, "algorithm.dynamic_sampling_tries=2"),
             **{
                 f"replay-{sampling}": (*REPLAY, f"buffer.replay.sampling={sampling}")

@@ -69,6 +69,9 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
     """
     config, machine = load_config(options.config, options.overrides), machine_of(options)
     shape = find_shape(config.model)
+    prompt_tokens = options.prompt_tokens
+    if config.episode_tasks:
+        config, prompt_tokens = as_single_turns(config, prompt_tokens)
     run = measure(options.from_run) if options.from_run is not None else None
     is_on_gpus = bool(config.generator.num_gpus and config.learner.num_gpus)
     if run is None and not is_on_gpus and options.response_tokens is not None:
@@ -78,7 +81,7 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
     max_tokens, max_model_len = config.sampling.max_tokens, config.generator.max_model_len
     left = max(1, max_model_len - max_tokens) if max_model_len is not None else DEFAULT_PROMPT_TOKENS
     mean_tokens = options.response_tokens or (run.response_tokens if run else max_tokens)
-    work = Workload(shape, options.prompt_tokens or left, min(mean_tokens, max_tokens))
+    work = Workload(shape, prompt_tokens or left, min(mean_tokens, max_tokens))
     gpu_bytes = machine.gpu.memory_gib * GIB
     of_learner = learner_budget(shape, config, work.prompt_tokens, gpu_bytes)
     num_gpus = gpus_of(config) if options.gpus is None else options.gpus
@@ -94,6 +97,27 @@ def plan_memory(options: PlanOptions) -> MemoryPlan:
         splits=splits(config, work, machine, num_gpus, run),
         remedy="" if of_learner.fits else remedy_of(shape, config, work.prompt_tokens, gpu_bytes),
     )
+
+
+def as_single_turns(config: Config, prompt_tokens: int | None) -> tuple[Config, int]:
+    """Return a configuration in which an episode is one response that fills `episodes.max_tokens`.
+
+    Args:
+        prompt_tokens: with which episodes begin; None: the default, at most half of it.
+
+    Raises:
+        ValueError: the prompt leaves no room for a reply.
+    """
+    length, reply = config.episodes.max_tokens, config.sampling.max_tokens
+    most = min(DEFAULT_PROMPT_TOKENS, length // 2, length - reply)
+    prompt = most if prompt_tokens is None else prompt_tokens
+    if prompt > length - reply:
+        raise ValueError(
+            f"--prompt-tokens {prompt}: with sampling.max_tokens ({reply}) it exceeds episodes.max_tokens "
+            f"({length})"
+        )
+    sampling = config.sampling.model_copy(update={"max_tokens": length - prompt})
+    return config.model_copy(update={"sampling": sampling}), prompt
 
 
 def machine_of(options: PlanOptions) -> Machine:

@@ -26,6 +26,11 @@ def _head(plan: MemoryPlan) -> Iterator[str]:
         f"{config.rollouts_per_step} rollouts, up to {config.rollouts_per_step * max_tokens:,} response tokens"
     )
     yield f"sequence  up to {plan.prompt_tokens:,} prompt + {max_tokens:,} response tokens"
+    if config.episode_tasks:
+        yield (
+            "episodes are planned as responses that fill episodes.max_tokens with sampled tokens;\n"
+            "not counted: branches, and the time of prompts between turns, of tools and of environments"
+        )
     if config.generator.engine_args:
         yield f"not counted: generator.engine_args ({', '.join(config.generator.engine_args)})"
 

@@ -25,8 +25,10 @@ def is_episode(row: Row) -> bool:
 def by_sequence(row: Row) -> list[Row]:
     """Return each sequence of an episode as a row of its own, up to the episode's last token that is shown."""
     bounds = [(each["prompt_token_ids"], each["start"], each["end"]) for each in row["sequences"]]
+    turns = [span["turn"] for span in row["turns"] for _ in range(span["start"], span["end"])]
+    values = {"token_ids": row["token_ids"], "logprobs": row["logprobs"], "turns": turns}
     return [
-        {"prompt_token_ids": prompt, **{name: row[name][start:end] for name in ("token_ids", "logprobs")}}
+        {"prompt_token_ids": prompt, **{name: each[start:end] for name, each in values.items()}}
         for prompt, start, end in bounds
         if start < MAX_EPISODE_TOKENS
     ]

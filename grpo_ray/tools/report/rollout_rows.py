@@ -93,7 +93,7 @@ def _find_checkpoint(run: RunDirectory, log_ratio: str | None) -> Path:
 
 
 def _ratios(config: Config, checkpoint: Path, rows: list[Row]) -> list[np.ndarray]:
-    """Return the log-ratios of each row's first tokens; those of context mean nothing."""
+    """Return the log-ratios of each row's first tokens; those of context are NaN."""
     parts = [by_sequence(row) if is_episode(row) else [_beginning(row)] for row in rows]
     found = iter(log_ratios(config, checkpoint, [part for row in parts for part in row], MAX_EPISODE_TOKENS))
     return [joined([next(found) for _ in row]) for row in parts]

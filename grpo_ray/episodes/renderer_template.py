@@ -1,0 +1,182 @@
+"""Conversations through the `renderers` package: a model's chat format in code, and its parser of replies."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_ray.config.episodes import EpisodesConfig
+from grpo_ray.episodes.adapters.packages import required
+from grpo_ray.episodes.chat_template import ChatTemplate, Message, Template, Tool
+from grpo_ray.episodes.tool_calls import Parsed, ToolParser, make_tool_parser
+
+PARSER = "renderer"
+# Of the calls in a reply; the environment answers one of a tool that does not exist.
+WELL_FORMED = ("ok", "unknown_tool")
+# Raised by renderers for messages and tokenizers that they do not take.
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
+
+
+class RendererTemplate:
+    """A renderer, for conversations that grow."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: Any) -> None:
+        """
+        Args:
+            renderer: of `make_renderer`.
+        """
+        self.tokenizer = tokenizer
+        self._renderer = renderer
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
+        """Return the tokens of a whole conversation, up to the beginning of the next reply.
+
+        Raises:
+            ValueError: the renderer refuses the messages.
+        """
+        given = _with_names(messages)
+        try:
+            rendered = self._renderer.render_ids(given, tools=_listed(tools), add_generation_prompt=True)
+        except REFUSALS as error:
+            raise ValueError(f"the renderer refuses the conversation: {error}") from error
+        return tuple(rendered)
+
+    def continued(
+        self,
+        messages: Sequence[Message],
+        num_known: int,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        tools: Sequence[Tool] | None = None,
+    ) -> tuple[int, ...] | None:
+        """Return the next prompt, which begins with `prompt` and `reply`; None: the renderer finds none.
+
+        Raises:
+            ValueError: the renderer refuses the new messages.
+        """
+        new = _with_names(messages)[num_known:]
+        try:
+            bridged = self._renderer.bridge_to_next_turn(list(prompt), list(reply), new, tools=_listed(tools))
+        except REFUSALS as error:
+            raise ValueError(f"the renderer refuses the conversation: {error}") from error
+        known = (*prompt, *reply)
+        # A renderer may cut the reply at a token that it takes for the end.
+        if bridged is None or tuple(bridged.token_ids[: len(known)]) != known:
+            return None
+        return tuple(bridged.token_ids)
+
+    def parse(self, token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+        """Return the parsed reply, as a ToolParser does.
+
+        Raises:
+            ValueError: one of its calls is malformed.
+        """
+        found = self._renderer.parse_response(list(token_ids), tools=_listed(tools), prompt_ids=list(prompt))
+        malformed = [call for call in found.tool_calls if call.status not in WELL_FORMED]
+        if malformed:
+            raise ValueError(f"a call is malformed ({malformed[0].status}): {malformed[0].raw}")
+        calls = [(call.name, call.arguments) for call in found.tool_calls]
+        return found.content or "", found.reasoning_content or "", calls
+
+
+def make_template(
+    settings: EpisodesConfig, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
+) -> tuple[Template, ToolParser | None]:
+    """Return the configured template and parser of tool calls.
+
+    Args:
+        end_token_ids: tokens that end a reply of the model.
+
+    Raises:
+        ValueError: there is none of that name, or it does not fit the tokenizer, the end tokens or the
+            arguments.
+    """
+    if settings.renderer is None:
+        template: Template = ChatTemplate(tokenizer, end_token_ids, settings.template_arguments)
+    else:
+        renderer = make_renderer(settings.renderer, tokenizer, end_token_ids, settings.template_arguments)
+        template = RendererTemplate(tokenizer, renderer)
+        if settings.tool_parser == PARSER:
+            return template, template.parse
+    if settings.tool_parser is None:
+        return template, None
+    try:
+        return template, make_tool_parser(settings.tool_parser, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"episodes.{error}") from None
+
+
+def make_renderer(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    end_token_ids: Sequence[int],
+    arguments: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the renderer of that name, `auto` for the one that the package lists for the model.
+
+    Args:
+        end_token_ids: tokens that end a reply of the model.
+        arguments: its variables, such as `enable_thinking`.
+
+    Raises:
+        ValueError: `check_renderer` does, the renderer does not fit the tokenizer or takes no such arguments,
+            or one of its stop tokens does not end a reply.
+    """
+    configured = check_renderer(name)
+    create = required("renderers").create_renderer
+    model = tokenizer.name_or_path
+    try:
+        renderer = create(tokenizer, configured)
+    except REFUSALS as error:
+        raise ValueError(
+            f"episodes.renderer: {name} does not fit the tokenizer of {model!r} ({error}); name one that does, "
+            "or remove it to use the tokenizer's chat template"
+        ) from error
+    if renderer.config.name == "default":  # it renders as the chat template does, and never continues tokens
+        raise ValueError(
+            f"episodes.renderer: {name} finds none of its own for {model!r}; name one, or remove it to use the "
+            "tokenizer's chat template"
+        )
+    if arguments:
+        try:
+            renderer = create(tokenizer, renderer.config, chat_template_kwargs=dict(arguments))
+        except REFUSALS as error:
+            raise ValueError(f"episodes.template_arguments: {error}") from error
+    unknown = sorted(set(renderer.get_stop_token_ids()) - set(end_token_ids))
+    if unknown:
+        tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in unknown)
+        raise ValueError(
+            f"episodes.renderer: {name} ends replies with tokens that do not end the model's: {tokens}; add "
+            "them to eos_token_id in the model's generation_config.json"
+        )
+    return renderer
+
+
+def check_renderer(name: str) -> Any:
+    """Return the package's settings for the renderer of that name.
+
+    Raises:
+        ValueError: the package cannot be imported, or has no such renderer.
+    """
+    try:
+        return required("renderers", "episodes.renderer").config_from_name(name)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    except ValueError as error:
+        raise ValueError(f"episodes.renderer: {error}") from error
+
+
+def _listed(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] if tools else None
+
+
+def _with_names(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages, each tool's result with the tool's name, which gpt-oss and Gemma show."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+    return [
+        {"name": names[message["tool_call_id"]], **message}
+        if message.get("tool_call_id") in names
+        else dict(message)
+        for message in messages
+    ]

@@ -1,0 +1,116 @@
+"""The turns of one worker's episodes in a Generator; many of them begin with one call, and end with another.
+
+A call between processes costs about as much as a turn of 16 tokens by a tiny model. So a worker sends the turns
+that came together in one call, and in return waits for any to finish: all that have are one answer.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from grpo_ray.types import Completion, SamplingSettings
+
+Turn = tuple[tuple[int, ...], SamplingSettings]
+"""The tokens of a turn's prompt, and its settings, which ask for one sample."""
+Worker = tuple[str, str]
+"""A worker's name, and a text that no other process under this name has."""
+Sample = Callable[[tuple[int, ...], SamplingSettings], Awaitable[Completion]]
+
+
+@dataclass(frozen=True)
+class FinishedTurns:
+    """Turns that ended since the last answer, by the number that their worker gave them."""
+
+    completions: Mapping[int, Completion]
+    errors: Mapping[int, Exception]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pack the arrays end to end: in a message, an array costs about as much as a thousand tokens."""
+        rows = list(self.completions.values())
+        bounds = (0, *accumulate(len(row.token_ids) for row in rows))
+        arrays = [
+            np.concatenate([getattr(row, name) for row in rows] or [np.empty(0, np.int32)])
+            for name in ("token_ids", "logprobs", "versions")
+        ]
+        facts = [(row.text, row.finish_reason) for row in rows]
+        return _unpacked, (list(self.completions), bounds, arrays, facts, dict(self.errors))
+
+
+def _unpacked(
+    numbers: Sequence[int],
+    bounds: Sequence[int],
+    arrays: Sequence[np.ndarray],
+    facts: Sequence[tuple[str, str]],
+    errors: Mapping[int, Exception],
+) -> FinishedTurns:
+    """Return what `FinishedTurns.__reduce__` packed; each of `arrays` is `[tokens of all turns]`."""
+    token_ids, logprobs, versions = arrays
+    completions = {
+        number: Completion(text, token_ids[start:end], logprobs[start:end], versions[start:end], reason)
+        for number, (text, reason), (start, end) in zip(numbers, facts, pairwise(bounds), strict=True)
+    }
+    return FinishedTurns(completions, errors)
+
+
+class TurnBox:
+    """The turns of one worker that a Generator runs, and those that it has not yet been told of."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._completions: dict[int, Completion] = {}
+        self._errors: dict[int, Exception] = {}
+        self._news = asyncio.Event()
+
+    def begin(self, turns: Mapping[int, Turn], cancelled: Collection[int]) -> None:
+        """Begin these turns, and cancel those; a cancelled turn is never reported."""
+        for number, turn in turns.items():
+            self._running[number] = asyncio.create_task(self._run(number, *turn))
+        for number in cancelled:
+            if number in self._running:
+                self._running.pop(number).cancel()
+            self._completions.pop(number, None)
+
+    async def finished(self) -> FinishedTurns:
+        """Wait until a turn has finished; return all that have since the last call."""
+        await self._news.wait()
+        self._news.clear()
+        finished = FinishedTurns(self._completions, self._errors)
+        self._completions, self._errors = {}, {}
+        return finished
+
+    def close(self) -> None:
+        """Cancel every turn."""
+        self.begin({}, list(self._running))
+        self._news.set()
+
+    async def _run(self, number: int, token_ids: tuple[int, ...], settings: SamplingSettings) -> None:
+        try:
+            self._completions[number] = await self._sample(token_ids, settings)
+        except Exception as error:
+            self._errors[number] = error
+        self._running.pop(number, None)
+        self._news.set()
+
+
+class TurnBoxes:
+    """The boxes of all workers."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._boxes: dict[str, tuple[str, TurnBox]] = {}  # by the worker's name, with its process
+
+    def of(self, worker: Worker) -> TurnBox:
+        """Return the worker's box; that of an earlier process of the worker is closed."""
+        name, process = worker
+        known, box = self._boxes.get(name, ("", None))
+        if box is None or known != process:
+            if box is not None:
+                box.close()
+            box = TurnBox(self._sample)
+            self._boxes[name] = process, box
+        return box

@@ -1,0 +1,46 @@
+"""The guessing game with faults of an environment, which profiling/chaos.py requests by files.
+
+`raise_in_environment` raises an error, `exit_in_environment` ends the process as a crash in a C library would,
+`leave_environment` calls `sys.exit`, `block_environment` never returns from a call, and `fill_environment`
+takes all memory that the worker may have.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from grpo_ray.episodes import guess_number
+from grpo_ray.episodes.outcome import Outcome
+from grpo_ray.episodes.session import Session
+from grpo_ray.tasks.examples import Example
+
+FOREVER_S = 1e6
+examples, warmup_pairs = guess_number.examples, guess_number.warmup_pairs
+
+
+def is_requested(fault: str) -> bool:
+    """Return True once per file."""
+    try:
+        (Path(os.environ["GRPO_RAY_CHAOS_TRIGGERS"]) / fault).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+async def episode(session: Session, example: Example) -> Outcome:
+    """Play one game, then suffer the fault that is requested."""
+    outcome = await guess_number.episode(session, example)
+    if is_requested("raise_in_environment"):
+        raise OSError("chaos: the environment is gone")
+    if is_requested("exit_in_environment"):
+        os._exit(7)
+    if is_requested("leave_environment"):
+        sys.exit(3)
+    if is_requested("block_environment"):
+        time.sleep(FOREVER_S)
+    if is_requested("fill_environment"):
+        taken = []
+        while True:
+            taken.append(bytearray(2**24))
+    return outcome

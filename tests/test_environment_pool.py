@@ -1,0 +1,264 @@
+"""The EnvironmentPool with workers that fail in every way, without episodes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_item, make_settings
+from local_runs import Recorder, make_config
+from turn_clients import until
+
+from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.run.context import ServingContext
+from grpo_ray.run.dispatch import Incarnation
+from grpo_ray.run.environment_pool import MAX_STUCK, EnvironmentPool
+from grpo_ray.run.open_calls import OpenCalls
+from grpo_ray.run.restarts import RestartBudget
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.types import GeneratorFailure, PlayReport
+
+Behaviour = Callable[[str, int], Any]  # (worker, number of the play over all workers) -> report or error
+
+
+class FakeWorker:
+    """An EnvironmentWorker's client, with answers that a test decides."""
+
+    def __init__(self, actors: "FakeActors", name: str) -> None:
+        self._actors, self.name = actors, name
+        self.serving: list[list[int]] = []
+        self.seeds: list[int] = []
+        self.known_failures: list[GeneratorFailure] = []
+        self.dead = asyncio.Event()
+
+    async def ready(self) -> bool:
+        return True
+
+    async def serve(self, serving: Mapping[int, Any]) -> None:
+        self._check()
+        self.serving.append(sorted(serving))
+
+    async def failures(self, num_known: int) -> list[GeneratorFailure]:
+        while len(self.known_failures) <= num_known:
+            self._check()
+            await asyncio.sleep(0.001)
+        return self.known_failures[num_known:]
+
+    def play(self, item: Any, settings: Any, seed: int) -> tuple[Any, Awaitable[Any]]:
+        self.seeds.append(seed)
+        return f"group {item.group_id}", self._actors.played(self)
+
+    def _check(self) -> None:
+        if self.dead.is_set():
+            raise ActorDied(self.name, "killed")
+
+
+class FakeActors:
+    def __init__(self, answer: Behaviour, num_workers: int) -> None:
+        self._answer, self.num_plays = answer, 0
+        names = [f"environment-{number}" for number in range(num_workers)]
+        self.environments = {name: FakeWorker(self, name) for name in names}
+        self.starts = dict.fromkeys(names, 1)
+
+    async def played(self, worker: FakeWorker) -> PlayReport:
+        number = self.num_plays
+        self.num_plays += 1
+        result = self._answer(worker.name, number)
+        if asyncio.iscoroutine(result):
+            result = await result
+        if isinstance(result, BaseException):
+            raise result
+        assert isinstance(result, PlayReport)
+        return result
+
+    def restart_worker(self, name: str) -> FakeWorker:
+        self.environments[name].dead.set()
+        self.starts[name] += 1
+        self.environments[name] = FakeWorker(self, name)
+        return self.environments[name]
+
+
+class Pool:
+    def __init__(self, folder: Path, answer: Behaviour, *overrides: str, num_workers: int = 1) -> None:
+        self.actors = FakeActors(answer, num_workers)
+        self.failed: list[tuple[str, str, Incarnation]] = []
+        config = make_config("recovery.restart_backoff_s=0.001", *overrides)
+        self.run = RunDirectory(folder)
+        self.run.create(config)
+        self.log = RunLog(self.run, Recorder())
+        context = ServingContext(config, self.actors, OpenCalls(), self.log)  # type: ignore[arg-type]
+        budget = RestartBudget("recovery.max_restarts", 5, 0.0)
+        self.pool = EnvironmentPool(context, budget, lambda *failure: self.failed.append(failure))
+
+    async def during(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        async with asyncio.TaskGroup() as tasks:
+            self.pool.start(tasks)
+            try:
+                return await asyncio.wait_for(work(), 20)
+            finally:
+                self.pool.cancel()
+
+    def play(self, group_id: int = 7, purpose: str = "train") -> Any:
+        return self.pool.play(make_item(group_id), make_settings(), purpose, lambda: None)
+
+    def events(self, kind: str) -> list[str]:
+        assert self.log.writer.wait(20)
+        return [e["text"] for e in read_metrics(self.run.events_path) if e["kind"] == kind]
+
+
+def good(worker: str, number: int) -> PlayReport:
+    return PlayReport(12, 0)
+
+
+class Client:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_a_group_and_its_tokens(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, good)
+    assert asyncio.run(pool.during(pool.play)) == ("group 7", 12)
+
+
+def test_a_worker_that_dies_is_replaced_and_the_group_has_the_same_seed_again(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else ActorDied(worker, "killed"))
+    first = pool.actors.environments["environment-0"]
+
+    async def work() -> Any:
+        with pytest.raises(DataLost, match="environment-0 died: killed"):
+            await pool.play()
+        return await pool.play()
+
+    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+    second = pool.actors.environments["environment-0"]
+    assert first.seeds == second.seeds
+    assert pool.actors.starts == {"environment-0": 2}
+    (failed,), (back,) = pool.events("environment_failed"), pool.events("environment_back")
+    assert "environment-0 died: killed; it is replaced" in failed
+    assert "works again" in back
+
+
+def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, good)
+
+    async def work() -> None:
+        pool.pool.serve({"generator-0": Incarnation(Client("generator-0"))})  # type: ignore[arg-type]
+        first = pool.actors.environments["environment-0"]
+        await until(lambda: [0] in first.serving)
+        first.dead.set()
+        await until(lambda: pool.actors.starts["environment-0"] == 2)
+        await until(lambda: pool.actors.environments["environment-0"].serving == [[0]])
+
+    asyncio.run(pool.during(work))
+    assert pool.actors.starts == {"environment-0": 2}
+
+
+def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
+    async def dies(worker: str) -> Any:
+        await asyncio.sleep(0.05)
+        return ActorDied(worker, "killed")
+
+    pool = Pool(tmp_path, lambda worker, number: dies(worker) if number < 8 else good("", 0))
+
+    async def work() -> Any:
+        lost = await asyncio.gather(*(pool.play(n) for n in range(8)), return_exceptions=True)
+        assert [type(each) for each in lost] == [DataLost] * 8
+        return await asyncio.gather(*(pool.play(n) for n in range(8)))
+
+    assert asyncio.run(pool.during(work)) == [(f"group {n}", 12) for n in range(8)]
+    assert pool.actors.starts == {"environment-0": 2}
+
+
+def test_a_worker_that_does_not_end_its_episodes_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60))
+    monkeypatch.setattr(pool.pool, "_limit_s", lambda name: 0.1)
+
+    async def work() -> Any:
+        with pytest.raises(TimeoutError, match=r"environment-0 did not end the episodes within 0\.1 s"):
+            await pool.play()
+        return await pool.play()
+
+    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+    assert pool.actors.starts == {"environment-0": 2}
+
+
+@pytest.mark.parametrize(("num_stuck", "num_starts"), [(MAX_STUCK, 1), (MAX_STUCK + 1, 2)])
+def test_a_worker_with_many_threads_that_hang_is_replaced(
+    tmp_path: Path, num_stuck: int, num_starts: int
+) -> None:
+    pool = Pool(tmp_path, lambda worker, number: PlayReport(12, 0 if number else num_stuck))
+
+    async def work() -> Any:
+        try:
+            return await pool.play()
+        except DataLost:
+            return await pool.play()
+
+    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+    assert pool.actors.starts == {"environment-0": num_starts}
+
+
+def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def after(worker: str) -> PlayReport:
+        asked.append(worker)
+        await asyncio.sleep(0.02)
+        return good("", 0)
+
+    pool = Pool(tmp_path, lambda worker, number: after(worker), num_workers=2)
+    asyncio.run(pool.during(lambda: asyncio.gather(*(pool.play(n) for n in range(8)))))
+    assert sorted(asked) == ["environment-0"] * 4 + ["environment-1"] * 4
+
+
+def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, good)
+    seeds = {
+        (purpose, group): pool.pool._seed(purpose, make_item(group))
+        for purpose in ("train", "validation 0", "validation 10")
+        for group in range(50)
+    }
+    assert all(0 <= seed < 2**31 for seed in seeds.values())
+    assert len({seeds["train", g] for g in range(50)} | {seeds["validation 0", g] for g in range(50)}) == 100
+    assert all(seeds["validation 0", g] == seeds["validation 10", g] for g in range(50))
+
+
+def test_each_incarnation_of_a_generator_has_its_number_and_its_failure_is_its_own(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, good, num_workers=2)
+    first, other = (Incarnation(Client(f"generator-{n}")) for n in range(2))  # type: ignore[arg-type]
+
+    async def work() -> None:
+        pool.pool.serve({"generator-0": first, "generator-1": other})
+        workers = list(pool.actors.environments.values())
+        await until(lambda: all(worker.serving[-1:] == [[0, 1]] for worker in workers))
+        workers[0].known_failures.append(GeneratorFailure(0, "it hangs"))
+        await until(lambda: bool(pool.failed))
+        second = Incarnation(Client("generator-0"))  # type: ignore[arg-type]
+        pool.pool.serve({"generator-1": other})
+        pool.pool.serve({"generator-1": other, "generator-0": second})
+        await until(lambda: all(worker.serving[-1] == [1, 2] for worker in workers))
+        workers[1].known_failures.append(GeneratorFailure(0, "it hangs"))  # the other worker saw it later
+        await until(lambda: len(pool.failed) == 2)
+
+    asyncio.run(pool.during(work))
+    assert [failure[:2] for failure in pool.failed] == [("generator-0", "it hangs")] * 2
+    assert all(failure[2] is first for failure in pool.failed)
+
+
+def test_cancelling_a_play_frees_the_workers_place(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else asyncio.sleep(60), num_workers=2)
+
+    async def work() -> None:
+        hanging = asyncio.ensure_future(pool.play(0))
+        await asyncio.sleep(0.01)
+        hanging.cancel()
+        await asyncio.wait({hanging})
+        assert hanging.cancelled()
+        assert set(pool.pool._num_groups.values()) == {0}
+
+    asyncio.run(pool.during(work))
+    assert pool.actors.starts == {"environment-0": 1, "environment-1": 1}

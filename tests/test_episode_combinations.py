@@ -1,0 +1,358 @@
+"""Whole runs with episodes in this process, each with another feature of the system, and audited."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_episodes
+from local_runs import train
+from local_serving import serve_locally
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from grpo_ray.config import Config
+from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.tiny import tiny_model_folder
+from grpo_ray.run.preflight import check_files
+from grpo_ray.telemetry.console import banner
+from grpo_ray.telemetry.rollout_log import read_groups
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.experiments.definitions import EXPERIMENTS
+from grpo_ray.tools.experiments.experiment_plan import plan_experiment
+from grpo_ray.tools.planning.memory_plan import plan_memory
+from grpo_ray.tools.planning.options import PlanOptions
+from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.types import Completion, Episode, ScoredGroup
+
+__all__ = ["serve_locally"]
+
+SMALL = "tests/small_episodes.yaml"
+pytestmark = pytest.mark.usefixtures("model_cache")
+
+# Overrides by the feature that they turn on.
+FEATURES: dict[str, list[str]] = {
+    "plain": [],
+    "synchronous": ["weight_sync.max_lag=0"],
+    "lag": ["weight_sync.max_lag=3", "generator.num_generators=2"],
+    "lora": ["model.adapter.rank=4"],
+    "collective": ["weight_sync.transport=collective"],
+    "delta": ["weight_sync.delta=true", "model.dtype=bfloat16", "learner.learning_rate=1e-4"],
+    "padded": ["learner.share_prompts=never"],
+    "several_updates": ["algorithm.epochs_per_batch=2", "algorithm.train_batch_size=6"],
+    "proximal": ["algorithm.train_batch_size=6", "algorithm.old_log_probs=proximal",
+                 "algorithm.off_policy_correction=truncate_sequence"],
+    "gspo": ["algorithm.loss=gspo"],
+    "cispo": ["algorithm.loss=cispo"],
+    "rloo": ["algorithm.advantage=leave_one_out", "algorithm.aggregation=constant"],
+    "kl": ["algorithm.kl.reference=initial", "algorithm.kl.coefficient=0.1"],
+    "kl_of_an_adapter": ["model.adapter.rank=4", "algorithm.kl.reference=initial",
+                         "algorithm.kl.coefficient=0.1"],
+    "curriculum": ["task.curriculum={min_weight: 0.2}", "algorithm.num_steps=10"],
+    "colocated": ["generator.colocated=true", "weight_sync.max_lag=0"],
+    "not_in_flight": ["weight_sync.in_flight=false"],
+    "kept_kv": ["weight_sync.recompute_kv=false"],
+    "replay": ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
+    "lookahead": ["buffer.lookahead=2"],
+    "own_transformer": ["model.implementation=grpo_ray"],
+    "8bit_moments": ["learner.moments=8bit"],
+    "small_micro_batches": ["learner.micro_batch_tokens=40"],
+    "two_workers": ["episodes.num_workers=2"],
+    "two_scorers": ["scorer.num_scorers=2"],
+}  # fmt: skip
+
+
+def make(*overrides: str) -> Config:
+    return load_config(SMALL, list(overrides))
+
+
+def run(folder: Path, *overrides: str) -> RunDirectory:
+    """Train and audit a run; nothing out of the ordinary happens in it."""
+    directory = RunDirectory(folder / "run")
+    recorder = train(make(*overrides), directory.path)
+    report = audit(directory, run_reward_code=True)
+    assert report.problems == []
+    assert recorder.warnings == []
+    rows = read_metrics(directory.metrics_path)
+    assert any(row["optim/grad_norm"] for row in rows)
+    assert all("episodes/turns/mean" in row for row in rows)
+    return directory
+
+
+FAST = ("plain", "lora", "delta", "padded", "several_updates", "gspo", "kl", "colocated", "replay")
+
+
+@pytest.mark.parametrize(
+    "feature", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES]
+)
+def test_episodes_train_with(feature: str, tmp_path: Path) -> None:
+    run(tmp_path, *FEATURES[feature])
+
+
+def test_the_small_task_has_branches_rewards_per_turn_and_episodes_that_are_cut_off(tmp_path: Path) -> None:
+    groups = groups_of(run(tmp_path, "algorithm.num_steps=6"))
+    episodes = [e for group in groups for e in group.rollout.completions if isinstance(e, Episode)]
+    assert any(len(e.sequences) > 1 for e in episodes)
+    assert any(e.turn_rewards is not None for e in episodes)
+    assert any(e.status == "truncated_turns" for e in episodes)
+    assert {e.num_turns for e in episodes} >= {1, 3, 4}
+
+
+def groups_of(directory: RunDirectory) -> list[ScoredGroup]:
+    return [group for path in sorted(directory.rollouts.glob("*.parquet")) for group in read_groups(path)]
+
+
+def test_masked_are_the_episodes_that_reached_a_limit(tmp_path: Path) -> None:
+    """Each step trains the tokens of the episodes that ended by themselves."""
+    directory = run(tmp_path, "algorithm.mask_truncated=true", "algorithm.num_steps=6")
+    assert any(e.status == "truncated_turns" for g in groups_of(directory) for e in g.rollout.completions)  # type: ignore[attr-defined]
+    for row in read_metrics(directory.metrics_path):
+        groups = read_groups(directory.rollouts_path(row["step"]))
+        trained = [
+            int(episode.mask.sum())
+            for group in groups
+            if group.has_signal
+            for episode in group.rollout.completions
+            if isinstance(episode, Episode) and not episode.is_truncated
+        ]
+        assert row["throughput/trained_tokens"] == sum(trained)
+
+
+def test_validation_of_several_samples(tmp_path: Path) -> None:
+    directory = run(tmp_path, "evaluation.samples_per_prompt=3")
+    for summary in read_metrics(directory.evaluations_summary_path):
+        assert (summary["num_examples"], summary["num_samples"]) == (4, 3)
+        assert summary["episodes"]["episodes/turns/mean"] >= 1
+
+
+def test_examples_come_from_files(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(24)), ("validation", range(24, 28))):
+        rows = [{"question": small_episodes.question(n), "truth": str(n)} for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"task.examples={tmp_path / 'train.jsonl'}",
+             f"task.validation_examples={tmp_path / 'validation.jsonl'}"]  # fmt: skip
+    directory = run(tmp_path, *paths, "task.answer_field=truth", "task.num_validation_prompts=3")
+    assert {s["num_examples"] for s in read_metrics(directory.evaluations_summary_path)} == {3}
+    with pytest.raises(ValueError, match=r"train.jsonl.*answer"):
+        check_files(make(*paths))
+
+
+# ---- mixtures ----
+
+
+def mixture(folder: Path, episode: str = "talk") -> list[str]:
+    """Return the overrides of a mixture of episodes and sorting, with a model of its own."""
+    folder.mkdir(exist_ok=True)
+    model = tiny_model_folder(make())
+    episodes = {
+        "kind": "episodes",
+        "episode": f"small_episodes:{episode}",
+        "examples": "small_episodes:examples",
+    }
+    sorting = {"kind": "sorting", "num_train_prompts": 24, "num_validation_prompts": 4,
+               "reward": "small_episodes:reward"}  # fmt: skip
+    parts = {"talking": {"task": episodes}, "sorting": {"task": sorting}}
+    task = json.dumps({"kind": "mixture", "parts": parts})
+    return ["model.tiny=null", f"model.path={model}", f"task={task}"]
+
+
+def test_a_mixture_of_episodes_and_a_plain_task(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    recorder = train(make(*mixture(tmp_path), "algorithm.num_steps=6"), directory.path)
+    assert audit(directory, run_reward_code=True).problems == []
+    assert recorder.warnings == []
+    kinds = {(g.rollout.item.task, type(c)) for g in groups_of(directory) for c in g.rollout.completions}
+    assert kinds == {("talking", Episode), ("sorting", Completion)}
+    rows = read_metrics(directory.metrics_path)
+    assert {name for row in rows for name in row} >= {"reward/mean/talking", "reward/mean/sorting"}
+    page = tmp_path / "page.html"
+    assert main(["report", str(directory.path), "--output", str(page)]) == 0
+    assert "<html" in page.read_text()
+
+
+# ---- the tools ----
+
+
+@pytest.fixture(scope="module")
+def finished(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return run(tmp_path_factory.mktemp("finished"))
+
+
+def test_the_tools_read_a_run_with_episodes(
+    finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(finished.path)
+    for arguments in (
+        ["audit", folder, "--run-reward-code"],
+        ["report", folder, "--output", str(tmp_path / "page.html")],
+        ["export", folder, "--merged", str(tmp_path / "model")],
+        ["top", folder, "--once"],
+    ):
+        assert main(arguments) == 0, capsys.readouterr().err
+    assert "turns" in capsys.readouterr().out
+    assert load_tokenizer(str(tmp_path / "model")).chat_template
+
+
+def test_a_report_has_the_log_ratios_of_episodes(finished: RunDirectory) -> None:
+    rows = run_data(finished, "run", Bounds(max_points=100, max_rollouts=100, seed=0), None)["rollouts"]
+    last = [row for row in rows if row["step"] == 4 and row["min_version"] == 4]
+    for row in rows:
+        assert len(row["ratios"]) == len(row["tokens"])
+    assert all(abs(ratio) < 1e-3 for row in last for ratio in row["ratios"] if ratio is not None)
+
+
+@pytest.mark.parametrize("weights", ["last", "all"])
+def test_a_run_is_evaluated(
+    weights: str, finished: RunDirectory, tmp_path: Path, serve_locally: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_locally()
+    options = ["--checkpoint", weights, "--n", "2", "--output", str(tmp_path / "e")]
+    command = ["evaluate", str(finished.path), *options]
+    assert main(command) == 2
+    assert "--run-reward-code" in capsys.readouterr().err
+    assert main([*command, "--run-reward-code"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 prompts of episodes x 2, episodes" in " ".join(shown.split())
+    summaries = [json.loads(path.read_text())["summary"] for path in tmp_path.rglob("summary.json")]
+    assert summaries
+    for summary in summaries:
+        assert (summary["num_examples"], summary["num_samples"]) == (4, 2)
+        assert summary["episodes"]["episodes/turns/mean"] >= 1
+    assert main([*command, "--run-reward-code", "episodes.max_turns=2"]) == 2
+    assert "episodes.max_turns: was 4, is 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--prompt=r1_zero", "--reward=exact_match"])
+def test_an_evaluation_of_episodes_has_no_other_prompt_or_reward(
+    option: str, finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["evaluate", str(finished.path), option, "--run-reward-code", f"--output={tmp_path / 'e'}"]) == 2
+    )
+    field = option.split("=")[0].strip("-")
+    assert f"task.{field}: unknown key; allowed: kind, episode" in capsys.readouterr().err
+
+
+def test_check_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", SMALL]) == 0
+    assert "24 training and 4 validation prompts" in capsys.readouterr().out
+    assert main(["plan", SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "sequence  up to 48 prompt + 48 response tokens" in shown
+    assert "episodes are planned as responses that fill episodes.max_tokens" in shown
+    with pytest.raises(ValueError, match=r"--prompt-tokens 91.*exceeds episodes.max_tokens \(96\)"):
+        plan_memory(PlanOptions(SMALL, prompt_tokens=91))
+
+
+def test_a_plan_has_the_length_of_episodes() -> None:
+    plan = plan_memory(PlanOptions(SMALL, prompt_tokens=20))
+    assert (plan.prompt_tokens, plan.config.sampling.max_tokens, plan.response_tokens) == (20, 76, 76)
+
+
+def test_trackers_get_tables_of_episodes(tmp_path: Path) -> None:
+    run(tmp_path, "tracking.trackers=[tensorboard]", "tracking.rollouts_every_num_steps=2")
+    events = EventAccumulator(str(next((tmp_path / "run").rglob("events.out.*")).parent), {"tensors": 0})
+    events.Reload()
+    tables = [e for name in events.Tags()["tensors"] for e in events.Tensors(name)]
+    texts = [text.decode() for e in tables for text in e.tensor_proto.string_val]
+    assert any("num_turns" in text and "finished" in text for text in texts)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_bundled_experiment_is_possible_with_episodes(name: str, tmp_path: Path) -> None:
+    sizes = [] if name == "group-size" else ["algorithm.prompts_per_step=32"]
+    args = EXPERIMENTS[name], "configs/guess-number.yaml", sizes, 1, str(tmp_path)
+    if name == "prompt":  # an episode makes its own prompts
+        with pytest.raises(ConfigError, match=r"task\.prompt: unknown key; allowed: kind, episode"):
+            plan_experiment(*args)
+    else:
+        assert plan_experiment(*args)
+
+
+# ---- what is said before a run ----
+
+
+def shown_banner(*overrides: str) -> str:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(banner(make(*overrides), 90, "runs/x"))
+    return console.export_text()
+
+
+def test_the_banner_has_the_limits_of_episodes(tmp_path: Path) -> None:
+    shown = shown_banner()
+    assert "up to 4 turns of 6 tokens, 96 tokens with their prompt, 60 s" in shown
+    assert "response tokens" not in shown
+    assert "prompts up to" not in shown
+    assert "WeightSync, EnvironmentWorker\n" in " ".join(shown.split(" ")).replace(" \n", "\n").replace(
+        " \n", "\n"
+    )
+    assert "EnvironmentWorker x3" in shown_banner("episodes.num_workers=3")
+    of_mixture = shown_banner(*mixture(tmp_path))
+    assert "mixture, prompts up to 90 tokens" in of_mixture
+    assert "up to 4 turns" in of_mixture
+    plain = Console(width=200, file=io.StringIO(), record=True)
+    plain.print(banner(load_config("configs/quickstart.yaml"), 12, "runs/x"))
+    shown = plain.export_text()
+    assert "up to 6,144 response tokens" in shown
+    assert "EnvironmentWorker" not in shown
+
+
+def test_an_unwritten_minimum_of_tokens_is_noticed() -> None:
+    (notice,) = check_files(without_min_tokens(make())).notices
+    assert notice.startswith("sampling.min_tokens is 4 unless given")
+    assert check_files(make()).notices == ()
+    assert check_files(make("sampling.min_tokens=4")).notices == ()
+    quickstart = load_config("configs/quickstart.yaml")
+    assert not any("min_tokens" in notice for notice in check_files(quickstart).notices)
+
+
+def without_min_tokens(config: Config) -> Config:
+    data = config.model_dump(exclude_unset=True)
+    del data["sampling"]["min_tokens"]
+    return Config.model_validate(data)
+
+
+WRONG = {
+    "task.episode=no.such:thing": "task.episode: there is no module 'no.such'",
+    "task.episode=small_episodes:no_such": "task.episode: .*no_such",
+    "task.episode=small_episodes:examples": "task.episode: small_episodes:examples must be an `async def`",
+    "task.episode=small_episodes:no_arguments": r"task.episode: .* must take \(session, example\)",
+    "episodes.tool_parser=nonsense": "episodes.tool_parser: .*nonsense",
+    "episodes.max_tokens=100000": r"episodes.max_tokens is 100000, more than the model's positions \(\d+\)",
+    "generator.max_model_len=50": r"episodes.max_tokens is 96, more than generator.max_model_len \(50\)",
+    "task.examples=small_episodes:a_list": "task.examples: .*:a_list returned a list; return .*ExampleSets",
+    "task.examples=small_episodes:none_at_all": "task.examples: .* returned no examples",
+    "task.warmup=null": "task.warmup: a tiny model needs pairs",
+    "task.warmup=small_episodes:no_such": "task.warmup: .*no_such",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_what_is_wrong_is_named_before_ray_starts(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `check`, which starts nothing; `train` makes the same checks first."""
+    assert main(["check", SMALL, override]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert re.search(WRONG[override], shown), shown
+
+
+REFUSED = {
+    "task.examples=train.jsonl": "validation_examples: give a file if `examples` is one",
+    "task.prompt=chat": "task.prompt",
+    "task.reward=exact_match": "task.reward",
+    "episodes.max_tokens=6": r"episodes.max_tokens \(6\) is the length of a turn",
+    "episodes.max_seconds=100000": "must be below recovery.stall_timeout_s",
+    "algorithm.overlong_buffer_tokens=2": "algorithm.overlong_buffer_tokens: it penalizes long responses",
+    "algorithm.oversample_frac=0.5": "episodes.over_age: `wait` does not fit",
+    "episodes.over_age=mask": "episodes.over_age: `mask` does not fit",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_is_impossible_is_refused_by_name(override: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[override]):
+        make(override)

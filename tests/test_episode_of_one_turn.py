@@ -1,0 +1,126 @@
+"""A single-turn task written as an episode is the plain run, to the last bit.
+
+The one difference is in how the reference engine samples: a group's plain completions are one batch, and the
+turns of episodes are requests of their own, so that products of matrices are rounded differently. Here each
+completion is sampled by itself in both runs, except in the test that measures that difference.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_episodes
+import torch
+from local_runs import train
+from safetensors.torch import load_file
+
+from grpo_ray.config.loading import load_config
+from grpo_ray.engines.torch_engine import TorchEngine
+from grpo_ray.models.tiny import tiny_model_folder
+from grpo_ray.telemetry.rollout_log import read_groups
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
+from grpo_ray.types import Completion, Episode, ScoredGroup
+
+SMALL = "tests/small_episodes.yaml"
+pytestmark = pytest.mark.usefixtures("model_cache")
+# What is only measured of episodes, or by the clock. An episode that ends by itself is not truncated, even if
+# its reply was cut off: its function saw that, and said what it is worth.
+OTHER = ("time/", "timing/", "throughput/", "utilization/", "memory/", "perf/", "buffer/bytes", "episodes/",
+         "eval/episodes/", "rollout/truncated_frac", "eval/truncated_frac")  # fmt: skip
+
+
+def write_examples(folder: Path) -> list[str]:
+    """Write the examples of `small_episodes` as files; return the overrides of the plain task."""
+    sets = small_episodes.examples(0)
+    paths = []
+    for name, examples in (("train", sets.train), ("validation", sets.validation)):
+        paths.append(folder / f"{name}.jsonl")
+        rows = [{"question": e.question, "answer": e.ground_truth} for e in examples]
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"kind": "file", "train_path": str(paths[0]), "validation_path": str(paths[1]), "prompt": "chat",
+            "reward": "small_episodes:reward"}  # fmt: skip
+    return [f"task={json.dumps(task)}"]
+
+
+def run(folder: Path, *overrides: str) -> RunDirectory:
+    directory = RunDirectory(folder)
+    train(load_config(SMALL, ["weight_sync.max_lag=0", "algorithm.num_steps=3", *overrides]), folder)
+    assert audit(directory, run_reward_code=True).problems == []
+    return directory
+
+
+def as_plain(completion: Completion) -> dict[str, Any]:
+    """Return the fields that every completion has, except the reason of its end."""
+    fields = ("text", "token_ids", "logprobs", "versions")
+    return {name: getattr(completion, name) for name in fields}
+
+
+def compare(episodes: ScoredGroup, plain: ScoredGroup) -> None:
+    items = [replace(g.rollout.item, prompt="", prompt_token_ids=()) for g in (episodes, plain)]
+    assert items[0] == items[1]
+    for name in ("rewards", "answer_rewards", "advantages"):
+        assert getattr(episodes, name).tobytes() == getattr(plain, name).tobytes(), name
+    assert episodes.turn_advantages == ()
+    for one, other in zip(episodes.rollout.completions, plain.rollout.completions, strict=True):
+        assert isinstance(one, Episode)
+        assert one.sequences[0].prompt_token_ids == plain.rollout.item.prompt_token_ids
+        for name, value in as_plain(one).items():
+            expected = getattr(other, name)
+            if name == "text":  # that of an episode shows special tokens, because they stand between turns
+                assert value.removesuffix("<|endoftext|>") == expected
+            else:
+                assert value.dtype == expected.dtype, name
+                assert value.tobytes() == expected.tobytes(), name
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine sample every completion in a batch of its own."""
+    sample = TorchEngine._sample
+
+    async def one_by_one(engine: TorchEngine, sequences: list[Any]) -> None:
+        for sequence in sequences:
+            await sample(engine, [sequence])
+
+    monkeypatch.setattr(TorchEngine, "_sample", one_by_one)
+
+
+def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]:
+    """Train the task as episodes, and plainly."""
+    model = tiny_model_folder(load_config(SMALL))
+    common = ["model.tiny=null", f"model.path={model}", *overrides]
+    as_episodes = ["task.episode=small_episodes:one_turn", "task.warmup=null"]
+    plain = write_examples(folder)
+    return run(folder / "episodes", *common, *as_episodes), run(folder / "plain", *common, *plain)
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.parametrize("sharing", ["auto", pytest.param("never", marks=pytest.mark.slow)])
+def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
+    episodes, plain = two_runs(tmp_path, f"learner.share_prompts={sharing}")
+    for path in sorted(plain.rollouts.glob("*.parquet")):
+        pairs = zip(read_groups(episodes.rollouts / path.name), read_groups(path), strict=True)
+        for one, other in pairs:
+            compare(one, other)
+    rows = [[dict(row) for row in read_metrics(r.metrics_path)] for r in (episodes, plain)]
+    for one, other in zip(*rows, strict=True):
+        shared = [name for name in other if not name.startswith(OTHER)]
+        assert {name: one[name] for name in shared} == {name: other[name] for name in shared}
+    assert any(row["optim/grad_norm"] for row in rows[0])
+    for file in ("model.safetensors", "training/optimizer.safetensors"):
+        one, other = (load_file(r.checkpoint_path(3) / file) for r in (episodes, plain))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), file
+
+
+@pytest.mark.slow
+def test_batches_of_the_engine_round_differently(tmp_path: Path) -> None:
+    episodes, plain = two_runs(tmp_path, "algorithm.num_steps=1")
+    for one, other in zip(*(read_groups(r.rollouts_path(1)) for r in (episodes, plain)), strict=True):
+        assert one.advantages.tobytes() == other.advantages.tobytes()
+        for a, b in zip(one.rollout.completions, other.rollout.completions, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-6)

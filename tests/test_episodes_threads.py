@@ -1,0 +1,63 @@
+"""Threads of episodes: bad code costs its own episode alone, and threads that end are not stuck."""
+
+import asyncio
+import threading
+
+import pytest
+
+from grpo_ray.episodes import threads
+from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, StoppedThreads
+
+
+async def _exits() -> float:
+    raise SystemExit(3)
+
+
+async def _begins_a_task_that_exits() -> float:
+    try:
+        return await asyncio.create_task(_exits())
+    except SystemExit as error:
+        raise RuntimeError("the task called exit") from error
+
+
+async def _later() -> float:
+    await asyncio.sleep(0.05)
+    return 1.0
+
+
+def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> None:
+    async def play() -> list[object]:
+        thread = EpisodeThread("group")
+        assert thread.loop  # which starts it
+        running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
+        try:
+            async with asyncio.timeout(5):
+                return await asyncio.gather(*(each.done for each in running), return_exceptions=True)
+        finally:
+            thread.stop()
+
+    first, second = asyncio.run(play())
+    assert isinstance(first, RuntimeError)
+    assert second == 1.0
+
+
+def test_threads_that_wind_down_together_are_not_stuck() -> None:
+    stopped = StoppedThreads()
+    for number in range(64):
+        thread = EpisodeThread(f"group {number}")
+        assert thread.loop  # which starts it
+        stopped.stop(thread)
+        assert stopped.num_stuck() == 0
+
+
+def test_a_thread_that_does_not_come_back_is_stuck_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
+    stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
+    assert thread.loop  # which starts it
+    thread.loop.call_soon_threadsafe(release.wait)
+    stopped.stop(thread)
+    assert stopped.num_stuck() == 1
+    release.set()
+    assert thread._thread is not None
+    thread._thread.join(5)
+    assert stopped.num_stuck() == 0
