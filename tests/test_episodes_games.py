@@ -129,26 +129,32 @@ def test_the_calculator_takes_two_numbers(arguments: dict[str, str], result: str
 
 @pytest.mark.parametrize("game", [guess_number, calculator])
 def test_warmup_texts_are_what_a_session_shows(game: object) -> None:
-    """A pair's transcript is, token for token, the prompt of a session in which its replies were sampled."""
+    """Encoding a pair gives, token for token, the prompts and replies of a session that samples its replies."""
     pairs = game.warmup_pairs(seed=3, num_pairs=60)  # type: ignore[attr-defined]
     assert len(pairs) == 60
     assert pairs == game.warmup_pairs(seed=3, num_pairs=60)  # type: ignore[attr-defined]
-    transcripts = [tuple(tokenizer()(text)["input_ids"]) for text, _ in pairs]
+    template = ChatTemplate(tokenizer(), [tokenizer().eos_token_id])
     num_later = 0
-    for number, (text, _) in enumerate(pairs):
-        if END not in text:
-            continue
-        num_later += 1
-        last = text.splitlines()[-2].partition(END)[2]  # the hint, or the tool's result
-        messages = [{"role": "user", "content": text.splitlines()[0]}]
-        suffix = ChatTemplate(tokenizer(), [tokenizer().eos_token_id]).suffix(
-            [*messages, {"role": "assistant", "content": ""}, {"role": "user", "content": last}],
-            2,
-            tokenizer().eos_token_id,
-        )
-        reply = tuple(tokenizer()(pairs[number - 1][1] + END)["input_ids"])
-        assert transcripts[number] == (*transcripts[number - 1], *reply, *suffix)
+    for start, rest in pairs:
+        question, *turns = (start + rest).split(">\n")
+        messages = [{"role": "user", "content": question.removesuffix("\n")}]
+        expected = template.prompt(messages)
+        for turn in turns[:-1]:
+            reply, _, told = turn.partition(END)
+            new = {"role": "user", "content": told.removesuffix("\n")}
+            messages += [{"role": "assistant", "content": reply}, new]
+            expected += tuple(tokenizer()(reply + END)["input_ids"])
+            expected += template.suffix(messages, len(messages) - 1, tokenizer().eos_token_id)
+            num_later += 1
+        expected += tuple(tokenizer()(turns[-1])["input_ids"])
+        assert (*tokenizer()(start)["input_ids"], *tokenizer()(rest)["input_ids"]) == expected
     assert num_later > 10
+
+
+def test_a_fifth_of_the_warmups_games_halve_the_interval() -> None:
+    pairs = guess_number.warmup_pairs(seed=1, num_pairs=2000)
+    first = [rest.partition(END)[0] for _, rest in pairs]
+    assert np.mean([guess == "16" for guess in first]) == pytest.approx(0.2 + 0.8 / 31, abs=0.03)
 
 
 def test_examples_are_what_they_should_be() -> None:
@@ -158,7 +164,7 @@ def test_examples_are_what_they_should_be() -> None:
     products = calculator.examples(seed=1)
     assert not {e.question for e in products.train} & {e.question for e in products.validation}
     assert (len(products.train), len(products.validation)) == (2000, 64)
-    with pytest.raises(ValueError, match="there are only 7921 products"):
+    with pytest.raises(ValueError, match="there are only 4624 products of two numbers from 32 to 99"):
         calculator.examples(seed=0, num_train=8000)
 
 
