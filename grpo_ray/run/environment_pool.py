@@ -20,20 +20,22 @@ PING_S = 5.0  # between two calls that show that a worker answers
 ANSWER_S = 60.0  # for such a call; less in runs that are stalled sooner
 MAX_STUCK = 16  # threads that a worker's episodes may leave behind
 
-OnFailure = Callable[[str, str, Incarnation], None]
-
 
 class EnvironmentPool(StatelessActors[EnvironmentClient]):
     """All EnvironmentWorkers of a run as one."""
 
-    def __init__(self, context: ServingContext, budget: RestartBudget, on_failure: OnFailure) -> None:
+    def __init__(
+        self,
+        context: ServingContext,
+        budget: RestartBudget,
+        on_failure: Callable[[str, str, Incarnation], None],
+    ) -> None:
         """
         Args:
             on_failure: takes the name, the error and the process of a Generator that failed a turn.
         """
         super().__init__("environment", context.actors.environments, context, budget)
         self._on_failure = on_failure
-        self._run_seed = context.config.run.seed
         self._answer_s = min(ANSWER_S, context.config.recovery.stall_timeout_s / 2)
         self._numbers: dict[int, Incarnation] = {}  # all that have ever served
         self._serving: Mapping[int, GeneratorClient] = {}
@@ -68,7 +70,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """
         with self.least_busy() as worker:
             on_dispatch()
-            seed = environment_seed(self._run_seed, purpose, item.group_id)
+            seed = environment_seed(self._context.config.run.seed, purpose, item.group_id)
             limit_s = self._limit_s(worker.name)
             try:
                 async with asyncio.timeout(limit_s):

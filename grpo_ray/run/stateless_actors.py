@@ -36,10 +36,6 @@ class StatelessActors(Generic[ClientT]):
         self._locks = {name: asyncio.Lock() for name in clients}  # held by a replacement
         self._num_groups: Counter[str] = Counter()  # that each has now
 
-    @property
-    def clients(self) -> Mapping[str, ClientT]:
-        return self._clients
-
     @contextlib.contextmanager
     def least_busy(self) -> Iterator[ClientT]:
         """Give one more group to the least busy actor while the block lasts."""
