@@ -173,10 +173,8 @@ class TrajectoryBuffer:
         }
         dropped_ids = tuple(group.group_id for group in dropped)
         outcomes = group_outcomes([*fresh, *dropped])
-        facts = BatchFacts(
-            group_ids, (), metrics, dropped_ids, cut, num_slots, outcomes, write_error,
-            error_of_all([*fresh, *dropped]),
-        )  # fmt: skip
+        failed = error_of_all([*fresh, *dropped])
+        facts = BatchFacts(group_ids, (), metrics, dropped_ids, cut, num_slots, outcomes, write_error, failed)
         return TrainBatch((*fresh, *(r.group for r in replayed))), facts
 
     def _make_batch(
