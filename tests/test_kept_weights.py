@@ -205,7 +205,7 @@ def test_learner_sends_the_whole_first_and_then_what_an_update_changed(
         assert 0 < share == message.data.nbytes / snapshot.num_bytes < 0.5
         assert np.array_equal(kept.receive(message), snapshot.data)
         assert fingerprint(kept._data) == fingerprint(snapshot.data)
-    assert learner._whole is None
+    assert learner._publisher._whole is None
 
 
 # ---- whole runs ----

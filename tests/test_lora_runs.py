@@ -63,7 +63,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 )
 def test_generators_sample_from_what_is_trained(overrides: list[str], tmp_path: Path) -> None:
     """With nf4 the first version differs from the model on disk, and is sent before the first token."""
-    train(lora_config("algorithm.num_steps=4", *overrides), tmp_path / "run")
+    train(lora_config("algorithm.num_steps=4", "algorithm.samples_per_prompt=4", *overrides), tmp_path / "run")
     rows = metrics(tmp_path / "run")
     assert len(rows) == 4
     assert all(row["rollout/zero_variance_groups"] < 4 for row in rows)  # of 4
