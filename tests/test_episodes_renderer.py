@@ -206,6 +206,8 @@ def test_a_malformed_call_is_text(malformed: str) -> None:
     text = f"{CALL % 'here'}\n<tool_call>\n{malformed}"
     _, _, messages = play(renderer, [text], [[user("one")]], [TOOL], parser)
     assert messages[1] == {"role": "assistant", "content": text}
+    with pytest.raises(ValueError, match="a call is malformed"):
+        parser(renderer.tokenizer(text)["input_ids"], [], [TOOL])
 
 
 def test_renderers_that_do_not_fit_are_refused() -> None:
