@@ -4,17 +4,21 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from episode_players import QWEN3, TOOL, Scripted, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.config import Config
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.chat_template import ChatTemplate, Template
+from grpo_ray.episodes.checking import check_episodes, check_template
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.renderer_template import RendererTemplate, check_renderer, make_renderer, make_template
 from grpo_ray.episodes.session import Session
@@ -202,6 +206,8 @@ def test_a_malformed_call_is_text(malformed: str) -> None:
     text = f"{CALL % 'here'}\n<tool_call>\n{malformed}"
     _, _, messages = play(renderer, [text], [[user("one")]], [TOOL], parser)
     assert messages[1] == {"role": "assistant", "content": text}
+    with pytest.raises(ValueError, match="a call is malformed"):
+        parser(renderer.tokenizer(text)["input_ids"], [], [TOOL])
 
 
 def test_renderers_that_do_not_fit_are_refused() -> None:
@@ -233,6 +239,21 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)
     with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers, .*`make environments`"):
         check_renderer("qwen3")
+
+
+def test_a_run_asks_for_the_renderer_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = yaml.safe_load((Path(__file__).parents[1] / "configs/guess-number.yaml").read_text())
+    tokenizer = tokenizer_of_qwen3()
+
+    def config(**fields: Any) -> Config:
+        return Config.model_validate(data | {"episodes": data.get("episodes", {}) | fields})
+
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    check_episodes(config())
+    check_template(config(), tokenizer, ends_of(tokenizer))
+    for check in (check_episodes, lambda config: check_template(config, tokenizer, ends_of(tokenizer))):
+        with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers"):
+            check(config(renderer="qwen3"))
 
 
 def test_a_parser_without_a_renderer_is_refused() -> None:
