@@ -250,8 +250,8 @@ def test_a_run_asks_for_the_renderer_before_it_starts(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(sys.modules, "renderers", None)
     check_episodes(config())
-    check_template(config(), tokenizer, ends_of(tokenizer))
-    for check in (check_episodes, lambda config: check_template(config, tokenizer, ends_of(tokenizer))):
+    check_template(config(), tokenizer)
+    for check in (check_episodes, lambda config: check_template(config, tokenizer)):
         with pytest.raises(ValueError, match=r"episodes\.renderer needs renderers"):
             check(config(renderer="qwen3"))
 
