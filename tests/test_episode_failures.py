@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from local_runs import train
+from tiny_games import game_config
 
 from grpo_ray.config import Config
-from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.session import Session
 from grpo_ray.errors import RunError
 from grpo_ray.tasks.examples import Example
@@ -28,19 +28,8 @@ async def failing_often(session: Session, example: Example) -> float:
 
 
 def make_config(episode: str) -> Config:
-    tiny = ["hidden_size=32", "num_layers=1", "num_heads=2", "num_kv_heads=1", "warmup=null"]
-    return load_config(
-        "configs/guess-number.yaml",
-        [
-            *(f"model.tiny.{field}" for field in tiny),
-            f"task.episode=test_episode_failures:{episode}",
-            "task.num_validation_prompts=2",
-            "generator.engine=torch",
-            "algorithm.num_steps=2",
-            "algorithm.prompts_per_step=4",
-            "algorithm.samples_per_prompt=2",
-        ],
-    )
+    few = ["task.num_validation_prompts=2", "algorithm.num_steps=2", "algorithm.samples_per_prompt=2"]
+    return game_config(f"{__name__}:{episode}", *few)
 
 
 def test_a_run_ends_if_every_episode_fails(tmp_path: Path) -> None:

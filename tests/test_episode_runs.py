@@ -11,9 +11,9 @@ from local_actors import LocalActors
 from local_runs import Killed, Watcher, kill_after, train, until
 from run_process import untimed
 from safetensors.torch import load_file
+from tiny_games import game_config
 
 from grpo_ray.config import Config
-from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.session import Session
 from grpo_ray.run.controller import Controller
 from grpo_ray.tasks.examples import Example
@@ -51,24 +51,17 @@ async def slow_at_times(session: Session, example: Example) -> float:
 
 
 def make_config(episode: str, *overrides: str) -> Config:
-    tiny = ["hidden_size=32", "num_layers=1", "num_heads=2", "num_kv_heads=1", "warmup=null"]
-    return load_config(
-        "configs/guess-number.yaml",
-        [
-            *(f"model.tiny.{field}" for field in tiny),
-            f"task.episode={__name__}:{episode}",
-            "task.num_validation_prompts=3",
-            "sampling.max_tokens=4",
-            "generator.engine=torch",
-            "algorithm.num_steps=6",
-            "algorithm.prompts_per_step=4",
-            "algorithm.samples_per_prompt=3",
-            "learner.learning_rate=1e-2",
-            "evaluation.every_num_steps=2",
-            "recovery.restart_backoff_s=0.01",
-            "checkpoint.every_num_steps=2",
-            *overrides,
-        ],
+    return game_config(
+        f"{__name__}:{episode}",
+        "task.num_validation_prompts=3",
+        "sampling.max_tokens=4",
+        "algorithm.num_steps=6",
+        "algorithm.samples_per_prompt=3",
+        "learner.learning_rate=1e-2",
+        "evaluation.every_num_steps=2",
+        "recovery.restart_backoff_s=0.01",
+        "checkpoint.every_num_steps=2",
+        *overrides,
     )
 
 

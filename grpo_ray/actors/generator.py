@@ -34,7 +34,7 @@ class Generator:
         self._version = version
         self._staged: int | None = None  # the version of the staged weights
         self._inbox: Inbox | None = None  # while weights come by a wire to this process
-        self._boxes = TurnBoxes(self._sample)
+        self._boxes = TurnBoxes(self._sample_turn)
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -58,17 +58,11 @@ class Generator:
 
         Many calls run concurrently; cancelling one aborts its requests.
         """
-        self._enter()
         label = f"group {item.group_id}, {settings.num_samples} samples, started at version {self._version}"
-        try:
-            with self._clock.stage("generate"), self._clock.span("rollout", label):
-                completions = await self._engine.generate(item.prompt_token_ids, settings)
-                if self._slowdown_s:
-                    await asyncio.sleep(self._slowdown_s)
-            num_tokens = sum(len(completion.token_ids) for completion in completions)
-            return RolloutGroup(item, completions, self.name), num_tokens
-        finally:
-            self._leave()
+        with self._clock.span("rollout", label):
+            completions = await self._sample(item.prompt_token_ids, settings)
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        return RolloutGroup(item, completions, self.name), num_tokens
 
     async def begin_turns(self, worker: Worker, turns: Turns, cancelled: Sequence[int]) -> None:
         """Begin turns of a worker's episodes, and cancel others (episodes/turn_box.py)."""
@@ -78,15 +72,19 @@ class Generator:
         """Wait for a turn of the worker to finish; return all that have since the last call."""
         return await self._boxes.of(worker).finished()
 
-    async def _sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
-        """Sample one turn of an episode."""
+    async def _sample_turn(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        (completion,) = await self._sample(token_ids, settings)
+        return completion
+
+    async def _sample(self, token_ids: tuple[int, ...], settings: SamplingSettings) -> tuple[Completion, ...]:
+        """Sample with the engine, which must not sleep meanwhile."""
         self._enter()
         try:
             with self._clock.stage("generate"):
-                (completion,) = await self._engine.generate(token_ids, settings)
+                completions = await self._engine.generate(token_ids, settings)
                 if self._slowdown_s:
                     await asyncio.sleep(self._slowdown_s)
-            return completion
+            return completions
         finally:
             self._leave()
 

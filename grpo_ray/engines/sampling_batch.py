@@ -57,9 +57,12 @@ def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int
 
 def sample_seed(seed: int, sample: int) -> int:
     """Return the seed of one of a request's samples, counted from 0; the first has the request's own."""
-    if sample == 0:
-        return seed
-    return int(np.random.SeedSequence([seed, 0, sample]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return seed if sample == 0 else derived_seed(seed, 0, sample)
+
+
+def derived_seed(seed: int, *place: int) -> int:
+    """Return the seed of one of the places that draw apart from each other, below 2**63."""
+    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class SamplingBatch:

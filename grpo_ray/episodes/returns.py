@@ -77,17 +77,12 @@ def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_dis
 
     One that finished by itself counts as well-formed, one with a positive reward as right.
     """
-    rewards = [episode.reward for episode in episodes]
-    compare = partial(
-        episode_advantages,
-        kind=algorithm.advantage_kind,
-        advantage_eps=algorithm.advantage_eps,
-        std=algorithm.std,
-    )
+    rewards, compare = [episode.reward for episode in episodes], comparison(algorithm)
     known = np.array([reward or 0.0 for reward in rewards], np.float32)
     of_turns: list[np.ndarray] = []
     if any(episode.turn_rewards is not None for episode in episodes):
-        of_turns = turn_advantages(list(map(_turn_rewards, episodes)), turn_discount, compare)
+        per_turn = [rewards_per_turn(e.reward, e.turn_rewards, e.num_turns) for e in episodes]
+        of_turns = turn_advantages(per_turn, turn_discount, compare)
     return Verdict(
         rewards=known,
         format_rewards=np.array([episode.status == "finished" for episode in episodes], np.float32),
@@ -98,8 +93,20 @@ def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_dis
     )
 
 
-def _turn_rewards(episode: Episode) -> tuple[float, ...] | None:
+def comparison(algorithm: AlgorithmConfig) -> Callable[[Sequence[float | None]], np.ndarray]:
+    """Return `episode_advantages` with the configured options."""
+    return partial(
+        episode_advantages,
+        kind=algorithm.advantage_kind,
+        advantage_eps=algorithm.advantage_eps,
+        std=algorithm.std,
+    )
+
+
+def rewards_per_turn(
+    reward: float | None, turn_rewards: Sequence[float] | None, num_turns: int
+) -> Sequence[float] | None:
     """Return one reward per turn; an episode without any, such as one cut off, has its reward in the last."""
-    if episode.reward is None or episode.turn_rewards is not None:
-        return episode.turn_rewards
-    return (*[0.0] * (episode.num_turns - 1), episode.reward)[: episode.num_turns]
+    if reward is None or turn_rewards is not None:
+        return turn_rewards
+    return (*[0.0] * (num_turns - 1), reward)[:num_turns]

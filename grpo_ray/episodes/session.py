@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from grpo_ray.engines.base import Engine
+from grpo_ray.engines.sampling_batch import derived_seed
 from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
@@ -256,6 +255,4 @@ def _key(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def turn_seed(seed: int | None, turn: int) -> int | None:
     """Return the seed of a turn, from 0: the episode's own for the first, below 2**63 for the others."""
-    if seed is None or turn == 0:
-        return seed
-    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return seed if seed is None or turn == 0 else derived_seed(seed, turn)

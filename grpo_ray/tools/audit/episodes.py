@@ -5,7 +5,6 @@ Trusted are the tokens and the spans of turns; versions, counts and advantages m
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.outcome import Status
-from grpo_ray.episodes.returns import episode_advantages, turn_advantages
+from grpo_ray.episodes.returns import comparison, rewards_per_turn, turn_advantages
 from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]
@@ -180,35 +179,23 @@ def _audit_end(row: Row) -> Iterator[str]:
 
 def audit_comparison(members: Sequence[Row], config: Config) -> Iterator[str]:
     """Check a group's advantages against those that the recorded rewards give."""
-    algorithm = config.algorithm
-    compare = partial(
-        episode_advantages,
-        kind=algorithm.advantage_kind,
-        advantage_eps=algorithm.advantage_eps,
-        std=algorithm.std,
-    )
+    compare = comparison(config.algorithm)
     expected = compare([row["episode_reward"] for row in members])
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
         yield f"advantages {recorded.tolist()} are recorded, its rewards give {expected.tolist()}"
     by_turn: list[np.ndarray] | None = None
     if any(row["turn_rewards"] is not None for row in members):
-        by_turn = turn_advantages(list(map(_turn_rewards, members)), config.episodes.turn_discount, compare)
+        per_turn = [
+            rewards_per_turn(row["episode_reward"], row["turn_rewards"], row["num_turns"]) for row in members
+        ]
+        by_turn = turn_advantages(per_turn, config.episodes.turn_discount, compare)
     for number, row in enumerate(members):
         given, due = row["turn_advantages"], None if by_turn is None else by_turn[number]
         if (given is None) != (due is None):
             yield f"episode {row['sample']}: turn_advantages are {given}, its rewards give {due}"
         elif given is not None and due is not None and not _is_close(given, due):
             yield f"episode {row['sample']}: turn_advantages are {given}, its rewards give {due.tolist()}"
-
-
-def _turn_rewards(row: Row) -> list[float] | None:
-    """Return one reward per turn; an episode without them, beside others, has its reward in the last turn."""
-    reward, given = row["episode_reward"], row["turn_rewards"]
-    if given is not None or reward is None:
-        return None if given is None else list(given)
-    num_turns = row["num_turns"]
-    return [0.0] * (num_turns - 1) + [reward] * min(1, num_turns)
 
 
 def _is_close(given: Sequence[float], due: np.ndarray) -> bool:
