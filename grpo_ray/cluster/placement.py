@@ -163,16 +163,14 @@ def _shares(config: Config, resource: str) -> str:
         (generator_names(config), "Generators", "Generators"),
         (rank_names(config), "the Learner", "the Learner's ranks"),
         (scorer_names(config), "the Scorer", "Scorers"),
+        (environment_names(config), "the EnvironmentWorker", "EnvironmentWorkers"),
     )
-    shares = [
-        (
-            f"{len(names)} x " if len(names) > 1 or one == several else "",
-            amounts[names[0]],
-            several if len(names) > 1 else one,
-        )
-        for names, one, several in kinds
-    ]
-    return ", ".join(f"{times}{amount:g} for {actors}" for times, amount, actors in shares if amount)
+    shares = [(len(names), amounts[names[0]], one, several) for names, one, several in kinds if names]
+    return ", ".join(
+        f"{amount:g} for {one}" if number == 1 and one != several else f"{number} x {amount:g} for {several}"
+        for number, amount, one, several in shares
+        if amount
+    )
 
 
 def amounts_of(resources: Resources) -> str:
