@@ -36,7 +36,9 @@ class EpisodesConfig(Section):
     num_cpus: NonNegativeFloat = 0
     """CPUs that each worker reserves in Ray."""
     confined: bool = True
-    """Keep environments from files other than Python's own, and from more than `memory_gib`."""
+    """Keep the tools that replies call from files other than Python's own, and from more than `memory_gib`.
+    This is no sandbox for hostile code: an environment that executes code in its own process can reach
+    the network and the worker's other threads, which are not confined. Run such code in a container."""
     readable_paths: tuple[str, ...] = ()
     """Files and folders that a confined environment reads; modules can be read anyway."""
     writable_paths: tuple[str, ...] = ()
