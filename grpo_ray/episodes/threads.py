@@ -80,7 +80,7 @@ class StoppedThreads:
     def num_stuck(self) -> int:
         """Count the threads that have not come back from a call long after they were told to stop.
 
-        A thread whose episodes left calls of `asyncio.to_thread` behind counts once, however many hang.
+        A thread counts once, however many calls of `asyncio.to_thread` hang that its episodes began.
         """
         self._stopped = [(since, thread) for since, thread in self._stopped if thread.is_alive]
         limit = time.monotonic() - WIND_DOWN_S
