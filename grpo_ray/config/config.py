@@ -95,9 +95,13 @@ class Config(Section):
         return len(self.episode_tasks) == parts
 
     @property
-    def turn_timeout_s(self) -> float:
-        """Seconds after which a Generator that has not finished a turn of an episode is replaced."""
-        return min(self.recovery.group_timeout_s, self.episodes.max_seconds / 2)
+    def turn_silence_s(self) -> float:
+        """Seconds after which a Generator that has turns of episodes, and finishes none, is replaced.
+
+        A weight sync, which pauses all turns, has its own limit, so this is no shorter.
+        """
+        longest_turn_s = min(self.recovery.group_timeout_s, self.episodes.max_seconds / 2)
+        return max(self.weight_sync.phase_timeout_s, longest_turn_s)
 
     @property
     def gpus_per_generator(self) -> float:
