@@ -270,9 +270,9 @@ class ScoredGroup:
         arrays = [self.rewards, self.format_rewards, self.answer_rewards, self.advantages]
         arrays += [getattr(c, name) for c in completions for name in PER_TOKEN if hasattr(c, name)]
         texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
-        sequences = [sequence for c in completions if isinstance(c, Episode) for sequence in c.sequences]
-        num_prompt_tokens = sum(len(part.prompt_token_ids) for part in (item, *sequences))
-        return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + INT_BYTES * num_prompt_tokens
+        prompts = [item.prompt_token_ids]
+        prompts += [s.prompt_token_ids for c in completions if isinstance(c, Episode) for s in c.sequences]
+        return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + INT_BYTES * sum(map(len, prompts))
 
 
 @dataclass(frozen=True)

@@ -254,14 +254,14 @@ def test_a_generator_that_hangs_is_found_by_turns_that_give_up_sooner() -> None:
 
     async def work() -> None:
         link = TurnLink(FakeGenerator("generator-0", never), WORKER, 0.3)
-        async with asyncio.timeout(10):
-            with pytest.raises(TimeoutError, match=r"it had turns and finished none for 0\.3 s"):
-                while True:
-                    turn = asyncio.ensure_future(link.sample((1,), SETTINGS))
-                    await asyncio.wait({turn}, timeout=0.05)
-                    turn.cancel()
-                    if (await asyncio.wait({turn}))[0] and not turn.cancelled():
-                        turn.result()
+        ends: list[str] = []
+        while len(ends) < 100 and not (ends and ends[-1]):
+            turn = asyncio.ensure_future(link.sample((1,), SETTINGS))
+            await asyncio.wait({turn}, timeout=0.05)
+            turn.cancel()
+            ends += map(str, await asyncio.gather(turn, return_exceptions=True))
+        assert ends[-1] == "it had turns and finished none for 0.3 s"
+        assert len(ends) > 3
 
     asyncio.run(work())
 

@@ -50,12 +50,9 @@ class ReplayMemory:
             self._add(replayed)
 
     def add(self, groups: Iterable[ScoredGroup]) -> None:
-        """Add groups that have been trained on once, if they have a sampled token; evict the oldest to make room.
-
-        A group of which every token was masked as too old would otherwise rank as the newest, and never age.
-        """
+        """Add groups that have been trained on once; evict the oldest to make room."""
         for group in groups if self._num_drawn else ():
-            if group.rollout.oldest_version != NO_VERSION:
+            if group.rollout.oldest_version != NO_VERSION:  # else it would rank as the newest, and never age
                 self._add(ReplayedGroup(group, 1))
         max_bytes = self._config.max_gib * 2**30
         while self._groups and (len(self) > self._config.max_groups or self._num_bytes > max_bytes):

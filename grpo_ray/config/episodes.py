@@ -15,7 +15,8 @@ class EpisodesConfig(Section):
     max_tokens: PositiveInt = 4096
     """Maximum length of a turn's prompt and reply together, in tokens."""
     max_seconds: PositiveFloat = 600.0
-    """Wall-clock time of one episode; one that lasts longer has no reward, and leaves its group's baseline."""
+    """Time of one episode, with its waits for turns and weight syncs, but not the time in which no Generator
+    serves; one that lasts longer has no reward, and leaves its group's baseline."""
     truncated_reward: FiniteFloat = 0.0
     """Reward at the end of turns or tokens, unless the episode function catches it and returns its own."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -37,8 +38,8 @@ class EpisodesConfig(Section):
     """CPUs that each worker reserves in Ray."""
     confined: bool = True
     """Keep the tools that replies call from files other than Python's own, and from more than `memory_gib`.
-    It holds the threads of episodes, and what they start. It is no sandbox for hostile code: what `exec` runs in
-    the worker's process reaches the network, and Ray's threads, which are not confined."""
+    It holds the threads of episodes, and what they start. It is no sandbox for hostile code: what `exec` runs
+    in the worker's process reaches the network, and Ray's threads, which are not confined."""
     readable_paths: tuple[str, ...] = ()
     """Files and folders that a confined environment reads; modules can be read anyway."""
     writable_paths: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Mapping
 
 from grpo_ray.engines.base import EngineDied
+from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.turn_link import TurnClient, TurnLink
 from grpo_ray.errors import ActorDied
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
@@ -22,6 +23,7 @@ class TurnRouter:
             silence_s: see `TurnLink`.
         """
         self._worker, self._silence_s = (name, uuid.uuid4().hex), silence_s
+        self.served = ServingTime(is_serving=False)
         self._serving: dict[int, TurnLink] = {}  # by number: a replacement has another one
         self._failures: list[GeneratorFailure] = []
         self._changed = asyncio.Condition()
@@ -35,6 +37,7 @@ class TurnRouter:
                 for number, client in serving.items()
                 if number not in known
             }
+            self.served.set(bool(self._serving))
             self._changed.notify_all()
 
     async def failures(self, num_known: int) -> list[GeneratorFailure]:
@@ -72,6 +75,7 @@ class TurnRouter:
         async with self._changed:
             if number in self._serving:
                 self._serving = {other: link for other, link in self._serving.items() if other != number}
+                self.served.set(bool(self._serving))
                 self._failures.append(GeneratorFailure(number, error))
                 self._changed.notify_all()
 

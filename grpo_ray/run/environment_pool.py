@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from grpo_ray.actors.clients import EnvironmentClient, GeneratorClient
 from grpo_ray.episodes.environment_worker import environment_seed
+from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
@@ -39,6 +40,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         self._answer_s = min(ANSWER_S, context.config.recovery.stall_timeout_s / 2)
         self._numbers: dict[int, Incarnation] = {}  # all that have ever served
         self._serving: Mapping[int, GeneratorClient] = {}
+        self._served = ServingTime()
         self._changed = asyncio.Event()
         self._keeping: list[asyncio.Task[None]] = []
 
@@ -56,6 +58,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             if incarnation not in self._numbers.values():
                 self._numbers[len(self._numbers)] = incarnation
         self._serving = {n: g.client for n, g in self._numbers.items() if g in serving.values()}
+        self._served.set(bool(self._serving))
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -73,10 +76,9 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             seed = environment_seed(self._context.config.run.seed, purpose, item.group_id)
             limit_s = self._limit_s(worker.name)
             try:
-                async with asyncio.timeout(limit_s):
-                    with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
-                        group, report = worker.play(item, settings, seed)
-                        played = await report
+                with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
+                    group, report = worker.play(item, settings, seed)
+                    played = await self._served.within(limit_s, report)
             except ActorDied as error:
                 await self.replace(worker, str(error))
                 raise DataLost(str(error)) from error
