@@ -35,7 +35,7 @@ from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
 from grpo_ray.telemetry.metrics_catalog import SENT
 from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.run_files import step_name
-from grpo_ray.telemetry.run_log import Metrics, RunLog
+from grpo_ray.telemetry.run_log import FAILURES, Metrics, RunLog
 from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -327,7 +327,7 @@ class Controller:
         num_retried, self._pool.num_retried = self._pool.num_retried, 0
         return {
             "rollout/retried_groups": num_retried,
-            "recovery/restarts": self._log.num_events("generator_failed", "scorer_failed"),
+            "recovery/restarts": self._log.num_events(*FAILURES),
             "recovery/restores": self._log.num_events("restored"),
         }
 
