@@ -375,7 +375,7 @@ def test_groups_that_wait_have_no_thread_and_no_open_file(model: StartingModel) 
 
 
 def test_max_concurrent_bounds_the_episodes_that_run(model: StartingModel, tmp_path: Path) -> None:
-    worker = make_worker(model, "plain", "episodes.max_concurrent=5")
+    worker = make_worker(model, "plain", "episodes.max_concurrent=5", "episodes.max_seconds=60")
     most = 0
 
     async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:

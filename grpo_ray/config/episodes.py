@@ -6,6 +6,8 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, Positi
 
 from grpo_ray.config.section import Section
 
+GRACE_S = 5.0  # for an episode to end after it was cancelled
+
 
 class EpisodesConfig(Section):
     """Used if `task.kind` is `episodes`."""
@@ -46,6 +48,10 @@ class EpisodesConfig(Section):
     """Folders in which a confined environment writes, besides a temporary one of its own."""
     memory_gib: PositiveFloat = 16.0
     """Memory of all confined environments of one worker, in GiB."""
+
+    def num_rounds(self, num_episodes: int) -> int:
+        """Return the times `max_seconds` in which a worker plays that many episodes, given its places."""
+        return -(-num_episodes // self.max_concurrent)
 
     @model_validator(mode="after")
     def _parses_with_a_renderer(self) -> "EpisodesConfig":

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
+from grpo_ray.config.episodes import GRACE_S
 from grpo_ray.episodes.confinement import hint_for
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.serving_time import ServingTime
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 EpisodeFn = Callable[[Session, Example], Awaitable[float | Outcome]]
 ERROR_CHARS = 2000
-GRACE_S = 5.0  # for an episode to end after it was cancelled
 
 
 def load_episode(name: str, field: str = "task.episode") -> EpisodeFn:

@@ -46,9 +46,11 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Keep the workers informed, and replace those that die, in this task group."""
+        super().start(tasks)
         self._keeping = [tasks.create_task(self._keep(name)) for name in self._clients]
 
     def cancel(self) -> None:
+        super().cancel()
         for task in self._keeping:
             task.cancel()
 
@@ -93,8 +95,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
     def _limit_s(self, name: str) -> float:
         """Return the seconds for a worker's newest group; its episodes wait for those of earlier ones."""
         config = self._context.config
-        num_samples = max(config.algorithm.samples_per_prompt, config.evaluation.samples_per_prompt)
-        num_rounds = -(-self._num_groups[name] * num_samples // config.episodes.max_concurrent)
+        num_rounds = config.episodes.num_rounds(self._num_groups[name] * config.largest_group)
         return num_rounds * (config.episodes.max_seconds + GRACE_S)
 
     async def _keep(self, name: str) -> None:
@@ -110,7 +111,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
                     changed.cancel()
                 await watching
             except (ActorDied, TimeoutError) as error:
-                if isinstance(error, ActorDied) or not self.is_being_replaced(name):  # or else it starts
+                if isinstance(error, ActorDied) or name not in self.replacing:  # or else it starts
                     await self.replace(worker, str(error) or f"it has not answered for {self._answer_s:g} s")
             finally:
                 watching.cancel()
