@@ -1,7 +1,7 @@
-"""The Generators and the Scorers as one, and the replacement of Generators while a run continues.
+"""All that samples and grades as one, and the replacement of Generators while a run continues.
 
 A Generator that dies, or fails a weight sync, is replaced: its groups are sampled again by Generators that
-serve, and the replacement gets none before its first sync. scorer_pool.py does the same for Scorers.
+serve, and the replacement gets none before its first sync. stateless_actors.py replaces the other actors.
 Nothing here waits without a limit: an actor that does not start in time is killed and started again, within
 the budget of restarts, and a group that fails or is lost too often is given up.
 """
@@ -42,7 +42,7 @@ def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) 
 
 
 class GeneratorPool:
-    """The Generators that serve and the Scorers: samples and scores groups, and replaces actors that fail."""
+    """The actors that serve: samples or plays groups, and scores them, and replaces the actors that fail."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class StallWatch:
         """Check for a stall until cancelled.
 
         Raises:
-            Stalled: no call was answered for `limit_s`, and neither a Generator nor a Scorer is the cause.
+            Stalled: no call was answered for `limit_s`, and no actor that can be replaced is the cause.
         """
         while True:
             await asyncio.sleep(self._look_s)
