@@ -22,7 +22,7 @@ Plan = tuple[bool, int]  # of a turn: it rewrites the history; new tokens before
 
 @dataclass
 class Games:
-    """What the episodes of a run do, in cycles, and what was sampled and trained."""
+    """The plans of a run's episodes, which repeat, and the tokens and batches that come of them."""
 
     plans: list[list[Plan]]  # of each episode: its turns
     numbers: "itertools.count[int]" = field(
