@@ -14,6 +14,8 @@ Std = Literal["sample", "population"]
 LossType = Literal["no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo"]
 # The losses with a ratio to old log-probabilities.
 RATIO_LOSSES: tuple[LossType, ...] = ("unclipped", "grpo_clip", "gspo", "cispo")
+# The losses with one ratio per response, for which an advantage per token is that of the whole response.
+RESPONSE_LOSSES: tuple[LossType, ...] = ("gspo",)
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 OldLogProbs = Literal["behaviour", "proximal"]
 Correction = Literal["none", "truncate_token", "truncate_sequence", "mask_band"]
