@@ -54,9 +54,7 @@ def test_what_the_run_decides_is_refused_by_name(name: str, remedy: str) -> None
 
 
 def test_the_torch_engine_takes_none() -> None:
-    with pytest.raises(
-        ConfigError, match=r"generator: engine_args are vLLM's, and generator.engine is `torch`"
-    ):
+    with pytest.raises(ConfigError, match=r"generator: engine_args are vLLM's, and engine is `torch`"):
         quickstart("generator.engine=torch", "generator.engine_args.quantization=fp8")
 
 
