@@ -43,7 +43,7 @@ def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
     """Return the configured engine with the teacher.
 
     Args:
-        start: the policy's, whose lengths and end tokens are its samples'.
+        start: the policy's; its lengths and end tokens are those of the samples.
     """
     if config.distillation.engine == "torch":
         from grpo_ray.engines.torch_teacher import TorchTeacher
