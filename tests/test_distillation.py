@@ -209,7 +209,10 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
         (["distillation.engine=vllm", "sampling.temperature=0.7"], "sampling.temperature is 0.7, and vLLM"),
         (["distillation.engine=vllm"], "sampling.min_tokens is 4: .* set it to 0"),
         (["distillation.coefficient=0"], "distillation.coefficient: 0 is not valid"),
-        (["distillation.engine_args.seed=1"], "distillation.engine_args: seed is decided by the run"),
+        (
+            ["distillation.engine=vllm", "distillation.engine_args.tensor_parallel_size=2"],
+            "distillation.engine_args: tensor_parallel_size is decided by the run; set distillation.num_gpus",
+        ),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(overrides: list[str], message: str) -> None:

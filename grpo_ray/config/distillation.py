@@ -1,5 +1,8 @@
 """The configuration of on-policy distillation: a teacher that judges every token of the policy's responses."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import PositiveFloat, PositiveInt
 
 from grpo_ray.config.sampling import EngineConfig
@@ -7,6 +10,11 @@ from grpo_ray.config.sampling import EngineConfig
 
 class DistillationConfig(EngineConfig):
     """Used if `teacher` is given. With `engine: torch` the micro-batches are `learner.micro_batch_tokens`."""
+
+    _other_fields: ClassVar[Mapping[str, str]] = {
+        "generator.": "distillation.",
+        "model.path": "distillation.teacher",
+    }
 
     teacher: str | None = None
     """Teacher model: a folder in Hugging Face format, such as a checkpoint of a run, or a hub name. It must

@@ -1,6 +1,7 @@
 """The configuration of sampling: the distribution of responses, and the Generators that draw them."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -36,6 +37,8 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """An inference engine: its kind, devices and memory."""
 
+    _other_fields: ClassVar[Mapping[str, str]] = {}
+
     engine: Literal["vllm", "torch"] = "vllm"
     """`vllm` for real runs; `torch` is a plain reference implementation."""
     num_gpus: NonNegativeInt = 1
@@ -63,7 +66,7 @@ class EngineConfig(Section):
     @field_validator("engine_args")
     @classmethod
     def _leave_what_the_run_decides(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        refuse_decided(arguments)
+        refuse_decided(arguments, cls._other_fields)
         return arguments
 
     @model_validator(mode="after")
