@@ -7,11 +7,11 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
+from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import hint_for
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
-from grpo_ray.rewards.user_function import import_function
 from grpo_ray.tasks.examples import Example
 
 if TYPE_CHECKING:
