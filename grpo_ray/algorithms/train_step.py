@@ -38,7 +38,7 @@ def policy_gradient_step(
             are kept.
         advantages: `[batch, 1]` or `[batch, seq]`; for `no_baseline` the raw rewards.
         old_log_probs: `[batch, seq]`, for the ratio losses; others ignore it.
-        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated (`importance_weights`).
+        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated (`correction_weights`).
         reference_log_probs: `[batch, seq]`, nats; never differentiated.
         entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus.
         row_tokens: `[batch]`, see `aggregate_loss`.
@@ -72,7 +72,7 @@ def policy_gradient_step(
     if weights is not None:
         per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
     sums = {"num_tokens": mask.sum()}
-    if "clipped" in details and advantages is not None:
+    if "clipped" in details and "ratio" in details and advantages is not None:
         has_gradient = mask & (advantages != 0)  # whatever other groups the added terms bring along
         is_clipped = details["clipped"] & has_gradient
         sums |= {"num_ratios": has_gradient.sum(), "num_clipped": is_clipped.sum()}
@@ -83,7 +83,7 @@ def policy_gradient_step(
     if objective.kl_coefficient:
         if reference_log_probs is None:
             raise ValueError(f"kl_coefficient {objective.kl_coefficient} needs reference_log_probs")
-        kl = kl_estimate(policy_log_probs, reference_log_probs, objective.kl_estimator)
+        kl = kl_estimate(policy_log_probs, reference_log_probs, objective.kl_estimator, old_log_probs)
         per_token_loss = per_token_loss + objective.kl_coefficient * kl
     if objective.entropy_bonus:
         if entropy is None:

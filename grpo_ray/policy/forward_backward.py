@@ -12,10 +12,11 @@ import torch
 from torch.profiler import record_function
 
 from grpo_ray.algorithms import (
+    CorrectionInputs,
     Objective,
     correction_sums,
+    correction_weights,
     effective_sample_sums,
-    importance_weights,
     kl_sums,
     logprob_mismatch,
     loss_denominator,
@@ -63,7 +64,7 @@ class ForwardBackward:
         """True if the objective uses the policy as it was before the first update on the batch."""
         algorithm = self._config.algorithm
         is_old = algorithm.old_log_probs == "proximal" and self._objective.needs_old_log_probs
-        return is_old or algorithm.off_policy_correction != "none"
+        return is_old or bool(algorithm.corrections)
 
     def take_obstacle(self) -> str | None:
         """Return once why the model cannot share prompts; None if it can or need not."""
@@ -100,14 +101,20 @@ class ForwardBackward:
         """
         config = self._config
         has_other_terms = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
-        samples = samples_of(sequences)
-        counts_of = [sum(map(self._num_counted, sample)) for sample in samples]
+        by_group: dict[int, list[TrainSequence]] = {}
+        for s in sequences:
+            by_group.setdefault(s.group, []).append(s)
+        samples, aggregation = samples_of(sequences), self._objective.aggregation
+        units = list(by_group.values()) if aggregation == "prompt_mean" else samples
+        counts_of = [sum(map(self._num_counted, unit)) for unit in units]
         denominator = loss_denominator(
-            self._objective.aggregation, len(samples), sum(counts_of), config.sampling.max_tokens
+            aggregation, len(samples), sum(counts_of), config.sampling.max_tokens, len(by_group)
         )
-        if len(samples) < len(sequences):  # those of one sample may be in different micro-batches
-            counted = zip(samples, counts_of, strict=True)
-            sequences = [replace(s, sample_tokens=num) for sample, num in counted for s in sample]
+        if (
+            len(units) < len(sequences) or aggregation == "prompt_mean"
+        ):  # those of one unit may be in different micro-batches
+            counted = zip(units, counts_of, strict=True)
+            sequences = [replace(s, sample_tokens=num) for unit, num in counted for s in unit]
         computed = [s for s in sequences if s.has_signal or has_other_terms]
         if not denominator:  # the loss counts no token of any sequence
             computed = []
@@ -140,7 +147,7 @@ class ForwardBackward:
         log_probs, entropy = self._log_probs(model, batch)  # [batch, resp]
         # None stored: this is the only update, so the current policy is the one before the first update.
         proximal = log_probs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
-        weights, measured = self._weights(proximal, batch)
+        weights, measured = self._weights(proximal, log_probs.detach(), batch)
         loss, counts = policy_gradient_step(
             log_probs,
             mask,
@@ -161,16 +168,16 @@ class ForwardBackward:
         return counts | {"kl_tokens": counts["num_tokens"], "loss": loss.detach()}
 
     def _weights(
-        self, proximal: torch.Tensor, batch: MicroBatch
+        self, proximal: torch.Tensor, current: torch.Tensor, batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Return the correction's weights, None without one, and their sums over tokens with an advantage."""
-        algorithm, behaviour = self._config.algorithm, batch.behaviour_logprobs
-        kind, cap = algorithm.off_policy_correction, algorithm.correction_cap
-        if kind == "none":
+        """Return the corrections' weights, None without one, and their sums over tokens with an advantage."""
+        if not self._objective.corrections:
             return None, {}
-        mask = batch.response_mask
-        weights = importance_weights(proximal, behaviour, mask, kind, cap, algorithm.correction_band)
-        return weights, correction_sums(weights, behaviour, batch.advantage_mask, kind, cap)
+        inputs = CorrectionInputs.of(
+            proximal, batch.behaviour_logprobs, batch.response_mask, batch.advantages, current
+        )
+        weights, is_limited = correction_weights(inputs, self._objective.corrections)
+        return weights, correction_sums(weights, is_limited, inputs.mask & batch.advantage_mask)
 
     def _log_probs(self, model: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._layout is not None

@@ -145,6 +145,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "tokens whose weight algorithm.off_policy_correction truncated or masked, of those with an advantage "
         "other than 0, over all updates",
     ),
+    "correction/dropped_frac": ("share", "those of them with weight 0"),
     "correction/weight/mean": ("", "mean weight of algorithm.off_policy_correction, over the same tokens"),
     "correction/weight/min": ("", "smallest weight of algorithm.off_policy_correction"),
     "correction/weight/max": ("", "largest weight of algorithm.off_policy_correction"),

@@ -71,7 +71,7 @@ def passes_on(gpu: GpuType, config: Config, work: Workload) -> Passes:
 def num_lookups(config: Config) -> int:
     """Return how often a step passes its batch forward only, to look log-probabilities up."""
     algorithm = config.algorithm
-    is_proximal = algorithm.old_log_probs == "proximal" or algorithm.off_policy_correction != "none"
+    is_proximal = algorithm.old_log_probs == "proximal" or bool(algorithm.corrections)
     return (is_proximal and config.num_updates > 1) + (algorithm.kl.reference != "none")
 
 
