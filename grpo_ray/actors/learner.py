@@ -241,9 +241,10 @@ class Learner:
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
         is_single = num_epochs == 1 and (size is None or size >= len(samples_of(sequences)))
-        if not is_single and self._forward_backward.needs_proximal:
+        passes = self._forward_backward
+        if passes.selects_tokens or (not is_single and passes.needs_proximal):
             with self._clock.stage("logprobs", "before the first update"):
-                look_up = partial(self._forward_backward.with_proximal, self.model)
+                look_up = partial(passes.with_proximal, self.model)
                 sequences = self._memory.retry(look_up, sequences)
         updates: list[dict[str, float]] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):

@@ -43,6 +43,7 @@ from grpo_ray.algorithms.losses import (
     compute_unclipped_loss,
 )
 from grpo_ray.algorithms.objective import Objective
+from grpo_ray.algorithms.selection import SELECTIONS
 from grpo_ray.algorithms.train_step import grpo_microbatch_train_step, policy_gradient_step
 from grpo_ray.config.algorithm import (
     RATIO_LOSSES,
@@ -57,6 +58,7 @@ __all__ = [
     "CORRECTIONS",
     "LOSSES",
     "RATIO_LOSSES",
+    "SELECTIONS",
     "AdvantageKind",
     "Aggregation",
     "Correction",

@@ -8,6 +8,7 @@ import torch
 from grpo_ray.algorithms.inputs import CorrectionInputs, uses_ratio
 from grpo_ray.algorithms.objective import Objective
 from grpo_ray.algorithms.registry import correction_function, loss_function
+from grpo_ray.algorithms.selection import SELECTIONS
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
 
@@ -28,6 +29,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     _check_fields("loss_options", config.loss_options, LOSS_FIELDS)
     _check_fields("correction_options", config.correction_options, CORRECTION_FIELDS)
     _check_loss(config)
+    _check_selection(config)
     taken: set[str] = set()
     for name in config.corrections:
         taken |= _check_correction(name, config)
@@ -37,6 +39,17 @@ def check_algorithm(config: AlgorithmConfig) -> None:
             f"algorithm.correction_options: no correction in effect has an argument {unknown[0]!r}; "
             f"they take {names}"
         )
+
+
+def _check_selection(config: AlgorithmConfig) -> None:
+    if config.token_selection == "none":
+        if config.selection_options:
+            raise ValueError("algorithm.selection_options: token_selection is `none`, which takes none")
+        return
+    what = f"algorithm.token_selection: {config.token_selection}"
+    positional = "log_probs, entropies, advantages, rng"
+    parameters = keyword_parameters(SELECTIONS[config.token_selection], positional, what) or {}
+    check_arguments(parameters, config.selection_options, what, "give algorithm.selection_options: {{}: ...}")
 
 
 def _check_loss(config: AlgorithmConfig) -> None:

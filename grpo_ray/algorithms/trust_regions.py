@@ -51,7 +51,7 @@ def dppo_kl(
 def sapo(inputs: RatioInputs, *, tau: float = 1.0, tau_negative: float = 1.05) -> tuple[Tensor, Details]:
     """Compute SAPO: `-4 / t * sigmoid(t * (ratio - 1)) * A`, with `t = tau` where A > 0, else `tau_negative`.
 
-    Soft Adaptive Policy Optimization (arXiv:2511.20347): in place of a clip a gate whose slope is 1 at ratio 1
+    Soft Adaptive Policy Optimization (arXiv:2511.20347): in place of a clip a gate with slope 1 at ratio 1
     and fades on both sides. `clipped` is false everywhere.
 
     Args:

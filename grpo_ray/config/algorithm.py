@@ -28,6 +28,7 @@ Correction = Literal[
 ]
 # The corrections that weigh a token by proximal / behaviour; the other ones keep or drop a whole response.
 WEIGHING: tuple[Correction, ...] = ("truncate_token", "truncate_sequence", "mask_band")
+TokenSelection = Literal["none", "top_entropy", "clip_cov", "kl_cov"]
 KLReference = Literal["none", "initial", "ema"]
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "unbiased"]
 # Epsilon below and above a ratio of 1, where it is not 0.2. CISPO's ratio is a weight, capped at 5 and with no
@@ -160,6 +161,12 @@ class AlgorithmConfig(Section):
     `mask_band`, none and 3 for `mask_product`, 0.99 and 1.01 for `mask_geometric`."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the token entropies, which are maximised; they are aggregated like the loss."""
+    token_selection: TokenSelection = "none"
+    """Tokens chosen over the whole batch, by the policy before its first update: train only on those with the
+    largest entropy (`top_entropy`); leave some out (`clip_cov`) or hold them back (`kl_cov`) that are both
+    likely and good, and so take the entropy away. Costs a forward pass."""
+    selection_options: dict[str, Argument] = Field(default_factory=dict)
+    """Keyword arguments of the token selection, such as its `share` of the tokens."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """Length of the zone before `sampling.max_tokens` in which each further token costs reward (DAPO's soft
     overlong punishment); 0 turns it off."""
@@ -236,6 +243,17 @@ class AlgorithmConfig(Section):
                 f"`{self.loss}` already includes; set old_log_probs to `proximal`, or off_policy_correction "
                 "to `none`"
             )
+
+    @model_validator(mode="after")
+    def _held_tokens_can_move(self) -> "AlgorithmConfig":
+        is_single = self.epochs_per_batch == 1 and self.train_batch_size is None
+        if self.token_selection == "kl_cov" and self.old_log_probs == "proximal" and is_single:
+            raise ValueError(
+                "token_selection `kl_cov` penalizes |log(pi / pi_old)|, which is 0 in the only update on a "
+                "batch with old_log_probs `proximal`; set old_log_probs to `behaviour`, or ask for several "
+                "updates"
+            )
+        return self
 
     @model_validator(mode="after")
     def _updates_fit(self) -> "AlgorithmConfig":
