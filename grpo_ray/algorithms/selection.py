@@ -20,7 +20,7 @@ def top_entropy(
 ) -> tuple[Values, Values]:
     """Train only on the `share` of tokens with the largest entropy ("forking tokens").
 
-    (Wang et al., "Beyond the 80/20 Rule", arXiv:2506.01939, Eq. 5.) Tokens equal to the quantile are kept.
+    (Wang et al., "Beyond the 80/20 Rule", arXiv:2506.01939.) Tokens equal to the quantile are kept.
     """
     return (entropies >= np.quantile(entropies, 1 - share)).astype(np.float32), np.zeros_like(entropies)
 
@@ -37,7 +37,7 @@ def clip_cov(
 ) -> tuple[Values, Values]:
     """Leave out a random `share` of the tokens, from those of a covariance between `low` and `high`.
 
-    (Cui et al., "The Entropy Mechanism of RL", arXiv:2505.22617, Eq. 10-12.) Tokens that are both likely and
+    (Cui et al., "The Entropy Mechanism of RL", arXiv:2505.22617: Clip-Cov.) Tokens that are both likely and
     good take the entropy away: their covariance `(log pi - mean) * (A - mean)` is large.
     """
     covariance = _covariance(log_probs, advantages)
@@ -59,7 +59,7 @@ def kl_cov(
 ) -> tuple[Values, Values]:
     """Hold back the `share` of tokens with the largest covariance by `coefficient` times `|log(pi / pi_old)|`.
 
-    (The same paper, Eq. 13-14.)
+    (The same paper: KL-Cov.)
     """
     num_held = max(1, round(share * len(log_probs)))
     penalties = np.zeros(len(log_probs), np.float32)

@@ -72,7 +72,7 @@ def gmpo(
 ) -> tuple[Tensor, Details]:
     """Compute GMPO: `-(geometric mean over the response of its clipped ratios) * A`.
 
-    Geometric-Mean Policy Optimization (arXiv:2507.20673, Eq. 4): each log ratio is bounded by `cliprange_high`
+    Geometric-Mean Policy Optimization (arXiv:2507.20673): each log ratio is bounded by `cliprange_high`
     where A > 0 and by `-cliprange` elsewhere, then averaged. Each token has its response's value, so that
     `sequence_mean` gives the paper's objective. The branches of an episode are rows with a mean of their own,
     as in `gspo`; so are turns with different advantages bounded by their own signs.

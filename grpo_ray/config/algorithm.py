@@ -161,6 +161,13 @@ class AlgorithmConfig(Section):
     `mask_band`, none and 3 for `mask_product`, 0.99 and 1.01 for `mask_geometric`."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the token entropies, which are maximised; they are aggregated like the loss."""
+    entropy_target: NonNegativeFloat | None = None
+    """Adapt the weight, beginning with `entropy_bonus`, to the mean entropy in nats per token: after a step at
+    or below this target it rises, otherwise it falls; it acts only after a step at or below the target."""
+    entropy_step: PositiveFloat = 0.005
+    """Change of an adapted weight per step."""
+    entropy_bonus_max: PositiveFloat = 1.0
+    """Largest adapted weight."""
     token_selection: TokenSelection = "none"
     """Tokens chosen over the whole batch, by the policy before its first update: train only on those with the
     largest entropy (`top_entropy`); leave some out (`clip_cov`) or hold them back (`kl_cov`) that are both
@@ -197,6 +204,11 @@ class AlgorithmConfig(Section):
         """The corrections in effect, of which the weights are multiplied."""
         names = self.off_policy_correction
         return names if isinstance(names, tuple) else () if names == "none" else (names,)
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """True if the entropy is part of the objective, at least in some steps."""
+        return self.entropy_bonus > 0 or self.entropy_target is not None
 
     @property
     def clip_epsilons(self) -> tuple[float, float]:

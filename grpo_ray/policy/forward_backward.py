@@ -26,6 +26,7 @@ from grpo_ray.config import Config
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.sequences import TrainSequence, lengths_of, samples_of
 from grpo_ray.policy.dealing import Pass, deal, imbalance
+from grpo_ray.policy.entropy_bonus import EntropyBonus
 from grpo_ray.policy.layout import Layout, choose_layout
 from grpo_ray.policy.microbatch import MicroBatch
 from grpo_ray.policy.ranks import Ranks
@@ -51,6 +52,7 @@ class ForwardBackward:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
         self._ranks = ranks or Ranks()
         self._objective = Objective.from_config(config.algorithm)
+        self.entropy_bonus = EntropyBonus(config.algorithm)
         self._layout: Layout | None = None  # chosen in the first pass, when the model is on the device
         self._obstacle: str | None = None
         self.micro_batch_tokens = config.learner.micro_batch_tokens
@@ -124,7 +126,7 @@ class ForwardBackward:
         and are computed only if the objective has other terms.
         """
         config = self._config
-        has_other_terms = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
+        has_other_terms = config.algorithm.kl.coefficient or self.entropy_bonus.weight
         by_group: dict[int, list[TrainSequence]] = {}
         for s in sequences:
             by_group.setdefault(s.group, []).append(s)
@@ -175,7 +177,7 @@ class ForwardBackward:
         loss, counts = policy_gradient_step(
             log_probs,
             mask,
-            objective=self._objective,
+            objective=replace(self._objective, entropy_bonus=self.entropy_bonus.weight),
             denominator=denominator,
             advantages=batch.advantages,
             old_log_probs=proximal if algorithm.old_log_probs == "proximal" else batch.behaviour_logprobs,

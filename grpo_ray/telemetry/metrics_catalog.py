@@ -92,6 +92,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "loss/clip_frac/high": ("share", "the same, with a ratio above 1"),
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
+    "loss/entropy_bonus": ("", "weight of the entropy in effect, with algorithm.entropy_target alone"),
     "policy/entropy": (
         "nats per token",
         "entropy of the next-token distribution, estimated at the sampler's policy: mean of -log p over all "
