@@ -137,12 +137,12 @@ def slow_loss(method, policy, old, advantage, length, cliprange):
 @pytest.mark.parametrize(("normalization", "constant"), NORMALIZATIONS)
 def test_loss_and_aggregation_against_a_slow_loop(method, normalization, constant):
     policy, old = log_probs()
-    per_token, details = compute_policy_gradient_loss(ADVANTAGES, policy, method, old, 0.2, MASK)
+    per_token, details = compute_policy_gradient_loss(ADVANTAGES, policy, method, old, 0.05, MASK)
     loss = aggregate_loss_across_microbatch(per_token, MASK, normalization, constant)
     expected, num_clipped = 0.0, 0
     for row, length in enumerate(LENGTHS):
         losses, clipped = slow_loss(
-            method, policy[row].tolist(), old[row].tolist(), ADVANTAGES[row].item(), length, 0.2
+            method, policy[row].tolist(), old[row].tolist(), ADVANTAGES[row].item(), length, 0.05
         )
         assert per_token[row, :length].tolist() == pytest.approx(losses)
         num_clipped += clipped
