@@ -136,7 +136,7 @@ def slow_loss(method, policy, old, advantage, length, cliprange):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("normalization", "constant"), NORMALIZATIONS)
 def test_loss_and_aggregation_against_a_slow_loop(method, normalization, constant):
-    policy, old = log_probs()
+    policy, old = log_probs(seed=2)
     per_token, details = compute_policy_gradient_loss(ADVANTAGES, policy, method, old, 0.05, MASK)
     loss = aggregate_loss_across_microbatch(per_token, MASK, normalization, constant)
     expected, num_clipped = 0.0, 0
