@@ -6,18 +6,22 @@ from fractions import Fraction
 
 from grpo_ray.rewards.base import NotGraded, Ungradable
 from grpo_ray.rewards.math.algebra import is_equal_latex
-from grpo_ray.rewards.math.numbers import read_number
+from grpo_ray.rewards.math.approximation import APPROXIMATELY, is_rounded, read_approximation
+from grpo_ray.rewards.math.numbers import is_ratio_of, read_number
 from grpo_ray.rewards.math.structure import (
     MAX_PARTS,
+    OR,
     UNION,
     Bracketed,
     bracket_depth,
     is_asked_for,
     read_assignments,
     read_brackets,
+    read_chain,
     read_equation,
     read_list,
     read_matrix,
+    read_tuple,
     split,
 )
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, normalize, plain
@@ -33,6 +37,7 @@ LABEL = re.compile(r"(?:\\(?P<kind>angle|triangle|overline) ?)?\{?(?P<letters>[A
 PHRASE = re.compile(r"[A-Za-z][A-Za-z' .,-]*[A-Za-z.]")
 CLOCK = re.compile(r"(?<=\d) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
 RANGE = re.compile(r"[<>]|\\(?:le|ge|mathbb|emptyset)(?![A-Za-z])")
+PI = re.compile(r"\\pi(?![A-Za-z])")
 MEMBER = re.compile(r"[A-Za-z] ?\\in(?![A-Za-z]) ?")
 
 PROSE = r"[A-Za-z:,.!'\s$\\]*"
@@ -53,6 +58,8 @@ def is_equal(answer: str, truth: str) -> bool:
     for text, blame in ((truth, NotGraded), (answer, Ungradable)):
         if bracket_depth(text) > MAX_DEPTH:
             raise blame(f"brackets nested more than {MAX_DEPTH} deep")
+    if is_ratio_of(answer, truth) or is_ratio_of(truth, answer):
+        return True
     return bool(answer and truth) and _is_equal(answer, truth)
 
 
@@ -79,7 +86,9 @@ def _is_equal(answer: str, truth: str) -> bool:
         return _is_same_label(labels[0], labels[1])
     for compare in (
         _compare_matrices,
+        _compare_chains,
         _compare_lists,
+        _compare_approximations,
         _compare_equations,
         _compare_brackets,
         _compare_quantities,
@@ -131,6 +140,16 @@ def _is_same_label(given: re.Match[str], wanted: re.Match[str]) -> bool:
 # ---- compound answers: each comparison returns None where it does not apply ----
 
 
+def _compare_chains(answer: str, truth: str) -> bool | None:
+    """Compare two bounds as one chain: `x > -2 and x < 3` is `-2 < x < 3`, and so the interval."""
+    given, wanted = read_chain(answer), read_chain(truth)
+    if wanted is not None and OR.search(answer):
+        return False  # `x > -2 or x < 3`
+    if given is None and (wanted is None or len(read_list(answer)) > 1):
+        return None
+    return _is_equal(given or answer, wanted or truth)
+
+
 def _compare_lists(answer: str, truth: str) -> bool | None:
     r"""Compare lists and sets in any order: `1, 2`, `1 and 2`, `x = 1 or x = 2`, `1 \pm 2`, unions."""
     given, wanted = _members(answer), _members(truth)
@@ -139,6 +158,8 @@ def _compare_lists(answer: str, truth: str) -> bool | None:
         return None if is_unchanged else _is_equal(given[0], wanted[0])
     if len(wanted) == 1 and (values := read_assignments(given)):
         return _is_equal(values, truth)
+    if len(given) == 1 and not OR.search(truth) and (in_order := read_tuple(given[0], wanted)):
+        return _is_equal_in_order(in_order, [read_equation(part)[1][0] for part in wanted])
     names = [read_equation(part)[0] for part in wanted]
     if len(set(names)) > 1 and None in [read_equation(part)[0] for part in given]:
         return _is_equal_in_order(given, wanted)  # `x = 1, y = 2` asks for 1 and 2 in this order
@@ -172,6 +193,16 @@ def _is_equal_in_any_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
             return False
         del unpaired[found]
     return True
+
+
+def _compare_approximations(answer: str, truth: str) -> bool | None:
+    r"""Compare the exact value of `\frac{1}{3} \approx 0.333`; its decimal must be right as well."""
+    if APPROXIMATELY.search(truth):
+        return None
+    approximated = read_approximation(answer)
+    if approximated is None:
+        return False if APPROXIMATELY.search(answer) else None
+    return _is_equal(approximated.exact, truth) and is_rounded(approximated)
 
 
 def _compare_equations(answer: str, truth: str) -> bool | None:
@@ -225,6 +256,8 @@ def _compare_quantities(answer: str, truth: str) -> bool | None:
         return None
     if PERCENT in (given.unit, wanted.unit) and given.unit != wanted.unit:
         return _is_equal_percent(given, wanted)
+    if "degree" in (given.unit, wanted.unit) and _is_equal_angle(given, wanted):
+        return True
     if given.unit and wanted.unit and given.unit != wanted.unit:
         return False
     has_both = bool(given.unit and wanted.unit)
@@ -242,6 +275,16 @@ def _number(quantity: Quantity, is_converted: bool) -> Fraction | None:
     if number is None:
         return None
     return number * quantity.multiplier * (quantity.factor if is_converted else 1)
+
+
+def _is_equal_angle(given: Quantity, wanted: Quantity) -> bool:
+    r"""Compare degrees with radians, the unit of which is implied next to a pi: `90°` is `\frac{\pi}{2}`."""
+    degrees, radians = (given, wanted) if given.unit == "degree" else (wanted, given)
+    is_in_radians = radians.unit == "radian" or (not radians.unit and PI.search(radians.value))
+    number = read_number(degrees.value)
+    if not is_in_radians or number is None or (degrees.multiplier, radians.multiplier) != (1, 1):
+        return False
+    return _is_equal(rf"\frac{{{number.numerator} \pi}}{{{180 * number.denominator}}}", radians.value)
 
 
 def _is_equal_percent(given: Quantity, wanted: Quantity) -> bool:
