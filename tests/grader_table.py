@@ -509,7 +509,7 @@ TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {
          [r"-\infty < x \le 3", r"-\infty < x < \infty", r"-\infty < y < 3", "-3 < x < 3", r"3 < x < \infty"]),
         (r"(-\infty,-2) \cup (3,\infty)",
          ["x < -2 or x > 3", r"x > 3 \text{ or } x < -2"],
-         ["x < -2 and x > 3", "-2 < x < 3"]),
+         ["-2 < x < 3"]),
         (r"0 \le \theta < 2\pi",
          [r"\theta \ge 0 and \theta < 2\pi", r"[0, 2\pi)"],
          [r"[0, 2\pi]", r"\theta \ge 0 and \theta \le 2\pi", r"\theta \ge 0 or \theta < 2\pi"]),

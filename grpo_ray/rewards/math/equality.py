@@ -25,7 +25,7 @@ from grpo_ray.rewards.math.structure import (
     split,
 )
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, normalize, plain
-from grpo_ray.rewards.math.units import PERCENT, Quantity, read_quantities
+from grpo_ray.rewards.math.units import PERCENT, Quantity, as_radians, read_quantities
 
 SIMPLE_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 MAX_DEPTH = 7  # of nested brackets: parsing time is exponential in it
@@ -37,7 +37,6 @@ LABEL = re.compile(r"(?:\\(?P<kind>angle|triangle|overline) ?)?\{?(?P<letters>[A
 PHRASE = re.compile(r"[A-Za-z][A-Za-z' .,-]*[A-Za-z.]")
 CLOCK = re.compile(r"(?<=\d) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
 RANGE = re.compile(r"[<>]|\\(?:le|ge|mathbb|emptyset)(?![A-Za-z])")
-PI = re.compile(r"\\pi(?![A-Za-z])")
 MEMBER = re.compile(r"[A-Za-z] ?\\in(?![A-Za-z]) ?")
 
 PROSE = r"[A-Za-z:,.!'\s$\\]*"
@@ -256,8 +255,10 @@ def _compare_quantities(answer: str, truth: str) -> bool | None:
         return None
     if PERCENT in (given.unit, wanted.unit) and given.unit != wanted.unit:
         return _is_equal_percent(given, wanted)
-    if "degree" in (given.unit, wanted.unit) and _is_equal_angle(given, wanted):
-        return True
+    if "degree" in (given.unit, wanted.unit) and given.unit != wanted.unit:
+        radians = as_radians(given), as_radians(wanted)
+        if radians[0] and radians[1] and _is_equal(radians[0], radians[1]):
+            return True
     if given.unit and wanted.unit and given.unit != wanted.unit:
         return False
     has_both = bool(given.unit and wanted.unit)
@@ -277,23 +278,17 @@ def _number(quantity: Quantity, is_converted: bool) -> Fraction | None:
     return number * quantity.multiplier * (quantity.factor if is_converted else 1)
 
 
-def _is_equal_angle(given: Quantity, wanted: Quantity) -> bool:
-    r"""Compare degrees with radians, the unit of which is implied next to a pi: `90°` is `\frac{\pi}{2}`."""
-    degrees, radians = (given, wanted) if given.unit == "degree" else (wanted, given)
-    is_in_radians = radians.unit == "radian" or (not radians.unit and PI.search(radians.value))
-    number = read_number(degrees.value)
-    if not is_in_radians or number is None or (degrees.multiplier, radians.multiplier) != (1, 1):
-        return False
-    return _is_equal(rf"\frac{{{number.numerator} \pi}}{{{180 * number.denominator}}}", radians.value)
-
-
 def _is_equal_percent(given: Quantity, wanted: Quantity) -> bool:
     """Compare two values, one with a percent sign: `50%` equals 50 (the unit omitted) and 0.5 (its value)."""
     if given.unit and wanted.unit:
         return False
-    percent, bare = (given, wanted) if given.unit else (wanted, given)
-    if _is_equal(rf"\frac{{{percent.value}}}{{100}}", bare.value):
+    # The answer comes first: if it cannot be parsed it is wrong, but a truth that cannot be is an error.
+    values = [
+        rf"\frac{{{quantity.value}}}{{100}}" if quantity.unit else quantity.value
+        for quantity in (given, wanted)
+    ]
+    if _is_equal(*values):
         return True
     number = read_number(wanted.value)
     is_share = not wanted.unit and number is not None and abs(number) <= 1  # `0.5%` is not 0.5
-    return not is_share and _is_equal(percent.value, bare.value)
+    return not is_share and _is_equal(given.value, wanted.value)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from grpo_ray.rewards.math.numbers import read_number
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER
 
 MAX_PARTS = 32  # of an unordered list: every part is compared with every other
@@ -134,6 +135,9 @@ def read_chain(text: str) -> str | None:
     unknown = lower[0][1]
     if unknown != upper[0][0] or not UNKNOWN.fullmatch(unknown) or UNKNOWN.fullmatch(lower[0][0]):
         return None
+    ends = read_number(lower[0][0]), read_number(upper[0][1])
+    if ends[0] is not None and ends[1] is not None and ends[0] > ends[1]:
+        return None  # `x < -2 and x > 3` is meant as two ranges
     return f"{lower[0][0]} {lower[1][0]} {unknown} {upper[1][0]} {upper[0][1]}"
 
 
