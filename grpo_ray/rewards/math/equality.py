@@ -199,7 +199,7 @@ def _compare_approximations(answer: str, truth: str) -> bool | None:
     if APPROXIMATELY.search(truth):
         return None
     approximated = read_approximation(answer)
-    if approximated is None:
+    if approximated is None:  # not `33` for `33 \approx 33\%`, once the sign is read as a unit
         return False if APPROXIMATELY.search(answer) else None
     return _is_equal(approximated.exact, truth) and is_rounded(approximated)
 
