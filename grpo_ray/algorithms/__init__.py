@@ -7,6 +7,7 @@
 one micro-batch. `logprobs.py` and `chunked.py` compute the log-probabilities that go in, `correction.py` the
 weights of tokens from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and
 between sampler and Learner. The names that functions choose by (`LossType`, ...) are the configuration's.
+`cs336_2026.py` has the course handout's functions of spring 2026; those of spring 2025 are below.
 """
 
 from grpo_ray.algorithms.advantages import (
