@@ -7,7 +7,8 @@
 one micro-batch. `logprobs.py` and `chunked.py` compute the log-probabilities that go in, `correction.py` the
 weights of tokens from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and
 between sampler and Learner. Losses and corrections are functions of one dataclass each (`inputs.py`), found by
-name or import path in `registry.py`. The names (`LossType`, ...) are the configuration's.
+name or import path in `registry.py`. The names (`LossType`, ...) are the configuration's. `cs336_2026.py` has
+the course handout's functions of spring 2026; those of spring 2025 are below.
 """
 
 from grpo_ray.algorithms.advantages import (

@@ -201,7 +201,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "ranks/slowest": ("", "number of the rank with the least time in collectives: the others waited for it"),
     "ranks/imbalance": ("", "largest planned cost of a rank's share of the batch over the mean; 1 is even"),
-    "recovery/restarts": ("restarts", "Generators and Scorers restarted so far"),
+    "recovery/restarts": ("restarts", "Generators, Scorers and EnvironmentWorkers restarted so far"),
     "recovery/restores": ("restores", "restores from the last checkpoint so far"),
     "memory/object_store_spilled_bytes": ("bytes", "bytes that Ray's object store has spilled to disk so far"),
     "memory/learner_device_peak_bytes": (
