@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
 from grpo_ray.config.episodes import GRACE_S
+from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import hint_for
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
-from grpo_ray.rewards.user_function import import_function
 from grpo_ray.tasks.examples import Example
 
 if TYPE_CHECKING:

@@ -92,6 +92,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "loss/clip_frac/high": ("share", "the same, with a ratio above 1"),
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
+    "loss/entropy_bonus": ("", "weight of the entropy in effect, with algorithm.entropy_target alone"),
     "policy/entropy": (
         "nats per token",
         "entropy of the next-token distribution, estimated at the sampler's policy: mean of -log p over all "
@@ -145,6 +146,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "tokens whose weight algorithm.off_policy_correction truncated or masked, of those with an advantage "
         "other than 0, over all updates",
     ),
+    "correction/dropped_frac": ("share", "those of them with weight 0"),
     "correction/weight/mean": ("", "mean weight of algorithm.off_policy_correction, over the same tokens"),
     "correction/weight/min": ("", "smallest weight of algorithm.off_policy_correction"),
     "correction/weight/max": ("", "largest weight of algorithm.off_policy_correction"),
