@@ -1,11 +1,12 @@
-"""Losses and corrections by name: the package's own, and the user's as `module:function`."""
+"""Advantages, losses and corrections by name: the package's own, and the user's as `module:function`."""
 
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
+from grpo_ray.algorithms.advantages import ADVANTAGES
 from grpo_ray.algorithms.correction import CORRECTIONS
-from grpo_ray.algorithms.inputs import CorrectionFn, LossFn, arguments_of
+from grpo_ray.algorithms.inputs import AdvantageFn, CorrectionFn, LossFn, arguments_of
 from grpo_ray.algorithms.losses import LOSSES
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.user_code import import_function
@@ -14,6 +15,14 @@ CORRECTION_FIELDS = {
     "cap": "correction_cap",
     "band": "correction_band",
 }  # arguments that are fields of their own
+
+
+@cache
+def advantage_function(name: str) -> AdvantageFn:
+    """Return the advantage with this name, or import `module:function`."""
+    if ":" in name:
+        return import_function(name, "algorithm.advantage")
+    return cast("Mapping[str, AdvantageFn]", ADVANTAGES)[name]
 
 
 @cache

@@ -100,7 +100,7 @@ class ForwardBackward:
         and are computed only if the objective has other terms.
         """
         config = self._config
-        has_other_terms = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
+        has_other_terms = config.algorithm.kl.loss_coefficient or config.algorithm.entropy_bonus
         by_group: dict[int, list[TrainSequence]] = {}
         for s in sequences:
             by_group.setdefault(s.group, []).append(s)

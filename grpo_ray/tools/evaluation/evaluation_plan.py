@@ -140,5 +140,6 @@ def _serving(config: Config) -> Config:
     data = config.model_dump()
     data["learner"] |= {"num_gpus": 0, "num_cpus": 0}
     data["generator"] |= {"colocated": False, "slowdown_s": 0.0}
+    data["algorithm"] |= {"advantage": "mean_std", "advantage_options": {}, "advantage_scale": "group"}
     data["weight_sync"] |= {"transport": "object_store", "send": "merged"}  # folders of whole models, too
     return Config.model_validate(data)
