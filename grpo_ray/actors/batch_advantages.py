@@ -2,7 +2,7 @@
 
     KL in the reward  ->  comparison within each group, again  ->  scaling or whitening over the batch
 
-Every rank has the whole batch, and so computes the same advantages. What the Scorer recorded stays in the files.
+Every rank has the whole batch, and so computes the same advantages. The files keep those of the Scorer.
 """
 
 from collections.abc import Callable, Iterator, Sequence

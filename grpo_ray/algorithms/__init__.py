@@ -4,10 +4,11 @@
            (advantages.py)   (losses.py)      (aggregation.py)
 
 `comparison.py` applies the configured advantage to one group. `objective.py` says which loss, aggregation and
-further terms a run uses, and `train_step.py` joins them over one micro-batch. `logprobs.py` and `chunked.py` compute the log-probabilities that go in, `correction.py` the
-weights of tokens from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and
-between sampler and Learner. Advantages, losses and corrections are functions of one dataclass each
-(`inputs.py`), found by name or import path in `registry.py`. The names (`LossType`, ...) are the configuration's.
+further terms a run uses, and `train_step.py` joins them over one micro-batch. `logprobs.py` and `chunked.py`
+compute the log-probabilities that go in, `correction.py` the weights of tokens from a sampler that differs from
+the Learner, and `kl.py` distances: to a reference, and between sampler and Learner. Advantages, losses and
+corrections are functions of one dataclass each (`inputs.py`), found by name or import path in `registry.py`.
+The names (`LossType`, ...) are the configuration's.
 """
 
 from grpo_ray.algorithms.advantages import (

@@ -56,18 +56,16 @@ def _check_advantage(config: AlgorithmConfig) -> None:
     parameters = keyword_parameters(advantage_function(kind), "inputs", what) or {}
     own = {name: p for name, p in parameters.items() if name not in ADVANTAGE_FIELDS}
     check_arguments(own, config.advantage_options, what, "give algorithm.advantage_options: {{}: ...}")
-    if kind == "pass_at_k" and config.advantage_options["k"] > config.samples_per_prompt:
+    k = config.advantage_options.get("k")
+    if kind == "pass_at_k" and isinstance(k, int) and k > config.samples_per_prompt:
         raise ValueError(
-            f"algorithm.advantage_options: k is {config.advantage_options['k']}, more than the "
-            f"{config.samples_per_prompt} responses of a group (algorithm.samples_per_prompt); give at most that"
+            f"algorithm.advantage_options: k is {k}, and a group has only "
+            f"{config.samples_per_prompt} responses (algorithm.samples_per_prompt); give at most that"
         )
     if ":" in kind:
         size = config.samples_per_prompt
-        for rewards in (
-            np.arange(size) % 2,
-            np.zeros(size),
-            np.ones(1),
-        ):  # the last: the grader failed on others
+        alone = np.ones(1)  # as if the grader had failed on the others
+        for rewards in (np.arange(size) % 2, np.zeros(size), alone):
             try:
                 found = compare_group(rewards, np.ones(len(rewards), bool), config, rewards, rewards)
             except Exception as error:  # the function is the user's: show whatever it raises
