@@ -136,3 +136,34 @@ def slow_loss(
             losses[t] = 0.0 * new[t] if is_clipped else -min(q / p, 20.0) * a * new[t]
         num_clipped += is_clipped
     return losses, num_clipped
+
+
+def slow_kl(estimator: str, new: torch.Tensor, reference: float, old: float | None = None) -> torch.Tensor:
+    """Return the KL estimate of one token; `old` is its old logprob, for `unbiased`."""
+    difference = reference - new
+    values = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - difference - 1}
+    if estimator.endswith("+"):
+        return values[estimator[:-1]].detach() + values["k2"] - values["k2"].detach()
+    if estimator == "unbiased":
+        assert old is not None
+        return torch.exp(new - old) * values["k3"]
+    return values[estimator]
+
+
+def slow_total(
+    algorithm: AlgorithmConfig, losses: Sequence[Sequence[Any]], groups: Sequence[int], max_tokens: int
+) -> Any:
+    """Return the loss of a batch from its responses' token losses; `groups` are the responses' prompts."""
+    num_tokens = sum(map(len, losses))
+    total: Any = 0.0
+    for own, group in zip(losses, groups, strict=True):
+        of_prompt = sum(len(other) for other, place in zip(losses, groups, strict=True) if place == group)
+        divisor = {
+            "sequence_mean": len(own) * len(losses),
+            "token_mean": num_tokens,
+            "constant": len(losses) * max_tokens,
+            "sequence_sum": len(losses),
+            "prompt_mean": of_prompt * len(set(groups)),
+        }[algorithm.loss_aggregation]
+        total = total + (sum(own) / divisor if own else 0.0)
+    return total

@@ -178,6 +178,21 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["sampling.temperature=0.005"],
             ["sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"],
         ),
+        (
+            ["algorithm.off_policy_correction=[veto, tis]"],
+            ["algorithm.off_policy_correction[1]: 'tis' is not valid; allowed: none, truncate_token,"],
+        ),
+        (
+            ["algorithm.off_policy_correction=[veto, none]"],
+            ["off_policy_correction: ['veto', 'none'] is not a"],
+        ),
+        (["algorithm.off_policy_correction=[]"], ["off_policy_correction: [] is not a list of different"]),
+        (["algorithm.off_policy_correction=3"], ["algorithm.off_policy_correction: 3 is not valid; allowed: "]),
+        (
+            ["algorithm.off_policy_correction=[veto, truncate_token]"],
+            ["off_policy_correction weights tokens by proximal"],
+        ),
+        (["algorithm.loss=my.losses"], ["or a function of your own as `module:function`"]),
         (["algorithm.correction_band=[2, 1]"], ["correction_band is (2, 1): the first must be the smaller"]),
         (
             ["algorithm.off_policy_correction=mask_band"],
@@ -365,3 +380,18 @@ def test_a_model_path_in_the_home_folder_is_written_out(monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", "/home/someone")
     config = load_config("configs/quickstart.yaml", ["model.tiny=null", "model.path=~/models/m"])
     assert config.model.path == "/home/someone/models/m"
+
+
+def test_corrections_are_none_one_or_several() -> None:
+    def corrections(text: str) -> tuple[str, ...]:
+        overrides = [f"algorithm.off_policy_correction={text}", "algorithm.old_log_probs=proximal"]
+        return load_config("configs/quickstart.yaml", overrides).algorithm.corrections
+
+    assert corrections("none") == ()
+    assert corrections("veto") == ("veto",)
+    assert corrections("[truncate_token, my.module:mask]") == ("truncate_token", "my.module:mask")
+
+
+@pytest.mark.parametrize("band", ["[null, 3]", "[0.5, null]", "null"])
+def test_a_band_may_be_open(band: str) -> None:
+    load_config("configs/quickstart.yaml", [f"algorithm.correction_band={band}"])

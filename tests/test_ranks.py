@@ -127,6 +127,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "no baseline": {"algorithm": {"loss": "no_baseline"}},
     "cispo": {"algorithm": {"loss": "cispo", "aggregation": "token_mean"}},
     "gspo": {"algorithm": {"loss": "gspo"}},
+    "gmpo": {"algorithm": {"loss": "gmpo"}},
+    "luspo": {"algorithm": {"loss": "luspo"}},
+    "prompt mean": {"algorithm": {"aggregation": "prompt_mean", "train_batch_size": 6}},
+    "dropped responses": {
+        "algorithm": {"off_policy_correction": ("mask_product", "opsm"), "correction_options": {"delta": 0.0}}
+    },
+    "unbiased KL": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}}},
     "entropy": {"algorithm": {"entropy_bonus": 0.01}},
     "proximal, two epochs of minibatches": {
         "algorithm": {"old_log_probs": "proximal", "train_batch_size": 4, "epochs_per_batch": 2}

@@ -114,7 +114,7 @@ def pass_at_k(
     share_with_wrong = _choices(size - 1, k - 1, rewards)[(num_wrong - 1).clamp(min=0)]
     deviation = (share_failing * (1 - share_failing)).sqrt()
     advantages = torch.where(is_right, share_failing, share_failing - share_with_wrong) / (deviation + eps)
-    return torch.where(rewards.isnan(), rewards, advantages)
+    return torch.where(rewards.isnan(), rewards, advantages.masked_fill(deviation == 0, 0.0))
 
 
 def _choices(size: int, chosen: int, like: Tensor) -> Tensor:
@@ -157,18 +157,24 @@ ADVANTAGES: dict[AdvantageKind, AdvantageFn] = {
 
 
 def _centred(rewards: Tensor) -> Tensor:
-    """Return `r - mean`, and exactly 0 for equal rewards.
-
-    Rounding in the mean alone would leave 1e-8, which a division by the standard deviation would blow up.
-    """
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return centred.masked_fill(_has_equal_rewards(rewards)[:, None], 0.0)
+    return _or_zero(rewards - rewards.mean(dim=1, keepdim=True), rewards)
 
 
 def _standardized(rewards: Tensor, eps: float, std: Std) -> Tensor:
+    centred = _centred(rewards)
     if rewards.shape[1] < 2:
-        return _centred(rewards)
-    return _centred(rewards) / (rewards.std(dim=1, keepdim=True, correction=int(std == "sample")) + eps)
+        return centred
+    return _or_zero(
+        centred / (rewards.std(dim=1, keepdim=True, correction=int(std == "sample")) + eps), rewards
+    )
+
+
+def _or_zero(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Return the advantages, exactly 0 for equal rewards.
+
+    Rounding in the mean alone would leave 1e-8, which a division by the standard deviation would blow up.
+    """
+    return advantages.masked_fill(_has_equal_rewards(rewards)[:, None], 0.0)
 
 
 def group_advantages(

@@ -7,21 +7,15 @@ import numpy as np
 import torch
 
 from grpo_ray.algorithms.comparison import compare_group
-from grpo_ray.algorithms.correction import correction_weights
 from grpo_ray.algorithms.inputs import CorrectionInputs, uses_ratio
 from grpo_ray.algorithms.objective import Objective
-from grpo_ray.algorithms.registry import (
-    CORRECTION_FIELDS,
-    advantage_function,
-    correction_function,
-    corrections_of,
-    loss_function,
-)
+from grpo_ray.algorithms.registry import advantage_function, correction_function, loss_function
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
 
 ADVANTAGE_FIELDS = {"eps": "advantage_eps", "std": "std"}
 LOSS_FIELDS = {name: name for name in ("cliprange", "cliprange_high", "dual_clip")}
+CORRECTION_FIELDS = {"cap": "correction_cap", "band": "correction_band"}
 # A small batch, on which the user's own functions are tried.
 LOG_PROBS = ((-1.0, -2.0, -0.5), (-0.7, -3.0, 0.0))
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -90,8 +84,7 @@ def _check_loss(config: AlgorithmConfig) -> None:
             loss, _ = Objective.from_config(config).policy_gradient_loss(
                 log_probs, MASK, ADVANTAGES, log_probs.detach() - 0.1
             )
-            torch.autograd.backward(loss[MASK].sum())
-            is_right = loss[MASK].isfinite().all() and log_probs.grad is not None
+            is_right = loss.requires_grad and bool(loss[MASK].isfinite().all())
         except Exception as error:  # the function is the user's: show whatever it raises
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
         if not is_right:
@@ -111,7 +104,7 @@ def _check_correction(name: str, config: AlgorithmConfig) -> set[str]:
         inputs = CorrectionInputs.of(behaviour + 0.1, behaviour, MASK, ADVANTAGES)
         own_only = config.model_copy(update={"off_policy_correction": name})
         try:
-            weights, _ = correction_weights(inputs, corrections_of(own_only))
+            weights, _ = Objective.from_config(own_only).correction_weights(inputs)
             is_right = weights.shape == MASK.shape and bool((weights >= 0).all())
         except Exception as error:
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_ray.algorithms.inputs import CorrectionFn, Details, uses_ratio
+from grpo_ray.algorithms.correction import correction_weights
+from grpo_ray.algorithms.inputs import CorrectionInputs, Details, arguments_of, uses_ratio
 from grpo_ray.algorithms.losses import apply_loss
-from grpo_ray.algorithms.registry import corrections_of, loss_function
+from grpo_ray.algorithms.registry import correction_function, loss_function
 from grpo_ray.config.algorithm import Aggregation, AlgorithmConfig, KLEstimator
 
 
@@ -30,8 +31,10 @@ class Objective:
     """Weight of the entropy, in the objective per nat."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the loss function other than the clip ranges."""
-    corrections: tuple[tuple[CorrectionFn, Mapping[str, Any]], ...] = ()
-    """Off-policy corrections with their keyword arguments; their weights are multiplied."""
+    corrections: tuple[str, ...] = ()
+    """Names of off-policy corrections; their weights are multiplied."""
+    correction_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments; each goes to the corrections that take it."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> "Objective":
@@ -46,7 +49,12 @@ class Objective:
             kl_estimator=config.kl.estimator,
             entropy_bonus=config.entropy_bonus,
             loss_options=config.loss_options,
-            corrections=corrections_of(config),
+            corrections=config.corrections,
+            correction_options={
+                **config.correction_options,
+                "cap": config.correction_cap,
+                "band": config.correction_band,
+            },
         )
 
     @property
@@ -73,3 +81,8 @@ class Objective:
         tensors = policy_log_probs, mask, advantages, old_log_probs
         given = {**self.loss_options, **ranges}
         return apply_loss(loss_function(self.loss_type), self.loss_type, *tensors, given)
+
+    def correction_weights(self, inputs: CorrectionInputs) -> tuple[Tensor, Tensor]:
+        """Return the weights of this objective's corrections and where they intervened; see correction.py."""
+        functions = map(correction_function, self.corrections)
+        return correction_weights(inputs, [(f, arguments_of(f, self.correction_options)) for f in functions])

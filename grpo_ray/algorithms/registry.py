@@ -1,14 +1,18 @@
-"""Advantages, losses and corrections by name: the package's own, and the user's as `module:function`."""
+"""Advantages, losses and corrections by name: the package's own, and the user's as `module:function`.
+
+The user's code is imported here and nowhere else, when a run is checked or trains. `report` and `evaluate`
+compute none of these, and so import none of the code that a run's configuration names; `audit` computes
+advantages again, and imports such code only if the command line says so.
+"""
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 from grpo_ray.algorithms.advantages import ADVANTAGES
 from grpo_ray.algorithms.correction import CORRECTIONS
-from grpo_ray.algorithms.inputs import AdvantageFn, CorrectionFn, LossFn, arguments_of
+from grpo_ray.algorithms.inputs import AdvantageFn, CorrectionFn, LossFn
 from grpo_ray.algorithms.losses import LOSSES
-from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.user_code import import_function
 
 CORRECTION_FIELDS = {
@@ -39,11 +43,3 @@ def correction_function(name: str) -> CorrectionFn:
     if ":" in name:
         return import_function(name, "algorithm.off_policy_correction")
     return cast("Mapping[str, CorrectionFn]", CORRECTIONS)[name]
-
-
-def corrections_of(config: AlgorithmConfig) -> tuple[tuple[CorrectionFn, dict[str, Any]], ...]:
-    """Return the corrections in effect, each with its keyword arguments."""
-    fields = {argument: getattr(config, field) for argument, field in CORRECTION_FIELDS.items()}
-    given = {**config.correction_options, **fields}
-    functions = [correction_function(name) for name in config.corrections]
-    return tuple((function, arguments_of(function, given)) for function in functions)

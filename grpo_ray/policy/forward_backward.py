@@ -15,7 +15,6 @@ from grpo_ray.algorithms import (
     CorrectionInputs,
     Objective,
     correction_sums,
-    correction_weights,
     effective_sample_sums,
     kl_sums,
     logprob_mismatch,
@@ -176,7 +175,7 @@ class ForwardBackward:
         inputs = CorrectionInputs.of(
             proximal, batch.behaviour_logprobs, batch.response_mask, batch.advantages, current
         )
-        weights, is_limited = correction_weights(inputs, self._objective.corrections)
+        weights, is_limited = self._objective.correction_weights(inputs)
         return weights, correction_sums(weights, is_limited, inputs.mask & batch.advantage_mask)
 
     def _log_probs(self, model: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
