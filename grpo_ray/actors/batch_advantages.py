@@ -17,6 +17,8 @@ from grpo_ray.episodes.returns import compare_episodes, discounted_returns, turn
 from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.types import Completion, Episode, ScoredGroup
 
+ROUNDING = 1e-6  # of whitened float32 advantages
+
 
 def needs_batch(algorithm: AlgorithmConfig) -> bool:
     """Return True if the Scorer's advantages are not yet those that are trained on."""
@@ -141,8 +143,9 @@ def _whitened(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> tupl
     mean, std = float(np.average(values, weights=weights)), spread(values, algorithm, weights)
 
     def whiten(advantages: np.ndarray) -> np.ndarray:
-        centred = advantages - mean if std else np.zeros_like(advantages)  # no rounding of equal values
-        return centred / (std + algorithm.advantage_eps)
+        whitened = (advantages - mean) / (std + algorithm.advantage_eps)
+        # The rounding of a mean that is 0 in truth must not give signal to groups that have none.
+        return np.where((np.abs(whitened) < ROUNDING) | (std == 0), 0.0, whitened)
 
     return [_changed(group, whiten) for group in groups], std
 

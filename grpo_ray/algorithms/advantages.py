@@ -85,8 +85,9 @@ def raw(inputs: AdvantageInputs) -> Tensor:
 def max_rl(inputs: AdvantageInputs, *, eps: float = 1e-6) -> Tensor:
     """Return `(r - mean) / (mean + eps)`, and 0 in a group with a mean of at most 0.
 
-    (MaxRL, Tajwar et al. arXiv:2602.02710: with rewards of 0 and 1 its expectation is the gradient of the log
-    probability of a success, expanded to order G.) Meant for rewards of at least 0.
+    (MaxRL, Tajwar et al. arXiv:2602.02710: with rewards of 0 and 1 its expected gradient is that of the sum
+    of pass@k / k over k < G, the first terms of the log probability of a success.) Meant for rewards of at
+    least 0.
     """
     means = inputs.rewards.mean(dim=1, keepdim=True)
     return (_centred(inputs.rewards) / (means + eps)).masked_fill(means <= 0, 0.0)
@@ -164,9 +165,8 @@ def _standardized(rewards: Tensor, eps: float, std: Std) -> Tensor:
     centred = _centred(rewards)
     if rewards.shape[1] < 2:
         return centred
-    return _or_zero(
-        centred / (rewards.std(dim=1, keepdim=True, correction=int(std == "sample")) + eps), rewards
-    )
+    deviation = rewards.std(dim=1, keepdim=True, correction=int(std == "sample"))
+    return _or_zero(centred / (deviation + eps), rewards)
 
 
 def _or_zero(advantages: Tensor, rewards: Tensor) -> Tensor:
