@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from benchmarks.tiny_learner import model_folder
 from compare_trl import trl_problem
 from torch import Tensor
 
-from grpo_ray.algorithms import CorrectionInputs, Objective, loss_denominator, policy_gradient_step
+from grpo_ray.algorithms import SELECTIONS, CorrectionInputs, Objective, loss_denominator, policy_gradient_step
 from grpo_ray.config.algorithm import AlgorithmConfig
 
 TRL_SIDE = Path(__file__).with_name("trl_losses_side.py")
@@ -74,6 +75,10 @@ CASES = {
     "entropy bonus": Case(
         {"aggregation": "token_mean", "entropy_bonus": 0.2}, {"loss_type": "dapo", "entropy_coef": 0.2}
     ),
+    "top entropy": Case(
+        {"token_selection": "top_entropy", "selection_options": {"share": 0.3}},
+        {"loss_type": "grpo", "top_entropy_quantile": 0.3},
+    ),
     "opsm": Case(
         {"off_policy_correction": "opsm", "correction_options": {"delta": 0.05}, "old_log_probs": "proximal"},
         {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
@@ -119,6 +124,12 @@ def ours(case: Case, tensors: Mapping[str, Tensor]) -> tuple[float, list[Tensor]
     if objective.corrections:
         inputs = CorrectionInputs.of(tensors["old"], tensors["sampler"], mask, advantages, policy)
         weights, _ = objective.correction_weights(inputs)
+    if objective.selection != "none":
+        given = policy.detach()[mask].numpy(), entropy.detach()[mask].numpy(), np.zeros(int(mask.sum()))
+        chosen, _ = SELECTIONS[objective.selection](
+            *given, np.random.default_rng(), **objective.selection_options
+        )
+        weights = torch.zeros_like(policy).index_put((mask,), torch.from_numpy(chosen).double())
     denominator = loss_denominator(objective.aggregation, BATCH, int(mask.sum()), MAX_TOKENS)
     loss, _ = policy_gradient_step(
         policy, mask, objective=objective, denominator=denominator, advantages=advantages,

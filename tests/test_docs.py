@@ -15,8 +15,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from test_layout import ORDER
 
+from grpo_ray.algorithms import CorrectionInputs, Objective, check_algorithm
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
@@ -285,7 +287,26 @@ def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert every["What is 12 squared?"] == "144"
 
 
-@pytest.mark.slow
+def test_a_loss_and_a_correction_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    algorithm = load_config("my_loss.yaml").algorithm
+    check_algorithm(algorithm)
+    objective = Objective.from_config(algorithm)
+    old = torch.zeros(2, 2)
+    new = torch.log(torch.tensor([[1.2, 1.0], [0.92, 1.05]]))
+    advantages, mask = torch.tensor([[2.0], [-1.0]]), torch.ones(2, 2, dtype=torch.bool)
+    loss, details = objective.policy_gradient_loss(new, mask, advantages, old)
+    by_hand = torch.tensor(
+        [[0.5 * 2 / 0.2 * 0.04 - 2.4, -2.0], [0.5 / 0.2 * 0.0064 + 0.92, 0.5 / 0.2 * 0.0025 + 1.05]]
+    )
+    torch.testing.assert_close(loss, by_hand)
+    assert details["clipped"].tolist() == [[True, False], [False, False]]
+    inputs = CorrectionInputs.of(torch.tensor([[0.0, 2.5], [0.0, 1.5]]), old, mask, advantages)
+    assert objective.correction_weights(inputs)[0].tolist() == [[0, 0], [1, 1]]
+
+
 @pytest.mark.slow
 def test_a_task_a_loss_an_engine_a_transport_and_a_command_of_ones_own(tmp_path: Path) -> None:
     """Apply the page's diffs to a copy of the package, and use them there (extended_job.py)."""

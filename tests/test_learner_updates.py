@@ -111,6 +111,10 @@ class SlowLoss:
         drift = [b - a.item() if math.isfinite(b) else None for a, b in zip(new, behaviour, strict=True)]
         advantages = [float(advantage)] * len(tokens)
         weights = slow_product(algorithm, logs, advantages, drift)
+        penalties = [0.0] * len(tokens)
+        if s.token_weights is not None and s.token_penalties is not None:
+            weights = [a * b for a, b in zip(weights, s.token_weights.tolist(), strict=True)]
+            penalties = s.token_penalties.tolist()
         losses, num_clipped = slow_loss(algorithm, new, old, advantages, kept)
         self.num_clipped += num_clipped
         self.num_tokens += len(kept)
@@ -119,7 +123,8 @@ class SlowLoss:
             possible = rows[t][rows[t].isfinite()]
             negative_entropy = (possible.exp() * possible).sum()
             term = kl.coefficient * slow_kl(kl.estimator, new[t], reference[t], old[t])
-            added.append(weights[t] * losses[t] + term + algorithm.entropy_bonus * negative_entropy)
+            held = penalties[t] * abs(new[t] - old[t]) if penalties[t] else 0.0
+            added.append(weights[t] * losses[t] + held + term + algorithm.entropy_bonus * negative_entropy)
         return added
 
 
@@ -399,6 +404,53 @@ def test_correction_weights_are_the_first_policy_over_the_sampler(
         update.check()
     plain = make_learner(algorithm={**options, "off_policy_correction": "none"})
     assert relative_difference(updates_of(plain, groups)[0][0].gradient, updates[0].gradient) > 1e-2
+
+
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "top_entropy": {"share": 0.3},
+    "clip_cov": {"share": 0.1, "low": 0.01, "high": 2.0},
+    "kl_cov": {"share": 0.1, "coefficient": 0.7},
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 100_000])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
+    make_learner: Callable[..., Learner], selection: str, epochs: int, tokens: int
+) -> None:
+    options = {"token_selection": selection, "selection_options": SELECTIONS[selection]}
+    options |= {"epochs_per_batch": epochs, "train_batch_size": 6 * epochs}
+    learner = make_learner(algorithm=options, learner={"micro_batch_tokens": tokens})
+    groups = all_with_signal(make_batch(learner))
+    groups[2].rollout.completions[1].logprobs[0] = np.nan
+    slow, rows = SlowLoss(learner), []
+    for s in sequences_of(groups):
+        of_tokens = zip(slow.rows(learner.model, s), s.response_token_ids, strict=True)
+        rows += [(s, row, token) for row, token in of_tokens]
+    entropies = [torch.distributions.Categorical(logits=row).entropy().item() for _, row, _ in rows]
+    advantages = np.array([s.advantage for s, _, _ in rows])
+    log_probs = np.array([row[token].item() for _, row, token in rows])
+    covariance = (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+    updates, _ = updates_of(learner, groups)
+    for update in updates:
+        update.check()
+    first_epoch = [s for update in updates[: len(updates) // epochs] for s in update.sequences]
+    chosen: list[float] = []
+    for s in sequences_of(groups):
+        (trained,) = [t for t in first_epoch if np.array_equal(t.response_token_ids, s.response_token_ids)]
+        assert trained.token_weights is not None
+        assert trained.token_penalties is not None
+        chosen += (trained.token_penalties if selection == "kl_cov" else trained.token_weights).tolist()
+    if selection == "top_entropy":
+        assert chosen == [float(entropy >= np.quantile(entropies, 0.7)) for entropy in entropies]
+    elif selection == "clip_cov":
+        left_out = [c for c, weight in zip(covariance, chosen, strict=True) if not weight]
+        assert len(left_out) == round(0.1 * len(chosen))
+        assert all(0.01 < c < 2.0 for c in left_out)
+    else:
+        bound = sorted(covariance, reverse=True)[round(0.1 * len(chosen)) - 1]
+        assert chosen == pytest.approx([0.7 * (c >= bound) for c in covariance])
 
 
 MASKS: dict[str, dict[str, Any]] = {

@@ -133,6 +133,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "dropped responses": {
         "algorithm": {"off_policy_correction": ("mask_product", "opsm"), "correction_options": {"delta": 0.0}}
     },
+    "top entropy": {"algorithm": {"token_selection": "top_entropy", "selection_options": {"share": 0.5}}},
+    "clip-cov": {"algorithm": {"token_selection": "clip_cov", "selection_options": {"share": 0.1, "low": 0.0}}},
     "unbiased KL": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}}},
     "entropy": {"algorithm": {"entropy_bonus": 0.01}},
     "proximal, two epochs of minibatches": {

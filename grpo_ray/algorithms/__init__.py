@@ -8,7 +8,8 @@ further terms a run uses, and `train_step.py` joins them over one micro-batch. `
 compute the log-probabilities that go in, `correction.py` the weights of tokens from a sampler that differs from
 the Learner, and `kl.py` distances: to a reference, and between sampler and Learner. Advantages, losses and
 corrections are functions of one dataclass each (`inputs.py`), found by name or import path in `registry.py`.
-The names (`LossType`, ...) are the configuration's.
+The names (`LossType`, ...) are the configuration's. `cs336_2026.py` has the course handout's functions of
+spring 2026; those of spring 2025 are below.
 """
 
 from grpo_ray.algorithms.advantages import (
@@ -46,6 +47,7 @@ from grpo_ray.algorithms.losses import (
     compute_unclipped_loss,
 )
 from grpo_ray.algorithms.objective import Objective
+from grpo_ray.algorithms.selection import SELECTIONS
 from grpo_ray.algorithms.train_step import grpo_microbatch_train_step, policy_gradient_step
 from grpo_ray.config.algorithm import (
     RATIO_LOSSES,
@@ -61,6 +63,7 @@ __all__ = [
     "CORRECTIONS",
     "LOSSES",
     "RATIO_LOSSES",
+    "SELECTIONS",
     "AdvantageInputs",
     "AdvantageKind",
     "Aggregation",

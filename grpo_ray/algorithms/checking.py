@@ -10,6 +10,7 @@ from grpo_ray.algorithms.comparison import compare_group
 from grpo_ray.algorithms.inputs import CorrectionInputs, uses_ratio
 from grpo_ray.algorithms.objective import Objective
 from grpo_ray.algorithms.registry import advantage_function, correction_function, loss_function
+from grpo_ray.algorithms.selection import SELECTIONS
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
 
@@ -33,6 +34,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     _check_fields("correction_options", config.correction_options, CORRECTION_FIELDS)
     _check_advantage(config)
     _check_loss(config)
+    _check_selection(config)
     taken: set[str] = set()
     for name in config.corrections:
         taken |= _check_correction(name, config)
@@ -66,6 +68,17 @@ def _check_advantage(config: AlgorithmConfig) -> None:
                 raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
             if not np.isfinite(found).all():
                 raise ValueError(f"{what} returned {found.tolist()} for the rewards {rewards.tolist()}")
+
+
+def _check_selection(config: AlgorithmConfig) -> None:
+    if config.token_selection == "none":
+        if config.selection_options:
+            raise ValueError("algorithm.selection_options: token_selection is `none`, which takes none")
+        return
+    what = f"algorithm.token_selection: {config.token_selection}"
+    positional = "log_probs, entropies, advantages, rng"
+    parameters = keyword_parameters(SELECTIONS[config.token_selection], positional, what) or {}
+    check_arguments(parameters, config.selection_options, what, "give algorithm.selection_options: {{}: ...}")
 
 
 def _check_loss(config: AlgorithmConfig) -> None:

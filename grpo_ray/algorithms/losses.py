@@ -308,7 +308,7 @@ def _cispo(
     return compute_cispo_loss(*tensors, cliprange, cliprange_high)
 
 
-# LUSPO (arXiv:2602.05261) is GSPO whose responses weigh by their length: with `sequence_sum`, its aggregation.
+# LUSPO (arXiv:2602.05261) is GSPO with a sum over each response in place of its mean: `sequence_sum`.
 LOSSES: dict[LossType, LossFn] = {
     "no_baseline": _reinforce,
     "reinforce_with_baseline": _reinforce,

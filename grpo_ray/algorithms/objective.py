@@ -10,7 +10,7 @@ from grpo_ray.algorithms.correction import correction_weights
 from grpo_ray.algorithms.inputs import CorrectionInputs, Details, arguments_of, uses_ratio
 from grpo_ray.algorithms.losses import apply_loss
 from grpo_ray.algorithms.registry import correction_function, loss_function
-from grpo_ray.config.algorithm import Aggregation, AlgorithmConfig, KLEstimator
+from grpo_ray.config.algorithm import Aggregation, AlgorithmConfig, KLEstimator, TokenSelection
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Objective:
     """Names of off-policy corrections; their weights are multiplied."""
     correction_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments; each goes to the corrections that take it."""
+    selection: TokenSelection = "none"
+    selection_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> "Objective":
@@ -55,12 +57,14 @@ class Objective:
                 "cap": config.correction_cap,
                 "band": config.correction_band,
             },
+            selection=config.token_selection,
+            selection_options=config.selection_options,
         )
 
     @property
     def needs_old_log_probs(self) -> bool:
         has_ratio_in_kl = bool(self.kl_coefficient) and self.kl_estimator == "unbiased"
-        return uses_ratio(loss_function(self.loss_type)) or has_ratio_in_kl
+        return uses_ratio(loss_function(self.loss_type)) or has_ratio_in_kl or self.selection == "kl_cov"
 
     def policy_gradient_loss(
         self, policy_log_probs: Tensor, mask: Tensor, advantages: Tensor | None, old_log_probs: Tensor | None

@@ -22,6 +22,7 @@ def policy_gradient_step(
     reference_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
     row_tokens: Tensor | None = None,
+    penalties: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a micro-batch's share of the batch's loss; the caller runs the backward pass.
 
@@ -42,6 +43,7 @@ def policy_gradient_step(
         reference_log_probs: `[batch, seq]`, nats; never differentiated.
         entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus.
         row_tokens: `[batch]`, see `aggregate_loss`.
+        penalties: `[batch, seq]`, coefficients of `|log(pi / pi_old)|`, which is added; needs old_log_probs.
 
     Returns:
         The scalar loss, and scalar tensors without gradient to sum over micro-batches: `num_tokens` (kept by
@@ -59,6 +61,7 @@ def policy_gradient_step(
         ("weights", weights),
         ("reference_log_probs", reference_log_probs),
         ("entropy", entropy),
+        ("penalties", penalties),
     ):
         if tensor is not None:
             check_shape(name, tensor, policy_log_probs)
@@ -71,6 +74,9 @@ def policy_gradient_step(
     per_token_loss, details = objective.policy_gradient_loss(policy_log_probs, mask, advantages, old_log_probs)
     if weights is not None:
         per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
+    if penalties is not None and old_log_probs is not None:
+        drift = (policy_log_probs - old_log_probs.detach()).abs()
+        per_token_loss = per_token_loss + penalties.detach().masked_fill(~mask, 0.0) * drift
     sums = {"num_tokens": mask.sum()}
     if "clipped" in details and "ratio" in details and advantages is not None:
         has_gradient = mask & (advantages != 0)  # whatever other groups the added terms bring along

@@ -51,7 +51,7 @@ def dppo_kl(
 def sapo(inputs: RatioInputs, *, tau: float = 1.0, tau_negative: float = 1.05) -> tuple[Tensor, Details]:
     """Compute SAPO: `-4 / t * sigmoid(t * (ratio - 1)) * A`, with `t = tau` where A > 0, else `tau_negative`.
 
-    Soft Adaptive Policy Optimization (arXiv:2511.20347): in place of a clip a gate whose slope is 1 at ratio 1
+    Soft Adaptive Policy Optimization (arXiv:2511.20347): in place of a clip a gate with slope 1 at ratio 1
     and fades on both sides. `clipped` is false everywhere.
 
     Args:
@@ -72,7 +72,7 @@ def gmpo(
 ) -> tuple[Tensor, Details]:
     """Compute GMPO: `-(geometric mean over the response of its clipped ratios) * A`.
 
-    Geometric-Mean Policy Optimization (arXiv:2507.20673, Eq. 4): each log ratio is bounded by `cliprange_high`
+    Geometric-Mean Policy Optimization (arXiv:2507.20673): each log ratio is bounded by `cliprange_high`
     where A > 0 and by `-cliprange` elsewhere, then averaged. Each token has its response's value, so that
     `sequence_mean` gives the paper's objective. The branches of an episode are rows with a mean of their own,
     as in `gspo`; so are turns with different advantages bounded by their own signs.

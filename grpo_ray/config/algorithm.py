@@ -29,6 +29,7 @@ Correction = Literal[
 ]
 # The corrections that weigh a token by proximal / behaviour; the other ones keep or drop a whole response.
 WEIGHING: tuple[Correction, ...] = ("truncate_token", "truncate_sequence", "mask_band")
+TokenSelection = Literal["none", "top_entropy", "clip_cov", "kl_cov"]
 # The advantages that keep the sign and size of rewards.
 UNCENTRED: tuple[AdvantageKind, ...] = ("max_only", "raw")
 KLReference = Literal["none", "initial", "ema"]
@@ -185,6 +186,19 @@ class AlgorithmConfig(Section):
     `mask_band`, none and 3 for `mask_product`, 0.99 and 1.01 for `mask_geometric`."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the token entropies, which are maximised; they are aggregated like the loss."""
+    entropy_target: NonNegativeFloat | None = None
+    """Adapt the weight, beginning with `entropy_bonus`, to the mean entropy in nats per token: after a step at
+    or below this target it rises, otherwise it falls; it acts only after a step at or below the target."""
+    entropy_step: PositiveFloat = 0.005
+    """Change of an adapted weight per step."""
+    entropy_bonus_max: PositiveFloat = 1.0
+    """Largest adapted weight."""
+    token_selection: TokenSelection = "none"
+    """Tokens chosen over the whole batch, by the policy before its first update: train only on those with the
+    largest entropy (`top_entropy`); leave some out (`clip_cov`) or hold them back (`kl_cov`) that are both
+    likely and good, and so take the entropy away. Costs a forward pass."""
+    selection_options: dict[str, Argument] = Field(default_factory=dict)
+    """Keyword arguments of the token selection, such as its `share` of the tokens."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """Length of the zone before `sampling.max_tokens` in which each further token costs reward (DAPO's soft
     overlong punishment); 0 turns it off."""
@@ -215,6 +229,11 @@ class AlgorithmConfig(Section):
         """The corrections in effect, of which the weights are multiplied."""
         names = self.off_policy_correction
         return names if isinstance(names, tuple) else () if names == "none" else (names,)
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """True if the entropy is part of the objective, at least in some steps."""
+        return self.entropy_bonus > 0 or self.entropy_target is not None
 
     @property
     def clip_epsilons(self) -> tuple[float, float]:
@@ -304,6 +323,17 @@ class AlgorithmConfig(Section):
                 f"`{self.loss}` already includes; set old_log_probs to `proximal`, or off_policy_correction "
                 "to `none`"
             )
+
+    @model_validator(mode="after")
+    def _held_tokens_can_move(self) -> "AlgorithmConfig":
+        is_single = self.epochs_per_batch == 1 and self.train_batch_size is None
+        if self.token_selection == "kl_cov" and self.old_log_probs == "proximal" and is_single:
+            raise ValueError(
+                "token_selection `kl_cov` penalizes |log(pi / pi_old)|, which is 0 in the only update on a "
+                "batch with old_log_probs `proximal`; set old_log_probs to `behaviour`, or ask for several "
+                "updates"
+            )
+        return self
 
     @model_validator(mode="after")
     def _updates_fit(self) -> "AlgorithmConfig":

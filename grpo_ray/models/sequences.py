@@ -34,6 +34,8 @@ class TrainSequence:
     sample_tokens: int | None = None
     """Tokens that the loss's mean is over, if they are not this sequence's alone: of all its sample's
     sequences, or with `prompt_mean` of all its group's."""
+    token_weights: np.ndarray | None = None  # of a token selection: factors of the losses, and
+    token_penalties: np.ndarray | None = None  # coefficients of |log(pi / pi_old)|
     group: int = 0  # place of its group in the batch
 
     def __len__(self) -> int:

@@ -92,6 +92,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "loss/clip_frac/high": ("share", "the same, with a ratio above 1"),
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
+    "loss/entropy_bonus": ("", "weight of the entropy in effect, with algorithm.entropy_target alone"),
     "policy/entropy": (
         "nats per token",
         "entropy of the next-token distribution, estimated at the sampler's policy: mean of -log p over all "
@@ -209,7 +210,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "ranks/slowest": ("", "number of the rank with the least time in collectives: the others waited for it"),
     "ranks/imbalance": ("", "largest planned cost of a rank's share of the batch over the mean; 1 is even"),
-    "recovery/restarts": ("restarts", "Generators and Scorers restarted so far"),
+    "recovery/restarts": ("restarts", "Generators, Scorers and EnvironmentWorkers restarted so far"),
     "recovery/restores": ("restores", "restores from the last checkpoint so far"),
     "memory/object_store_spilled_bytes": ("bytes", "bytes that Ray's object store has spilled to disk so far"),
     "memory/learner_device_peak_bytes": (

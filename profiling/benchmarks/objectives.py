@@ -28,6 +28,7 @@ VARIANTS: dict[str, list[str]] = {
         "algorithm.kl.estimator=unbiased",
     ],
     "entropy bonus": ["algorithm.entropy_bonus=0.01"],
+    "top entropy": ["algorithm.token_selection=top_entropy"],
     "two epochs": ["algorithm.epochs_per_batch=2"],
     "two epochs, proximal": ["algorithm.epochs_per_batch=2", "algorithm.old_log_probs=proximal"],
 }

@@ -72,7 +72,8 @@ def num_lookups(config: Config) -> int:
     """Return how often a step passes its batch forward only, to look log-probabilities up."""
     algorithm = config.algorithm
     is_proximal = algorithm.old_log_probs == "proximal" or bool(algorithm.corrections)
-    return (is_proximal and config.num_updates > 1) + (algorithm.kl.reference != "none")
+    looks_up = algorithm.token_selection != "none" or (is_proximal and config.num_updates > 1)
+    return looks_up + (algorithm.kl.reference != "none")
 
 
 def forward_flops(config: Config, work: Workload) -> tuple[float, float]:
