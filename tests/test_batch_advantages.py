@@ -287,10 +287,11 @@ def update(
 
 
 def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Learner]) -> None:
-    """Groups of equal rewards have signal by their KL, and all tokens are trained; the loss has no KL term."""
+    """A group of equal rewards has signal by its KL; one that was not graded has none, and is not trained."""
     learner = make_learner({"kl": KL, "loss": "reinforce_with_baseline"})
     groups = make_batch(learner)
     assert [group.has_signal for group in groups] == [True, False, True, False]
+    groups[3] = replace(groups[3], errors=dict.fromkeys(range(3), "too slow"))
     assert learner._reference is not None
     reference, sampling = learner._reference.model, learner._config.sampling
     expected, penalties = [], []
@@ -304,11 +305,12 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Le
                 )
             penalties.append(0.5 * float((torch.from_numpy(c.logprobs) - own).sum()))
             rewards.append(reward - penalties[-1])
-        expected += [(r - fmean(rewards)) / (stdev(rewards) + 1e-6) for r in rewards]
+        compared = [(r - fmean(rewards)) / (stdev(rewards) + 1e-6) for r in rewards]
+        expected += [0.0] * 3 if group.errors else compared
     sequences, of_update, metrics = update(learner, groups)
     assert [s.advantage for s in sequences] == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert metrics["reward/kl_penalty"] == pytest.approx(fmean(penalties), rel=1e-4)
-    assert metrics["throughput/trained_tokens"] == sum(s.num_sampled for s in sequences)
+    assert metrics["throughput/trained_tokens"] == sum(s.num_sampled for s in sequences[:9])
     assert metrics["loss/kl_ref"] != 0
     # The gradient is that of the advantages alone.
     without = make_learner({"loss": "reinforce_with_baseline"})

@@ -15,11 +15,6 @@ from grpo_ray.algorithms.inputs import AdvantageFn, CorrectionFn, LossFn
 from grpo_ray.algorithms.losses import LOSSES
 from grpo_ray.config.user_code import import_function
 
-CORRECTION_FIELDS = {
-    "cap": "correction_cap",
-    "band": "correction_band",
-}  # arguments that are fields of their own
-
 
 @cache
 def advantage_function(name: str) -> AdvantageFn:
