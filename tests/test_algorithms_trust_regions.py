@@ -112,6 +112,15 @@ def test_gmpo_by_hand() -> None:
         assert found == clipped
 
 
+def test_gmpo_has_two_bounds() -> None:
+    """Log ratios 0.6 and -0.7: up, the first is held at 0.5; down, the second at -0.3."""
+    old, new = [[0.3, 0.3]], [[0.3 * math.exp(0.6), 0.3 * math.exp(-0.7)]]
+    for advantage, mean in ((1.0, (0.5 - 0.7) / 2), (-1.0, (0.6 - 0.3) / 2)):
+        inputs = inputs_of(new, old, [[advantage]])
+        loss, _, _ = loss_and_gradient("gmpo", inputs, cliprange=0.3, cliprange_high=0.5)
+        assert loss == pytest.approx([-advantage * math.exp(mean)] * 2)
+
+
 def test_gmpo_bounds_each_turn_by_the_sign_of_its_own_advantage() -> None:
     inputs = inputs_of([[0.6, 0.1]], [[0.3, 0.3]], [[1.0, -1.0]])
     loss, _, clipped = loss_and_gradient("gmpo", inputs, cliprange=0.4)
