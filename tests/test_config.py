@@ -42,6 +42,13 @@ def test_defaults_are_the_handouts(tmp_path: Path) -> None:
     assert config.algorithm.clip_epsilons == (0.2, 0.2)
 
 
+KL_IN_THE_REWARD = (
+    "algorithm.kl.reference=initial",
+    "algorithm.kl.coefficient=0.1",
+    "algorithm.kl.placement=reward",
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "epsilons"),
     [
@@ -199,6 +206,42 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["off_policy_correction weights tokens by proximal", "set old_log_probs to `proximal`"],
         ),
         (["algorithm.kl.coefficient=0.1"], ["algorithm.kl: coefficient needs a reference"]),
+        (
+            ["algorithm.kl.reference=initial", "algorithm.kl.placement=reward"],
+            ["algorithm.kl: placement `reward` needs a coefficient above 0"],
+        ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.advantage=max_rl"],
+            ["algorithm: kl.placement: `max_rl` is of rewards of 0 and 1", "set it to `loss`"],
+        ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.mask_truncated=true"],
+            ["algorithm: kl.placement: `reward` needs the KL of all responses", "mask_truncated to false"],
+        ),
+        (
+            ["algorithm.advantage=best"],
+            ["algorithm.advantage: 'best' is not valid; allowed: mean_std,", "`module:function`"],
+        ),
+        (
+            ["algorithm.advantage_scale=batch"],
+            ["algorithm: advantage_scale: `batch` divides", "to `mean` or `leave_one_out` (it is `mean_std`)"],
+        ),
+        (
+            ["algorithm.advantage_scale=whiten_tokens", "algorithm.loss=no_baseline"],
+            ["algorithm: advantage_scale: `no_baseline` takes raw rewards", "`reinforce_with_baseline`"],
+        ),
+        (
+            [
+                "algorithm.advantage_scale=whiten_tokens",
+                "algorithm.advantage=raw",
+                "algorithm.dynamic_sampling_tries=1",
+            ],
+            ["algorithm: dynamic_sampling_tries: it drops groups", "set it to 0, or advantage to `mean`"],
+        ),
+        (
+            ["algorithm.advantage=max_rl", "algorithm.overlong_buffer_tokens=8"],
+            ["algorithm: overlong_buffer_tokens: `max_rl` divides by the mean reward", "set it to 0"],
+        ),
         (
             ["algorithm.kl.reference=ema", "algorithm.kl.refresh_every_num_steps=3"],
             ["algorithm.kl: refresh_every_num_steps needs reference `initial`"],

@@ -146,6 +146,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "KL to the beginning": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial"}}},
     "KL to an average": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}}},
     "KL measured": {"algorithm": {"kl": {"coefficient": 0.0, "reference": "initial"}}},
+    "KL in the reward, whitened": {
+        "algorithm": {
+            "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward"},
+            "advantage_scale": "whiten_tokens",
+        }
+    },
+    "scale of the batch": {"algorithm": {"advantage": "mean", "advantage_scale": "batch"}},
     "padded rows": {"learner": {"share_prompts": "never"}},
     "large micro-batches": {"learner": {"micro_batch_tokens": 4096}},
     "one sequence per micro-batch": {"learner": {"micro_batch_tokens": 1}},

@@ -101,6 +101,7 @@ def evil(honest: Path, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyP
         data["model"]["trust_remote_code"] = True
         data["task"]["reward"] = REWARD
         data["algorithm"] |= {"loss": "evil_loss:loss", "off_policy_correction": "evil_loss:mask"}
+        data["algorithm"] |= {"advantage": "evil_loss:advantage"}
 
     rewrite(run, change)
     (run.path / "evil_loss.py").write_text(f"open({str(marker)!r}, 'w')\n")

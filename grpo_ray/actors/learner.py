@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
+from grpo_ray.actors.batch_advantages import needs_batch, with_batch_advantages
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.models.adapters import (
@@ -239,6 +240,9 @@ class Learner:
             with self._clock.stage("logprobs", "reference"), self._reference.in_use() as reference:
                 look_up = partial(self._forward_backward.with_reference, reference)
                 sequences = self._memory.retry(look_up, sequences)
+        of_batch: dict[str, float] = {}
+        if needs_batch(algorithm):
+            sequences, of_batch = with_batch_advantages(groups, sequences, self._config)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
         is_single = num_epochs == 1 and (size is None or size >= len(samples_of(sequences)))
@@ -265,6 +269,7 @@ class Learner:
         return {
             **{name: float(np.mean([update[name] for update in updates])) for name in updates[0]},
             **measured,
+            **of_batch,
             "optim/num_updates": float(len(updates)),
             "optim/skipped_updates": num_skipped,
             "optim/skipped_in_a_row": float(self._skipped_in_a_row),

@@ -3,15 +3,17 @@
     rewards  ->  advantages  ->  loss per token  ->  one scalar
            (advantages.py)   (losses.py)      (aggregation.py)
 
-`objective.py` says which loss, aggregation and further terms a run uses, and `train_step.py` joins them over
-one micro-batch. `logprobs.py` and `chunked.py` compute the log-probabilities that go in, `correction.py` the
-weights of tokens from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and
-between sampler and Learner. Losses and corrections are functions of one dataclass each (`inputs.py`), found by
-name or import path in `registry.py`. The names (`LossType`, ...) are the configuration's. `cs336_2026.py` has
-the course handout's functions of spring 2026; those of spring 2025 are below.
+`comparison.py` applies the configured advantage to one group. `objective.py` says which loss, aggregation and
+further terms a run uses, and `train_step.py` joins them over one micro-batch. `logprobs.py` and `chunked.py`
+compute the log-probabilities that go in, `correction.py` the weights of tokens from a sampler that differs from
+the Learner, and `kl.py` distances: to a reference, and between sampler and Learner. Advantages, losses and
+corrections are functions of one dataclass each (`inputs.py`), found by name or import path in `registry.py`.
+The names (`LossType`, ...) are the configuration's. `cs336_2026.py` has the course handout's functions of
+spring 2026; those of spring 2025 are below.
 """
 
 from grpo_ray.algorithms.advantages import (
+    ADVANTAGES,
     compute_group_normalized_rewards,
     group_advantages,
     overlong_penalties,
@@ -19,6 +21,7 @@ from grpo_ray.algorithms.advantages import (
 from grpo_ray.algorithms.aggregation import aggregate_loss, loss_denominator, masked_mean, masked_normalize
 from grpo_ray.algorithms.checking import check_algorithm
 from grpo_ray.algorithms.chunked import chunked_log_probs
+from grpo_ray.algorithms.comparison import advantages_of, compare_group, shaped_rewards, spread
 from grpo_ray.algorithms.correction import (
     CORRECTIONS,
     correction_sums,
@@ -26,7 +29,7 @@ from grpo_ray.algorithms.correction import (
     effective_sample_fraction,
     effective_sample_sums,
 )
-from grpo_ray.algorithms.inputs import CorrectionInputs, LossInputs, RatioInputs
+from grpo_ray.algorithms.inputs import AdvantageInputs, CorrectionInputs, LossInputs, RatioInputs
 from grpo_ray.algorithms.kl import kl_estimate, kl_sums, logprob_mismatch
 from grpo_ray.algorithms.logprobs import (
     compute_entropy,
@@ -56,10 +59,12 @@ from grpo_ray.config.algorithm import (
 )
 
 __all__ = [
+    "ADVANTAGES",
     "CORRECTIONS",
     "LOSSES",
     "RATIO_LOSSES",
     "SELECTIONS",
+    "AdvantageInputs",
     "AdvantageKind",
     "Aggregation",
     "Correction",
@@ -69,9 +74,11 @@ __all__ = [
     "LossType",
     "Objective",
     "RatioInputs",
+    "advantages_of",
     "aggregate_loss",
     "check_algorithm",
     "chunked_log_probs",
+    "compare_group",
     "compute_cispo_loss",
     "compute_entropy",
     "compute_group_normalized_rewards",
@@ -95,6 +102,8 @@ __all__ = [
     "masked_normalize",
     "overlong_penalties",
     "policy_gradient_step",
+    "shaped_rewards",
+    "spread",
     "token_log_probs",
     "tokenize_prompt_and_output",
 ]

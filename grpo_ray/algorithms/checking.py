@@ -1,17 +1,20 @@
-"""The check of losses and corrections before a run starts: they exist, take their options, and work."""
+"""The check of advantages, losses and corrections before a run: they exist, take their options, and work."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from grpo_ray.algorithms.comparison import compare_group
 from grpo_ray.algorithms.inputs import CorrectionInputs, uses_ratio
 from grpo_ray.algorithms.objective import Objective
-from grpo_ray.algorithms.registry import correction_function, loss_function
+from grpo_ray.algorithms.registry import advantage_function, correction_function, loss_function
 from grpo_ray.algorithms.selection import SELECTIONS
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
 
+ADVANTAGE_FIELDS = {"eps": "advantage_eps", "std": "std"}
 LOSS_FIELDS = {name: name for name in ("cliprange", "cliprange_high", "dual_clip")}
 CORRECTION_FIELDS = {"cap": "correction_cap", "band": "correction_band"}
 # A small batch, on which the user's own functions are tried.
@@ -26,8 +29,10 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     Raises:
         ValueError: names the field, what is wrong with it, and how to fix it.
     """
+    _check_fields("advantage_options", config.advantage_options, ADVANTAGE_FIELDS)
     _check_fields("loss_options", config.loss_options, LOSS_FIELDS)
     _check_fields("correction_options", config.correction_options, CORRECTION_FIELDS)
+    _check_advantage(config)
     _check_loss(config)
     _check_selection(config)
     taken: set[str] = set()
@@ -39,6 +44,30 @@ def check_algorithm(config: AlgorithmConfig) -> None:
             f"algorithm.correction_options: no correction in effect has an argument {unknown[0]!r}; "
             f"they take {names}"
         )
+
+
+def _check_advantage(config: AlgorithmConfig) -> None:
+    kind = config.advantage_kind
+    what = f"algorithm.advantage: {kind}"
+    parameters = keyword_parameters(advantage_function(kind), "inputs", what) or {}
+    own = {name: p for name, p in parameters.items() if name not in ADVANTAGE_FIELDS}
+    check_arguments(own, config.advantage_options, what, "give algorithm.advantage_options: {{}: ...}")
+    k = config.advantage_options.get("k")
+    if kind == "pass_at_k" and isinstance(k, int) and k > config.samples_per_prompt:
+        raise ValueError(
+            f"algorithm.advantage_options: k is {k}, and a group has only "
+            f"{config.samples_per_prompt} responses (algorithm.samples_per_prompt); give at most that"
+        )
+    if ":" in kind:
+        size = config.samples_per_prompt
+        alone = np.ones(1)  # as if the grader had failed on the others
+        for rewards in (np.arange(size) % 2, np.zeros(size), alone):
+            try:
+                found = compare_group(rewards, np.ones(len(rewards), bool), config, rewards, rewards)
+            except Exception as error:  # the function is the user's: show whatever it raises
+                raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
+            if not np.isfinite(found).all():
+                raise ValueError(f"{what} returned {found.tolist()} for the rewards {rewards.tolist()}")
 
 
 def _check_selection(config: AlgorithmConfig) -> None:

@@ -1,4 +1,4 @@
-"""The form of losses and corrections: their arguments, one frozen dataclass each, and their results.
+"""The form of advantages, losses and corrections: their arguments, one frozen dataclass each, and results.
 
 A function of the user's own has the same form as the package's.
 """
@@ -15,6 +15,15 @@ from torch import Tensor
 from grpo_ray.algorithms.logprobs import clamped_exp
 
 Details = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The arguments of an advantage: groups of graded responses, one group per row."""
+
+    rewards: Tensor  # float [groups, G], penalties for length or KL subtracted
+    format_rewards: Tensor  # float [groups, G], 0 or 1; of an episode 1 if it finished by itself
+    answer_rewards: Tensor  # float [groups, G], 0 or 1; of an episode 1 if its reward is positive
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,9 @@ class CorrectionInputs:
         return values.sum(dim=1, keepdim=True) / self.mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
+AdvantageFn = Callable[..., Tensor]
+"""A function of `AdvantageInputs` and its own keyword arguments. It returns the advantages `[groups, G]`. If it
+has arguments `eps` and `std`, they are `algorithm.advantage_eps` and `algorithm.std`."""
 LossFn = Callable[..., tuple[Tensor, Details]]
 """A function of `LossInputs` or `RatioInputs` and its own keyword arguments. It returns the loss per token
 `[batch, seq]`, without mask and mean, and details without gradient. Of these `clipped` (bool `[batch, seq]`,

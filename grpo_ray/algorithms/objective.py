@@ -47,7 +47,7 @@ class Objective:
             cliprange=low,
             cliprange_high=high,
             dual_clip=config.dual_clip,
-            kl_coefficient=config.kl.coefficient,
+            kl_coefficient=config.kl.loss_coefficient,
             kl_estimator=config.kl.estimator,
             entropy_bonus=config.entropy_bonus,
             loss_options=config.loss_options,

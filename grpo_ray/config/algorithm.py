@@ -11,7 +11,8 @@ from grpo_ray.config.reward import Argument
 from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import is_function_name
 
-AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw"]
+AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
+AdvantageScale = Literal["group", "batch", "whiten_responses", "whiten_tokens"]
 Std = Literal["sample", "population"]
 LossType = Literal[
     "no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv",
@@ -29,7 +30,10 @@ Correction = Literal[
 # The corrections that weigh a token by proximal / behaviour; the other ones keep or drop a whole response.
 WEIGHING: tuple[Correction, ...] = ("truncate_token", "truncate_sequence", "mask_band")
 TokenSelection = Literal["none", "top_entropy", "clip_cov", "kl_cov"]
+# The advantages that keep the sign and size of rewards.
+UNCENTRED: tuple[AdvantageKind, ...] = ("max_only", "raw")
 KLReference = Literal["none", "initial", "ema"]
+KLPlacement = Literal["loss", "reward"]
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "unbiased"]
 # Epsilon below and above a ratio of 1, where it is not 0.2. CISPO's ratio is a weight, capped at 5 and with no
 # floor: a floor would keep pushing down a token however improbable it has become. GMPO's is of the log ratio.
@@ -64,6 +68,7 @@ def _form(value: Any) -> str | None:
     return "names" if isinstance(value, list | tuple) else None
 
 
+AdvantageName = Annotated[str, _allowing(get_args(AdvantageKind))]
 LossName = Annotated[str, _allowing(get_args(LossType))]
 CorrectionName = Annotated[str, _allowing(("none", *get_args(Correction)))]
 CorrectionNames = Annotated[tuple[CorrectionName, ...], AfterValidator(_several)]
@@ -78,12 +83,15 @@ Corrections = Annotated[
 
 
 class KLConfig(Section):
-    """KL divergence of the policy from a reference: measured, and with a coefficient part of the loss."""
+    """KL divergence of the policy from a reference: measured, and with a coefficient a penalty."""
 
     reference: KLReference = "none"
     """`initial`: a frozen copy of the initial weights; `ema`: a moving average of the policy's weights."""
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL penalty in the loss (beta); 0 only measures."""
+    """Weight of the KL penalty (beta); 0 only measures."""
+    placement: KLPlacement = "loss"
+    """Place of the penalty. `loss`: a term per token; `reward`: each response's reward is reduced by the sum of
+    its tokens' log(sampler / reference), whatever `estimator`, before rewards are compared."""
     estimator: KLEstimator = "k3"
     """Estimator used for the penalty (Schulman's k1, k2, k3). As a penalty k1 has no gradient on average, k2
     has that of KL(policy || reference), and k3 that of KL(reference || policy). `k1+`, `k3+`: the value of k1
@@ -94,10 +102,17 @@ class KLConfig(Section):
     ema_decay: Decay = 0.99
     """Share of its own weights that an `ema` reference keeps per step."""
 
+    @property
+    def loss_coefficient(self) -> float:
+        """Weight of the penalty in the loss."""
+        return self.coefficient if self.placement == "loss" else 0.0
+
     @model_validator(mode="after")
     def _consistent(self) -> "KLConfig":
         if self.coefficient and self.reference == "none":
             raise ValueError("coefficient needs a reference; set reference to `initial` or `ema`")
+        if self.placement == "reward" and not self.coefficient:
+            raise ValueError("placement `reward` needs a coefficient above 0, or nothing is subtracted")
         if self.refresh_every_num_steps is not None and self.reference != "initial":
             raise ValueError("refresh_every_num_steps needs reference `initial`; an `ema` moves by itself")
         return self
@@ -110,14 +125,24 @@ class AlgorithmConfig(Section):
     """Groups per step; multiplied by `samples_per_prompt`, the handout's rollout_batch_size."""
     samples_per_prompt: PositiveInt = 8
     """Completions per prompt, G (the handout's group_size)."""
-    advantage: AdvantageKind = "mean_std"
-    """Conversion of rewards to advantages. `mean_std`: minus the group's mean, divided by its standard
-    deviation; `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO);
-    `max_only`: 0 for all but the group's best; `raw`: unchanged."""
+    advantage: AdvantageName = "mean_std"
+    """Conversion of a group's rewards to advantages. `mean_std`: minus the group's mean, divided by its
+    standard deviation; `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO);
+    `max_only`: 0 for all but the group's best; `raw`: unchanged; `max_rl`: minus the mean, divided by the mean
+    (MaxRL); `pass_at_k`: credit for groups of k in which a response succeeds; `gdpo`: the reward and its parts
+    each as `mean_std`, then summed (GDPO). Or a function of your own as `module:function`."""
+    advantage_options: dict[str, Argument] = Field(default_factory=dict)
+    """Keyword arguments of the advantage function other than `std` and `advantage_eps`."""
+    advantage_scale: AdvantageScale = "group"
+    """Change of the advantages over the whole batch, before the first update on it. `group`: none; `batch`:
+    divided by the standard deviation of the batch's rewards (for `mean` and `leave_one_out`);
+    `whiten_responses`, `whiten_tokens`: minus their mean and divided by their standard deviation, over the
+    batch's responses or tokens (REINFORCE++)."""
     std: Std = "sample"
-    """Standard deviation of `mean_std`: `sample` divides the squares by G - 1, `population` by G."""
+    """Standard deviations of advantages: `sample` divides the squares by their number - 1 (of a group: G - 1),
+    `population` by their number."""
     advantage_eps: PositiveFloat = 1e-6
-    """Added to the group's standard deviation."""
+    """Added to what advantages are divided by: standard deviations, and the mean of `max_rl`."""
     loss: LossName = "grpo_clip"
     """Policy-gradient loss per token, or one of your own as `module:function`; `no_baseline` takes raw rewards,
     regardless of `advantage`."""
@@ -190,8 +215,8 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
 
     @property
-    def advantage_kind(self) -> AdvantageKind:
-        """The kind in effect: `no_baseline` takes raw rewards."""
+    def advantage_kind(self) -> str:
+        """The kind in effect, or `module:function`: `no_baseline` takes raw rewards."""
         return "raw" if self.loss == "no_baseline" else self.advantage
 
     @property
@@ -219,10 +244,53 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _group_has_baseline(self) -> "AlgorithmConfig":
-        if self.samples_per_prompt < 2 and self.advantage_kind not in ("raw", "max_only"):
+        kind = self.advantage_kind
+        if self.samples_per_prompt < 2 and kind not in ("raw", "max_only") and not is_function_name(kind):
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}: a group needs at least 2 completions, "
                 f"or its only advantage is 0 and `{self.loss}` learns nothing"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_is_possible(self) -> "AlgorithmConfig":
+        kind, scale = self.advantage_kind, self.advantage_scale
+        whitens_uncentred = scale.startswith("whiten") and kind in UNCENTRED
+        if self.loss == "no_baseline" and scale != "group":
+            raise ValueError(
+                f"advantage_scale: `no_baseline` takes raw rewards, and `{scale}` would change them; set it to "
+                "`group`, or loss to `reinforce_with_baseline`"
+            )
+        if scale == "batch" and kind not in ("mean", "leave_one_out") and not is_function_name(kind):
+            raise ValueError(
+                "advantage_scale: `batch` divides rewards that are centred and not scaled yet; set advantage "
+                f"to `mean` or `leave_one_out` (it is `{kind}`)"
+            )
+        if whitens_uncentred and self.dynamic_sampling_tries:
+            raise ValueError(
+                f"dynamic_sampling_tries: it drops groups in which each advantage is 0, and with `{kind}` "
+                f"`{scale}` would give those one; set it to 0, or advantage to `mean`"
+            )
+        if kind == "max_rl" and self.overlong_buffer_tokens:
+            raise ValueError(
+                "overlong_buffer_tokens: `max_rl` divides by the mean reward, which penalties can bring near "
+                "0; set it to 0, or choose another advantage"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_in_the_reward_is_possible(self) -> "AlgorithmConfig":
+        if self.kl.placement == "loss":
+            return self
+        if self.advantage_kind in ("max_rl", "pass_at_k"):
+            raise ValueError(
+                f"kl.placement: `{self.advantage_kind}` is of rewards of 0 and 1, from which no penalty can be "
+                "subtracted; set it to `loss`, or choose another advantage"
+            )
+        if self.mask_truncated:
+            raise ValueError(
+                "kl.placement: `reward` needs the KL of all responses, and mask_truncated leaves some out "
+                "before it is computed; set mask_truncated to false, or kl.placement to `loss`"
             )
         return self
 

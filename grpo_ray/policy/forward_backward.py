@@ -126,7 +126,7 @@ class ForwardBackward:
         and are computed only if the objective has other terms.
         """
         config = self._config
-        has_other_terms = config.algorithm.kl.coefficient or self.entropy_bonus.weight
+        has_other_terms = config.algorithm.kl.loss_coefficient or self.entropy_bonus.weight
         by_group: dict[int, list[TrainSequence]] = {}
         for s in sequences:
             by_group.setdefault(s.group, []).append(s)

@@ -120,6 +120,15 @@ METRICS: dict[str, tuple[str, str]] = {
         "responses",
         "responses too long, too deep or too much to grade: they count as wrong ones",
     ),
+    "reward/kl_penalty": (
+        "",
+        "reward subtracted from a response of the batch by algorithm.kl.placement: reward, mean",
+    ),
+    "advantage/batch_std": (
+        "",
+        "what algorithm.advantage_scale divides by: standard deviation of the batch's rewards (batch) or "
+        "advantages (whiten_responses, whiten_tokens)",
+    ),
     # Of the same tokens in every configuration: those with an advantage other than 0 in the first update on a
     # batch (with a train_batch_size a random share of the batch), by the policy before this update.
     "mismatch/kl": (
