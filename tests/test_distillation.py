@@ -203,6 +203,7 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["algorithm.loss=gmpo"], "algorithm.loss: `gmpo` gives all tokens"),
         (["algorithm.loss=gspo"], "algorithm.loss: `gspo` gives all tokens of a response the same weight"),
         (["algorithm.dynamic_sampling_tries=2"], "algorithm.dynamic_sampling_tries: .* set it to 0"),
         (["task.curriculum={}"], "task.curriculum: .* remove it"),

@@ -133,6 +133,7 @@ def test_a_group_is_sampled_again_if_its_look_up_fails(tmp_path: Path) -> None:
         ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
         ["algorithm.oversample_frac=0.5", "generator.slowdown_s=0.05"],
         ["algorithm.epochs_per_batch=2", "algorithm.train_batch_size=4", "weight_sync.max_lag=2"],
+        ["algorithm.loss=dppo_tv", "algorithm.advantage_scale=whiten_tokens"],
         ["algorithm.loss=no_baseline", "learner.share_prompts=never", "sampling.temperature=0.8"],
     ],
 )

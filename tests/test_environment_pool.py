@@ -182,6 +182,25 @@ def test_a_worker_that_hangs_is_replaced_without_a_stall(
     assert "it has not answered for 0.1 s" in pool.events("environment_failed")[0]
 
 
+def test_a_worker_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
+    pool = Pool(tmp_path, good)
+    (worker,) = pool.actors.environments.values()
+    serve = worker.serve
+
+    async def after_its_start(serving: Mapping[int, Any]) -> None:
+        await asyncio.sleep(0.4)
+        await serve(serving)
+
+    async def work() -> None:
+        await until(lambda: bool(worker.serving))
+
+    worker.serve = after_its_start  # type: ignore[method-assign]
+
+    asyncio.run(pool.during(work))
+    assert pool.actors.starts == {"environment-0": 1}
+
+
 def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
     async def dies(worker: str) -> Any:
         await asyncio.sleep(0.05)

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
 from grpo_ray.config.episodes import GRACE_S
+from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import hint_for
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
 from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
-from grpo_ray.rewards.user_function import import_function
 from grpo_ray.tasks.examples import Example
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     elif error is not None and status is Status.FINISHED:
         status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
         reason = "".join(traceback.format_exception(error))[-ERROR_CHARS:] + hint_for(error)
+        _forget_variables(error)
     if status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS):
         outcome = outcome or Outcome(session.limits.truncated_reward)
     elif status is not Status.FINISHED or outcome is None:
@@ -124,6 +125,16 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     error_text = "" if status is Status.FINISHED else reason
     rewards = outcome.turn_rewards, outcome.metrics
     return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, which after a MemoryError may be all memory.
+
+    The error is in a cycle with the future that has it, so they would go only with the next garbage collection.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _outcome_of(

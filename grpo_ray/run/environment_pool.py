@@ -102,17 +102,19 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         while True:
             worker = self._clients[name]
             watching = asyncio.ensure_future(self._watch(worker))
+            limit_s = self._context.config.recovery.start_timeout_s  # its first answer waits for its start
             try:
                 while not watching.done():
                     changed = asyncio.ensure_future(self._changed.wait())
-                    async with asyncio.timeout(self._answer_s):
+                    async with asyncio.timeout(limit_s):
                         await worker.serve(self._serving)
+                    limit_s = self._answer_s
                     await asyncio.wait({watching, changed}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
                     changed.cancel()
                 await watching
             except (ActorDied, TimeoutError) as error:
                 if isinstance(error, ActorDied) or name not in self.replacing:  # or else it starts
-                    await self.replace(worker, str(error) or f"it has not answered for {self._answer_s:g} s")
+                    await self.replace(worker, str(error) or f"it has not answered for {limit_s:g} s")
             finally:
                 watching.cancel()
 
