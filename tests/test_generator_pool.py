@@ -352,6 +352,18 @@ def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
     assert pool.actors.num_calls["look_up"] == 1
 
 
+def test_tokens_of_concurrent_groups_are_all_counted(tmp_path: Path) -> None:
+    async def later() -> int:
+        await asyncio.sleep(0.01)
+        return 3
+
+    pool = Pool(tmp_path, lambda asked, number: later() if asked == "look_up" else 3, *TAUGHT)
+    asyncio.run(
+        pool.during(lambda: asyncio.gather(*(pool.pool.sample(make_item(n), 2, "train") for n in range(5))))
+    )
+    assert pool.pool.teachers.num_tokens == 15
+
+
 def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
     """Each waits for the other to have begun."""
     begun = {"score": asyncio.Event(), "look_up": asyncio.Event()}

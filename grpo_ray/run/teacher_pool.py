@@ -30,7 +30,8 @@ class TeacherPool(StatelessActors[TeacherClient]):
                     what = f"looks up group {item.group_id}"
                     with self._context.calls.call(teacher.name, what, is_retry=is_retry):
                         logprobs, num_tokens = teacher.look_up(group)
-                        self.num_tokens += await num_tokens
-                        return logprobs
+                        num_looked_up = await num_tokens  # other groups may have ended by then
+                    self.num_tokens += num_looked_up
+                    return logprobs
                 except (ActorDied, EngineDied) as error:
                     await self.replace(teacher, str(error))
