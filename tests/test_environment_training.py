@@ -14,7 +14,7 @@ from grpo_ray.tools.audit.audit import audit
 pytestmark = pytest.mark.usefixtures("model_cache")
 SMALL = (
     "model.tiny={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_position_embeddings: 256, "
-    "warmup: {num_steps: 60}}",
+    "warmup: {num_steps: 10, batch_size: 8}}",
     "algorithm={num_steps: 3, prompts_per_step: 4, samples_per_prompt: 4, entropy_bonus: 0.01}",
     "generator.engine=torch",
     "episodes.max_seconds=60",
