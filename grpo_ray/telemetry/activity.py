@@ -99,7 +99,9 @@ class Activity:
                 answer.add_done_callback(_look_at_error)
                 self._asked[name], new[answer] = (client, answer), name
         done, _ = await asyncio.wait(new, timeout=self._answer_s) if new else ((), ())
-        return {new[answer]: answer.result() for answer in done if answer.exception() is None}
+        # In the order of the question: that of a set would differ from run to run.
+        in_time = {name: answer for answer, name in new.items() if answer in done}
+        return {name: answer.result() for name, answer in in_time.items() if answer.exception() is None}
 
 
 async def _stats_of(client: TimedActor) -> ActorStats:
