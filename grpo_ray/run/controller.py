@@ -178,7 +178,8 @@ class Controller:
             for ready in done:
                 ready.result()
             if pending:
-                names = ", ".join(sorted(waits[ready] for ready in pending))
+                waiting = sorted(waits[ready] for ready in pending)
+                names = ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if waiting[8:] else "")
                 if monotonic() >= deadline:
                     raise Stalled(f"{names} did not start within {limit_s:g} s (recovery.start_timeout_s)")
                 self._log.display.status(
