@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Protocol
 
-from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.fan_out import breathe
+from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.ranks import RANK, by_number
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock, StageTimes
@@ -40,12 +41,12 @@ class Window:
         hidden = set(self._generators[NUM_SHOWN:])
         return {name: times for name, times in self.stages.items() if name not in hidden}
 
-    @property
+    @cached_property
     def _generators(self) -> list[str]:
         return sorted((name for name in self.stats if name.startswith(GENERATOR)), key=by_number)
 
     def _mean(self) -> ActorStats:
-        """Return the mean over the Generators, whose stages add up to the step's time as those of each do."""
+        """Return the mean over the Generators; its stages add up to the step's time, too."""
         generators = [self.stats[name] for name in self._generators]
         seconds = {
             stage: fmean(stats.stages.seconds[stage] for stats in generators)
@@ -73,7 +74,7 @@ class Window:
         shown = self.stats
         if len(self._generators) > NUM_SHOWN:  # their mean, and the slowest
             slowest, metrics["generators/slowest"] = self._slowest()
-            others = {name: stats for name, stats in shown.items() if name not in self._generators}
+            others = {name: stats for name, stats in shown.items() if not name.startswith(GENERATOR)}
             shown = {**others, ALL: self._mean(), SLOWEST: slowest}
         for name, stats in shown.items():
             metrics |= {f"time/{name}/{stage}_s": spent for stage, spent in stats.stages.seconds.items()}

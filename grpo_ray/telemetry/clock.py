@@ -1,6 +1,6 @@
 """The time, for everything that measures or waits in a run; a simulation puts a virtual clock in its place.
 
-The functions may be bound early, as a default argument: they ask for the current clock whenever they are called.
+The functions may be bound early, as default arguments: each call asks for the current clock.
 """
 
 import time
@@ -33,7 +33,7 @@ def wall_time() -> float:
 
 
 def is_simulated() -> bool:
-    """Return whether time is virtual: every actor is then an object of this process, and nothing uses threads."""
+    """Return whether time is virtual: all actors are then objects of this process, without threads."""
     return _simulated is not None
 
 

@@ -52,7 +52,7 @@ _family = ProcessFamily()
 def resident_bytes(with_children: bool = True) -> int:
     """Return the resident memory of this process and its children; shared pages count for each process.
 
-    A child younger than `SEARCH_EVERY_S` may be missing. The actors of a simulation have no memory of their own.
+    A child younger than `SEARCH_EVERY_S` may be missing. Simulated actors have no memory.
     """
     if is_simulated():
         return 0

@@ -196,7 +196,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "s",
         "delay of the driver's event loop, 99th percentile: how long a callback that was due waited for others",
     ),
-    # With more than 16 Generators, which then share the actors `generators` (their mean) and `slowest-generator`.
+    # With more than 16 Generators, which share the actors `generators` (their mean) and `slowest-generator`.
     "generators/slowest": ("", "number of the Generator that sampled longest"),
     # With several ranks of the Learner only.
     "ranks/*/collectives_s": (

@@ -13,7 +13,7 @@ from grpo_ray.types import ScoredGroup
 
 @dataclass(frozen=True)
 class Faults:
-    """What must not happen, as counts of groups."""
+    """Mistakes that a run must never make, as counts of groups."""
 
     num_stale: int  # trained with a token older than the schedule allows
     num_repeated: int  # trained twice as fresh groups, or trained and given up

@@ -1,7 +1,8 @@
 """The actors of a simulated run, as objects of this process that are called like Ray actors."""
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from grpo_ray.errors import ActorDied
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.simulation.account import Account
+from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.engine import SimulatedEngine
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.workers import SimulatedLearner, SimulatedScorer
 from grpo_ray.types import StartingModel, methods_with_bulk
 
-Trace = Callable[[str], None]
+Trace = Callable[[str], object]
 
 
 class Answer:
@@ -50,6 +52,12 @@ class Part:
         return (yield from self.answer.__await__())[self.index]
 
 
+@functools.cache
+def _bulk_methods(actor: Hashable) -> frozenset[str]:
+    assert isinstance(actor, type)
+    return methods_with_bulk(actor)
+
+
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -58,15 +66,17 @@ def _is_cancelled() -> bool:
 class SimulatedClient:
     """A client like `remote_actor.Client`, of an asynchronous object in this process, which can die."""
 
-    def __init__(self, name: str, actor: Any, trace: Trace | None = None) -> None:
+    def __init__(
+        self, name: str, actor: Any, trace: Trace | None = None, meter: CpuMeter | None = None
+    ) -> None:
         """
         Args:
             trace: receives a line per call and per death.
         """
-        self.name, self._actor, self._trace = name, actor, trace
+        self.name, self._actor, self._trace, self._meter = name, actor, trace, meter
         self.death: ActorDied | None = None
         self._calls: set[asyncio.Task[Any]] = set()
-        self._bulk_methods = methods_with_bulk(type(actor))
+        self._bulk_methods = _bulk_methods(type(actor))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
@@ -92,7 +102,8 @@ class SimulatedClient:
         if self.death is not None:
             raise self.death
         values = [await arg if isinstance(arg, Answer | Part) else arg for arg in args]
-        return await getattr(self._actor, method)(*values)
+        work = getattr(self._actor, method)(*values)
+        return await (work if self._meter is None else self._meter.metered(self.name, work))
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._calls.discard(task)
@@ -118,20 +129,18 @@ class SimulatedActors:
         lengths: Lengths,
         account: Account,
         trace: Trace | None = None,
+        meter: CpuMeter | None = None,
     ) -> None:
-        self._config, self._speeds, self._lengths, self._trace = config, speeds, lengths, trace
+        self._config, self._speeds, self._lengths = config, speeds, lengths
+        self._trace, self._meter = trace, meter
         self._version = checkpoint.state.step if checkpoint else 0
         self._num_starts: dict[str, int] = {}
         training = checkpoint.training_path if checkpoint else None
         rollouts = RunDirectory(run_dir).rollouts if config.run.save_rollouts else None
-        self.generators: dict[str, Any] = {
-            name: self._new_generator(name) for name in generator_names(config)
-        }
+        self.generators: dict[str, Any] = {name: self._new_generator(name) for name in generator_names(config)}
         self.scorers: dict[str, Any] = {name: self._new_scorer(name) for name in scorer_names(config)}
         self.environments: dict[str, Any] = {}
-        self.learner: Any = self._client(
-            "learner", SimulatedLearner(config, speeds, account, self._version)
-        )
+        self.learner: Any = self._client("learner", SimulatedLearner(config, speeds, account, self._version))
         self.buffer: Any = self._client(
             "buffer", TrajectoryBuffer(*buffer_arguments(config, rollouts, training))
         )
@@ -146,7 +155,7 @@ class SimulatedActors:
         return {**self.generators, **self.scorers, **{client.name: client for client in others}}
 
     def _client(self, name: str, actor: Any) -> SimulatedClient:
-        return SimulatedClient(name, actor, self._trace)
+        return SimulatedClient(name, actor, self._trace, self._meter)
 
     def _new_generator(self, name: str) -> SimulatedClient:
         num_starts = self._num_starts.get(name, 0)
@@ -154,7 +163,11 @@ class SimulatedActors:
         seed = engine_seed(self._config.run.seed, name, self._version, num_starts)
         recompute_kv, max_num_seqs = self._config.weight_sync.recompute_kv, self._config.generator.max_num_seqs
         engine = SimulatedEngine(self._speeds, self._lengths, max_num_seqs, seed, recompute_kv)
-        return self._client(name, GeneratorActor(name, engine, self._config.generator.slowdown_s, self._version))
+        if self._meter is not None:
+            engine.on_timer = self._meter.timer(name, engine.on_timer)
+        return self._client(
+            name, GeneratorActor(name, engine, self._config.generator.slowdown_s, self._version)
+        )
 
     def _new_scorer(self, name: str) -> SimulatedClient:
         scorer = SimulatedScorer(self._speeds, self._config.scorer.num_workers, self._config.run.seed)

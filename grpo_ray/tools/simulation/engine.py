@@ -1,8 +1,8 @@
 """SimulatedEngine: the time that an inference engine with continuous batching would take, without a model.
 
 All running sequences advance together, at a speed that depends on their number. The engine therefore counts one
-*position*, the tokens that a sequence running since the start would have by now. A sequence of L tokens that joins
-at position p ends at p + L, so only arrivals, ends and syncs are events, and each costs the logarithm of the batch.
+*position*: the tokens that a sequence running since the start would have by now. A sequence of L tokens that
+joins at position p ends at p + L, so only arrivals, ends and syncs are events. Each costs little in any batch.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class _Sequence:
 
 
 class SimulatedEngine:
-    """An engine behind the protocol of engines/base.py, whose work is only waiting on the event loop's clock."""
+    """An engine behind the protocol of engines/base.py that only waits, on the event loop's clock."""
 
     def __init__(
         self, speeds: Speeds, lengths: Lengths, max_num_seqs: int, seed: int, recompute_kv: bool = True
@@ -69,12 +69,16 @@ class SimulatedEngine:
         self._running: list[tuple[float, int, _Sequence]] = []  # a heap by end; the number breaks ties
         self._waiting: deque[_Sequence] = deque()
         self._num_started = 0
-        self._switches: list[tuple[float, int]] = []  # position and new version, since the oldest sequence began
+        self._switches: list[
+            tuple[float, int]
+        ] = []  # position and new version, since the oldest sequence began
         self._version = 0
         self._is_paused = False
         self._timer: asyncio.TimerHandle | None = None
         self._death: asyncio.TimerHandle | None = None
         self._is_dead = False
+        self.on_timer = self._end_sequences
+        """The timer's callback; its cost can be measured by wrapping it."""
 
     async def start(self, version: int) -> None:
         await asyncio.sleep(self._speeds.start_s)
@@ -177,7 +181,7 @@ class SimulatedEngine:
             return
         num_tokens = max(0.0, self._running[0][0] - self._position)
         delay_s = self._prefill_s + num_tokens * self._speeds.token_s(len(self._running))
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_sequences)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.on_timer)
 
     def _join(self, sequence: _Sequence) -> None:
         if not sequence.request.is_prefilled:

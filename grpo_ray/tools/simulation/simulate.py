@@ -1,7 +1,7 @@
 """A whole run in virtual time: the run's own controller, producer, buffer, weight sync, ledger and recovery.
 
-Only the engines, the Learner and the Scorers are simulated (engine.py, workers.py). There are no model, no prompts
-and no grading, so neither checkpoints of weights nor rewards mean anything.
+Only the engines, the Learner (all its ranks as one) and the Scorers are simulated (engine.py, workers.py). No
+model, text or transport of weights is there, so checkpoints hold no weights, and rewards mean nothing.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.tools.simulation.account import Account, Faults
 from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
+from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.types import StartingModel
@@ -87,38 +88,39 @@ def check_can_be_simulated(config: Config) -> None:
     """
     if config.episode_tasks:
         raise RunError("task: episodes are not simulated yet; give a configuration of a single-turn task")
-    if config.learner.num_ranks > 1:
-        raise RunError(
-            "learner.num_ranks: the simulated Learner is one process; set it to 1, and put the speed of all ranks "
-            "into --speeds (train_s, train_token_s)"
-        )
-    if config.weight_sync.wire_backend:
-        raise RunError(
-            "weight_sync.transport: no bytes are sent in a simulation; use `object_store`, and put the "
-            "transport's seconds into --speeds (stage_s, load_s)"
-        )
 
 
 def simulate(
-    config: Config, run: RunDirectory, speeds: Speeds, lengths: Lengths, trace: Trace | None = None
+    config: Config,
+    run: RunDirectory,
+    speeds: Speeds,
+    lengths: Lengths,
+    trace: Trace | None = None,
+    meter: CpuMeter | None = None,
+    watch: Watch | None = None,
 ) -> Simulated:
     """Simulate a run; its records are in `run`, as a real run's.
 
     Args:
         trace: receives a line per call to an actor, the same in every simulation with the same arguments.
+        meter: receives the CPU time of the actors.
 
     Raises:
         RunError: the configuration cannot be simulated, or the run ended with an error.
     """
     check_can_be_simulated(config)
     run.create(config)
-    clock, watch, account = VirtualClock(), Watch(), Account(config.max_token_age)
+    clock, account = VirtualClock(), Account(config.max_token_age)
+    watch = watch or Watch()
     prepared = _prepared(config, speeds)
     lives: list[SimulatedActors] = []  # one between two restores
 
     @contextmanager
     def host(*args: Any) -> Iterator[SimulatedActors]:
-        lives.append(SimulatedActors(*args, speeds=speeds, lengths=lengths, account=account, trace=trace))
+        actors = SimulatedActors(
+            *args, speeds=speeds, lengths=lengths, account=account, trace=trace, meter=meter
+        )
+        lives.append(actors)
         yield lives[-1]
 
     def drive(controller: Controller) -> None:

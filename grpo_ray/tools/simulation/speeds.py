@@ -27,7 +27,7 @@ class Speeds(Section):
     decode_sequence_s: NonNegativeFloat = 3e-5
     """More seconds per running sequence."""
     prefill_token_s: NonNegativeFloat = 2e-5
-    """Seconds per prompt token, during which the engine's other sequences wait. A group's prompt counts once."""
+    """Seconds per prompt token, while the engine's other sequences wait. A group's prompt counts once."""
     prompt_tokens: PositiveInt = 256
     """Length of every prompt."""
     start_s: NonNegativeFloat = 60.0
@@ -89,8 +89,9 @@ class LognormalLengths:
         self._mu, self._sigma = math.log(mean) - sigma**2 / 2, sigma
 
     def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
-        drawn = rng.lognormal(self._mu, self._sigma, num_samples)
-        return np.maximum(1, np.rint(np.minimum(drawn, 2**31))).astype(np.int64)
+        drawn = np.rint(np.clip(rng.lognormal(self._mu, self._sigma, num_samples), 1, 2**31))
+        lengths: np.ndarray = drawn.astype(np.int64)
+        return lengths
 
 
 class RecordedLengths:

@@ -1,4 +1,4 @@
-"""The Learner and the Scorer of a simulation: their time, and answers that the rest of the run can work with."""
+"""The Learner and the Scorer of a simulation: they take time, and give answers that a run can work with."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ NO_BYTES = np.empty(0, np.uint8)
 
 
 class SimulatedLearner:
-    """A Learner with steps that take `train_s + train_token_s * tokens`; like the real one it does one at a time."""
+    """A Learner with steps that take `train_s + train_token_s * tokens`; its calls run one at a time."""
 
     def __init__(self, config: Config, speeds: Speeds, account: Account, version: int) -> None:
         """
