@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,8 @@ class Part:
 
 
 @functools.cache
-def _bulk_methods(actor: Hashable) -> frozenset[str]:
-    assert isinstance(actor, type)
-    return methods_with_bulk(actor)
+def _bulk_methods(actor_class: type) -> frozenset[str]:
+    return methods_with_bulk(actor_class)
 
 
 def _is_cancelled() -> bool:
@@ -76,7 +75,7 @@ class SimulatedClient:
         self.name, self._actor, self._trace, self._meter = name, actor, trace, meter
         self.death: ActorDied | None = None
         self._calls: set[asyncio.Task[Any]] = set()
-        self._bulk_methods = _bulk_methods(type(actor))
+        self._bulk_methods = _bulk_methods(actor.__class__)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):

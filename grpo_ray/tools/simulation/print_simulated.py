@@ -26,7 +26,7 @@ def lines_of(simulated: Simulated) -> Iterator[str]:
     tenths = quantiles(seconds, n=10) if len(seconds) > 1 else seconds * 9
     groups = config.algorithm.num_steps * config.algorithm.prompts_per_step
     yield (
-        f"{config.generator.num_generators:,} Generators, {len(watch.steps):,} steps of "
+        f"{config.generator.num_generators:,} Generators, {config.algorithm.num_steps:,} steps of "
         f"{config.algorithm.prompts_per_step:,} groups of {config.algorithm.samples_per_prompt}, max_lag "
         f"{config.weight_sync.max_lag}"
     )

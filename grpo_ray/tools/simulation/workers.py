@@ -16,6 +16,7 @@ from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import RolloutGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
 
 STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
+ANSWER_S = 0.001  # of virtual time, or a whole step could pass in none, and have no rates
 NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -40,6 +41,7 @@ class SimulatedLearner:
         return True
 
     async def take_stats(self) -> ActorStats:
+        await asyncio.sleep(ANSWER_S)
         return ActorStats(self._clock.take(), 0)
 
     async def work_done(self) -> int:
@@ -64,6 +66,7 @@ class SimulatedLearner:
             self._num_done += 1
             metrics = {
                 **lags,
+                "optim/grad_norm": 0.0,
                 "optim/skipped_updates": 0.0,
                 "optim/skipped_in_a_row": 0.0,
                 "throughput/trained_tokens": float(num_tokens),
