@@ -39,7 +39,7 @@ class DataLost(RuntimeError):
 
 
 class Stalled(RuntimeError):
-    """No progress for `recovery.stall_timeout_s`, without a Generator or Scorer being the cause."""
+    """No progress for `recovery.stall_timeout_s`, for which nothing that can be replaced is the cause."""
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ Method = TypeVar("Method", bound=Callable[..., object])
 _MARK = "returns_bulk_and_facts"
 
 NO_VERSION = 2**31 - 1  # later than any
+INT_BYTES = 36  # of a number in a tuple: an object of 28 bytes, and the reference to it
 CONTEXT = -1
 """The version of a token that the policy did not sample: of a message, a tool's result, or the template."""
 
@@ -269,7 +270,9 @@ class ScoredGroup:
         arrays = [self.rewards, self.format_rewards, self.answer_rewards, self.advantages]
         arrays += [getattr(c, name) for c in completions for name in PER_TOKEN if hasattr(c, name)]
         texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
-        return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + 8 * len(item.prompt_token_ids)
+        prompts = [item.prompt_token_ids]
+        prompts += [s.prompt_token_ids for c in completions if isinstance(c, Episode) for s in c.sequences]
+        return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + INT_BYTES * sum(map(len, prompts))
 
 
 @dataclass(frozen=True)

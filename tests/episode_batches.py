@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from builders import ENDS, make_completion, make_group, make_item, plain_logprobs, plain_rows
+from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import RATIO_LOSSES
@@ -151,15 +152,8 @@ def slow_gradient(
     """Compute loss and gradient of the first update by one forward pass per turn."""
     algorithm = config.algorithm
     per_sample = [slow_losses(model, config, turns, reference) for turns in samples]
-    num_tokens = sum(map(len, per_sample))
-    total: Any = 0.0
-    for losses in per_sample:
-        if algorithm.loss_aggregation == "sequence_mean":
-            total = total + (sum(losses) / len(losses) if losses else 0.0) / len(samples)
-        elif algorithm.loss_aggregation == "token_mean":
-            total = total + sum(losses) / num_tokens
-        else:
-            total = total + sum(losses) / (len(samples) * config.sampling.max_tokens)
+    groups = [place // config.algorithm.samples_per_prompt for place in range(len(samples))]
+    total = slow_total(algorithm, per_sample, groups, config.sampling.max_tokens)
     gradients = torch.autograd.grad(total, list(model.parameters()))
     return total.item(), torch.cat([gradient.flatten() for gradient in gradients])
 
@@ -188,38 +182,16 @@ def _losses_of_sequence(model: Any, config: Config, turns: Sequence[Turn], refer
     first = [value.item() for value in new]
     old = first if algorithm.old_log_probs == "proximal" else behaviour
     kept = [t for t in range(len(new)) if algorithm.loss not in RATIO_LOSSES or math.isfinite(old[t])]
-    low, high = algorithm.clip_epsilons
-    weights = _weights(config, first, behaviour)
+    logs = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
+    weights = slow_product(algorithm, logs, advantages)
+    of_loss, _ = slow_loss(algorithm, new, old, advantages, kept)
     losses = []
     for t in kept:
-        advantage = advantages[t]
-        if algorithm.loss in ("no_baseline", "reinforce_with_baseline"):
-            loss = -advantage * new[t]
-        elif algorithm.loss == "unclipped":
-            loss = -torch.exp(new[t] - old[t]) * advantage
-        elif algorithm.loss == "cispo":
-            weight = torch.exp(new[t] - old[t]).detach().clamp(1 - low, 1 + high)
-            loss = -weight * advantage * new[t]
-        else:
-            mean = [new[u] - old[u] for u in kept] if algorithm.loss == "gspo" else [new[t] - old[t]]
-            ratio = torch.exp(sum(mean) / len(mean))
-            loss = -min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-        loss = weights[t] * loss
+        loss = weights[t] * of_loss[t]
         if reference is not None:
-            difference = of_reference[t] - new[t]
-            loss = loss + algorithm.kl.coefficient * (difference.exp() - difference - 1)  # k3
+            loss = loss + algorithm.kl.coefficient * slow_kl(
+                algorithm.kl.estimator, new[t], of_reference[t], old[t]
+            )
         possible = rows[t][rows[t].isfinite()]
         losses.append(loss + algorithm.entropy_bonus * (possible.exp() * possible).sum())
     return losses
-
-
-def _weights(config: Config, first: Sequence[float], behaviour: Sequence[float]) -> list[float]:
-    """Compute the correction's factor of each token of a sequence."""
-    algorithm = config.algorithm
-    if algorithm.off_policy_correction == "none":
-        return [1.0] * len(first)
-    logs = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
-    product = math.exp(sum(value for value in logs if value is not None))
-    if algorithm.off_policy_correction == "truncate_sequence":
-        return [0.0 if value is None else min(product, algorithm.correction_cap) for value in logs]
-    return [0.0 if value is None else min(math.exp(value), algorithm.correction_cap) for value in logs]

@@ -13,7 +13,7 @@ import torch
 from local_runs import make_config, train
 
 import grpo_ray
-from grpo_ray.algorithms import compute_policy_gradient_loss
+from grpo_ray.algorithms import Objective
 from grpo_ray.models.loading import load_tokenizer
 from grpo_ray.models.tiny import tiny_model_folder
 from grpo_ray.telemetry.rollout_log import read_groups
@@ -29,11 +29,15 @@ def train_with_own_task_loss_and_engine(folder: Path) -> None:
         "model.tiny=null",
         "task={kind: reversal, num_train_prompts: 24, num_validation_prompts: 4}",
         "generator.engine=uniform",
-        "algorithm.loss=spo",
+        "algorithm.loss=my_losses:spo",
+        "algorithm.loss_options={strength: 0.5}",
+        "algorithm.off_policy_correction=my_losses:agreeing",
+        "algorithm.correction_options={limit: 20.0}",
         "run.seed=3",
     )
     recorder, run = train(config, folder), RunDirectory(folder)
     assert recorder.steps == [1, 2, 3, 4, 5, 6, 7, 8], recorder.steps
+    assert all("loss/clip_frac" in line for line in read_metrics(run.metrics_path) if line["loss/policy"])
     report = audit(run)
     assert report.is_clean, str(report)
     assert max(line["lag/max"] for line in read_metrics(run.metrics_path)) <= 1
@@ -55,13 +59,10 @@ def train_with_own_task_loss_and_engine(folder: Path) -> None:
 def own_loss() -> None:
     def loss_and_gradient(advantage: float, ratio: float) -> tuple[float, float]:
         log_probs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-        loss, _ = compute_policy_gradient_loss(
-            log_probs,
-            "spo",  # type: ignore[arg-type]
-            advantages=torch.tensor([[advantage]], dtype=torch.float64),
-            old_log_probs=torch.zeros(1, 1, dtype=torch.float64),
-            cliprange=0.2,
-        )
+        mask, old = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
+        advantages = torch.tensor([[advantage]], dtype=torch.float64)
+        spo = Objective("my_losses:spo", "sequence_mean", cliprange=0.2)
+        loss, _ = spo.policy_gradient_loss(log_probs, mask, advantages, old)
         loss.sum().backward()
         assert log_probs.grad is not None
         return loss.item(), log_probs.grad.item()

@@ -11,7 +11,8 @@ import pytest
 from builders import make_completion, make_item, make_settings
 
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.scorer import Scorer, advantages_of
+from grpo_ray.actors.scorer import Scorer
+from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
@@ -372,7 +373,7 @@ def test_a_response_that_cannot_be_graded_is_an_error_and_has_no_advantage() -> 
     assert scored.advantages.tolist() == pytest.approx([0, high, 0, low, low], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["mean_std", "mean", "leave_one_out", "max_only", "raw"])
+@pytest.mark.parametrize("kind", ["mean_std", "mean", "leave_one_out", "max_only", "raw", "gdpo"])
 def test_advantages_compare_only_graded_responses(kind: str) -> None:
     config = AlgorithmConfig(advantage=kind, overlong_buffer_tokens=4)
     rewards, lengths = np.array([1, 9, -0.5, -1], np.float32), np.array([3, 8, 9, 10])

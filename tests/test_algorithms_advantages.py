@@ -1,5 +1,7 @@
 """Advantages and overlong penalties by hand, and properties that hold for any rewards."""
 
+from itertools import combinations
+from statistics import fmean, pstdev, stdev
 from typing import get_args
 
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.algorithms import (
+    ADVANTAGES,
+    AdvantageInputs,
     AdvantageKind,
     compute_group_normalized_rewards,
     group_advantages,
@@ -17,6 +21,7 @@ from grpo_ray.algorithms import (
 REWARDS = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])  # mean 0.6, sample std sqrt(0.3) = 0.5477
 
 CENTRED: tuple[AdvantageKind, ...] = ("mean_std", "mean", "leave_one_out")
+OPTIONS = {"pass_at_k": {"k": 2}}
 
 reward_lists = st.lists(st.integers(-8, 8), min_size=2, max_size=6)
 
@@ -35,10 +40,14 @@ def last_char_reward(response: str, ground_truth: str) -> dict[str, float]:
         ("leave_one_out", [0.5, 0.5, -0.75, 0.5, -0.75]),  # 1 - 2/4 and 0 - 3/4
         ("max_only", [1.0, 1.0, 0.0, 1.0, 0.0]),
         ("raw", [1.0, 1.0, 0.0, 1.0, 0.0]),
+        ("max_rl", [0.6667, 0.6667, -1.0, 0.6667, -1.0]),  # 0.4 / 0.6, -0.6 / 0.6
+        # Of 10 pairs one fails, so std is 0.3; of the 4 pairs with a wrong response one: (0.1 - 0.25) / 0.3.
+        ("pass_at_k", [0.3333, 0.3333, -0.5, 0.3333, -0.5]),
+        ("gdpo", [0.7303, 0.7303, -1.0954, 0.7303, -1.0954]),  # without parts as `mean_std`
     ],
 )
 def test_advantages_by_hand(kind, expected):
-    advantages = group_advantages(REWARDS, kind, advantage_eps=0.0)
+    advantages = group_advantages(REWARDS, kind, advantage_eps=0.0, **OPTIONS.get(kind, {}))
     torch.testing.assert_close(advantages, torch.tensor([expected]), atol=1e-4, rtol=0)
 
 
@@ -72,14 +81,15 @@ def test_each_group_has_its_own_mean_and_std():
 
 
 @pytest.mark.parametrize("std", ["sample", "population"])
-@pytest.mark.parametrize("kind", CENTRED)
+@pytest.mark.parametrize("kind", [*CENTRED, "max_rl", "pass_at_k", "gdpo"])
 @pytest.mark.parametrize("group_size", [1, 3, 7])
 def test_equal_rewards_give_exactly_zero(group_size, kind, std):
     if kind == "leave_one_out":
         group_size += 1
     rewards = torch.full((2, group_size), 0.1)
     rewards[1] = 1 / 3
-    advantages = group_advantages(rewards, kind, advantage_eps=1e-12, std=std)
+    options = OPTIONS.get(kind, {})
+    advantages = group_advantages(rewards, kind, advantage_eps=1e-12, std=std, **options)
     assert torch.equal(advantages, torch.zeros(2, group_size))
 
 
@@ -98,7 +108,8 @@ def test_raw_is_a_copy():
 
 @pytest.mark.parametrize("kind", get_args(AdvantageKind))
 def test_nan_is_not_hidden(kind):
-    assert group_advantages(torch.tensor([[1.0, torch.nan, 0.0]]), kind)[0, 1].isnan()
+    rewards = torch.tensor([[1.0, torch.nan, 0.0]])
+    assert group_advantages(rewards, kind, **OPTIONS.get(kind, {}))[0, 1].isnan()
 
 
 def test_bad_arguments_are_refused():
@@ -106,7 +117,7 @@ def test_bad_arguments_are_refused():
         group_advantages(torch.ones(4))
     with pytest.raises(ValueError, match=r"leave_one_out.*at least 2"):
         group_advantages(torch.ones(4, 1), "leave_one_out")
-    with pytest.raises(ValueError, match=r"'max'.*mean_std, mean, leave_one_out, max_only, raw"):
+    with pytest.raises(ValueError, match=r"'max'.*mean_std, mean, .*raw, max_rl, pass_at_k, gdpo"):
         group_advantages(REWARDS, "max")
     with pytest.raises(ValueError, match=r"'biased'.*sample, population"):
         group_advantages(REWARDS, std="biased")
@@ -152,6 +163,79 @@ def test_leave_one_out_is_the_mean_centred_times_g_over_g_minus_one(rewards):
     torch.testing.assert_close(advantages, group_advantages(group, "mean") * group_size / (group_size - 1))
     plain = [rewards[i] - sum(rewards[:i] + rewards[i + 1 :]) / (group_size - 1) for i in range(group_size)]
     torch.testing.assert_close(advantages, torch.tensor([plain], dtype=torch.float64))
+
+
+def test_max_rl_leaves_groups_without_success_and_those_with_a_negative_mean():
+    rewards = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.0]])
+    advantages = group_advantages(rewards, "max_rl", advantage_eps=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([[0.0] * 3, [2.0, -1.0, -1.0], [0.0] * 3, [0.0] * 3]))
+
+
+def test_max_rl_weighs_prompts_by_the_gradient_of_log_p():
+    """Its expected gradient is that of the sum of pass@k / k over k < G, by enumeration of all groups.
+
+    The policy is one probability p of a success. The derivative by p of a right response's log probability is
+    1 / p, and of a wrong one's -1 / (1 - p).
+    """
+    for size, p in ((2, 0.3), (4, 0.1), (5, 0.7)):
+        expected = 0.0
+        for outcome in range(2**size):
+            rewards = [outcome >> i & 1 for i in range(size)]
+            probability = p ** sum(rewards) * (1 - p) ** (size - sum(rewards))
+            values = torch.tensor([rewards], dtype=torch.float64)
+            advantages = group_advantages(values, "max_rl", advantage_eps=0.0)[0].tolist()
+            scores = [1 / p if right else -1 / (1 - p) for right in rewards]
+            expected += probability * fmean(a * s for a, s in zip(advantages, scores, strict=True))
+        by_hand = sum((1 - p) ** (k - 1) for k in range(1, size))  # d/dp of (1 - (1 - p)^k) / k
+        assert expected == pytest.approx(by_hand), (size, p)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rights=st.lists(st.booleans(), min_size=1, max_size=7), data=st.data())
+def test_pass_at_k_is_the_mean_over_all_subsets(rights, data):
+    size, k = len(rights), data.draw(st.integers(1, len(rights)))
+    subsets = list(combinations(range(size), k))
+    best = {subset: float(any(rights[i] for i in subset)) for subset in subsets}
+    mean, std = fmean(best.values()), pstdev(best.values())
+    slow = [
+        fmean((best[s] - mean) / (std + 1e-6) for s in subsets if response in s) for response in range(size)
+    ]
+    rewards = torch.tensor([rights], dtype=torch.float64)
+    advantages = group_advantages(rewards, "pass_at_k", k=k)
+    assert advantages[0].tolist() == pytest.approx(slow)
+    assert advantages.sum().item() == pytest.approx(0.0, abs=1e-9)
+    if k == 1:
+        torch.testing.assert_close(advantages, group_advantages(rewards, std="population"))
+
+
+def test_pass_at_k_of_more_than_the_group_takes_the_whole_group():
+    """Nothing then tells the responses apart; the threshold says what succeeds."""
+    rewards = torch.tensor([[1.0, 0.0]])
+    assert group_advantages(rewards, "pass_at_k", k=4).tolist() == [[0.0, 0.0]]
+    rewards = torch.tensor([[3.0, 1.0, 0.0]])
+    high = group_advantages(rewards, "pass_at_k", k=1, threshold=2.0)
+    torch.testing.assert_close(high, group_advantages((rewards > 2).float(), std="population"))
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not():
+    """Rewards (right, format) of (0, 1), (0, 2 x format) sum alike for GRPO (arXiv:2601.05242, Figure 2)."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    formats, answers = torch.tensor([[1.0, 1.0, 0.0, 1.0]]), torch.tensor([[0.0, 1.0, 1.0, 0.0]])
+    weights = {"reward_weight": 2.0, "format_weight": 0.5, "answer_weight": 0.25}
+    found = ADVANTAGES["gdpo"](AdvantageInputs(rewards, formats, answers), **weights, eps=1e-4)
+
+    def trl(rows, given):
+        """Return TRL's `normalize_then_sum` for one group, in plain loops: sample std, eps 1e-4."""
+        sums = [0.0] * len(rows[0])
+        for row, weight in zip(rows, given, strict=True):
+            for i, value in enumerate(row):
+                sums[i] += weight * (value - fmean(row)) / (stdev(row) + 1e-4)
+        return sums
+
+    rows = [rewards[0].tolist(), formats[0].tolist(), answers[0].tolist()]
+    assert found[0].tolist() == pytest.approx(trl(rows, weights.values()), rel=1e-5)
+    by_default = ADVANTAGES["gdpo"](AdvantageInputs(rewards, formats, answers), eps=1e-4)
+    assert by_default[0].tolist() == pytest.approx(trl(rows[:2], (1, 1)), rel=1e-5)
 
 
 def test_scoring_a_batch_by_hand():

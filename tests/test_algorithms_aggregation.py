@@ -7,7 +7,7 @@ import torch
 
 from grpo_ray.algorithms import Aggregation, aggregate_loss, loss_denominator, masked_mean, masked_normalize
 
-AGGREGATIONS = get_args(Aggregation)
+AGGREGATIONS = [name for name in get_args(Aggregation) if name != "prompt_mean"]  # that needs row_tokens
 
 # The length-normalisation example: two responses, of 4 and 7 tokens, with the same advantage.
 ADVANTAGES = torch.tensor([[2.0], [2.0]])
@@ -57,10 +57,10 @@ def test_masked_out_poison_does_not_leak(poison):
     mask = torch.tensor([[True, False], [True, True]])
     results = [masked_mean(tensor, mask), masked_normalize(tensor, mask)]
     results += [aggregate_loss(tensor, mask, aggregation, 1.0) for aggregation in AGGREGATIONS]
-    assert [result.item() for result in results] == [3.0, 9.0, 5.0, 9.0, 9.0]
+    assert [result.item() for result in results] == [3.0, 9.0, 5.0, 9.0, 9.0, 9.0]
     torch.stack(results).sum().backward()
-    # 1/3 + 1 + (1 or 1/2) + 1 + 1 at the live tokens, exactly 0 at the poisoned one
-    torch.testing.assert_close(tensor.grad, torch.tensor([[13 / 3, 0.0], [23 / 6, 23 / 6]]))
+    # 1/3 + 1 + (1 or 1/2) + 1 + 1 + 1 at the live tokens, exactly 0 at the poisoned one
+    torch.testing.assert_close(tensor.grad, torch.tensor([[16 / 3, 0.0], [29 / 6, 29 / 6]]))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,7 @@ def test_masked_out_poison_does_not_leak(poison):
         ("sequence_mean", (1.5 + 6.0) / 2),
         ("token_mean", (1.0 + 2.0 + 6.0) / 3),
         ("constant", (1.0 + 2.0 + 6.0) / (2 * 4)),
+        ("sequence_sum", (1.0 + 2.0 + 6.0) / 2),
     ],
 )
 def test_aggregation_by_hand(aggregation, expected):
@@ -154,3 +155,20 @@ def test_rows_of_one_response_are_one_mean_by_hand() -> None:
         assert aggregate_loss(loss, mask, aggregation, 2.0, row_tokens) == aggregate_loss(
             loss, mask, aggregation, 2.0
         )
+
+
+def test_mean_of_a_prompt_by_hand() -> None:
+    """One prompt with responses of 1 and 3 tokens, and one with a single response of 2."""
+    loss = torch.tensor([[4.0, 9.0, 9.0], [1.0, 2.0, 3.0], [6.0, 8.0, 9.0]])
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    row_tokens = torch.tensor([4, 4, 2])
+    denominator = loss_denominator("prompt_mean", 3, 6, max_tokens=4, num_prompts=2)
+    whole = aggregate_loss(loss, mask, "prompt_mean", denominator, row_tokens)
+    assert whole.item() == pytest.approx(((4 + 1 + 2 + 3) / 4 + (6 + 8) / 2) / 2)
+    parts = [
+        aggregate_loss(*rows, "prompt_mean", denominator, n)
+        for *rows, n in zip(loss.split(1), mask.split(1), row_tokens.split(1), strict=True)
+    ]
+    assert sum(parts).item() == pytest.approx(whole.item())
+    with pytest.raises(ValueError, match="prompt_mean needs row_tokens"):
+        aggregate_loss(loss, mask, "prompt_mean", denominator)

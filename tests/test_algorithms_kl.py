@@ -1,14 +1,13 @@
 """KL estimates and the sampler-Learner mismatch: by hand, and in expectation over a small categorical."""
 
 import math
-from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.algorithms import KLEstimator, kl_estimate, logprob_mismatch
+from grpo_ray.algorithms import kl_estimate, logprob_mismatch
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.1, 1.0], dtype=torch.float64), dim=0)
@@ -59,12 +58,52 @@ def test_expected_gradients_are_what_the_docstring_says():
     torch.testing.assert_close(as_loss("k3"), gradient(lambda policy: exact_kl(REFERENCE, policy)))
 
 
-@pytest.mark.parametrize("estimator", get_args(KLEstimator))
+def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2():
+    for estimator in ("k1", "k3"):
+        policy = torch.tensor([[-1.0, -2.0, -0.3]], dtype=torch.float64, requires_grad=True)
+        reference = torch.tensor([[-1.5, -1.0, -0.3]], dtype=torch.float64)
+        value = kl_estimate(policy, reference, f"{estimator}+")
+        torch.testing.assert_close(value, kl_estimate(policy, reference, estimator), rtol=0, atol=1e-15)
+        value.sum().backward()
+        torch.testing.assert_close(policy.grad, torch.tensor([[0.5, -1.0, 0.0]], dtype=torch.float64))
+
+
+def test_unbiased_expects_value_and_gradient_of_the_kl_over_an_older_policy():
+    """Tokens of another policy than the one being trained; k2 and k3 are wrong there in both."""
+    old = torch.log_softmax(torch.tensor([1.0, 0.2, -0.7, 0.1], dtype=torch.float64), dim=0)
+
+    def expected(estimator):
+        logits = LOGITS.clone().requires_grad_()
+        policy = torch.log_softmax(logits, dim=0)
+        value = (old.exp() * kl_estimate(policy, REFERENCE, estimator, old)).sum()
+        return value.item(), torch.autograd.grad(value, logits)[0]
+
+    logits = LOGITS.clone().requires_grad_()
+    exact = exact_kl(torch.log_softmax(logits, dim=0), REFERENCE)
+    gradient = torch.autograd.grad(exact, logits)[0]
+    value, own = expected("unbiased")
+    assert value == pytest.approx(exact.item())
+    torch.testing.assert_close(own, gradient)
+    for biased in ("k2", "k3", "k3+"):
+        value, own = expected(biased)
+        assert value != pytest.approx(exact.item(), rel=0.05)
+        assert (own - gradient).norm() > 0.1 * gradient.norm()
+
+
+def test_unbiased_without_old_log_probabilities_is_refused():
+    with pytest.raises(ValueError, match="`unbiased` needs old_log_probs"):
+        kl_estimate(LOGITS, REFERENCE, "unbiased")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
 def test_token_gradients_by_hand_and_against_finite_differences(estimator):
     policy = torch.tensor([[-1.0, -2.0, -0.3]], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([[-1.5, -1.0, -0.3]], dtype=torch.float64, requires_grad=True)
-    kl_estimate(policy, reference, estimator).sum().backward()
+    old = torch.tensor([[-1.0, -1.0, -0.3]], dtype=torch.float64)
+    kl_estimate(policy, reference, estimator, old).sum().backward()
     expected = {
+        # r * k3 + r * (1 - e^d) with d = -0.5, 1, 0 and r = 1, 1/e, 1
+        "unbiased": [0.5, -math.exp(-1), 0.0],
         "k1": [1.0, 1.0, 1.0],
         "k2": [0.5, -1.0, 0.0],
         "k3": [1 - math.exp(-0.5), 1 - math.e, 0.0],
@@ -72,7 +111,7 @@ def test_token_gradients_by_hand_and_against_finite_differences(estimator):
     torch.testing.assert_close(policy.grad, torch.tensor([expected], dtype=torch.float64))
     assert reference.grad is None
     fixed = reference.detach()
-    assert torch.autograd.gradcheck(lambda new: kl_estimate(new, fixed, estimator), (policy,))
+    assert torch.autograd.gradcheck(lambda new: kl_estimate(new, fixed, estimator, old), (policy,))
 
 
 @settings(max_examples=200, deadline=None)

@@ -193,7 +193,7 @@ def test_old_log_probs_of_another_shape_are_refused():
         compute_grpo_clip_loss(torch.ones(2, 1), torch.zeros(2, 3), torch.zeros(1, 3), CLIPRANGE)
 
 
-@pytest.mark.parametrize("loss_type", get_args(LossType))
+@pytest.mark.parametrize("loss_type", [name for name in get_args(LossType) if name != "gmpo"])
 def test_advantages_per_token_are_those_of_each_column_alone(loss_type):
     """Every token has the loss that it would have if its advantage were the response's."""
     torch.manual_seed(0)

@@ -18,6 +18,8 @@ from grpo_ray.algorithms import (
 
 LOSS_TYPES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
 NAN = float("nan")
+CLIPPING = set(RATIO_LOSSES) - {"unclipped", "sapo"}
+BY_RESPONSE = ("gspo", "luspo", "gmpo")  # one ratio for all tokens
 
 
 def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -38,10 +40,11 @@ def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tens
         "weights": 0.3 + torch.rand(batch, seq, generator=generator, dtype=torch.float64),
         "reference_log_probs": old + 0.3 * noise(batch, seq),
         "entropy": noise(batch, seq).square(),
+        "row_tokens": torch.tensor([8, 8, 8, 12, 12, 12]),  # of two prompts, for `prompt_mean` alone
     }
 
 
-PER_TOKEN = [name for name in example() if name not in ("advantages", "response_mask")]
+PER_TOKEN = [name for name in example() if name not in ("advantages", "response_mask", "row_tokens")]
 
 
 def full(loss_type: LossType, aggregation: Aggregation = "sequence_mean") -> Objective:
@@ -55,12 +58,13 @@ def step(tensors, objective, denominator=None):
     leaves = {
         name: tensor.detach().clone().requires_grad_(tensor.is_floating_point())
         for name, tensor in tensors.items()
+        if name != "row_tokens" or objective.aggregation == "prompt_mean"
     }
     if denominator is None:
         mask = tensors["response_mask"].bool()
         if objective.needs_old_log_probs:
             mask = mask & tensors["old_log_probs"].isfinite()
-        denominator = loss_denominator(objective.aggregation, len(mask), int(mask.sum()), max_tokens=8)
+        denominator = loss_denominator(objective.aggregation, len(mask), int(mask.sum()), 8, num_prompts=2)
     loss, sums = policy_gradient_step(**leaves, objective=objective, denominator=denominator)
     loss.backward()
     assert not any(value.requires_grad for value in sums.values())
@@ -79,7 +83,7 @@ def assert_same(actual, expected, rows=slice(None)):
     assert actual[2] == pytest.approx(expected[2], rel=1e-12)
 
 
-@pytest.mark.parametrize("loss_type", ["unclipped", "grpo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("loss_type", RATIO_LOSSES)
 def test_at_ratio_one_every_ratio_loss_has_the_gradient_of_reinforce(loss_type):
     tensors = example()
     tensors["old_log_probs"] = tensors["policy_log_probs"].clone()
@@ -101,7 +105,7 @@ def test_at_ratio_one_every_ratio_loss_has_the_gradient_of_reinforce(loss_type):
 def test_padding_and_what_is_in_it_change_nothing(loss_type, aggregation):
     tensors, objective = example(), full(loss_type, aggregation)
     expected = step(tensors, objective)
-    assert (0 < expected[2].get("num_clipped", 0) < 20) is (loss_type in ("grpo_clip", "gspo", "cispo"))
+    assert (0 < expected[2].get("num_clipped", 0) < 20) is (loss_type in CLIPPING)
     for garbage in (7.0, NAN, float("inf"), float("-inf")):
         padded = dict(tensors, response_mask=torch.nn.functional.pad(tensors["response_mask"], (0, 3)))
         for name in PER_TOKEN:
@@ -127,7 +131,7 @@ def test_the_order_of_the_batch_changes_nothing(loss_type, aggregation):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_split_into_micro_batches_changes_nothing(loss_type, aggregation):
     tensors, objective = example(), full(loss_type, aggregation)
-    denominator = loss_denominator(aggregation, 6, 20, max_tokens=8)
+    denominator = loss_denominator(aggregation, 6, 20, max_tokens=8, num_prompts=2)
     loss, grads, sums = step(tensors, objective, denominator)
     parts = [
         step({n: t[rows] for n, t in tensors.items()}, objective, denominator)
@@ -189,10 +193,10 @@ def test_terms_add_up_and_only_the_first_is_weighted(loss_type, estimator):
         only = torch.zeros_like(mask)
         only[row, column] = True
         rows = {name: tensors[name] for name in ("advantages", "old_log_probs")}
-        if loss_type == "gspo":
+        if loss_type in BY_RESPONSE:
             only = mask & (torch.arange(6) == row)[:, None]
         value, _ = policy_gradient_step(policy, only, objective=plain, denominator=1.0, **rows)
-        per_token[row, column] = value / (only.sum() if loss_type == "gspo" else 1)
+        per_token[row, column] = value / (only.sum() if loss_type in BY_RESPONSE else 1)
     kl = kl_estimate(policy, tensors["reference_log_probs"], estimator)
     expected = ((per_token * tensors["weights"] + 0.5 * kl - 0.1 * tensors["entropy"]) * mask).sum()
     expected.backward()
@@ -257,7 +261,23 @@ def test_nan_outside_the_mask_never_enters_the_backward_pass(loss_type):
 
 def test_which_losses_need_old_log_probs():
     needing = {name for name in LOSS_TYPES if Objective(name, "constant").needs_old_log_probs}
-    assert needing == {"unclipped", "grpo_clip", "gspo", "cispo"}
+    assert needing == set(RATIO_LOSSES)
+    plain = Objective("reinforce_with_baseline", "constant", kl_estimator="unbiased")
+    assert not plain.needs_old_log_probs  # without a coefficient
+    assert replace(plain, kl_coefficient=0.1).needs_old_log_probs
+
+
+def test_unbiased_kl_is_weighted_by_the_ratio_also_without_a_ratio_in_the_loss():
+    tensors = example()
+    objective = Objective("reinforce_with_baseline", "constant", kl_coefficient=0.5, kl_estimator="unbiased")
+    loss, grads, _ = step(tensors, objective, 1.0)
+    mask, policy = tensors["response_mask"], tensors["policy_log_probs"].clone().requires_grad_()
+    d = tensors["reference_log_probs"] - policy
+    kl = (policy - tensors["old_log_probs"]).exp() * (d.exp() - d - 1)
+    expected = ((-tensors["advantages"] * policy * tensors["weights"] + 0.5 * kl) * mask).sum()
+    expected.backward()
+    assert loss == pytest.approx(expected.item())
+    torch.testing.assert_close(grads["policy_log_probs"], policy.grad)
 
 
 @pytest.mark.parametrize(

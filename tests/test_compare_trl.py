@@ -95,3 +95,23 @@ def test_a_case_that_does_not_exist_is_refused(
         patch.setattr(compare_trl, "trl_problem", lambda python: None)
         assert compare_trl.main(["--trl-python", sys.executable, "--case", "nothing"]) == 2
     assert "no case has 'nothing' in its name: quickstart, " in capsys.readouterr().err
+
+
+def test_both_sides_of_the_losses_have_every_case(profiling_script: Callable[[str], ModuleType]) -> None:
+    """Each case is a configuration that grpo_ray takes, and its terms and bounds take effect."""
+    script = profiling_script("compare_trl_losses")
+    tensors = script.make_tensors(0)
+    found = {name: script.ours(case, tensors) for name, case in script.CASES.items()}
+    plain = found["grpo"][0]
+    assert all(gradients[0].isfinite().all() and gradients[0].norm() > 0 for _, gradients in found.values())
+    same = [name for name, (loss, _) in found.items() if name != "grpo" and abs(loss - plain) < 1e-6]
+    assert same == []
+    assert found["entropy bonus"][1][1].norm() > 0
+
+
+def test_comparing_losses_without_trl_is_refused(
+    profiling_script: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = profiling_script("compare_trl_losses")
+    assert script.main(["--trl-python", str(tmp_path / "none")]) == 2
+    assert "there is no" in capsys.readouterr().err

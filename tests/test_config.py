@@ -42,6 +42,13 @@ def test_defaults_are_the_handouts(tmp_path: Path) -> None:
     assert config.algorithm.clip_epsilons == (0.2, 0.2)
 
 
+KL_IN_THE_REWARD = (
+    "algorithm.kl.reference=initial",
+    "algorithm.kl.coefficient=0.1",
+    "algorithm.kl.placement=reward",
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "epsilons"),
     [
@@ -178,12 +185,63 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["sampling.temperature=0.005"],
             ["sampling.temperature: 0.005 is not valid; allowed: number >= 0.01"],
         ),
+        (
+            ["algorithm.off_policy_correction=[veto, tis]"],
+            ["algorithm.off_policy_correction[1]: 'tis' is not valid; allowed: none, truncate_token,"],
+        ),
+        (
+            ["algorithm.off_policy_correction=[veto, none]"],
+            ["off_policy_correction: ['veto', 'none'] is not a"],
+        ),
+        (["algorithm.off_policy_correction=[]"], ["off_policy_correction: [] is not a list of different"]),
+        (["algorithm.off_policy_correction=3"], ["algorithm.off_policy_correction: 3 is not valid; allowed: "]),
+        (
+            ["algorithm.off_policy_correction=[veto, truncate_token]"],
+            ["off_policy_correction weights tokens by proximal"],
+        ),
+        (["algorithm.loss=my.losses"], ["or a function of your own as `module:function`"]),
         (["algorithm.correction_band=[2, 1]"], ["correction_band is (2, 1): the first must be the smaller"]),
         (
             ["algorithm.off_policy_correction=mask_band"],
             ["off_policy_correction weights tokens by proximal", "set old_log_probs to `proximal`"],
         ),
         (["algorithm.kl.coefficient=0.1"], ["algorithm.kl: coefficient needs a reference"]),
+        (
+            ["algorithm.kl.reference=initial", "algorithm.kl.placement=reward"],
+            ["algorithm.kl: placement `reward` needs a coefficient above 0"],
+        ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.advantage=max_rl"],
+            ["algorithm: kl.placement: `max_rl` is of rewards of 0 and 1", "set it to `loss`"],
+        ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.mask_truncated=true"],
+            ["algorithm: kl.placement: `reward` needs the KL of all responses", "mask_truncated to false"],
+        ),
+        (
+            ["algorithm.advantage=best"],
+            ["algorithm.advantage: 'best' is not valid; allowed: mean_std,", "`module:function`"],
+        ),
+        (
+            ["algorithm.advantage_scale=batch"],
+            ["algorithm: advantage_scale: `batch` divides", "to `mean` or `leave_one_out` (it is `mean_std`)"],
+        ),
+        (
+            ["algorithm.advantage_scale=whiten_tokens", "algorithm.loss=no_baseline"],
+            ["algorithm: advantage_scale: `no_baseline` takes raw rewards", "`reinforce_with_baseline`"],
+        ),
+        (
+            [
+                "algorithm.advantage_scale=whiten_tokens",
+                "algorithm.advantage=raw",
+                "algorithm.dynamic_sampling_tries=1",
+            ],
+            ["algorithm: dynamic_sampling_tries: it drops groups", "set it to 0, or advantage to `mean`"],
+        ),
+        (
+            ["algorithm.advantage=max_rl", "algorithm.overlong_buffer_tokens=8"],
+            ["algorithm: overlong_buffer_tokens: `max_rl` divides by the mean reward", "set it to 0"],
+        ),
         (
             ["algorithm.kl.reference=ema", "algorithm.kl.refresh_every_num_steps=3"],
             ["algorithm.kl: refresh_every_num_steps needs reference `initial`"],
@@ -365,3 +423,18 @@ def test_a_model_path_in_the_home_folder_is_written_out(monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", "/home/someone")
     config = load_config("configs/quickstart.yaml", ["model.tiny=null", "model.path=~/models/m"])
     assert config.model.path == "/home/someone/models/m"
+
+
+def test_corrections_are_none_one_or_several() -> None:
+    def corrections(text: str) -> tuple[str, ...]:
+        overrides = [f"algorithm.off_policy_correction={text}", "algorithm.old_log_probs=proximal"]
+        return load_config("configs/quickstart.yaml", overrides).algorithm.corrections
+
+    assert corrections("none") == ()
+    assert corrections("veto") == ("veto",)
+    assert corrections("[truncate_token, my.module:mask]") == ("truncate_token", "my.module:mask")
+
+
+@pytest.mark.parametrize("band", ["[null, 3]", "[0.5, null]", "null"])
+def test_a_band_may_be_open(band: str) -> None:
+    load_config("configs/quickstart.yaml", [f"algorithm.correction_band={band}"])

@@ -12,8 +12,8 @@ from builders import make_buffer, make_completion, make_group, make_item, parts,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.scorer import advantages_of
 from grpo_ray.actors.trajectory_buffer import group_outcomes
+from grpo_ray.algorithms import advantages_of
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.task import CurriculumConfig
 from grpo_ray.tasks.curriculum import CurriculumOrder

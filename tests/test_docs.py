@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 from test_layout import ORDER
 
+from grpo_ray.algorithms import CorrectionInputs, Objective, check_algorithm, compare_group
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
@@ -140,7 +143,7 @@ def test_every_field_says_what_it_is_for(reference: ModuleType) -> None:
 def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     tables = rows(reference.configuration_reference())
     assert tables["learner"]["learning_rate"] == ["number >= 0", "`1e-05`", "Peak AdamW learning rate."]
-    assert tables["algorithm"]["advantage"][0] == "mean_std, mean, leave_one_out, max_only or raw"
+    assert tables["algorithm"]["advantage_scale"][0] == "group, batch, whiten_responses or whiten_tokens"
     assert tables["algorithm.kl"]["ema_decay"][:2] == ["number >= 0 and < 1", "`0.99`"]
     assert tables["task (kind: math)"]["answer_is_boxed"][1] == "`true`"
     assert tables["task (kind: file)"]["train_path"][1] == "required"
@@ -285,7 +288,37 @@ def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert every["What is 12 squared?"] == "144"
 
 
-@pytest.mark.slow
+def test_an_advantage_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    algorithm = load_config("my_advantage.yaml").algorithm
+    check_algorithm(algorithm)
+    rewards, formats = np.array([1, 0, 7], np.float32), np.array([1, 0, 1])
+    found = compare_group(rewards, np.ones(3, bool), algorithm, formats)
+    assert found.tolist() == pytest.approx([0, -1.2, 6])
+
+
+def test_a_loss_and_a_correction_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    algorithm = load_config("my_loss.yaml").algorithm
+    check_algorithm(algorithm)
+    objective = Objective.from_config(algorithm)
+    old = torch.zeros(2, 2)
+    new = torch.log(torch.tensor([[1.2, 1.0], [0.92, 1.05]]))
+    advantages, mask = torch.tensor([[2.0], [-1.0]]), torch.ones(2, 2, dtype=torch.bool)
+    loss, details = objective.policy_gradient_loss(new, mask, advantages, old)
+    by_hand = torch.tensor(
+        [[0.5 * 2 / 0.2 * 0.04 - 2.4, -2.0], [0.5 / 0.2 * 0.0064 + 0.92, 0.5 / 0.2 * 0.0025 + 1.05]]
+    )
+    torch.testing.assert_close(loss, by_hand)
+    assert details["clipped"].tolist() == [[True, False], [False, False]]
+    inputs = CorrectionInputs.of(torch.tensor([[0.0, 2.5], [0.0, 1.5]]), old, mask, advantages)
+    assert objective.correction_weights(inputs)[0].tolist() == [[0, 0], [1, 1]]
+
+
 @pytest.mark.slow
 def test_a_task_a_loss_an_engine_a_transport_and_a_command_of_ones_own(tmp_path: Path) -> None:
     """Apply the page's diffs to a copy of the package, and use them there (extended_job.py)."""

@@ -182,6 +182,25 @@ def test_a_worker_that_hangs_is_replaced_without_a_stall(
     assert "it has not answered for 0.1 s" in pool.events("environment_failed")[0]
 
 
+def test_a_worker_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
+    pool = Pool(tmp_path, good)
+    (worker,) = pool.actors.environments.values()
+    serve = worker.serve
+
+    async def after_its_start(serving: Mapping[int, Any]) -> None:
+        await asyncio.sleep(0.4)
+        await serve(serving)
+
+    async def work() -> None:
+        await until(lambda: bool(worker.serving))
+
+    worker.serve = after_its_start  # type: ignore[method-assign]
+
+    asyncio.run(pool.during(work))
+    assert pool.actors.starts == {"environment-0": 1}
+
+
 def test_many_groups_of_one_dead_worker_replace_it_once(tmp_path: Path) -> None:
     async def dies(worker: str) -> Any:
         await asyncio.sleep(0.05)
@@ -227,6 +246,34 @@ def test_a_worker_with_many_threads_that_hang_is_replaced(
 
     assert asyncio.run(pool.during(work)) == ("group 7", 12)
     assert pool.actors.starts == {"environment-0": num_starts}
+
+
+def test_a_group_that_is_cut_off_does_not_end_the_replacement_that_it_began(tmp_path: Path) -> None:
+    """The replacement spends the budget once, and the worker's next group waits until it is ready."""
+    pool = Pool(tmp_path, lambda worker, number: good("", 0) if number else ActorDied(worker, "killed"))
+    starting = asyncio.Event()
+
+    async def slow(worker: FakeWorker) -> bool:
+        await starting.wait()
+        return True
+
+    async def work() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeWorker, "ready", slow)
+            playing = asyncio.ensure_future(pool.play())
+            await until(lambda: pool.actors.starts["environment-0"] == 2)
+            playing.cancel()
+            await asyncio.wait({playing})
+            await asyncio.sleep(0.05)
+            assert pool.events("environment_back") == []
+            assert list(pool.pool.replacing) == ["environment-0"]
+            starting.set()
+            await until(lambda: not pool.pool.replacing)
+        return await pool.play()
+
+    assert asyncio.run(pool.during(work)) == ("group 7", 12)
+    assert pool.actors.starts == {"environment-0": 2}
+    assert len(pool.events("environment_failed")) == len(pool.events("environment_back")) == 1
 
 
 def test_groups_go_to_the_least_busy_worker(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from turn_clients import FakeGenerator, completion, never, until
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.episodes import runner, threads
+from grpo_ray.episodes import runner, serving_time, threads
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.episodes.session import Session
 from grpo_ray.models.loading import load_tokenizer
@@ -319,6 +319,27 @@ def test_no_turn_is_lost_when_its_generator_dies(model: StartingModel) -> None:
     run(worker, work)
 
 
+def test_time_without_generators_is_not_the_episodes_own(
+    model: StartingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only Generator dies, and its replacement takes longer than an episode may last."""
+    monkeypatch.setattr(serving_time, "LOOK_S", 0.02)
+    worker = make_worker(model, "long", "episodes.max_seconds=1")
+
+    async def work(generator: FakeGenerator) -> None:
+        playing = asyncio.ensure_future(play(worker))
+        await until(lambda: generator.num_started > 8)
+        generator.die()
+        await worker.failures(0)
+        await asyncio.sleep(1.2)
+        assert not playing.done()
+        await worker.serve({1: FakeGenerator("generator-0", spoken(lambda: 1))})
+        group, _ = await playing
+        assert statuses(group) == ["finished"] * 4
+
+    run(worker, work)
+
+
 def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -> None:
     async def refusing(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         raise ValueError("the prompt is too long")
@@ -354,7 +375,7 @@ def test_groups_that_wait_have_no_thread_and_no_open_file(model: StartingModel) 
 
 
 def test_max_concurrent_bounds_the_episodes_that_run(model: StartingModel, tmp_path: Path) -> None:
-    worker = make_worker(model, "plain", "episodes.max_concurrent=5")
+    worker = make_worker(model, "plain", "episodes.max_concurrent=5", "episodes.max_seconds=60")
     most = 0
 
     async def answer(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:

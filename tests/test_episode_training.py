@@ -79,6 +79,10 @@ def test_gradient_is_that_of_a_loop_over_turns(
         {"entropy_bonus": 0.05},
         {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"},
         {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence"},
+        {"off_policy_correction": "mask_product", "correction_band": (0.5, 1.5)},
+        {"off_policy_correction": "mask_geometric", "correction_band": (0.9, 1.1)},
+        {"off_policy_correction": "veto", "correction_options": {"threshold": 0.6}},
+        {"off_policy_correction": "opsm", "correction_options": {"delta": 0.0}},
         {"aggregation": "token_mean", "entropy_bonus": 0.05},
     ],
     ids=str,
@@ -87,10 +91,14 @@ def test_added_terms_and_weights(make_learner: Callable[..., Learner], algorithm
     check(make_learner(algorithm=algorithm), 11)
 
 
-def test_distance_to_a_reference(make_learner: Callable[..., Learner], tiny_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("estimator", ["k3", "k3+", "unbiased"])
+def test_distance_to_a_reference(
+    make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], estimator: str
+) -> None:
     reference = load_policy(str(tiny_model()))
     perturb(reference, 1, 0.05)
-    check(make_learner(algorithm={"kl": {"coefficient": 0.1, "reference": "initial"}}), 12, reference)
+    kl = {"coefficient": 0.1, "reference": "initial", "estimator": estimator}
+    check(make_learner(algorithm={"kl": kl}), 12, reference)
 
 
 # ---- layouts and micro-batches ----

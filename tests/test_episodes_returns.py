@@ -8,6 +8,7 @@ from episode_groups import make_episode, make_episode_group, play
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.episodes.returns import discounted_returns, episode_advantages, turn_advantages
 from grpo_ray.episodes.segments import Segments
 
@@ -29,26 +30,27 @@ def test_a_discount_outside_its_range_is_refused() -> None:
 
 
 def test_episodes_without_a_reward_leave_the_baseline() -> None:
-    advantages = episode_advantages([1.0, None, 0.0, None, 0.0, 1.0], "mean")
+    advantages = episode_advantages([1.0, None, 0.0, None, 0.0, 1.0], AlgorithmConfig(advantage="mean"))
     assert advantages.tolist() == [0.5, 0, -0.5, 0, -0.5, 0.5]
     assert advantages.dtype == np.float32
-    assert episode_advantages([None, None]).tolist() == [0, 0]
-    assert episode_advantages([None, 2.0], "leave_one_out").tolist() == [0, 0]
-    assert episode_advantages([3.0, None, 1.0], "leave_one_out").tolist() == [2, 0, -2]
+    assert episode_advantages([None, None], AlgorithmConfig()).tolist() == [0, 0]
+    rloo = AlgorithmConfig(advantage="leave_one_out")
+    assert episode_advantages([None, 2.0], rloo).tolist() == [0, 0]
+    assert episode_advantages([3.0, None, 1.0], rloo).tolist() == [2, 0, -2]
 
 
 def test_turns_are_compared_with_the_same_turn_of_other_episodes() -> None:
-    advantages = turn_advantages(
-        [[0.0, 1.0], [0.0, 0.0], None, [1.0]], discount=0.5, compare=partial(episode_advantages, kind="mean")
-    )
+    compare = partial(episode_advantages, algorithm=AlgorithmConfig(advantage="mean"))
+    advantages = turn_advantages([[0.0, 1.0], [0.0, 0.0], None, [1.0]], discount=0.5, compare=compare)
     # Returns: [0.5, 1], [0, 0] and [1].
     assert [a.tolist() for a in advantages] == [[0.0, 0.5], [-0.5, -0.5], [], [0.5]]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
 def test_one_turn_is_the_whole_episode(rewards: list[float]) -> None:
-    per_turn = turn_advantages([[reward] for reward in rewards], discount=0.9)
-    assert [float(a[0]) for a in per_turn] == episode_advantages(rewards).tolist()
+    compare = partial(episode_advantages, algorithm=AlgorithmConfig())
+    per_turn = turn_advantages([[reward] for reward in rewards], 0.9, compare)
+    assert [float(a[0]) for a in per_turn] == compare(rewards).tolist()
 
 
 def test_a_group_has_signal_by_the_advantages_that_are_trained() -> None:

@@ -1,7 +1,9 @@
 """Running episodes: each ends with a name, and none disturbs another."""
 
 import asyncio
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -149,6 +151,32 @@ def test_errors_of_an_environment_have_their_text(raised: BaseException, text: s
     assert text in result.error
     assert "test_episodes_runner.py" in result.error
     assert result.segments.num_turns == 1
+
+
+def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
+    class Hoard:
+        """All memory that the worker may have."""
+
+    held: list[weakref.ref[Hoard]] = []
+
+    async def takes_all(session: Session, example: Example) -> float:
+        hoard = Hoard()
+        held.append(weakref.ref(hoard))
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise OSError("no room for the message either")  # noqa: B904
+
+    async def play() -> bool:
+        result = await EpisodeRunner(takes_all).run(new_session(), EXAMPLE)
+        assert "no room for the message either" in result.error
+        return held[0]() is None
+
+    gc.disable()
+    try:
+        assert asyncio.run(play())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ def test_turns_that_continue_are_one_sequence() -> None:
     assert sequence.versions.tolist() == [5, 5, CONTEXT, CONTEXT, 7]
     assert sequence.turns.tolist() == [0, 0, CONTEXT, CONTEXT, 1]
     assert sequence.logprobs.tolist() == [-1, -1, 0, 0, -1]
-    assert segments.oldest_version == 5
     assert [segments[i].parent for i in range(len(segments))] == [NO_PARENT, 0, 1, 2]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -58,6 +59,36 @@ def test_a_thread_that_does_not_come_back_is_stuck_until_it_does(monkeypatch: py
     stopped.stop(thread)
     assert stopped.num_stuck() == 1
     release.set()
+    assert thread._thread is not None
+    thread._thread.join(5)
+    assert stopped.num_stuck() == 0
+
+
+def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The episode itself ends when it is cancelled; only the call that it began in another thread goes on."""
+    monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)
+    stopped, thread, release = StoppedThreads(), EpisodeThread("group"), threading.Event()
+    begun = threading.Event()
+
+    async def hangs() -> float:
+        begun.set()
+        await asyncio.to_thread(release.wait, 30)
+        return 1.0
+
+    async def play() -> None:
+        running = RunningEpisode(hangs(), thread)
+        await asyncio.to_thread(begun.wait, 5)
+        running.cancel()
+        await asyncio.wait({running.done}, timeout=5)
+        assert running.done.cancelled()
+
+    try:
+        asyncio.run(play())
+        stopped.stop(thread)
+        time.sleep(0.2)  # the thread has had its time to end
+        assert stopped.num_stuck() == 1
+    finally:
+        release.set()
     assert thread._thread is not None
     thread._thread.join(5)
     assert stopped.num_stuck() == 0

@@ -56,8 +56,9 @@ class FakeActors:
 
     def restart_worker(self, name: str) -> "FakeClient":
         self.starts[name] += 1
-        self.scorers[name] = FakeClient(self, name)
-        return self.scorers[name]
+        workers = self.scorers if name.startswith("scorer") else self.environments
+        workers[name] = FakeClient(self, name)
+        return workers[name]
 
     def dump_stacks(self) -> None:
         self.num_stack_dumps += 1
@@ -198,6 +199,25 @@ def test_the_stall_watch_does_not_wait_for_the_scorer_that_it_replaces(tmp_path:
         sampling.cancel()
 
     asyncio.run(pool.during(work))
+
+
+@pytest.mark.parametrize("kind", ["scorer", "environment"])
+def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) -> None:
+    """It is being replaced, which has a limit of its own; here, the group that found it dead has ended."""
+    name = "scorer" if kind == "scorer" else "environment-0"
+    pool = Pool(tmp_path, hang_first(f"{name} ready"))
+    pool.actors.starts[name] = 1
+
+    async def work() -> None:
+        workers = pool.pool._scorers if kind == "scorer" else pool.pool._environments
+        workers.retire(name, "killed")
+        await asyncio.wait_for(StallWatch(pool.calls, pool.pool, pool.log, 0.3).run(), 1.0)
+
+    with pytest.raises(TimeoutError):  # and not Stalled
+        asyncio.run(pool.during(work))
+    assert pool.pool.being_replaced == set()
+    assert pool.actors.starts[name] == 2
+    assert pool.actors.num_stack_dumps >= 1
 
 
 def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from builders import (
     relative_difference,
     written,
 )
+from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.algorithms import group_advantages
@@ -35,9 +36,9 @@ from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.types import ScoredGroup, TrainBatch
 
-RATIO_LOSSES = ("unclipped", "grpo_clip", "gspo", "cispo")
+RATIO_LOSSES = ("unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv", "dppo_kl", "sapo", "gmpo")
 LOSSES = ("no_baseline", "reinforce_with_baseline", *RATIO_LOSSES)
-AGGREGATIONS = ("sequence_mean", "token_mean", "constant")
+AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean")
 CORRECTIONS = ("truncate_token", "truncate_sequence", "mask_band")
 MAX_TOKENS = 16
 
@@ -90,15 +91,8 @@ class SlowLoss:
         """Compute loss and gradient of one update on the sequences."""
         self.num_clipped = self.num_tokens = 0
         per_response = [self.response(s) for s in sequences]
-        num_tokens = sum(map(len, per_response))
-        total: Any = 0.0
-        for losses in per_response:
-            if self.algorithm.loss_aggregation == "sequence_mean":
-                total = total + (sum(losses) / len(losses) / len(sequences) if losses else 0.0)
-            elif self.algorithm.loss_aggregation == "token_mean":
-                total = total + sum(losses) / num_tokens
-            else:
-                total = total + sum(losses) / (len(sequences) * MAX_TOKENS)
+        groups = [s.group for s in sequences]
+        total = slow_total(self.algorithm, per_response, groups, MAX_TOKENS)
         gradients = torch.autograd.grad(total, list(self.model.parameters()))
         return total.item(), torch.cat([g.flatten() for g in gradients])
 
@@ -109,72 +103,29 @@ class SlowLoss:
         behaviour, first = s.behaviour_logprobs.tolist(), self.log_probs(self.first, s)
         old = first if algorithm.old_log_probs == "proximal" else behaviour
         reference = self.log_probs(self.reference, s) if self.reference is not None else [0.0] * len(tokens)
-        is_ratio = algorithm.loss in RATIO_LOSSES
+        kl = algorithm.kl
+        is_ratio = algorithm.loss in RATIO_LOSSES or (kl.coefficient and kl.estimator == "unbiased")
         kept = [t for t in range(len(tokens)) if not is_ratio or math.isfinite(old[t])]
         new = [row[token] for row, token in zip(rows, tokens, strict=True)]
-        weights = self.weights(first, behaviour)
-        below, above = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}.get(algorithm.loss, (0.2, 0.2))
-        low = 1 - (algorithm.cliprange or below)
-        high = 1 + (algorithm.cliprange_high or algorithm.cliprange or above)
-
-        def bounded(ratio: torch.Tensor) -> torch.Tensor:
-            return min(max(ratio, torch.tensor(low)), torch.tensor(high))
-
-        losses = []
-        for t in kept:
-            if algorithm.loss in ("no_baseline", "reinforce_with_baseline"):
-                loss = -advantage * new[t]
-            elif algorithm.loss == "unclipped":
-                loss = -torch.exp(new[t] - old[t]) * advantage
-            elif algorithm.loss == "cispo":
-                ratio = torch.exp(new[t] - old[t]).detach()
-                self.num_clipped += int(bounded(ratio) != ratio)
-                loss = -bounded(ratio) * advantage * new[t]
-            else:
-                if algorithm.loss == "gspo":
-                    ratio = torch.exp(sum(new[u] - old[u] for u in kept) / len(kept))
-                else:
-                    ratio = torch.exp(new[t] - old[t])
-                objective = min(ratio * advantage, bounded(ratio) * advantage)
-                is_clipped = bool(bounded(ratio) * advantage < ratio * advantage)
-                if algorithm.dual_clip is not None and advantage < 0:
-                    floor = torch.tensor(algorithm.dual_clip * advantage)
-                    is_clipped = is_clipped or bool(objective < floor)
-                    objective = max(objective, floor)
-                self.num_clipped += int(is_clipped)
-                loss = -objective
-            losses.append(weights[t] * loss + self.added_terms(rows[t], new[t], reference[t]))
+        logs = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
+        drift = [b - a.item() if math.isfinite(b) else None for a, b in zip(new, behaviour, strict=True)]
+        advantages = [float(advantage)] * len(tokens)
+        weights = slow_product(algorithm, logs, advantages, drift)
+        penalties = [0.0] * len(tokens)
+        if s.token_weights is not None and s.token_penalties is not None:
+            weights = [a * b for a, b in zip(weights, s.token_weights.tolist(), strict=True)]
+            penalties = s.token_penalties.tolist()
+        losses, num_clipped = slow_loss(algorithm, new, old, advantages, kept)
+        self.num_clipped += num_clipped
         self.num_tokens += len(kept)
-        return losses
-
-    def weights(self, first: Sequence[float], behaviour: Sequence[float]) -> list[float]:
-        """Compute the factor of each token's policy-gradient loss."""
-        correction, cap = self.algorithm.off_policy_correction, self.algorithm.correction_cap
-        if correction == "none":
-            return [1.0] * len(first)
-        differences = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
-        product = math.exp(sum(d for d in differences if d is not None))
-        weights = []
-        for difference in differences:
-            if difference is None:
-                weights.append(0.0)
-            elif correction == "truncate_token":
-                weights.append(min(math.exp(difference), cap))
-            elif correction == "truncate_sequence":
-                weights.append(min(product, cap))
-            else:
-                low, high = self.algorithm.correction_band
-                weights.append(math.exp(difference) if low <= math.exp(difference) <= high else 0.0)
-        return weights
-
-    def added_terms(self, row: torch.Tensor, new: torch.Tensor, reference: float) -> torch.Tensor:
-        """Compute `coefficient * KL - entropy_bonus * entropy`."""
-        kl = self.algorithm.kl
-        difference = reference - new
-        estimate = {"k1": -difference, "k2": difference**2 / 2, "k3": difference.exp() - difference - 1}
-        possible = row[row.isfinite()]
-        entropy = -(possible.exp() * possible).sum()
-        return kl.coefficient * estimate[kl.estimator] - self.algorithm.entropy_bonus * entropy
+        added = []
+        for t in kept:
+            possible = rows[t][rows[t].isfinite()]
+            negative_entropy = (possible.exp() * possible).sum()
+            term = kl.coefficient * slow_kl(kl.estimator, new[t], reference[t], old[t])
+            held = penalties[t] * abs(new[t] - old[t]) if penalties[t] else 0.0
+            added.append(weights[t] * losses[t] + held + term + algorithm.entropy_bonus * negative_entropy)
+        return added
 
 
 class Update:
@@ -266,7 +217,9 @@ def test_later_updates_compare_with_the_policy_before_the_first(
     make_learner: Callable[..., Learner], loss: str
 ) -> None:
     options = {"loss": loss, "old_log_probs": "proximal", "epochs_per_batch": 2, "train_batch_size": 6}
-    options |= {"cliprange": 0.01} if loss == "cispo" else {}  # by default it hardly ever clips
+    options |= {"cliprange": 0.01} if loss in ("cispo", "gmpo") else {}  # by default they hardly ever clip
+    options |= {"loss_options": {"delta": 1e-5}} if loss.startswith("dppo") else {}
+    options |= {"cliprange": 0.05} if loss == "luspo" else {}  # by default it clips all of a minibatch
     learner = make_learner(algorithm=options)
     updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
     assert len(updates) == 4
@@ -275,7 +228,7 @@ def test_later_updates_compare_with_the_policy_before_the_first(
     assert updates[0].num_clipped == 0  # its ratios are 1
     num_clipped, num_tokens = (sum(getattr(u, n) for u in updates) for n in ("num_clipped", "num_tokens"))
     assert metrics["loss/clip_frac"] == pytest.approx(num_clipped / num_tokens)
-    assert (num_clipped > 0) == (loss != "unclipped")
+    assert (num_clipped > 0) == (loss not in ("unclipped", "sapo"))
 
 
 def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
@@ -451,6 +404,106 @@ def test_correction_weights_are_the_first_policy_over_the_sampler(
         update.check()
     plain = make_learner(algorithm={**options, "off_policy_correction": "none"})
     assert relative_difference(updates_of(plain, groups)[0][0].gradient, updates[0].gradient) > 1e-2
+
+
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "top_entropy": {"share": 0.3},
+    "clip_cov": {"share": 0.1, "low": 0.01, "high": 2.0},
+    "kl_cov": {"share": 0.1, "coefficient": 0.7},
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 100_000])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_selected_tokens_are_those_of_the_whole_batch_before_the_first_update(
+    make_learner: Callable[..., Learner], selection: str, epochs: int, tokens: int
+) -> None:
+    options = {"token_selection": selection, "selection_options": SELECTIONS[selection]}
+    options |= {"epochs_per_batch": epochs, "train_batch_size": 6 * epochs}
+    learner = make_learner(algorithm=options, learner={"micro_batch_tokens": tokens})
+    groups = all_with_signal(make_batch(learner))
+    groups[2].rollout.completions[1].logprobs[0] = np.nan
+    slow, rows = SlowLoss(learner), []
+    for s in sequences_of(groups):
+        of_tokens = zip(slow.rows(learner.model, s), s.response_token_ids, strict=True)
+        rows += [(s, row, token) for row, token in of_tokens]
+    entropies = [torch.distributions.Categorical(logits=row).entropy().item() for _, row, _ in rows]
+    advantages = np.array([s.advantage for s, _, _ in rows])
+    log_probs = np.array([row[token].item() for _, row, token in rows])
+    covariance = (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+    updates, _ = updates_of(learner, groups)
+    for update in updates:
+        update.check()
+    first_epoch = [s for update in updates[: len(updates) // epochs] for s in update.sequences]
+    chosen: list[float] = []
+    for s in sequences_of(groups):
+        (trained,) = [t for t in first_epoch if np.array_equal(t.response_token_ids, s.response_token_ids)]
+        assert trained.token_weights is not None
+        assert trained.token_penalties is not None
+        chosen += (trained.token_penalties if selection == "kl_cov" else trained.token_weights).tolist()
+    if selection == "top_entropy":
+        assert chosen == [float(entropy >= np.quantile(entropies, 0.7)) for entropy in entropies]
+    elif selection == "clip_cov":
+        left_out = [c for c, weight in zip(covariance, chosen, strict=True) if not weight]
+        assert len(left_out) == round(0.1 * len(chosen))
+        assert all(0.01 < c < 2.0 for c in left_out)
+    else:
+        bound = sorted(covariance, reverse=True)[round(0.1 * len(chosen)) - 1]
+        assert chosen == pytest.approx([0.7 * (c >= bound) for c in covariance])
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "mask_product": {"correction_band": (0.4, 1.5)},
+    "mask_geometric": {"correction_band": (0.9, None)},
+    "veto": {"correction_options": {"threshold": 0.7}},
+    "opsm": {"correction_options": {"delta": 0.0}},
+}
+
+
+@pytest.mark.parametrize("old", ["behaviour", "proximal"])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("correction", MASKS)
+def test_masks_of_whole_responses(
+    make_learner: Callable[..., Learner], correction: str, epochs: int, old: str
+) -> None:
+    """Some responses are dropped and others kept, also beside a ratio to the sampler."""
+    options = {"off_policy_correction": correction, "old_log_probs": old, "epochs_per_batch": epochs}
+    learner = make_learner(algorithm={**options, **MASKS[correction]})
+    groups = all_with_signal(make_batch(learner, noise=0.2))
+    max(groups[0].rollout.completions, key=lambda c: len(c.token_ids)).logprobs[1] = -np.inf
+    updates, metrics = updates_of(learner, groups)
+    for update in updates:
+        update.check()
+    assert 0.05 < metrics["correction/dropped_frac"] == metrics["correction/limited_frac"] < 0.95
+    assert (metrics["correction/weight/min"], metrics["correction/weight/max"]) == (0.0, 1.0)
+
+
+def test_corrections_of_a_list_are_multiplied(make_learner: Callable[..., Learner]) -> None:
+    options = {
+        "off_policy_correction": ("truncate_sequence", "mask_product", "veto"), "correction_cap": 1.2,
+        "correction_band": (None, 2.0), "correction_options": {"floor": 0.8, "threshold": 0.75},
+        "old_log_probs": "proximal", "train_batch_size": 6,
+    }  # fmt: skip
+    learner = make_learner(algorithm=options)
+    updates, metrics = updates_of(learner, all_with_signal(make_batch(learner, noise=0.2)))
+    for update in updates:
+        update.check()
+    assert 0 < metrics["correction/dropped_frac"] < metrics["correction/limited_frac"]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_every_aggregation_over_minibatches_of_parts_of_groups(
+    make_learner: Callable[..., Learner], aggregation: str
+) -> None:
+    options = {"aggregation": aggregation, "train_batch_size": 4, "mask_truncated": True}
+    learner = make_learner(algorithm=options, learner={"micro_batch_tokens": 40})
+    groups = cut_off(all_with_signal(make_batch(learner)), {(0, 0), (0, 2), (3, 1)})
+    groups[1].rollout.completions[0].logprobs[0] = np.nan
+    updates, _ = updates_of(learner, groups)
+    assert len(updates) == 3
+    for update in updates:
+        update.check()
 
 
 def test_batch_that_the_band_rejects_leaves_the_weights(make_learner: Callable[..., Learner]) -> None:
@@ -710,7 +763,7 @@ def test_gradient_of_the_entropy_bonus(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k1+", "k3+", "unbiased"])
 @pytest.mark.parametrize("loss", ["no_baseline", "grpo_clip", "cispo"])
 def test_gradient_of_the_kl_penalty(
     make_learner: Callable[..., Learner], loss: str, estimator: str, aggregation: str

@@ -28,6 +28,17 @@ def test_each_scorer_reserves_its_own() -> None:
     assert line == "CPU: 6 needed (3 x 2 for Scorers), 5 there"
 
 
+def test_each_environment_worker_reserves_its_own() -> None:
+    """The amounts per kind of actor add up to the sum: 2 x 0.5 + 0.5 + 3 x 2."""
+    few = ["generator.num_generators=2", "episodes.num_cpus=2"]
+    several = load_config("configs/calculator.yaml", [*few, "episodes.num_workers=3"])
+    (line,) = shortfalls(several, [Node("a", {"CPU": 5})])
+    workers = "3 x 2 for EnvironmentWorkers"
+    assert line == f"CPU: 7.5 needed (2 x 0.5 for Generators, 0.5 for the Learner, {workers}), 5 there"
+    (line,) = shortfalls(load_config("configs/calculator.yaml", few), [Node("a", {"CPU": 2})])
+    assert "0.5 for the Learner, 2 for the EnvironmentWorker)" in line
+
+
 def quickstart(*overrides: str) -> Config:
     return load_config(QUICKSTART, overrides)
 

@@ -127,6 +127,15 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "no baseline": {"algorithm": {"loss": "no_baseline"}},
     "cispo": {"algorithm": {"loss": "cispo", "aggregation": "token_mean"}},
     "gspo": {"algorithm": {"loss": "gspo"}},
+    "gmpo": {"algorithm": {"loss": "gmpo"}},
+    "luspo": {"algorithm": {"loss": "luspo"}},
+    "prompt mean": {"algorithm": {"aggregation": "prompt_mean", "train_batch_size": 6}},
+    "dropped responses": {
+        "algorithm": {"off_policy_correction": ("mask_product", "opsm"), "correction_options": {"delta": 0.0}}
+    },
+    "top entropy": {"algorithm": {"token_selection": "top_entropy", "selection_options": {"share": 0.5}}},
+    "clip-cov": {"algorithm": {"token_selection": "clip_cov", "selection_options": {"share": 0.1, "low": 0.0}}},
+    "unbiased KL": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}}},
     "entropy": {"algorithm": {"entropy_bonus": 0.01}},
     "proximal, two epochs of minibatches": {
         "algorithm": {"old_log_probs": "proximal", "train_batch_size": 4, "epochs_per_batch": 2}
@@ -137,6 +146,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "KL to the beginning": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "initial"}}},
     "KL to an average": {"algorithm": {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5}}},
     "KL measured": {"algorithm": {"kl": {"coefficient": 0.0, "reference": "initial"}}},
+    "KL in the reward, whitened": {
+        "algorithm": {
+            "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward"},
+            "advantage_scale": "whiten_tokens",
+        }
+    },
+    "scale of the batch": {"algorithm": {"advantage": "mean", "advantage_scale": "batch"}},
     "padded rows": {"learner": {"share_prompts": "never"}},
     "large micro-batches": {"learner": {"micro_batch_tokens": 4096}},
     "one sequence per micro-batch": {"learner": {"micro_batch_tokens": 1}},

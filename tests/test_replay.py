@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.telemetry.metrics_catalog import check_names
-from grpo_ray.types import ScoredGroup
+from grpo_ray.types import CONTEXT, ScoredGroup
 
 LONG = {"max_age": 1000, "max_uses": 1000}
 
@@ -166,6 +166,16 @@ def test_recent_are_those_with_the_newest_oldest_token() -> None:
     assert drawn(memory, 10) == [(2, 2), (3, 2)]
     memory.add([simple_group(6, versions=7)])
     assert drawn(memory, 11) == [(2, 3), (6, 2)]
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "recent", "advantage"])
+def test_a_group_without_a_sampled_token_is_not_held(sampling: str) -> None:
+    """Such as one of episodes with `over_age: mask` of which all tokens were too old."""
+    memory = make_memory(num_drawn=2, sampling=sampling)
+    masked, half = simple_group(0, versions=CONTEXT), simple_group(1, versions=[CONTEXT, 3, 3])
+    memory.add([masked, half, simple_group(2, versions=2)])
+    assert memory.take_metrics()["replay/bytes"] == 2 * half.num_bytes
+    assert drawn(memory, 4) == [(1, 2), (2, 2)]
 
 
 NUM_SEEDS = 3000

@@ -2,6 +2,7 @@ r"""The grader's verdicts on the table of hand-checked pairs, in tags and in box
 
 import time
 from contextlib import suppress
+from fractions import Fraction
 
 import pytest
 from grader_table import PAIRS, TABLE
@@ -11,12 +12,13 @@ from sympy import Matrix, latex, sqrt
 
 from grpo_ray.rewards.base import NotGraded, Ungradable
 from grpo_ray.rewards.builtin import question_only_reward_fn, r1_zero_reward_fn
-from grpo_ray.rewards.math.algebra import is_equal_latex
+from grpo_ray.rewards.math.algebra import is_equal_latex, real_value
+from grpo_ray.rewards.math.approximation import read_approximation
 from grpo_ray.rewards.math.equality import is_equal
 from grpo_ray.rewards.math.numbers import read_number
-from grpo_ray.rewards.math.structure import read_brackets, read_equation, read_list
+from grpo_ray.rewards.math.structure import read_brackets, read_chain, read_equation, read_list, read_tuple
 from grpo_ray.rewards.math.text import normalize
-from grpo_ray.rewards.math.units import read_quantities, read_quantity
+from grpo_ray.rewards.math.units import as_radians, read_quantities, read_quantity
 
 
 @pytest.mark.parametrize("group", TABLE)
@@ -101,6 +103,46 @@ def test_order_matters_in_tuples_alone(numbers: list[int], random: object) -> No
     assert not is_equal(f"{given_}, 100", wanted)
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.integers(-999, 999), st.integers(1, 999), st.integers(1, 6), st.integers(2, 9))
+def test_the_decimal_after_a_fraction_is_its_rounding(
+    numerator: int, denominator: int, places: int, off: int
+) -> None:
+    truth, unit = rf"\frac{{{numerator}}}{{{denominator}}}", Fraction(1, 10**places)
+    rounded = round(Fraction(numerator, denominator), places)
+    for decimal, is_right in (
+        (rounded, rounded != 0),
+        (rounded + off * unit, False),
+        (rounded - off * unit, False),
+    ):
+        digits = f"{abs(decimal * 10**places).numerator:0{places + 1}d}"
+        written = f"{'-' if decimal < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+        is_exact = decimal == Fraction(numerator, denominator) and decimal != 0
+        assert is_equal(rf"{truth} \approx {written}", truth) == (is_right or is_exact)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(-359, 359))
+def test_degrees_are_their_share_of_pi(degrees: int) -> None:
+    radians = rf"\frac{{{degrees} \pi}}{{180}}"
+    assert is_equal(rf"{degrees}^\circ", radians)
+    assert is_equal(radians, rf"{degrees}^\circ")
+    assert not is_equal(rf"{degrees + 1}^\circ", radians)
+    assert not is_equal(rf"{degrees + 360}^\circ", radians)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(-99, 98), st.integers(1, 99), st.sampled_from("<≤"), st.sampled_from("<≤"))
+def test_two_bounds_are_their_interval_and_no_other(low: int, size: int, left: str, right: str) -> None:
+    high, reversed_left = low + size, {"<": ">", "≤": "≥"}[left]
+    brackets = {("<", "<"): "()", ("≤", "≤"): "[]", ("<", "≤"): "(]", ("≤", "<"): "[)"}
+    bounds = f"x {reversed_left} {low} and x {right} {high}"
+    for signs, (opening, closing) in brackets.items():
+        assert is_equal(bounds, f"{opening}{low}, {high}{closing}") == (signs == (left, right))
+    assert not is_equal(bounds.replace("and", "or"), f"{low} {left} x {right} {high}")
+    assert not is_equal(bounds, f"({low}, {high + 1})")
+
+
 @settings(deadline=None)
 @given(st.text(alphabet=r"0123456789xyab .,;:=+-*/^_\{}()[]<>|!&%$#'~", max_size=14))
 def test_random_characters_are_not_right_and_raise_nothing(soup: str) -> None:
@@ -134,6 +176,17 @@ def test_nested_brackets(depth: int) -> None:
     assert time.monotonic() - start < 3
 
 
+@pytest.mark.parametrize("truth", [r"50\%", r"90^\circ", r"\frac{\pi}{2}", "3:4", "(-2, 3)", "x = 1, y = 2"])
+@pytest.mark.parametrize(
+    "form", ["{}", r"{}\%", r"{}^\circ", r"{} \approx 0.33", "x > {} and x < 3", "({}, 2)"]
+)
+def test_an_answer_that_cannot_be_read_is_the_answers_fault(form: str, truth: str) -> None:
+    """A NotGraded would blame the truth, and the answer would not count as wrong."""
+    for unreadable in (r"\pi ^^ _", r"\frac{\pi}{", "2^3^4", r"\pi)", r"\pi" + "+x" * 200):
+        with suppress(Ungradable):
+            assert not is_equal(form.replace("{}", unreadable), truth)
+
+
 # ---- the parts ----
 
 
@@ -153,6 +206,27 @@ def test_parts_by_hand() -> None:
     assert read_equation("x = 2 + 3 = 5") == ("x", ["2 + 3", "5"])
     assert read_equation("2x = 5") == (None, ["2x", "5"])
     assert read_brackets("(1, 2] + [3, 4)") is None
+    assert read_chain(r"3 \ge x and x > -2") == r"-2 < x \le 3"
+    assert read_chain(r"-\infty < x < 3") == "x < 3"
+    assert [read_chain(text) for text in ("x > 1 or x < 3", "x > 3 and x < 1", "x < 3")] == [None] * 3
+    assert read_tuple("(y, x) = (2, 1)", ["x = 1", "y = 2"]) == ["1", "2"]
+    assert read_tuple("(2, 1)", ["y = 2", "x = 1"]) is None
+    assert [as_radians(read_quantity(text)) for text in ("90°", r"\pi", "2")] == [
+        r"\frac{90 \pi}{180}",
+        r"\pi",
+        None,
+    ]
+    approximated = read_approximation(r"x = 12\pi \approx 37.69... \text{ cm}")
+    assert approximated is None  # the unit stands behind the dots
+    approximated = read_approximation(r"x = 12\pi \approx 37.7 \text{ cm}")
+    assert approximated is not None
+    assert (approximated.exact, approximated.value, approximated.decimal) == (
+        r"x = 12\pi \text{ cm}",
+        r"12\pi",
+        "37.7",
+    )
+    assert str(real_value(r"\sqrt{2}")).startswith("1414213562373095")
+    assert [real_value(text) for text in ("x", "i", "2^3^4", "east", "9^{9^9}", r"\frac{")] == [None] * 6
     brackets = read_brackets(r"[1, \frac{1}{2})")
     assert brackets is not None
     assert (brackets.opening, brackets.closing, brackets.parts) == ("[", ")", ("1", r"\frac{1}{2}"))

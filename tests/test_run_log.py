@@ -7,7 +7,7 @@ import pytest
 
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
-from grpo_ray.telemetry.run_log import RunLog
+from grpo_ray.telemetry.run_log import FAILURES, RunLog
 
 
 class Display:
@@ -110,11 +110,12 @@ def test_an_event_that_cannot_be_written_is_counted_shown_and_kept(log: RunLog, 
 
 
 def test_events_of_earlier_processes_count(log: RunLog, display: Display) -> None:
-    for kind in ("generator_failed", "set_aside", "generator_failed", "scorer_failed"):
+    for kind in ("generator_failed", "set_aside", "generator_failed", "scorer_failed", "environment_failed"):
         log.event(kind, None, "?")
     settle(log)
     later = RunLog(log.run, display)
     assert later.num_events("generator_failed", "scorer_failed") == 3
+    assert later.num_events(*FAILURES) == 4
     later.event("generator_failed", None, "?")
     assert later.num_events("generator_failed") == 3
     assert later.num_events("set_aside") == 1

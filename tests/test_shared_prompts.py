@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from grpo_ray.config import Config, SamplingConfig
+from grpo_ray.config.algorithm import LossType
 from grpo_ray.models.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel
@@ -100,15 +101,18 @@ def test_end_tokens_are_impossible_before_min_tokens_only(policy: PolicyModel) -
 
 # ---- gradients ----
 
-LOSSES = ("no_baseline", "reinforce_with_baseline", "grpo_clip", "unclipped", "gspo", "cispo")
+LOSSES = get_args(LossType)
 ALGORITHMS: list[dict[str, Any]] = [
     *({"loss": loss, "aggregation": "token_mean"} for loss in LOSSES),
-    *({"aggregation": aggregation} for aggregation in ("sequence_mean", "constant")),
+    *({"aggregation": aggregation} for aggregation in ("sequence_mean", "constant", "prompt_mean")),
     {"old_log_probs": "proximal", "off_policy_correction": "truncate_token"},
     {"old_log_probs": "proximal", "off_policy_correction": "truncate_sequence"},
     {"old_log_probs": "proximal", "off_policy_correction": "mask_band"},
+    {"off_policy_correction": "mask_geometric", "correction_band": (None, 1.0)},
+    {"off_policy_correction": "opsm", "correction_options": {"delta": 0.0}},
     {"entropy_bonus": 0.01},
     {"kl": {"coefficient": 0.1, "reference": "initial"}},
+    {"kl": {"coefficient": 0.1, "reference": "initial", "estimator": "unbiased"}},
 ]
 
 

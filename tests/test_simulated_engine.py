@@ -15,9 +15,7 @@ from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
 
 # 1 s per token, and 0.5 s more for every running sequence; a prompt of 4 tokens takes 2 s.
-SPEEDS = Speeds(
-    decode_s=1.0, decode_sequence_s=0.5, prefill_token_s=0.5, start_s=10.0, stage_s=3.0, load_s=7.0
-)
+SPEEDS = Speeds(decode_s=1.0, decode_sequence_s=0.5, prefill_token_s=0.5, start_s=10.0, stage_s=3.0, load_s=7.0)
 PROMPT = (0,) * 4
 
 

@@ -327,7 +327,9 @@ def test_the_learner_is_the_bottleneck() -> None:
 
 def test_validation_syncs_and_checkpoints() -> None:
     # 2 + 2 seconds of steps; 1.8 of validation are 45%
-    assert bottleneck([step(2), step(3, timing__evaluate_s=1.8)]).startswith("Validation takes 45% of the time")
+    driver = {"time__driver__evaluate_s": 1.8, "time__driver__train_s": 0.2}
+    validated = [step(2, time__driver__train_s=2.0), step(3, **driver)]
+    assert bottleneck(validated).startswith("Validation takes 45% of the time")
     sync = {f"timing__weight_sync__{phase}_s": 0.5 for phase in ("stage", "load")}
     assert "Weight syncs take 50% of the time: try a faster" in bottleneck([step(2, **sync)])
     join = {"timing__weight_sync__join_s": 1.9}  # time of waiting for groups that are being sampled
@@ -339,6 +341,18 @@ def test_validation_syncs_and_checkpoints() -> None:
     assert capture.startswith("Copying the state for checkpoints takes 40% of the time")
 
 
+def test_a_validation_counts_in_the_step_during_which_it_ran() -> None:
+    """The row of a step has the seconds of the validation after it; the last one is in no step's time."""
+    rows = [
+        step(1, time__driver__train_s=2.0, timing__evaluate_s=2.5),
+        step(2, time__driver__evaluate_s=1.5, time__driver__train_s=0.5, timing__evaluate_s=7.0),
+    ]
+    shares = time_shares(rows)
+    assert shares is not None
+    assert shares.evaluates == pytest.approx(1.5 / 4)
+    assert bottleneck(rows).startswith("Validation takes 38% of the time")
+
+
 def test_work_in_parallel_with_a_learner_that_trains_all_the_time_is_not_the_bottleneck() -> None:
     row = step(2, waits=0.0, trains=1.9, samples=1.0, timing__weight_sync__stage_s=0.6)
     assert "the Learner is the bottleneck" in bottleneck([row])
@@ -347,7 +361,8 @@ def test_work_in_parallel_with_a_learner_that_trains_all_the_time_is_not_the_bot
 def test_shares_are_of_the_time_of_all_steps_and_of_all_actors_of_a_kind() -> None:
     long = {
         "timing__step_s": 3.0,
-        "timing__evaluate_s": 1.0,
+        "time__driver__evaluate_s": 1.0,
+        "time__driver__train_s": 4.0,
         "time__learner__wait_for_batch_s": 0.5,
         "time__learner__train_s": 1.0,
         "time__learner__optimizer_s": 1.5,

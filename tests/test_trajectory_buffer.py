@@ -28,7 +28,7 @@ from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, read_uses, write_rollouts
 from grpo_ray.telemetry.rollout_writer import RolloutWriter
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch
+from grpo_ray.types import INT_BYTES, BatchFacts, PutReceipt, RolloutGroup, ScoredGroup, TrainBatch
 
 PLENTY = 2**30
 KEPT = PutReceipt(is_kept=True)
@@ -385,7 +385,7 @@ def test_rejected_batch_draws_nothing() -> None:
 def test_bytes_of_a_group_by_hand() -> None:
     group = make_group(make_item(0, [1, 2, 3]), [make_completion([5, 6], text="ab"), make_completion([7])])
     arrays = 4 * 2 * 4 + 3 * 3 * 4  # four arrays of [G], three values per token, 4 bytes each
-    assert group.num_bytes == arrays + len("prompt 0") + len("ab") + 3 * 8
+    assert group.num_bytes == arrays + len("prompt 0") + len("ab") + 3 * INT_BYTES
 
 
 def test_groups_wait_outside_while_there_is_no_room() -> None:

@@ -100,8 +100,11 @@ def evil(honest: Path, tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyP
     def change(data: dict[str, Any]) -> None:
         data["model"]["trust_remote_code"] = True
         data["task"]["reward"] = REWARD
+        data["algorithm"] |= {"loss": "evil_loss:loss", "off_policy_correction": "evil_loss:mask"}
+        data["algorithm"] |= {"advantage": "evil_loss:advantage"}
 
     rewrite(run, change)
+    (run.path / "evil_loss.py").write_text(f"open({str(marker)!r}, 'w')\n")
     (run.path / "evil_reward.py").write_text(
         f"open({str(marker)!r}, 'w')\ndef grade(response, truth):\n    return 0.0\n"
     )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
+from grpo_ray.actors.batch_advantages import needs_batch, with_batch_advantages
 from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.models.adapters import (
@@ -120,7 +121,8 @@ class Learner:
         self._publisher = Publisher(config, host, self._device, self._ranks)
         if checkpoint is not None:
             counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
-            self.version, self._skipped_in_a_row = counters["version"], counters["skipped_in_a_row"]
+            self.version, self._skipped_in_a_row = (int(counters[n]) for n in ("version", "skipped_in_a_row"))
+            self._forward_backward.entropy_bonus.restore(counters)
 
     def _load(self, path: str, kept_dtype: torch.dtype | None = None) -> PolicyModel:
         model, seed = self._config.model, self._config.run.seed
@@ -238,12 +240,16 @@ class Learner:
             with self._clock.stage("logprobs", "reference"), self._reference.in_use() as reference:
                 look_up = partial(self._forward_backward.with_reference, reference)
                 sequences = self._memory.retry(look_up, sequences)
+        of_batch: dict[str, float] = {}
+        if needs_batch(algorithm):
+            sequences, of_batch = with_batch_advantages(groups, sequences, self._config)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
         is_single = num_epochs == 1 and (size is None or size >= len(samples_of(sequences)))
-        if not is_single and self._forward_backward.needs_proximal:
+        passes = self._forward_backward
+        if passes.selects_tokens or (not is_single and passes.needs_proximal):
             with self._clock.stage("logprobs", "before the first update"):
-                look_up = partial(self._forward_backward.with_proximal, self.model)
+                look_up = partial(passes.with_proximal, self.model)
                 sequences = self._memory.retry(look_up, sequences)
         updates: list[dict[str, float]] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
@@ -254,11 +260,16 @@ class Learner:
                 update = self._update(of_this["loss"])
             updates.append({**update, "loss/policy": of_this["loss"]})
             add(sums, of_this)
+        measured, bonus = mean_metrics(sums), passes.entropy_bonus
+        if algorithm.entropy_target is not None:
+            measured["loss/entropy_bonus"] = bonus.weight
+        bonus.observe(measured.get("policy/entropy/exact"))
         num_skipped = sum(update["optim/skipped_updates"] for update in updates)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if num_skipped == len(updates) else 0
         return {
             **{name: float(np.mean([update[name] for update in updates])) for name in updates[0]},
-            **mean_metrics(sums),
+            **measured,
+            **of_batch,
             "optim/num_updates": float(len(updates)),
             "optim/skipped_updates": num_skipped,
             "optim/skipped_in_a_row": float(self._skipped_in_a_row),
@@ -351,7 +362,8 @@ class Learner:
 
     def capture(self) -> StepReport | None:
         """Copy the whole state to host memory, for `write_captured`; return the last step's report."""
-        counters = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
+        counters: dict[str, float] = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
+        counters |= self._forward_backward.entropy_bonus.state()
         spare, self._spare, self._captured = self._captured or self._spare, None, None
         with self._clock.stage("capture", f"version {self.version}"):
             reference = self._reference.weights() if self._reference is not None else {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_ray.actors.staleness import oldest_allowed
 from grpo_ray.config.schedule import ReplayConfig
-from grpo_ray.types import ScoredGroup
+from grpo_ray.types import NO_VERSION, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,9 @@ class ReplayMemory:
 
     def add(self, groups: Iterable[ScoredGroup]) -> None:
         """Add groups that have been trained on once; evict the oldest to make room."""
-        if not self._num_drawn:
-            return
-        for group in groups:
-            self._add(ReplayedGroup(group, 1))
+        for group in groups if self._num_drawn else ():
+            if group.rollout.oldest_version != NO_VERSION:  # else it would rank as the newest, and never age
+                self._add(ReplayedGroup(group, 1))
         max_bytes = self._config.max_gib * 2**30
         while self._groups and (len(self) > self._config.max_groups or self._num_bytes > max_bytes):
             self._evict(next(iter(self._groups)), "room")

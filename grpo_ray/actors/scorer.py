@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
-from grpo_ray.algorithms import group_advantages, overlong_penalties
+from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import Config, ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import Reward
@@ -87,7 +86,9 @@ class Scorer:
         )
         lengths = np.array([len(completion.token_ids) for completion in group.completions])
         is_graded = np.array([sample not in errors for sample in range(len(scores))])
-        advantages = advantages_of(rewards, lengths, is_graded, self._algorithm, self._max_tokens)
+        advantages = advantages_of(
+            rewards, lengths, is_graded, self._algorithm, self._max_tokens, formats, answers
+        )
         return Verdict(rewards, formats, answers, advantages, errors, ungradable)
 
     def take_stats(self) -> ActorStats:
@@ -103,30 +104,3 @@ def scorer_arguments(config: Config) -> tuple[Any, ...]:
     """Return the arguments of Scorer for a configuration."""
     discount = config.episodes.turn_discount
     return config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens, discount
-
-
-def advantages_of(
-    rewards: np.ndarray, lengths: np.ndarray, is_graded: np.ndarray, algorithm: AlgorithmConfig, max_tokens: int
-) -> np.ndarray:
-    """Return a group's advantages, `[G]` float32.
-
-    Overlong responses lose reward first, so a group of correct answers can still prefer the shorter ones.
-    Responses that were not graded, through no fault of theirs, get 0; the others are compared among themselves.
-
-    Args:
-        rewards: `[G]`.
-        lengths: `[G]`, in tokens.
-        is_graded: `[G]` bool.
-    """
-    penalties = overlong_penalties(
-        torch.from_numpy(lengths), max_tokens, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
-    )
-    shaped = (torch.from_numpy(rewards) + penalties)[torch.from_numpy(is_graded)]
-    kind = algorithm.advantage_kind
-    if kind == "leave_one_out" and len(shaped) == 1:  # there is no other response: the advantage is 0
-        kind = "mean"
-    advantages = np.zeros(len(rewards), np.float32)
-    if len(shaped):
-        graded = group_advantages(shaped[None], kind, advantage_eps=algorithm.advantage_eps, std=algorithm.std)
-        advantages[is_graded] = graded[0].numpy()
-    return advantages

@@ -3,25 +3,33 @@
     rewards  ->  advantages  ->  loss per token  ->  one scalar
            (advantages.py)   (losses.py)      (aggregation.py)
 
-`objective.py` says which loss, aggregation and further terms a run uses, and `train_step.py` joins them over
-one micro-batch. `logprobs.py` and `chunked.py` compute the log-probabilities that go in, `correction.py` the
-weights of tokens from a sampler that differs from the Learner, and `kl.py` distances: to a reference, and
-between sampler and Learner. The names that functions choose by (`LossType`, ...) are the configuration's.
+`comparison.py` applies the configured advantage to one group. `objective.py` says which loss, aggregation and
+further terms a run uses, and `train_step.py` joins them over one micro-batch. `logprobs.py` and `chunked.py`
+compute the log-probabilities that go in, `correction.py` the weights of tokens from a sampler that differs from
+the Learner, and `kl.py` distances: to a reference, and between sampler and Learner. Advantages, losses and
+corrections are functions of one dataclass each (`inputs.py`), found by name or import path in `registry.py`.
+The names (`LossType`, ...) are the configuration's. `cs336_2026.py` has the course handout's functions of
+spring 2026; those of spring 2025 are below.
 """
 
 from grpo_ray.algorithms.advantages import (
+    ADVANTAGES,
     compute_group_normalized_rewards,
     group_advantages,
     overlong_penalties,
 )
 from grpo_ray.algorithms.aggregation import aggregate_loss, loss_denominator, masked_mean, masked_normalize
+from grpo_ray.algorithms.checking import check_algorithm
 from grpo_ray.algorithms.chunked import chunked_log_probs
+from grpo_ray.algorithms.comparison import advantages_of, compare_group, shaped_rewards, spread
 from grpo_ray.algorithms.correction import (
+    CORRECTIONS,
     correction_sums,
+    correction_weights,
     effective_sample_fraction,
     effective_sample_sums,
-    importance_weights,
 )
+from grpo_ray.algorithms.inputs import AdvantageInputs, CorrectionInputs, LossInputs, RatioInputs
 from grpo_ray.algorithms.kl import kl_estimate, kl_sums, logprob_mismatch
 from grpo_ray.algorithms.logprobs import (
     compute_entropy,
@@ -30,6 +38,7 @@ from grpo_ray.algorithms.logprobs import (
     tokenize_prompt_and_output,
 )
 from grpo_ray.algorithms.losses import (
+    LOSSES,
     compute_cispo_loss,
     compute_grpo_clip_loss,
     compute_gspo_loss,
@@ -38,6 +47,7 @@ from grpo_ray.algorithms.losses import (
     compute_unclipped_loss,
 )
 from grpo_ray.algorithms.objective import Objective
+from grpo_ray.algorithms.selection import SELECTIONS
 from grpo_ray.algorithms.train_step import grpo_microbatch_train_step, policy_gradient_step
 from grpo_ray.config.algorithm import (
     RATIO_LOSSES,
@@ -49,15 +59,26 @@ from grpo_ray.config.algorithm import (
 )
 
 __all__ = [
+    "ADVANTAGES",
+    "CORRECTIONS",
+    "LOSSES",
     "RATIO_LOSSES",
+    "SELECTIONS",
+    "AdvantageInputs",
     "AdvantageKind",
     "Aggregation",
     "Correction",
+    "CorrectionInputs",
     "KLEstimator",
+    "LossInputs",
     "LossType",
     "Objective",
+    "RatioInputs",
+    "advantages_of",
     "aggregate_loss",
+    "check_algorithm",
     "chunked_log_probs",
+    "compare_group",
     "compute_cispo_loss",
     "compute_entropy",
     "compute_group_normalized_rewards",
@@ -67,12 +88,12 @@ __all__ = [
     "compute_policy_gradient_loss",
     "compute_unclipped_loss",
     "correction_sums",
+    "correction_weights",
     "effective_sample_fraction",
     "effective_sample_sums",
     "get_response_log_probs",
     "group_advantages",
     "grpo_microbatch_train_step",
-    "importance_weights",
     "kl_estimate",
     "kl_sums",
     "logprob_mismatch",
@@ -81,6 +102,8 @@ __all__ = [
     "masked_normalize",
     "overlong_penalties",
     "policy_gradient_step",
+    "shaped_rewards",
+    "spread",
     "token_log_probs",
     "tokenize_prompt_and_output",
 ]

@@ -1,11 +1,14 @@
 """From rewards to advantages: shaping of the rewards, then comparison within each group."""
 
 from collections.abc import Callable, Sequence
-from typing import get_args
+from math import comb
+from typing import Annotated, Any, get_args
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
+from grpo_ray.algorithms.inputs import AdvantageFn, AdvantageInputs, arguments_of
 from grpo_ray.config.algorithm import AdvantageKind, Std
 
 
@@ -38,34 +41,162 @@ def overlong_penalties(lengths: Tensor, max_tokens: int, buffer_tokens: int, pen
     return penalty * ((max_tokens - buffer_tokens - lengths) / buffer_tokens).clamp(-1.0, 0.0)
 
 
+def mean_std(inputs: AdvantageInputs, *, eps: float = 1e-6, std: Std = "sample") -> Tensor:
+    """Return `(r - mean) / (std + eps)`.
+
+    (GRPO's outcome supervision, DeepSeekMath arXiv:2402.03300, Section 4.1.2.)
+    """
+    return _standardized(inputs.rewards, eps, std)
+
+
+def mean(inputs: AdvantageInputs) -> Tensor:
+    """Return `r - mean` (Dr. GRPO arXiv:2503.20783, Section 3.2)."""
+    return _centred(inputs.rewards)
+
+
+def leave_one_out(inputs: AdvantageInputs) -> Tensor:
+    """Return `r` minus the mean of the other G - 1, which is `G / (G - 1) * (r - mean)`.
+
+    (RLOO, Ahmadian et al. arXiv:2402.14740.)
+
+    Raises:
+        ValueError: the groups are of size 1.
+    """
+    group_size = inputs.rewards.shape[1]
+    if group_size < 2:
+        raise ValueError("leave_one_out compares with the rest of the group: G must be at least 2, got 1")
+    return _centred(inputs.rewards) * (group_size / (group_size - 1))
+
+
+def max_only(inputs: AdvantageInputs) -> Tensor:
+    """Return `r` where it equals the group's maximum, else 0. Not centred.
+
+    (The "max" deltas of Stanford CS336's lecture on policy gradients.)
+    """
+    rewards = inputs.rewards
+    return rewards.masked_fill(rewards < rewards.amax(dim=1, keepdim=True), 0.0)
+
+
+def raw(inputs: AdvantageInputs) -> Tensor:
+    """Return `r`. Not centred."""
+    return inputs.rewards.clone()
+
+
+def max_rl(inputs: AdvantageInputs, *, eps: float = 1e-6) -> Tensor:
+    """Return `(r - mean) / (mean + eps)`, and 0 in a group with a mean of at most 0.
+
+    (MaxRL, Tajwar et al. arXiv:2602.02710: with rewards of 0 and 1 its expected gradient is that of the sum
+    of pass@k / k over k < G, the first terms of the log probability of a success.) Meant for rewards of at
+    least 0.
+    """
+    means = inputs.rewards.mean(dim=1, keepdim=True)
+    return (_centred(inputs.rewards) / (means + eps)).masked_fill(means <= 0, 0.0)
+
+
+def pass_at_k(
+    inputs: AdvantageInputs, *, k: Annotated[int, Ge(1)], threshold: float = 0.5, eps: float = 1e-6
+) -> Tensor:
+    """Return each response's mean advantage over all subsets of k of its group: their reward is their best.
+
+    (Chen et al. arXiv:2508.10751, the analytical derivation in Section 2.) A subset's reward is 1 if a response
+    in it succeeds. Subsets are compared by mean and population standard deviation, so k = 1 is `mean_std`
+    with that one.
+
+    Args:
+        k: at most G; of a smaller group, as after failures of the grader, the whole is the only subset.
+        threshold: a response succeeds if its reward is above it.
+    """
+    rewards = inputs.rewards
+    size = rewards.shape[1]
+    k, is_right = min(k, size), rewards > threshold
+    num_wrong = (~is_right).sum(dim=1, keepdim=True)  # [groups, 1]
+    share_failing = _choices(size, k, rewards)[num_wrong]
+    # Of the subsets with a given wrong response; never looked up where there is none.
+    share_with_wrong = _choices(size - 1, k - 1, rewards)[(num_wrong - 1).clamp(min=0)]
+    deviation = (share_failing * (1 - share_failing)).sqrt()
+    advantages = torch.where(is_right, share_failing, share_failing - share_with_wrong) / (deviation + eps)
+    return torch.where(rewards.isnan(), rewards, advantages.masked_fill(deviation == 0, 0.0))
+
+
+def _choices(size: int, chosen: int, like: Tensor) -> Tensor:
+    """Return `C(n, chosen) / C(size, chosen)` for n from 0 to `size`, `[size + 1]`."""
+    return like.new_tensor([comb(n, chosen) / comb(size, chosen) for n in range(size + 1)])
+
+
+def gdpo(
+    inputs: AdvantageInputs,
+    *,
+    reward_weight: float = 1.0,
+    format_weight: float = 1.0,
+    answer_weight: float = 0.0,
+    eps: float = 1e-6,
+    std: Std = "sample",
+) -> Tensor:
+    """Return the weighted sum of `(r - mean) / (std + eps)` over a response's several rewards.
+
+    (GDPO, Liu et al. arXiv:2601.05242: in one sum of rewards, a rare one would drown. Its second half, which
+    whitens the sums over the batch, is `algorithm.advantage_scale: whiten_responses`.)
+    """
+    parts = (
+        (reward_weight, inputs.rewards),
+        (format_weight, inputs.format_rewards),
+        (answer_weight, inputs.answer_rewards),
+    )
+    return torch.stack([weight * _standardized(part, eps, std) for weight, part in parts]).sum(dim=0)
+
+
+ADVANTAGES: dict[AdvantageKind, AdvantageFn] = {
+    "mean_std": mean_std,
+    "mean": mean,
+    "leave_one_out": leave_one_out,
+    "max_only": max_only,
+    "raw": raw,
+    "max_rl": max_rl,
+    "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
+}
+
+
+def _centred(rewards: Tensor) -> Tensor:
+    return _or_zero(rewards - rewards.mean(dim=1, keepdim=True), rewards)
+
+
+def _standardized(rewards: Tensor, eps: float, std: Std) -> Tensor:
+    centred = _centred(rewards)
+    if rewards.shape[1] < 2:
+        return centred
+    deviation = rewards.std(dim=1, keepdim=True, correction=int(std == "sample"))
+    return _or_zero(centred / (deviation + eps), rewards)
+
+
+def _or_zero(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Return the advantages, exactly 0 for equal rewards.
+
+    Rounding in the mean alone would leave 1e-8, which a division by the standard deviation would blow up.
+    """
+    return advantages.masked_fill(_has_equal_rewards(rewards)[:, None], 0.0)
+
+
 def group_advantages(
     rewards: Tensor,
     kind: AdvantageKind = "mean_std",
     *,
     advantage_eps: float = 1e-6,
     std: Std = "sample",
+    **options: Any,
 ) -> Tensor:
     """Compare each response's reward with the rewards of its group.
 
-    - `mean_std`: `(r - mean) / (std + eps)`, GRPO's outcome supervision (DeepSeekMath arXiv:2402.03300,
-      Section 4.1.2).
-    - `mean`: `r - mean` (Dr. GRPO arXiv:2503.20783, Section 3.2).
-    - `leave_one_out`: `r` minus the mean of the other G - 1, which is `G / (G - 1) * (r - mean)` (RLOO,
-      Ahmadian et al. arXiv:2402.14740).
-    - `max_only`: `r` where it equals the group's maximum, else 0 (the "max" deltas of Stanford CS336's
-      lecture on policy gradients). Not centred.
-    - `raw`: `r`. Not centred.
-
     Args:
         rewards: `[groups, G]`, floating point, one group per row.
-        kind: one of `AdvantageKind`.
-        advantage_eps: added to the std, in units of reward (`mean_std`).
-        std: `sample` divides the squares by G - 1, `population` by G (`mean_std`).
+        kind: one of `AdvantageKind`; each is a function in this file, with formula and source.
+        advantage_eps: added to what is divided by, in units of reward.
+        std: `sample` divides the squares by G - 1, `population` by G (`mean_std`, `gdpo`).
+        options: further keyword arguments of the function.
 
     Returns:
-        `[groups, G]`. The first three kinds give exactly 0 for a group of equal rewards, including
-        a group of size 1 (rounding in the mean alone would leave 1e-8, and dividing by the std would blow it
-        up).
+        `[groups, G]`. All but `max_only` and `raw` give exactly 0 for a group of equal rewards, including a
+        group of size 1. `gdpo` sees no parts of the rewards here.
 
     Raises:
         ValueError: rewards are not two-dimensional, kind or std is unknown, or `leave_one_out` is applied to
@@ -73,24 +204,13 @@ def group_advantages(
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [groups, G], got shape {tuple(rewards.shape)}")
-    if kind not in get_args(AdvantageKind):
-        raise ValueError(f"unknown advantage kind {kind!r}; allowed: {', '.join(get_args(AdvantageKind))}")
+    if kind not in ADVANTAGES:
+        raise ValueError(f"unknown advantage kind {kind!r}; allowed: {', '.join(ADVANTAGES)}")
     if std not in get_args(Std):
         raise ValueError(f"unknown std {std!r}; allowed: {', '.join(get_args(Std))}")
-    if kind == "raw":
-        return rewards.clone()
-    if kind == "max_only":
-        return rewards.masked_fill(rewards < rewards.amax(dim=1, keepdim=True), 0.0)
-    group_size = rewards.shape[1]
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if kind == "leave_one_out":
-        if group_size < 2:
-            raise ValueError("leave_one_out compares with the rest of the group: G must be at least 2, got 1")
-        advantages = advantages * (group_size / (group_size - 1))
-    elif kind == "mean_std" and group_size > 1:
-        deviation = rewards.std(dim=1, keepdim=True, correction=1 if std == "sample" else 0)
-        advantages = advantages / (deviation + advantage_eps)
-    return advantages.masked_fill(_has_equal_rewards(rewards)[:, None], 0.0)
+    function, no_parts = ADVANTAGES[kind], torch.zeros_like(rewards)
+    fields = arguments_of(function, {"eps": advantage_eps, "std": std})
+    return function(AdvantageInputs(rewards, no_parts, no_parts), **fields, **options)
 
 
 def compute_group_normalized_rewards(

@@ -64,6 +64,9 @@ def aggregate_loss(
     - `token_mean`: sum over tokens / tokens (DAPO, arXiv:2503.14476, Section 3.3).
     - `constant`: sum over tokens / (sequences * maximum response length) (Dr. GRPO, arXiv:2503.20783,
       Section 3.2).
+    - `sequence_sum`: sum over tokens / sequences (RLOO, arXiv:2402.14740; LUSPO, arXiv:2602.05261).
+    - `prompt_mean`: each prompt's mean over all tokens of its responses, summed / prompts (DAPO, Eq. 8; CISPO,
+      arXiv:2506.13585, Eq. 4).
 
     Args:
         per_token_loss: `[batch, seq]`.
@@ -71,27 +74,33 @@ def aggregate_loss(
         aggregation: one of `Aggregation`.
         denominator: the whole batch's count.
         row_tokens: `[batch]`, the number of tokens that each row's mean is over, if a response has several rows
-            here or in other calls (an episode with branches); None: that of the row itself.
+            here or in other calls (an episode with branches); None: that of the row itself. For `prompt_mean`
+            the tokens of all its prompt's responses.
 
     Returns:
         A scalar.
 
     Raises:
-        ValueError: the denominator is not positive, or the aggregation is unknown.
+        ValueError: the denominator is not positive, the aggregation is unknown, or `prompt_mean` has no
+            row_tokens.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")
-    if aggregation == "sequence_mean":
+    if aggregation == "prompt_mean" and row_tokens is None:
+        raise ValueError("prompt_mean needs row_tokens: the tokens of each row's prompt")
+    if aggregation in ("sequence_mean", "prompt_mean"):
         mask = mask.bool()
         num_tokens = mask.sum(dim=1) if row_tokens is None else row_tokens
         num_tokens = num_tokens.clamp(min=1)  # [batch]; 1 keeps an empty row at 0/1
         return (_masked_sum(per_token_loss, mask, dim=1) / num_tokens).sum() / denominator
-    if aggregation in ("token_mean", "constant"):
+    if aggregation in get_args(Aggregation):
         return masked_normalize(per_token_loss, mask, constant_normalizer=denominator)
     raise ValueError(_unknown(aggregation))
 
 
-def loss_denominator(aggregation: Aggregation, num_sequences: int, num_tokens: int, max_tokens: int) -> float:
+def loss_denominator(
+    aggregation: Aggregation, num_sequences: int, num_tokens: int, max_tokens: int, num_prompts: int = 0
+) -> float:
     """Return the denominator of `aggregate_loss` for one batch.
 
     Args:
@@ -100,12 +109,15 @@ def loss_denominator(aggregation: Aggregation, num_sequences: int, num_tokens: i
         num_tokens: response tokens in the whole batch that are trained on.
         max_tokens: the maximum response length in tokens; in episodes that of one turn, so that the constant
             does not depend on their number.
+        num_prompts: prompts in the whole batch, for `prompt_mean` alone.
 
     Raises:
         ValueError: the aggregation is unknown.
     """
-    if aggregation == "sequence_mean":
+    if aggregation in ("sequence_mean", "sequence_sum"):
         return float(num_sequences)
+    if aggregation == "prompt_mean":
+        return float(num_prompts)
     if aggregation == "token_mean":
         return float(num_tokens)
     if aggregation == "constant":

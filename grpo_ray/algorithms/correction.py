@@ -1,97 +1,156 @@
-"""Importance weights: correction for tokens sampled from another distribution than the one being trained.
+"""Corrections for tokens sampled from another distribution than the one being trained.
 
-The ratio is `exp(learner - behaviour)` of log-probabilities, its log clamped to [-20, 20]. Behaviour logprobs
-are those that the sampler assigned; tokens without a finite one have no ratio.
+Each is a function of `CorrectionInputs` that returns factors of the token losses and where it intervened. The
+ratio is `exp(learner - behaviour)` of log-probabilities, its log clamped to [-20, 20]. Behaviour logprobs are
+those that the sampler assigned; tokens without a finite one have no ratio. A response is a row; the branches of
+an episode are rows of their own, each judged by itself.
 """
 
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_ray.algorithms.inputs import CorrectionFn, CorrectionInputs, ones
 from grpo_ray.algorithms.logprobs import clamped_exp
 from grpo_ray.config.algorithm import Correction
 
+Band = tuple[float | None, float | None]  # None: no bound
 
-@torch.no_grad()
-def importance_weights(
-    learner_log_probs: Tensor,
-    behaviour_log_probs: Tensor,
-    mask: Tensor,
-    correction: Correction,
-    cap: float,
-    band: tuple[float, float],
-) -> Tensor:
-    """Return the factors of the token losses that correct for the sampler's distribution.
 
-    - `none`: 1 at every token, masked or not.
-    - `truncate_token`: `min(ratio, cap)` (truncated importance sampling, Ionides 2008; between sampler and
-      Learner: Yao, Liu et al. 2025, fengyao.notion.site/off-policy-rl).
-    - `truncate_sequence`: `min(product of the response's ratios, cap)`, the same for all of its tokens.
-    - `mask_band`: the ratio if it is within the band, bounds included, else 0 (IcePop, Ring-1T
-      arXiv:2510.18855).
+def truncate_token(inputs: CorrectionInputs, *, cap: float = 2.0, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Weigh each token by `min(max(ratio, floor), cap)`: truncated importance sampling.
+
+    (Ionides 2008; between sampler and Learner: Yao, Liu et al. 2025, fengyao.notion.site/off-policy-rl.)
+    """
+    return _truncated(inputs.ratio, cap, floor)
+
+
+def truncate_sequence(
+    inputs: CorrectionInputs, *, cap: float = 2.0, floor: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Weigh all tokens of a response by `min(max(product of its ratios, floor), cap)`."""
+    return _truncated(_product(inputs), cap, floor)
+
+
+def mask_band(inputs: CorrectionInputs, *, band: Band = (0.5, 5.0)) -> tuple[Tensor, Tensor]:
+    """Weigh each token by its ratio within the band, bounds included, and by 0 outside.
+
+    (IcePop, Ring-1T arXiv:2510.18855.)
+    """
+    is_outside = _outside(inputs.ratio, band)
+    return inputs.ratio.masked_fill(is_outside, 0.0), is_outside
+
+
+def mask_product(inputs: CorrectionInputs, *, band: Band = (None, 3.0)) -> tuple[Tensor, Tensor]:
+    """Drop responses of which the ratios' product is outside the band: masked importance sampling.
+
+    (Liu, Li et al. 2025, "When Speed Kills Stability". With `truncate_sequence` and the same bound the kept
+    responses have the product as their weight: TRL's `sequence_mask`.)
+    """
+    return _dropping(inputs, _outside(_product(inputs), band))
+
+
+def mask_geometric(inputs: CorrectionInputs, *, band: Band = (0.99, 1.01)) -> tuple[Tensor, Tensor]:
+    """Drop responses of which the ratios' geometric mean is outside the band, whatever their length.
+
+    (The same source; unlike the product it does not favour short responses.)
+    """
+    return _dropping(inputs, _outside(clamped_exp(inputs.row_mean(inputs.log_ratio)), band))
+
+
+def veto(inputs: CorrectionInputs, *, threshold: float = 1e-4) -> tuple[Tensor, Tensor]:
+    """Drop responses with a token of a ratio below the threshold: one catastrophic outlier spoils the response.
+
+    (The same source.)
+    """
+    return _dropping(inputs, (inputs.ratio < threshold).any(dim=1, keepdim=True))
+
+
+def opsm(inputs: CorrectionInputs, *, delta: float) -> tuple[Tensor, Tensor]:
+    """Drop responses with a negative advantage that drifted: mean log(sampler / current policy) above delta.
+
+    (Off-policy sequence masking, DeepSeek-V3.2 arXiv:2512.02556, Section 3.1.) Where turns have advantages of
+    their own, only turns with a negative one are dropped.
 
     Args:
-        learner_log_probs: `[batch, seq]`, nats.
-        behaviour_log_probs: `[batch, seq]`, nats.
-        mask: `[batch, seq]`, bool or 0/1.
-        correction: one of `Correction`.
-        cap: the largest truncated weight.
-        band: (low, high) of `mask_band`.
-
-    Returns:
-        `[batch, seq]`, without gradient. Except for `none`, it is 0 at tokens outside the mask or without a
-        finite behaviour logprob, and a response's product excludes such tokens.
-
-    Raises:
-        ValueError: the correction is unknown.
+        delta: nats per token.
     """
-    if correction == "none":
-        return torch.ones_like(learner_log_probs)
-    log_ratio, mask = _log_ratio(learner_log_probs, behaviour_log_probs, mask)
-    if correction == "truncate_token":
-        weights = clamped_exp(log_ratio).clamp(max=cap)
-    elif correction == "truncate_sequence":
-        weights = clamped_exp(log_ratio.sum(dim=1, keepdim=True)).clamp(max=cap).expand_as(log_ratio)
-    elif correction == "mask_band":
-        ratio, (low, high) = clamped_exp(log_ratio), band
-        weights = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
-    else:
-        raise ValueError(f"unknown correction {correction!r}; allowed: {', '.join(get_args(Correction))}")
-    return weights.masked_fill(~mask, 0.0)
+    return _dropping(inputs, (inputs.advantages < 0) & (inputs.row_mean(inputs.drift) > delta))
+
+
+CORRECTIONS: dict[Correction, CorrectionFn] = {
+    "truncate_token": truncate_token,
+    "truncate_sequence": truncate_sequence,
+    "mask_band": mask_band,
+    "mask_product": mask_product,
+    "mask_geometric": mask_geometric,
+    "veto": veto,
+    "opsm": opsm,
+}
 
 
 @torch.no_grad()
-def correction_sums(
-    weights: Tensor, behaviour_log_probs: Tensor, mask: Tensor, correction: Correction, cap: float
-) -> dict[str, Tensor]:
+def correction_weights(
+    inputs: CorrectionInputs, corrections: Sequence[tuple[CorrectionFn, Mapping[str, Any]]]
+) -> tuple[Tensor, Tensor]:
+    """Multiply the weights of several corrections, given with their keyword arguments.
+
+    Returns:
+        The factors of the token losses, `[batch, seq]`, 0 at tokens outside the inputs' mask; and bool `[batch,
+        seq]`, true where a correction truncated or masked.
+    """
+    weights, is_limited = ones(inputs), torch.zeros_like(inputs.mask)
+    for correction, options in corrections:
+        own, is_own = correction(inputs, **options)
+        weights, is_limited = weights * own, is_limited | is_own
+    return weights.masked_fill(~inputs.mask, 0.0), is_limited
+
+
+@torch.no_grad()
+def correction_sums(weights: Tensor, is_limited: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Summarise the weights of a micro-batch; add up the sums, and take the smallest and largest.
 
     Args:
-        weights: `[batch, seq]`, of `importance_weights` with this correction and cap.
-        behaviour_log_probs: `[batch, seq]`; tokens where it is not finite have no weight.
-        mask: `[batch, seq]`, bool or 0/1.
-        correction: one of `Correction`, not `none`.
-        cap: the largest truncated weight.
+        weights, is_limited: `[batch, seq]`, of `correction_weights`.
+        mask: bool `[batch, seq]`, the tokens to count, each with a weight.
 
     Returns:
-        Scalars: `num_corrected` (tokens that have a weight), `num_limited` (those truncated, or masked by the
-        band), `correction_weight_sum`, `_min` and `_max`; nothing if no token has a weight.
+        Scalars: `num_corrected` (tokens), `num_limited` (those truncated or masked), `num_dropped` (those of
+        weight 0), `correction_weight_sum`, `_min` and `_max`; nothing if no token is counted.
     """
-    mask = mask.bool() & behaviour_log_probs.isfinite()
-    weights = weights[mask]
+    weights = weights[mask].double()
     if not weights.numel():
         return {}
-    # In the weights' own dtype, to which the cap was rounded.
-    is_limited = weights == 0 if correction == "mask_band" else weights >= cap
-    weights = weights.double()
     return {
         "num_corrected": mask.sum(),
-        "num_limited": is_limited.sum(),
+        "num_limited": (is_limited & mask).sum(),
+        "num_dropped": (weights == 0).sum(),
         "correction_weight_sum": weights.sum(),
         "correction_weight_min": weights.min(),
         "correction_weight_max": weights.max(),
     }
+
+
+def _product(inputs: CorrectionInputs) -> Tensor:
+    """Return the product of each response's ratios, `[batch, 1]`."""
+    return clamped_exp(inputs.log_ratio.sum(dim=1, keepdim=True))
+
+
+def _truncated(ratio: Tensor, cap: float, floor: float) -> tuple[Tensor, Tensor]:
+    weights = ratio.clamp(floor, cap)
+    return weights, (weights >= cap) | (ratio < floor)  # in the weights' own dtype, to which the cap is rounded
+
+
+def _outside(ratio: Tensor, band: Band) -> Tensor:
+    low, high = band
+    return (ratio < (0.0 if low is None else low)) | (ratio > (inf if high is None else high))
+
+
+def _dropping(inputs: CorrectionInputs, is_dropped: Tensor) -> tuple[Tensor, Tensor]:
+    return ones(inputs).masked_fill(is_dropped, 0.0), is_dropped
 
 
 @torch.no_grad()
@@ -109,8 +168,9 @@ def effective_sample_sums(
         Scalars: `weight_sum` and `weight_square_sum` (float64) of the untruncated ratios, and `num_weights`
         (int64).
     """
-    log_ratio, mask = _log_ratio(learner_log_probs.double(), behaviour_log_probs.double(), mask)
-    weights = clamped_exp(log_ratio).masked_fill(~mask, 0.0)
+    mask = mask.bool() & behaviour_log_probs.isfinite()
+    log_ratio = learner_log_probs.double() - behaviour_log_probs.double()
+    weights = clamped_exp(log_ratio.masked_fill(~mask, 0.0)).masked_fill(~mask, 0.0)
     return {
         "weight_sum": weights.sum(),
         "weight_square_sum": weights.square().sum(),
@@ -130,9 +190,3 @@ def effective_sample_fraction(weight_sum: float, weight_square_sum: float, num_w
         From 1 / n to 1; 1 if all weights are equal.
     """
     return float(weight_sum) ** 2 / (float(num_weights) * float(weight_square_sum))
-
-
-def _log_ratio(learner_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log ratios `[batch, seq]`, 0 where a token has none, and the mask of tokens that have one."""
-    mask = mask.bool() & behaviour_log_probs.isfinite()
-    return (learner_log_probs - behaviour_log_probs).masked_fill(~mask, 0.0), mask

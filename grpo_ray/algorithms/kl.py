@@ -5,11 +5,16 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.logprobs import MAX_LOG_RATIO, check_shape
+from grpo_ray.algorithms.logprobs import MAX_LOG_RATIO, check_shape, clamped_exp
 from grpo_ray.config.algorithm import KLEstimator
 
 
-def kl_estimate(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator: KLEstimator) -> Tensor:
+def kl_estimate(
+    policy_log_probs: Tensor,
+    reference_log_probs: Tensor,
+    estimator: KLEstimator,
+    old_log_probs: Tensor | None = None,
+) -> Tensor:
     """Estimate KL(policy || reference) at tokens that the policy sampled, in nats, by Schulman's estimators.
 
     ("Approximating KL divergence", joschu.net/blog/kl-approx.html.) With `d = log reference - log policy`:
@@ -24,6 +29,12 @@ def kl_estimate(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator
     `E[(1 - exp(d)) * grad log policy]`, the gradient of the reverse divergence, KL(reference || policy), which
     agrees with that of k2 to first order in d.
 
+    Three estimators are made for their gradient. `k1+` and `k3+` have the value of k1 and k3, and the gradient
+    of k2 (straight through). All of these take the tokens to be the policy's own; those of an older policy
+    pi_old need its ratio: `unbiased = pi / pi_old * k3`, with the ratio differentiated (DeepSeek-V3.2
+    arXiv:2512.02556, Section 3.1), has in expectation over pi_old the value and the gradient of KL(policy ||
+    reference).
+
     In k3 `d` is clamped to at most 20, where exp would overflow, in both terms: the value stays at exp(20) - 21
     and the gradient is 0. (Clamping inside the exp only, the other term would push the policy away from the
     reference.)
@@ -32,23 +43,33 @@ def kl_estimate(policy_log_probs: Tensor, reference_log_probs: Tensor, estimator
         policy_log_probs: `[batch, seq]`, differentiated.
         reference_log_probs: `[batch, seq]`, never differentiated.
         estimator: one of `KLEstimator`.
+        old_log_probs: `[batch, seq]`, of the policy that sampled; for `unbiased` alone, never differentiated.
 
     Returns:
         `[batch, seq]`, nats.
 
     Raises:
-        ValueError: the estimator is unknown, or the shapes differ.
+        ValueError: the estimator is unknown, or the shapes differ, or `unbiased` has no old logprobs.
     """
     check_shape("reference_log_probs", reference_log_probs, policy_log_probs)
+    if estimator not in get_args(KLEstimator):
+        raise ValueError(f"unknown KL estimator {estimator!r}; allowed: {', '.join(get_args(KLEstimator))}")
     log_ratio = reference_log_probs.detach() - policy_log_probs
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    if estimator == "k3":
-        log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
-        return torch.expm1(log_ratio) - log_ratio
-    raise ValueError(f"unknown KL estimator {estimator!r}; allowed: {', '.join(get_args(KLEstimator))}")
+    k2 = log_ratio.square() / 2
+    if estimator in ("k1", "k1+"):
+        estimate = -log_ratio
+    elif estimator == "k2":
+        estimate = k2
+    else:
+        capped = log_ratio.clamp(max=MAX_LOG_RATIO)
+        estimate = torch.expm1(capped) - capped
+    if estimator in ("k1+", "k3+"):
+        return estimate.detach() + (k2 - k2.detach())
+    if estimator == "unbiased":
+        if old_log_probs is None:
+            raise ValueError("the KL estimator `unbiased` needs old_log_probs")
+        return clamped_exp(policy_log_probs - old_log_probs.detach()) * estimate
+    return estimate
 
 
 @torch.no_grad()

@@ -11,12 +11,23 @@ or one per token (`[batch, seq]`) if turns have their own. Each raises ValueErro
 if the shapes of old_log_probs and policy_log_probs differ.
 """
 
-from typing import TypeVar, assert_never, get_args
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from grpo_ray.algorithms.inputs import (
+    Details,
+    LossFn,
+    LossInputs,
+    RatioInputs,
+    arguments_of,
+    parameters_of,
+    uses_ratio,
+)
 from grpo_ray.algorithms.logprobs import check_shape, clamped_exp
+from grpo_ray.algorithms.trust_regions import details, dppo_kl, dppo_tv, gmpo, sapo
 from grpo_ray.config.algorithm import LossType
 
 T = TypeVar("T")
@@ -44,7 +55,7 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
 
 def compute_unclipped_loss(
     advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Details]:
     """Compute the importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
 
     Args:
@@ -57,7 +68,7 @@ def compute_unclipped_loss(
     """
     _check_advantages("advantages", advantages, policy_log_probs)
     ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
-    return -ratio * advantages, _details(torch.zeros_like(ratio, dtype=torch.bool), ratio)
+    return -ratio * advantages, details(torch.zeros_like(ratio, dtype=torch.bool), ratio)
 
 
 def compute_grpo_clip_loss(
@@ -67,7 +78,7 @@ def compute_grpo_clip_loss(
     cliprange: float,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Details]:
     """Compute GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
 
     This is PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with group advantages: GRPO's objective
@@ -99,7 +110,7 @@ def compute_grpo_clip_loss(
         is_floored = (advantages < 0) & (objective < dual_clip * advantages)
         objective = torch.where(is_floored, dual_clip * advantages, objective)
         is_clipped = is_clipped | is_floored
-    return -objective, _details(is_clipped, ratio)
+    return -objective, details(is_clipped, ratio)
 
 
 def compute_gspo_loss(
@@ -109,7 +120,7 @@ def compute_gspo_loss(
     response_mask: Tensor,
     cliprange: float,
     cliprange_high: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Details]:
     """Compute GSPO: GRPO-Clip with one ratio per response, `exp(mean over its tokens of log(pi / pi_old))`.
 
     Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio of the whole response's
@@ -140,7 +151,7 @@ def compute_gspo_loss(
     total = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).sum(dim=1, keepdim=True)
     ratio = clamped_exp(total / mask.sum(dim=1, keepdim=True).clamp(min=1))  # [batch, 1]
     objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
-    return -objective.expand_as(log_ratio), _details(is_clipped.expand_as(mask), ratio.expand_as(log_ratio))
+    return -objective.expand_as(log_ratio), details(is_clipped.expand_as(mask), ratio.expand_as(log_ratio))
 
 
 def compute_cispo_loss(
@@ -149,7 +160,7 @@ def compute_cispo_loss(
     old_log_probs: Tensor,
     cliprange: float,
     cliprange_high: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Details]:
     """Compute CISPO: `-stopgrad(clip(ratio, 1 - low, 1 + high)) * A * log pi`.
 
     MiniMax-M1 (arXiv:2506.13585, Eq. 4-5): REINFORCE with a clipped importance weight. The clip bounds a
@@ -169,7 +180,7 @@ def compute_cispo_loss(
     _check_advantages("advantages", advantages, policy_log_probs)
     ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs).detach())
     weight = _clip(ratio, cliprange, cliprange_high)
-    return -weight * advantages * policy_log_probs, _details(weight != ratio, ratio)
+    return -weight * advantages * policy_log_probs, details(weight != ratio, ratio)
 
 
 def compute_policy_gradient_loss(
@@ -182,11 +193,11 @@ def compute_policy_gradient_loss(
     response_mask: Tensor | None = None,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Details]:
     """Compute the per-token loss named by `loss_type` from the arguments that it needs, ignoring the others.
 
     `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs,
-    those that clip a cliprange, and `gspo` response_mask.
+    those that clip a cliprange, and those with a ratio per response response_mask.
 
     Args:
         policy_log_probs: `[batch, seq]`.
@@ -205,26 +216,112 @@ def compute_policy_gradient_loss(
     Raises:
         ValueError: an argument that the loss needs is missing, or the loss type is unknown.
     """
-    if loss_type not in get_args(LossType):
-        raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(get_args(LossType))}")
-    if loss_type == "no_baseline":
-        rewards = _required("raw_rewards", raw_rewards, loss_type)
-        return compute_naive_policy_gradient_loss(rewards, policy_log_probs), {}
-    advantages = _required("advantages", advantages, loss_type)
-    if loss_type == "reinforce_with_baseline":
-        return compute_naive_policy_gradient_loss(advantages, policy_log_probs), {}
-    old_log_probs = _required("old_log_probs", old_log_probs, loss_type)
-    if loss_type == "unclipped":
-        return compute_unclipped_loss(advantages, policy_log_probs, old_log_probs)
-    low, high = _required("cliprange", cliprange, loss_type), cliprange_high
-    if loss_type == "grpo_clip":
-        return compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, low, high, dual_clip)
-    if loss_type == "cispo":
-        return compute_cispo_loss(advantages, policy_log_probs, old_log_probs, low, high)
-    if loss_type == "gspo":
-        mask = _required("response_mask", response_mask, loss_type)
-        return compute_gspo_loss(advantages, policy_log_probs, old_log_probs, mask, low, high)
-    assert_never(loss_type)
+    if loss_type not in LOSSES:
+        raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(LOSSES)}")
+    if loss_type in ("gspo", "luspo", "gmpo"):
+        _required("response_mask", response_mask, loss_type)
+    if response_mask is None:
+        response_mask = torch.ones_like(policy_log_probs, dtype=torch.bool)
+    return apply_loss(
+        LOSSES[loss_type],
+        loss_type,
+        policy_log_probs,
+        response_mask,
+        raw_rewards if loss_type == "no_baseline" else advantages,
+        old_log_probs,
+        {"cliprange": cliprange, "cliprange_high": cliprange_high, "dual_clip": dual_clip},
+    )
+
+
+def apply_loss(
+    loss_fn: LossFn,
+    name: str,
+    policy_log_probs: Tensor,
+    mask: Tensor,
+    advantages: Tensor | None,
+    old_log_probs: Tensor | None,
+    given: Mapping[str, Any],
+) -> tuple[Tensor, Details]:
+    """Call a loss function with the dataclass that it is annotated with, and those of `given` that it takes.
+
+    Args:
+        loss_fn: one of `LOSSES`, or the user's own.
+        name: of the function, for errors.
+        policy_log_probs, mask: `[batch, seq]`.
+        advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
+        old_log_probs: `[batch, seq]`, for the ratio losses.
+        given: keyword arguments; None stands for an argument that is not given.
+
+    Raises:
+        ValueError: an argument that the loss needs is missing, or a shape differs.
+    """
+    advantages = _required("raw_rewards" if name == "no_baseline" else "advantages", advantages, name)
+    _check_advantages("advantages", advantages, policy_log_probs)
+    check_shape("response_mask", mask, policy_log_probs)
+    inputs = LossInputs(policy_log_probs, advantages, mask.bool())
+    if uses_ratio(loss_fn):
+        old_log_probs = _required("old_log_probs", old_log_probs, name)
+        check_shape("old_log_probs", old_log_probs, policy_log_probs)
+        inputs = RatioInputs(policy_log_probs, advantages, mask.bool(), old_log_probs)
+    options = arguments_of(loss_fn, given)
+    for parameter in parameters_of(loss_fn).values():
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            _required(parameter.name, options.get(parameter.name), name)
+    loss, found = loss_fn(inputs, **options)
+    check_shape(f"the loss of {name}", loss, policy_log_probs)
+    return loss, found
+
+
+# ---- the losses by name, in the form that a loss of the user's own has too ----
+
+
+def _reinforce(inputs: LossInputs) -> tuple[Tensor, Details]:
+    return compute_naive_policy_gradient_loss(inputs.advantages, inputs.policy_log_probs), {}
+
+
+def _unclipped(inputs: RatioInputs) -> tuple[Tensor, Details]:
+    return compute_unclipped_loss(inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs)
+
+
+def _grpo_clip(
+    inputs: RatioInputs,
+    *,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Details]:
+    tensors = inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs
+    return compute_grpo_clip_loss(*tensors, cliprange, cliprange_high, dual_clip)
+
+
+def _gspo(
+    inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None
+) -> tuple[Tensor, Details]:
+    tensors = inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs, inputs.mask
+    return compute_gspo_loss(*tensors, cliprange, cliprange_high)
+
+
+def _cispo(
+    inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None
+) -> tuple[Tensor, Details]:
+    tensors = inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs
+    return compute_cispo_loss(*tensors, cliprange, cliprange_high)
+
+
+# LUSPO (arXiv:2602.05261) is GSPO with a sum over each response in place of its mean: `sequence_sum`.
+LOSSES: dict[LossType, LossFn] = {
+    "no_baseline": _reinforce,
+    "reinforce_with_baseline": _reinforce,
+    "unclipped": _unclipped,
+    "grpo_clip": _grpo_clip,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "luspo": _gspo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "sapo": sapo,
+    "gmpo": gmpo,
+}
 
 
 def _log_ratio(policy_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -242,10 +339,6 @@ def _clipped_surrogate(
     """Return the objective, and where the clipped branch is strictly the smaller."""
     unclipped, clipped = ratio * advantages, _clip(ratio, cliprange, cliprange_high) * advantages
     return torch.minimum(unclipped, clipped), clipped < unclipped
-
-
-def _details(is_clipped: Tensor, ratio: Tensor) -> dict[str, Tensor]:
-    return {"clipped": is_clipped, "clip_fraction": is_clipped.float().mean(), "ratio": ratio.detach()}
 
 
 def _required(name: str, value: T | None, loss_type: str) -> T:

@@ -22,6 +22,7 @@ def policy_gradient_step(
     reference_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
     row_tokens: Tensor | None = None,
+    penalties: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a micro-batch's share of the batch's loss; the caller runs the backward pass.
 
@@ -38,10 +39,11 @@ def policy_gradient_step(
             are kept.
         advantages: `[batch, 1]` or `[batch, seq]`; for `no_baseline` the raw rewards.
         old_log_probs: `[batch, seq]`, for the ratio losses; others ignore it.
-        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated (`importance_weights`).
+        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated (`correction_weights`).
         reference_log_probs: `[batch, seq]`, nats; never differentiated.
         entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus.
         row_tokens: `[batch]`, see `aggregate_loss`.
+        penalties: `[batch, seq]`, coefficients of `|log(pi / pi_old)|`, which is added; needs old_log_probs.
 
     Returns:
         The scalar loss, and scalar tensors without gradient to sum over micro-batches: `num_tokens` (kept by
@@ -59,6 +61,7 @@ def policy_gradient_step(
         ("weights", weights),
         ("reference_log_probs", reference_log_probs),
         ("entropy", entropy),
+        ("penalties", penalties),
     ):
         if tensor is not None:
             check_shape(name, tensor, policy_log_probs)
@@ -71,8 +74,11 @@ def policy_gradient_step(
     per_token_loss, details = objective.policy_gradient_loss(policy_log_probs, mask, advantages, old_log_probs)
     if weights is not None:
         per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
+    if penalties is not None and old_log_probs is not None:
+        drift = (policy_log_probs - old_log_probs.detach()).abs()
+        per_token_loss = per_token_loss + penalties.detach().masked_fill(~mask, 0.0) * drift
     sums = {"num_tokens": mask.sum()}
-    if "clipped" in details and advantages is not None:
+    if "clipped" in details and "ratio" in details and advantages is not None:
         has_gradient = mask & (advantages != 0)  # whatever other groups the added terms bring along
         is_clipped = details["clipped"] & has_gradient
         sums |= {"num_ratios": has_gradient.sum(), "num_clipped": is_clipped.sum()}
@@ -83,7 +89,7 @@ def policy_gradient_step(
     if objective.kl_coefficient:
         if reference_log_probs is None:
             raise ValueError(f"kl_coefficient {objective.kl_coefficient} needs reference_log_probs")
-        kl = kl_estimate(policy_log_probs, reference_log_probs, objective.kl_estimator)
+        kl = kl_estimate(policy_log_probs, reference_log_probs, objective.kl_estimator, old_log_probs)
         per_token_loss = per_token_loss + objective.kl_coefficient * kl
     if objective.entropy_bonus:
         if entropy is None:

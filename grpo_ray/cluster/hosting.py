@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class ServingGroup:
-    """Generators and Scorers: the actors that sample and grade, started at the same time."""
+    """Generators, Scorers and EnvironmentWorkers: all that sample and grade, started at the same time."""
 
     def __init__(
         self, placement: Placement, config: Config, model: StartingModel, logs: Path, version: int = 0
@@ -289,7 +289,7 @@ def running(
 
 @contextlib.contextmanager
 def serving(placement: Placement, config: Config, model: StartingModel, logs: Path) -> Iterator[ServingGroup]:
-    """Start Generators with the model, and Scorers, and end them however the block is left."""
+    """Start Generators with the model and the actors beside them, and end all however the block is left."""
     actors = ServingGroup(placement, config, model, logs)
     try:
         yield actors

@@ -55,17 +55,13 @@ def environment_names(config: Config) -> list[str]:
 
 def reservations(config: Config) -> dict[str, dict[str, float]]:
     """Return the resources that each actor reserves in Ray, by its name; actors left out reserve nothing."""
-    learner, generator = config.learner, config.generator
-    one = {"GPU": config.gpus_per_generator, "CPU": generator.num_cpus}
-    of_rank = {"GPU": config.gpus_of_learner, "CPU": learner.num_cpus}
-    of_scorer = {"GPU": 0.0, "CPU": config.scorer.num_cpus}
-    of_environment = {"GPU": 0.0, "CPU": config.episodes.num_cpus}
-    return {
-        **dict.fromkeys(generator_names(config), one),  # first, so that `spread` places these first
-        **dict.fromkeys(rank_names(config), of_rank),
-        **dict.fromkeys(scorer_names(config), of_scorer),
-        **dict.fromkeys(environment_names(config), of_environment),
-    }
+    amounts = (
+        (generator_names(config), config.gpus_per_generator, config.generator.num_cpus),
+        (rank_names(config), config.gpus_of_learner, config.learner.num_cpus),
+        (scorer_names(config), 0.0, config.scorer.num_cpus),
+        (environment_names(config), 0.0, config.episodes.num_cpus),
+    )  # Generators first, so that `spread` places these first
+    return {name: {"GPU": gpus, "CPU": cpus} for names, gpus, cpus in amounts for name in names}
 
 
 def bundles_of(config: Config) -> tuple[Bundle, ...]:
@@ -163,16 +159,14 @@ def _shares(config: Config, resource: str) -> str:
         (generator_names(config), "Generators", "Generators"),
         (rank_names(config), "the Learner", "the Learner's ranks"),
         (scorer_names(config), "the Scorer", "Scorers"),
+        (environment_names(config), "the EnvironmentWorker", "EnvironmentWorkers"),
     )
-    shares = [
-        (
-            f"{len(names)} x " if len(names) > 1 or one == several else "",
-            amounts[names[0]],
-            several if len(names) > 1 else one,
-        )
-        for names, one, several in kinds
-    ]
-    return ", ".join(f"{times}{amount:g} for {actors}" for times, amount, actors in shares if amount)
+    shares = [(len(names), amounts[names[0]], one, several) for names, one, several in kinds if names]
+    return ", ".join(
+        f"{amount:g} for {one}" if number == 1 and one != several else f"{number} x {amount:g} for {several}"
+        for number, amount, one, several in shares
+        if amount
+    )
 
 
 def amounts_of(resources: Resources) -> str:

@@ -3,46 +3,116 @@
 The names that fields choose among stand here alone; `grpo_ray.algorithms` implements each of them.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
+from grpo_ray.config.reward import Argument
 from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section
+from grpo_ray.config.user_code import is_function_name
 
-AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw"]
+AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
+AdvantageScale = Literal["group", "batch", "whiten_responses", "whiten_tokens"]
 Std = Literal["sample", "population"]
-LossType = Literal["no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo"]
+LossType = Literal[
+    "no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv",
+    "dppo_kl", "sapo", "gmpo",
+]  # fmt: skip
 # The losses with a ratio to old log-probabilities.
-RATIO_LOSSES: tuple[LossType, ...] = ("unclipped", "grpo_clip", "gspo", "cispo")
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+RATIO_LOSSES: tuple[LossType, ...] = (
+    "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv", "dppo_kl", "sapo", "gmpo",
+)  # fmt: skip
+Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"]
 OldLogProbs = Literal["behaviour", "proximal"]
-Correction = Literal["none", "truncate_token", "truncate_sequence", "mask_band"]
+Correction = Literal[
+    "truncate_token", "truncate_sequence", "mask_band", "mask_product", "mask_geometric", "veto", "opsm"
+]
+# The corrections that weigh a token by proximal / behaviour; the other ones keep or drop a whole response.
+WEIGHING: tuple[Correction, ...] = ("truncate_token", "truncate_sequence", "mask_band")
+TokenSelection = Literal["none", "top_entropy", "clip_cov", "kl_cov"]
+# The advantages that keep the sign and size of rewards.
+UNCENTRED: tuple[AdvantageKind, ...] = ("max_only", "raw")
 KLReference = Literal["none", "initial", "ema"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLPlacement = Literal["loss", "reward"]
+KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "unbiased"]
 # Epsilon below and above a ratio of 1, where it is not 0.2. CISPO's ratio is a weight, capped at 5 and with no
-# floor: a floor would keep pushing down a token however improbable it has become.
-CLIP_EPSILONS: dict[LossType, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+# floor: a floor would keep pushing down a token however improbable it has become. GMPO's is of the log ratio.
+CLIP_EPSILONS: dict[str, tuple[float, float]] = {
+    "gspo": (3e-4, 4e-4), "luspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4),
+}  # fmt: skip
+AGGREGATIONS: dict[str, Aggregation] = {"cispo": "token_mean", "luspo": "sequence_sum"}  # else sequence_mean
+
+
+def _allowing(names: tuple[str, ...]) -> AfterValidator:
+    """Return the check of a name: one of `names`, or a function of the user's own."""
+
+    def known(name: str) -> str:
+        if name not in names and not is_function_name(name):
+            allowed = f"{', '.join(names)}, or a function of your own as `module:function`"
+            raise ValueError(f"{name!r} is not valid; allowed: {allowed}")
+        return name
+
+    return AfterValidator(known)
+
+
+def _several(names: tuple[str, ...]) -> tuple[str, ...]:
+    if "none" in names or len(set(names)) < len(names) or not names:
+        raise ValueError(f"{list(names)} is not a list of different corrections; give `none` for none")
+    return names
+
+
+def _form(value: Any) -> str | None:
+    """Return the form that was meant, so that errors concern that form alone."""
+    if isinstance(value, str):
+        return "name"
+    return "names" if isinstance(value, list | tuple) else None
+
+
+AdvantageName = Annotated[str, _allowing(get_args(AdvantageKind))]
+LossName = Annotated[str, _allowing(get_args(LossType))]
+CorrectionName = Annotated[str, _allowing(("none", *get_args(Correction)))]
+CorrectionNames = Annotated[tuple[CorrectionName, ...], AfterValidator(_several)]
+Corrections = Annotated[
+    Annotated[CorrectionName, Tag("name")] | Annotated[CorrectionNames, Tag("names")],
+    Discriminator(
+        _form,
+        custom_error_type="corrections",
+        custom_error_message="neither a name nor a list",
+    ),
+]
 
 
 class KLConfig(Section):
-    """KL divergence of the policy from a reference: measured, and with a coefficient part of the loss."""
+    """KL divergence of the policy from a reference: measured, and with a coefficient a penalty."""
 
     reference: KLReference = "none"
     """`initial`: a frozen copy of the initial weights; `ema`: a moving average of the policy's weights."""
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL penalty in the loss (beta); 0 only measures."""
+    """Weight of the KL penalty (beta); 0 only measures."""
+    placement: KLPlacement = "loss"
+    """Place of the penalty. `loss`: a term per token; `reward`: each response's reward is reduced by the sum of
+    its tokens' log(sampler / reference), whatever `estimator`, before rewards are compared."""
     estimator: KLEstimator = "k3"
-    """Schulman's estimator used for the penalty. As a penalty k1 has no gradient on average, k2 has that of
-    KL(policy || reference), and k3 that of KL(reference || policy)."""
+    """Estimator used for the penalty (Schulman's k1, k2, k3). As a penalty k1 has no gradient on average, k2
+    has that of KL(policy || reference), and k3 that of KL(reference || policy). `k1+`, `k3+`: the value of k1
+    or k3 with the gradient of k2; `unbiased`: k3 times the policy's ratio to the old logprobs, right for tokens
+    of an older policy too (DeepSeek-V3.2)."""
     refresh_every_num_steps: PositiveInt | None = None
     """Copy the policy into the reference every N steps (`initial` only)."""
     ema_decay: Decay = 0.99
     """Share of its own weights that an `ema` reference keeps per step."""
 
+    @property
+    def loss_coefficient(self) -> float:
+        """Weight of the penalty in the loss."""
+        return self.coefficient if self.placement == "loss" else 0.0
+
     @model_validator(mode="after")
     def _consistent(self) -> "KLConfig":
         if self.coefficient and self.reference == "none":
             raise ValueError("coefficient needs a reference; set reference to `initial` or `ema`")
+        if self.placement == "reward" and not self.coefficient:
+            raise ValueError("placement `reward` needs a coefficient above 0, or nothing is subtracted")
         if self.refresh_every_num_steps is not None and self.reference != "initial":
             raise ValueError("refresh_every_num_steps needs reference `initial`; an `ema` moves by itself")
         return self
@@ -55,20 +125,33 @@ class AlgorithmConfig(Section):
     """Groups per step; multiplied by `samples_per_prompt`, the handout's rollout_batch_size."""
     samples_per_prompt: PositiveInt = 8
     """Completions per prompt, G (the handout's group_size)."""
-    advantage: AdvantageKind = "mean_std"
-    """Conversion of rewards to advantages. `mean_std`: minus the group's mean, divided by its standard
-    deviation; `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO);
-    `max_only`: 0 for all but the group's best; `raw`: unchanged."""
+    advantage: AdvantageName = "mean_std"
+    """Conversion of a group's rewards to advantages. `mean_std`: minus the group's mean, divided by its
+    standard deviation; `mean`: minus the mean; `leave_one_out`: minus the mean of the other completions (RLOO);
+    `max_only`: 0 for all but the group's best; `raw`: unchanged; `max_rl`: minus the mean, divided by the mean
+    (MaxRL); `pass_at_k`: credit for groups of k in which a response succeeds; `gdpo`: the reward and its parts
+    each as `mean_std`, then summed (GDPO). Or a function of your own as `module:function`."""
+    advantage_options: dict[str, Argument] = Field(default_factory=dict)
+    """Keyword arguments of the advantage function other than `std` and `advantage_eps`."""
+    advantage_scale: AdvantageScale = "group"
+    """Change of the advantages over the whole batch, before the first update on it. `group`: none; `batch`:
+    divided by the standard deviation of the batch's rewards (for `mean` and `leave_one_out`);
+    `whiten_responses`, `whiten_tokens`: minus their mean and divided by their standard deviation, over the
+    batch's responses or tokens (REINFORCE++)."""
     std: Std = "sample"
-    """Standard deviation of `mean_std`: `sample` divides the squares by G - 1, `population` by G."""
+    """Standard deviations of advantages: `sample` divides the squares by their number - 1 (of a group: G - 1),
+    `population` by their number."""
     advantage_eps: PositiveFloat = 1e-6
-    """Added to the group's standard deviation."""
-    loss: LossType = "grpo_clip"
-    """Policy-gradient loss per token; `no_baseline` takes raw rewards, regardless of `advantage`."""
+    """Added to what advantages are divided by: standard deviations, and the mean of `max_rl`."""
+    loss: LossName = "grpo_clip"
+    """Policy-gradient loss per token, or one of your own as `module:function`; `no_baseline` takes raw rewards,
+    regardless of `advantage`."""
+    loss_options: dict[str, Argument] = Field(default_factory=dict)
+    """Keyword arguments of the loss function other than the three below."""
     cliprange: PositiveFloat | None = None
     """Epsilon: ratios are clipped to 1 - epsilon and 1 + epsilon; from 1 on there is no lower bound. Default:
     0.2; for `gspo`, with ratios averaged over a response, 3e-4 below and 4e-4 above; for `cispo`, with ratios
-    that are weights, none below and 4 above."""
+    that are weights, none below and 4 above; for `gmpo`, of the log ratio, 0.4."""
     cliprange_high: PositiveFloat | None = None
     """Separate epsilon for the upper bound (DAPO's clip-higher); default: that of `cliprange`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -77,7 +160,9 @@ class AlgorithmConfig(Section):
     aggregation: Aggregation | None = None
     """From token losses to one number. `sequence_mean`: mean over each response, then over responses;
     `token_mean`: mean over all tokens; `constant`: sum over each response divided by `sampling.max_tokens`,
-    then mean over responses. Default: `token_mean` for `cispo`, `sequence_mean` for every other loss."""
+    then mean over responses; `sequence_sum`: sum over each response, then mean over responses; `prompt_mean`:
+    mean over all tokens of a prompt's responses, then over prompts. Default: `token_mean` for `cispo`,
+    `sequence_sum` for `luspo`, `sequence_mean` for every other loss."""
     epochs_per_batch: PositiveInt = 1
     """Passes over each rollout batch (the handout's epochs_per_rollout_batch)."""
     train_batch_size: PositiveInt | None = None
@@ -85,15 +170,35 @@ class AlgorithmConfig(Section):
     old_log_probs: OldLogProbs = "behaviour"
     """Denominator of the ratio: logprobs assigned by the sampler (`behaviour`), or by the Learner before its
     first update on the batch (`proximal`; with one update per batch every ratio is then 1)."""
-    off_policy_correction: Correction = "none"
-    """Weights on token losses, proximal / behaviour: truncated per token, truncated per response, or 0 outside
-    a band (`mask_band`, IcePop). A token without a sampler's logprob has weight 0, and is still counted."""
+    off_policy_correction: Corrections = "none"
+    """Weights on token losses by the ratio proximal / behaviour: truncated per token (`truncate_token`), or per
+    response (`truncate_sequence`), or 0 outside a band (`mask_band`, IcePop). Or 0 for a whole response: if its
+    ratios' product (`mask_product`) or geometric mean (`mask_geometric`) is outside a band, if one ratio is
+    tiny (`veto`), or if it drifted and has a negative advantage (`opsm`). Or a function of your own as
+    `module:function`. The weights of a list of these are multiplied. A token without a sampler's logprob has
+    weight 0, and is still counted."""
+    correction_options: dict[str, Argument] = Field(default_factory=dict)
+    """Keyword arguments of the correction functions other than the two below."""
     correction_cap: PositiveFloat = 2.0
     """Largest truncated weight."""
-    correction_band: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 5.0)
-    """Smallest and largest weight that `mask_band` keeps."""
+    correction_band: tuple[NonNegativeFloat | None, PositiveFloat | None] | None = None
+    """Smallest and largest ratio that a mask keeps; null for either: no bound. Default: 0.5 and 5 for
+    `mask_band`, none and 3 for `mask_product`, 0.99 and 1.01 for `mask_geometric`."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the token entropies, which are maximised; they are aggregated like the loss."""
+    entropy_target: NonNegativeFloat | None = None
+    """Adapt the weight, beginning with `entropy_bonus`, to the mean entropy in nats per token: after a step at
+    or below this target it rises, otherwise it falls; it acts only after a step at or below the target."""
+    entropy_step: PositiveFloat = 0.005
+    """Change of an adapted weight per step."""
+    entropy_bonus_max: PositiveFloat = 1.0
+    """Largest adapted weight."""
+    token_selection: TokenSelection = "none"
+    """Tokens chosen over the whole batch, by the policy before its first update: train only on those with the
+    largest entropy (`top_entropy`); leave some out (`clip_cov`) or hold them back (`kl_cov`) that are both
+    likely and good, and so take the entropy away. Costs a forward pass."""
+    selection_options: dict[str, Argument] = Field(default_factory=dict)
+    """Keyword arguments of the token selection, such as its `share` of the tokens."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """Length of the zone before `sampling.max_tokens` in which each further token costs reward (DAPO's soft
     overlong punishment); 0 turns it off."""
@@ -110,14 +215,25 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
 
     @property
-    def advantage_kind(self) -> AdvantageKind:
-        """The kind in effect: `no_baseline` takes raw rewards."""
+    def advantage_kind(self) -> str:
+        """The kind in effect, or `module:function`: `no_baseline` takes raw rewards."""
         return "raw" if self.loss == "no_baseline" else self.advantage
 
     @property
     def loss_aggregation(self) -> Aggregation:
-        """The aggregation in effect: CISPO's own (arXiv:2506.13585, Eq. 4) divides by tokens."""
-        return self.aggregation or ("token_mean" if self.loss == "cispo" else "sequence_mean")
+        """The aggregation in effect: that of CISPO's paper divides by tokens, that of LUSPO's sums them."""
+        return self.aggregation or AGGREGATIONS.get(self.loss, "sequence_mean")
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """The corrections in effect, of which the weights are multiplied."""
+        names = self.off_policy_correction
+        return names if isinstance(names, tuple) else () if names == "none" else (names,)
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """True if the entropy is part of the objective, at least in some steps."""
+        return self.entropy_bonus > 0 or self.entropy_target is not None
 
     @property
     def clip_epsilons(self) -> tuple[float, float]:
@@ -128,10 +244,53 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _group_has_baseline(self) -> "AlgorithmConfig":
-        if self.samples_per_prompt < 2 and self.advantage_kind not in ("raw", "max_only"):
+        kind = self.advantage_kind
+        if self.samples_per_prompt < 2 and kind not in ("raw", "max_only") and not is_function_name(kind):
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}: a group needs at least 2 completions, "
                 f"or its only advantage is 0 and `{self.loss}` learns nothing"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_is_possible(self) -> "AlgorithmConfig":
+        kind, scale = self.advantage_kind, self.advantage_scale
+        whitens_uncentred = scale.startswith("whiten") and kind in UNCENTRED
+        if self.loss == "no_baseline" and scale != "group":
+            raise ValueError(
+                f"advantage_scale: `no_baseline` takes raw rewards, and `{scale}` would change them; set it to "
+                "`group`, or loss to `reinforce_with_baseline`"
+            )
+        if scale == "batch" and kind not in ("mean", "leave_one_out") and not is_function_name(kind):
+            raise ValueError(
+                "advantage_scale: `batch` divides rewards that are centred and not scaled yet; set advantage "
+                f"to `mean` or `leave_one_out` (it is `{kind}`)"
+            )
+        if whitens_uncentred and self.dynamic_sampling_tries:
+            raise ValueError(
+                f"dynamic_sampling_tries: it drops groups in which each advantage is 0, and with `{kind}` "
+                f"`{scale}` would give those one; set it to 0, or advantage to `mean`"
+            )
+        if kind == "max_rl" and self.overlong_buffer_tokens:
+            raise ValueError(
+                "overlong_buffer_tokens: `max_rl` divides by the mean reward, which penalties can bring near "
+                "0; set it to 0, or choose another advantage"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_in_the_reward_is_possible(self) -> "AlgorithmConfig":
+        if self.kl.placement == "loss":
+            return self
+        if self.advantage_kind in ("max_rl", "pass_at_k"):
+            raise ValueError(
+                f"kl.placement: `{self.advantage_kind}` is of rewards of 0 and 1, from which no penalty can be "
+                "subtracted; set it to `loss`, or choose another advantage"
+            )
+        if self.mask_truncated:
+            raise ValueError(
+                "kl.placement: `reward` needs the KL of all responses, and mask_truncated leaves some out "
+                "before it is computed; set mask_truncated to false, or kl.placement to `loss`"
             )
         return self
 
@@ -149,15 +308,30 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _correction_makes_sense(self) -> "AlgorithmConfig":
-        low, high = self.correction_band
-        if low >= high:
+        low, high = self.correction_band or (None, None)
+        if low is not None and high is not None and low >= high:
             raise ValueError(f"correction_band is ({low:g}, {high:g}): the first must be the smaller")
-        is_ratio = self.loss in RATIO_LOSSES
-        if self.off_policy_correction != "none" and is_ratio and self.old_log_probs == "behaviour":
+        self.refuse_two_ratios(self.loss in RATIO_LOSSES)
+        return self
+
+    def refuse_two_ratios(self, uses_ratio: bool) -> None:
+        """Raise ValueError if a loss with a ratio is weighted by the ratio that it already includes."""
+        weighing = [name for name in self.corrections if name in WEIGHING]
+        if weighing and uses_ratio and self.old_log_probs == "behaviour":
             raise ValueError(
                 "off_policy_correction weights tokens by proximal / behaviour, which the ratio of "
                 f"`{self.loss}` already includes; set old_log_probs to `proximal`, or off_policy_correction "
                 "to `none`"
+            )
+
+    @model_validator(mode="after")
+    def _held_tokens_can_move(self) -> "AlgorithmConfig":
+        is_single = self.epochs_per_batch == 1 and self.train_batch_size is None
+        if self.token_selection == "kl_cov" and self.old_log_probs == "proximal" and is_single:
+            raise ValueError(
+                "token_selection `kl_cov` penalizes |log(pi / pi_old)|, which is 0 in the only update on a "
+                "batch with old_log_probs `proximal`; set old_log_probs to `behaviour`, or ask for several "
+                "updates"
             )
         return self
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.episodes import EpisodesConfig
+from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.config.placement import PlacementConfig
@@ -54,6 +54,11 @@ class Config(Section):
         return round(self.algorithm.prompts_per_step * self.buffer.replay.frac)
 
     @property
+    def largest_group(self) -> int:
+        """Samples of a prompt, in training or in validation."""
+        return max(self.algorithm.samples_per_prompt, self.evaluation.samples_per_prompt)
+
+    @property
     def fresh_per_step(self) -> int:
         """Groups of a batch that are sampled for it."""
         return self.algorithm.prompts_per_step - self.replayed_per_step
@@ -95,9 +100,13 @@ class Config(Section):
         return len(self.episode_tasks) == parts
 
     @property
-    def turn_timeout_s(self) -> float:
-        """Seconds after which a Generator that has not finished a turn of an episode is replaced."""
-        return min(self.recovery.group_timeout_s, self.episodes.max_seconds / 2)
+    def turn_silence_s(self) -> float:
+        """Seconds after which a Generator that has turns of episodes, and finishes none, is replaced.
+
+        A weight sync, which pauses all turns, has its own limit, so this is no shorter.
+        """
+        longest_turn_s = min(self.recovery.group_timeout_s, self.episodes.max_seconds / 2)
+        return max(self.weight_sync.phase_timeout_s, longest_turn_s)
 
     @property
     def gpus_per_generator(self) -> float:
@@ -299,10 +308,14 @@ class Config(Section):
                 f"episodes.max_tokens ({episodes.max_tokens}) is the length of a turn, prompt and reply; it "
                 f"must exceed sampling.max_tokens ({self.sampling.max_tokens}), which is the reply's alone"
             )
-        if episodes.max_seconds >= stall_s:
+        # Nothing else may move while a group is played, or played again after the death of its worker.
+        play_s = episodes.num_rounds(self.largest_group) * (episodes.max_seconds + GRACE_S)
+        if stall_s <= 2 * play_s:
             raise ValueError(
-                f"episodes.max_seconds ({episodes.max_seconds:g}) must be below recovery.stall_timeout_s "
-                f"({stall_s:g}), or a long episode looks like a stalled run"
+                f"recovery.stall_timeout_s ({stall_s:g}) must exceed twice the {play_s:g} s that a group of "
+                f"episodes may take, or a long one looks like a stalled run: raise it above {2 * play_s:g}, "
+                f"lower episodes.max_seconds ({episodes.max_seconds:g}), or raise episodes.max_concurrent "
+                f"({episodes.max_concurrent}) if a group's {self.largest_group} episodes do not run together"
             )
         if (episodes.over_age == "wait") == bool(self.algorithm.oversample_frac):
             raise ValueError(

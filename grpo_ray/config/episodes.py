@@ -6,6 +6,8 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, Positi
 
 from grpo_ray.config.section import Section
 
+GRACE_S = 5.0  # for an episode to end after it was cancelled
+
 
 class EpisodesConfig(Section):
     """Used if `task.kind` is `episodes`."""
@@ -15,7 +17,8 @@ class EpisodesConfig(Section):
     max_tokens: PositiveInt = 4096
     """Maximum length of a turn's prompt and reply together, in tokens."""
     max_seconds: PositiveFloat = 600.0
-    """Wall-clock time of one episode; one that lasts longer has no reward, and leaves its group's baseline."""
+    """Time of one episode, with its waits for turns and weight syncs, but not the time in which no Generator
+    serves; one that lasts longer has no reward, and leaves its group's baseline."""
     truncated_reward: FiniteFloat = 0.0
     """Reward at the end of turns or tokens, unless the episode function catches it and returns its own."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -36,13 +39,19 @@ class EpisodesConfig(Section):
     num_cpus: NonNegativeFloat = 0
     """CPUs that each worker reserves in Ray."""
     confined: bool = True
-    """Keep environments from files other than Python's own, and from more than `memory_gib`."""
+    """Keep the tools that replies call from files other than Python's own, and from more than `memory_gib`.
+    It holds the threads of episodes, and what they start. It is no sandbox for hostile code: what `exec` runs
+    in the worker's process reaches the network, and Ray's threads, which are not confined."""
     readable_paths: tuple[str, ...] = ()
     """Files and folders that a confined environment reads; modules can be read anyway."""
     writable_paths: tuple[str, ...] = ()
     """Folders in which a confined environment writes, besides a temporary one of its own."""
     memory_gib: PositiveFloat = 16.0
     """Memory of all confined environments of one worker, in GiB."""
+
+    def num_rounds(self, num_episodes: int) -> int:
+        """Return the times `max_seconds` in which a worker plays that many episodes, given its places."""
+        return -(-num_episodes // self.max_concurrent)
 
     @model_validator(mode="after")
     def _parses_with_a_renderer(self) -> "EpisodesConfig":

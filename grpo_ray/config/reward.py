@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from grpo_ray.config.section import NonNegativeFloat, Section
+from grpo_ray.config.user_code import is_function_name
 
 REWARD_NAMES = (
     "brevity",
@@ -30,9 +31,7 @@ REWARD_NAMES = (
 
 
 def _known(name: str) -> str:
-    module, colon, function = name.partition(":")
-    is_function = bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])
-    if name not in REWARD_NAMES and not is_function:
+    if name not in REWARD_NAMES and not is_function_name(name):
         raise ValueError(
             f"{name!r} is not valid; allowed: {', '.join(REWARD_NAMES)}, or a function of your own as "
             "`module:function`"

@@ -3,11 +3,11 @@
 from typing import Any
 
 from grpo_ray.config import Config
+from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import check_paths
 from grpo_ray.episodes.renderer_template import check_renderer, make_template
 from grpo_ray.episodes.runner import load_episode
 from grpo_ray.models.loading import end_token_ids
-from grpo_ray.rewards.user_function import import_function
 
 
 def check_episodes(config: Config) -> None:

@@ -51,11 +51,12 @@ class EnvironmentWorker:
         self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
         length = min(settings.max_tokens, model.max_model_len)
         self._limits = Limits(settings.max_turns, length, settings.max_seconds, settings.truncated_reward)
-        self._router = TurnRouter(name, config.turn_timeout_s)
+        self._router = TurnRouter(name, config.turn_silence_s)
         self._server = ChatServer()
+        episodes = {task: load_episode(part.episode) for task, part in config.episode_tasks.items()}
         self._runners = {
-            task: EpisodeRunner(load_episode(part.episode), settings.max_concurrent, self._server)
-            for task, part in config.episode_tasks.items()
+            task: EpisodeRunner(episode, settings.max_concurrent, self._server, self._router.served)
+            for task, episode in episodes.items()
         }
         self._stopped = StoppedThreads()
         self._clock = StageClock(("start", "play"), rest="wait_for_groups")

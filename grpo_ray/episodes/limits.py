@@ -16,7 +16,7 @@ class Limits:
     max_tokens: int = 4096
     """Tokens of a prompt and its reply together, at most the engine's `max_model_len`."""
     max_seconds: float = 600.0
-    """Wall-clock time of the episode."""
+    """Time of the episode, without the time in which no Generator served."""
     truncated_reward: float = 0.0
     """Reward after the end of turns or tokens, unless the episode function handles it and returns its own."""
 

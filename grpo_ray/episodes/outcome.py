@@ -41,7 +41,11 @@ class Outcome:
     """
 
     reward: float
-    turn_rewards: tuple[float, ...] | None = None  # one per turn, in the order of sampling
+    """Trained if no episode of the group has `turn_rewards`. Metrics, and the choice of checkpoints, show it
+    in any case."""
+    turn_rewards: tuple[float, ...] | None = None
+    """One per turn, in the order of sampling. These are trained instead of `reward`, which should be their sum;
+    an episode without any, in a group that has some, gets its `reward` in its last turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

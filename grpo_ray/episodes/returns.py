@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 
-from grpo_ray.algorithms.advantages import group_advantages
-from grpo_ray.config.algorithm import AdvantageKind, AlgorithmConfig, Std
+from grpo_ray.algorithms import compare_group
+from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.types import Episode, Verdict
 
 
@@ -28,29 +27,24 @@ def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.nda
 
 def episode_advantages(
     rewards: Sequence[float | None],
-    kind: AdvantageKind = "mean_std",
-    *,
-    advantage_eps: float = 1e-6,
-    std: Std = "sample",
+    algorithm: AlgorithmConfig,
+    format_rewards: np.ndarray | None = None,
+    answer_rewards: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Compare each episode's reward with its group's, float32 `[G]`; see `group_advantages`.
+    """Compare each episode's reward with its group's, float32 `[G]`; see `compare_group`.
 
     An episode without a reward (`EpisodeResult.reward` is None) has advantage 0 and is no part of the baseline;
     neither has one that is left to be compared with none.
     """
-    advantages = np.zeros(len(rewards), np.float32)
-    present = [index for index, reward in enumerate(rewards) if reward is not None]
-    if len(present) > (1 if kind == "leave_one_out" else 0):
-        row = torch.tensor([[rewards[index] for index in present]], dtype=torch.float32)
-        compared = group_advantages(row, kind, advantage_eps=advantage_eps, std=std)
-        advantages[present] = compared[0].numpy()
-    return advantages
+    is_graded = np.array([reward is not None for reward in rewards], bool)
+    known = np.array([0.0 if reward is None else reward for reward in rewards], np.float32)
+    return compare_group(known, is_graded, algorithm, format_rewards, answer_rewards)
 
 
 def turn_advantages(
     turn_rewards: Sequence[Sequence[float] | None],
     discount: float,
-    compare: Callable[[Sequence[float | None]], np.ndarray] = episode_advantages,
+    compare: Callable[[Sequence[float | None]], np.ndarray],
 ) -> list[np.ndarray]:
     """Compare each turn's discounted return with those of the same turn in the group's other episodes.
 
@@ -77,30 +71,41 @@ def verdict_on(episodes: Sequence[Episode], algorithm: AlgorithmConfig, turn_dis
 
     One that finished by itself counts as well-formed, one with a positive reward as right.
     """
-    rewards, compare = [episode.reward for episode in episodes], comparison(algorithm)
-    known = np.array([reward or 0.0 for reward in rewards], np.float32)
-    of_turns: list[np.ndarray] = []
-    if any(episode.turn_rewards is not None for episode in episodes):
-        per_turn = [rewards_per_turn(e.reward, e.turn_rewards, e.num_turns) for e in episodes]
-        of_turns = turn_advantages(per_turn, turn_discount, compare)
+    known = np.array([episode.reward or 0.0 for episode in episodes], np.float32)
+    formats = np.array([episode.status == "finished" for episode in episodes], np.float32)
+    answers = (known > 0).astype(np.float32)
+    advantages, of_turns = compare_episodes(episodes, formats, answers, algorithm, turn_discount)
     return Verdict(
         rewards=known,
-        format_rewards=np.array([episode.status == "finished" for episode in episodes], np.float32),
-        answer_rewards=(known > 0).astype(np.float32),
-        advantages=compare(rewards),
+        format_rewards=formats,
+        answer_rewards=answers,
+        advantages=advantages,
         errors={n: e.error or e.status for n, e in enumerate(episodes) if e.reward is None},
-        turn_advantages=tuple(of_turns),
+        turn_advantages=of_turns,
     )
 
 
-def comparison(algorithm: AlgorithmConfig) -> Callable[[Sequence[float | None]], np.ndarray]:
-    """Return `episode_advantages` with the configured options."""
-    return partial(
-        episode_advantages,
-        kind=algorithm.advantage_kind,
-        advantage_eps=algorithm.advantage_eps,
-        std=algorithm.std,
+def compare_episodes(
+    episodes: Sequence[Episode],
+    format_rewards: np.ndarray,
+    answer_rewards: np.ndarray,
+    algorithm: AlgorithmConfig,
+    turn_discount: float,
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Return a group's advantages `[G]`, and those of its turns if an episode has rewards per turn."""
+    compare = partial(
+        episode_advantages, algorithm=algorithm, format_rewards=format_rewards, answer_rewards=answer_rewards
     )
+    advantages = compare([episode.reward for episode in episodes])
+    per_turn = turn_rewards_of(episodes)
+    return advantages, () if per_turn is None else tuple(turn_advantages(per_turn, turn_discount, compare))
+
+
+def turn_rewards_of(episodes: Sequence[Episode]) -> list[Sequence[float] | None] | None:
+    """Return each episode's rewards per turn; None if no episode of the group has them."""
+    if all(episode.turn_rewards is None for episode in episodes):
+        return None
+    return [rewards_per_turn(e.reward, e.turn_rewards, e.num_turns) for e in episodes]
 
 
 def rewards_per_turn(

@@ -7,11 +7,13 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, cast
 
+from grpo_ray.config.episodes import GRACE_S
+from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import hint_for
 from grpo_ray.episodes.outcome import EpisodeResult, Outcome, Status
+from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, SessionElsewhere
-from grpo_ray.rewards.user_function import import_function
 from grpo_ray.tasks.examples import Example
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 EpisodeFn = Callable[[Session, Example], Awaitable[float | Outcome]]
 ERROR_CHARS = 2000
-GRACE_S = 5.0  # for an episode to end after it was cancelled
 
 
 def load_episode(name: str, field: str = "task.episode") -> EpisodeFn:
@@ -42,14 +43,19 @@ class EpisodeRunner:
     """A runner of one kind of episodes."""
 
     def __init__(
-        self, episode: EpisodeFn, max_concurrent: int | None = None, server: "ChatServer | None" = None
+        self,
+        episode: EpisodeFn,
+        max_concurrent: int | None = None,
+        server: "ChatServer | None" = None,
+        served: ServingTime | None = None,
     ) -> None:
         """
         Args:
             max_concurrent: episodes that run at the same time; the others wait. None: all.
             server: gives each running session its `base_url`.
+            served: the clock of the episodes' limits of time; default: one that always runs.
         """
-        self._episode, self._server = episode, server
+        self._episode, self._server, self._served = episode, server, served or ServingTime()
         self._places = asyncio.Semaphore(max_concurrent or 2**31)
         self._running: dict[RunningEpisode, Session] = {}
 
@@ -71,8 +77,7 @@ class EpisodeRunner:
             running = RunningEpisode(_guarded(self._episode, given, example), thread)
             self._running[running] = session
             try:
-                await asyncio.wait({running.done}, timeout=session.limits.max_seconds)
-                if not running.done.done():
+                if not await self._served.wait(running.done, session.limits.max_seconds):
                     session.end(Status.TRUNCATED_TIME, f"not finished after {session.limits.max_seconds} s")
             finally:
                 await _stop(running)
@@ -112,6 +117,7 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     elif error is not None and status is Status.FINISHED:
         status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
         reason = "".join(traceback.format_exception(error))[-ERROR_CHARS:] + hint_for(error)
+        _forget_variables(error)
     if status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS):
         outcome = outcome or Outcome(session.limits.truncated_reward)
     elif status is not Status.FINISHED or outcome is None:
@@ -119,6 +125,16 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     error_text = "" if status is Status.FINISHED else reason
     rewards = outcome.turn_rewards, outcome.metrics
     return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, which after a MemoryError may be all memory.
+
+    The error is in a cycle with the future that has it, so they would go only with the next garbage collection.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _outcome_of(

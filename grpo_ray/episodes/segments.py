@@ -59,11 +59,6 @@ class Segments:
     def __getitem__(self, index: int) -> Segment:
         return self._segments[index]
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The smallest version that sampled any token; None before the first."""
-        return min((int(s.versions.min()) for s in self._segments if s.is_sampled), default=None)
-
     def path(self, index: int) -> list[int]:
         """Return the segments from the root to `index`."""
         path = []

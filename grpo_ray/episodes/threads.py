@@ -61,6 +61,8 @@ class EpisodeThread:
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             loop.run_until_complete(loop.shutdown_asyncgens())
+            # Waits for calls of asyncio.to_thread, so that this thread is alive, and counted, while one hangs.
+            loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             loop.close()
 
@@ -76,7 +78,10 @@ class StoppedThreads:
         self._stopped.append((time.monotonic(), thread))
 
     def num_stuck(self) -> int:
-        """Count the threads that have not come back from a call long after they were told to stop."""
+        """Count the threads that have not come back from a call long after they were told to stop.
+
+        A thread counts once, however many calls of `asyncio.to_thread` hang that its episodes began.
+        """
         self._stopped = [(since, thread) for since, thread in self._stopped if thread.is_alive]
         limit = time.monotonic() - WIND_DOWN_S
         return sum(since <= limit for since, _ in self._stopped)

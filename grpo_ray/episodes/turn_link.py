@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from grpo_ray.episodes.turn_box import FinishedTurns, Turn, Turns, Worker
@@ -16,15 +16,51 @@ class TurnClient(Protocol):
     def finished_turns(self, worker: Worker) -> Awaitable[FinishedTurns]: ...
 
 
-class TurnLink:
-    """One Generator's turns. An error of a call, such as the Generator's death, fails all of them."""
+class SilenceAlarm:
+    """A clock of the time since the last sign of life, which stops while none is expected."""
 
-    def __init__(self, client: TurnClient, worker: Worker) -> None:
+    def __init__(self, limit_s: float, ring: Callable[[], None]) -> None:
+        """
+        Args:
+            ring: called once the clock has come to `limit_s`.
+        """
+        self._limit_s = self._left_s = limit_s
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def run(self) -> None:
+        """Let the clock run, from where it stopped."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, self._ring)
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._left_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+            self._timer.cancel()
+            self._timer = None
+
+    def reset(self) -> None:
+        """Stop the clock, and set it back to 0."""
+        self.stop()
+        self._left_s = self._limit_s
+
+
+class TurnLink:
+    """One Generator's turns. An error of a call, such as the Generator's death, fails all of them.
+
+    So does a Generator that has turns and finishes none for long. A single turn has no limit of its own, since
+    it also waits for other turns and for weight syncs.
+    """
+
+    def __init__(self, client: TurnClient, worker: Worker, silence_s: float) -> None:
         """
         Args:
             worker: this process.
+            silence_s: seconds with turns, none of which finishes, before all fail.
         """
-        self._client, self._worker = client, worker
+        self._client, self._worker, self._silence_s = client, worker, silence_s
+        self._alarm = SilenceAlarm(silence_s, self._fail_as_silent)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}  # for the ends of turns
         self._new: dict[int, Turn] = {}
@@ -42,16 +78,20 @@ class TurnLink:
 
         Raises:
             ActorDied: or another error of the Generator.
+            TimeoutError: it has finished no turn for long.
         """
         number = next(self._numbers)
         end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[number] = end
         self._new[number] = token_ids, settings
+        self._alarm.run()
         self._sending = self._sending or self._start(self._send())
         try:
             return await end
         finally:
             del self._waiting[number]
+            if not self._waiting:
+                self._alarm.stop()
             if end.cancelled() and self._new.pop(number, None) is None:
                 self._cancelled.append(number)
                 self._sending = self._sending or self._start(self._send())
@@ -71,6 +111,9 @@ class TurnLink:
             if not end.done():
                 end.set_exception(error)
 
+    def _fail_as_silent(self) -> None:
+        self._fail_all(TimeoutError(f"it had turns and finished none for {self._silence_s:g} s"))
+
     async def _send(self) -> None:
         """Send what there is; what comes meanwhile goes out with the next call."""
         try:
@@ -86,6 +129,9 @@ class TurnLink:
         try:
             while self._waiting:
                 finished = await self._client.finished_turns(self._worker)
+                if finished.completions or finished.errors:
+                    self._alarm.reset()
+                    self._alarm.run()
                 for number, completion in finished.completions.items():
                     if (end := self._waiting.get(number)) is not None and not end.done():
                         end.set_result(completion)

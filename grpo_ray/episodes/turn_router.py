@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Mapping
 
 from grpo_ray.engines.base import EngineDied
+from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.turn_link import TurnClient, TurnLink
 from grpo_ray.errors import ActorDied
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
@@ -15,12 +16,14 @@ SLACK = 8  # turns by which the Generator with the prefix may be busier than the
 class TurnRouter:
     """The Generators that serve, as one worker sees them. One that fails costs the turn, not the episode."""
 
-    def __init__(self, name: str, turn_timeout_s: float) -> None:
+    def __init__(self, name: str, silence_s: float) -> None:
         """
         Args:
             name: of the worker.
+            silence_s: see `TurnLink`.
         """
-        self._worker, self._turn_timeout_s = (name, uuid.uuid4().hex), turn_timeout_s
+        self._worker, self._silence_s = (name, uuid.uuid4().hex), silence_s
+        self.served = ServingTime(is_serving=False)
         self._serving: dict[int, TurnLink] = {}  # by number: a replacement has another one
         self._failures: list[GeneratorFailure] = []
         self._changed = asyncio.Condition()
@@ -30,10 +33,11 @@ class TurnRouter:
         async with self._changed:
             known = {failure.number for failure in self._failures}
             self._serving = {
-                number: self._serving.get(number) or TurnLink(client, self._worker)
+                number: self._serving.get(number) or TurnLink(client, self._worker, self._silence_s)
                 for number, client in serving.items()
                 if number not in known
             }
+            self.served.set(bool(self._serving))
             self._changed.notify_all()
 
     async def failures(self, num_known: int) -> list[GeneratorFailure]:
@@ -52,13 +56,10 @@ class TurnRouter:
         """
         while True:
             number = await self._choose(preferred)
-            link = self._serving[number]
             try:
-                async with asyncio.timeout(self._turn_timeout_s):
-                    return await link.sample(token_ids, settings), number
+                return await self._serving[number].sample(token_ids, settings), number
             except (ActorDied, EngineDied, TimeoutError) as error:
-                limit = f"it did not finish a turn within {self._turn_timeout_s:g} s"
-                await self._fail(number, str(error) or limit)
+                await self._fail(number, str(error))
 
     async def _choose(self, preferred: int | None) -> int:
         if not self._serving:
@@ -74,6 +75,7 @@ class TurnRouter:
         async with self._changed:
             if number in self._serving:
                 self._serving = {other: link for other, link in self._serving.items() if other != number}
+                self.served.set(bool(self._serving))
                 self._failures.append(GeneratorFailure(number, error))
                 self._changed.notify_all()
 

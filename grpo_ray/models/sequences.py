@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -32,7 +32,11 @@ class TrainSequence:
     """The places of its group in the batch and of its episode in the group: an episode with branches is one
     sample of several sequences. None: no episode, so a sample of its own."""
     sample_tokens: int | None = None
-    """Tokens of all the sample's sequences in the loss; None: those of this one, which is alone."""
+    """Tokens that the loss's mean is over, if they are not this sequence's alone: of all its sample's
+    sequences, or with `prompt_mean` of all its group's."""
+    token_weights: np.ndarray | None = None  # of a token selection: factors of the losses, and
+    token_penalties: np.ndarray | None = None  # coefficients of |log(pi / pi_old)|
+    group: int = 0  # place of its group in the batch
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_token_ids)
@@ -68,11 +72,12 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
             advantage = float(a)
             if isinstance(c, Episode):
                 of_turns = group.turn_advantages[number] if group.turn_advantages else None
-                sequences += _of_episode(c, advantage, of_turns, group.has_signal, (place, number))
+                own = _of_episode(c, advantage, of_turns, group.has_signal, (place, number))
+                sequences += (replace(sequence, group=place) for sequence in own)
             else:
                 switch = first_switch(c.versions)
                 values = c.token_ids, c.logprobs, advantage, group.has_signal, switch
-                sequences.append(TrainSequence(prompt, *values))
+                sequences.append(TrainSequence(prompt, *values, group=place))
     return sequences
 
 

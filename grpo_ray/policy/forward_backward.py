@@ -12,10 +12,11 @@ import torch
 from torch.profiler import record_function
 
 from grpo_ray.algorithms import (
+    SELECTIONS,
+    CorrectionInputs,
     Objective,
     correction_sums,
     effective_sample_sums,
-    importance_weights,
     kl_sums,
     logprob_mismatch,
     loss_denominator,
@@ -25,6 +26,7 @@ from grpo_ray.config import Config
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.sequences import TrainSequence, lengths_of, samples_of
 from grpo_ray.policy.dealing import Pass, deal, imbalance
+from grpo_ray.policy.entropy_bonus import EntropyBonus
 from grpo_ray.policy.layout import Layout, choose_layout
 from grpo_ray.policy.microbatch import MicroBatch
 from grpo_ray.policy.ranks import Ranks
@@ -50,6 +52,7 @@ class ForwardBackward:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
         self._ranks = ranks or Ranks()
         self._objective = Objective.from_config(config.algorithm)
+        self.entropy_bonus = EntropyBonus(config.algorithm)
         self._layout: Layout | None = None  # chosen in the first pass, when the model is on the device
         self._obstacle: str | None = None
         self.micro_batch_tokens = config.learner.micro_batch_tokens
@@ -63,7 +66,7 @@ class ForwardBackward:
         """True if the objective uses the policy as it was before the first update on the batch."""
         algorithm = self._config.algorithm
         is_old = algorithm.old_log_probs == "proximal" and self._objective.needs_old_log_probs
-        return is_old or algorithm.off_policy_correction != "none"
+        return is_old or bool(algorithm.corrections)
 
     def take_obstacle(self) -> str | None:
         """Return once why the model cannot share prompts; None if it can or need not."""
@@ -73,21 +76,45 @@ class ForwardBackward:
     def with_proximal(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Add the model's current log-probabilities to the sequences."""
         found = self._look_up(model, sequences)
-        return [replace(s, proximal_logprobs=found[index]) for index, s in enumerate(sequences)]
+        sequences = [replace(s, proximal_logprobs=found[index][0]) for index, s in enumerate(sequences)]
+        if not self.selects_tokens or not sequences:
+            return sequences
+        return self._selected(sequences, np.concatenate([found[index][1] for index in range(len(sequences))]))
+
+    @property
+    def selects_tokens(self) -> bool:
+        """True if `with_proximal` also chooses tokens over the whole batch."""
+        return self._objective.selection != "none"
+
+    def _selected(self, sequences: Sequence[TrainSequence], entropies: np.ndarray) -> list[TrainSequence]:
+        """Add the token selection's weights and penalties; `entropies` are of all sampled tokens."""
+        log_probs = np.concatenate([s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None])
+        advantages = np.concatenate([np.broadcast_to(s.advantage, s.num_sampled) for s in sequences])
+        seed = 0  # of the tokens, as log-probabilities differ in their rounding between numbers of ranks
+        for s in sequences:
+            seed = zlib.crc32(np.asarray(s.response_token_ids).tobytes(), seed)
+        select, rng = SELECTIONS[self._objective.selection], np.random.default_rng(seed)
+        options = self._objective.selection_options
+        chosen = select(log_probs, entropies, advantages, rng, **options)
+        ends = np.cumsum([s.num_sampled for s in sequences])[:-1]
+        own = zip(sequences, *(np.split(values, ends) for values in chosen), strict=True)
+        return [replace(s, token_weights=w, token_penalties=p) for s, w, p in own]
 
     def with_reference(self, reference: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Add the reference's log-probabilities to the sequences."""
         found = self._look_up(reference, sequences)
-        return [replace(s, reference_logprobs=found[index]) for index, s in enumerate(sequences)]
+        return [replace(s, reference_logprobs=found[index][0]) for index, s in enumerate(sequences)]
 
     @torch.no_grad()
-    def _look_up(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> dict[int, np.ndarray]:
-        """Return the log-probabilities of each sequence's sampled tokens by its index."""
-        found: dict[int, np.ndarray] = {}
+    def _look_up(
+        self, model: PolicyModel, sequences: Sequence[TrainSequence]
+    ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Return log-probabilities and entropies of each sequence's sampled tokens by its index."""
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for indices, batch in self._batches(model, sequences):
-            log_probs, _ = self._log_probs(model, batch)
+            rows = [_rows(values, batch) for values in self._log_probs(model, batch)]
             if indices:
-                found |= zip(indices, _rows(log_probs, batch), strict=True)
+                found |= zip(indices, zip(*rows, strict=True), strict=True)
         self._ranks.end_lookup(model)
         self.work.add_forward(model, lengths_of(sequences))
         return {index: row for of_rank in self._ranks.gathered(found) for index, row in of_rank.items()}
@@ -99,15 +126,21 @@ class ForwardBackward:
         and are computed only if the objective has other terms.
         """
         config = self._config
-        has_other_terms = config.algorithm.kl.coefficient or config.algorithm.entropy_bonus
-        samples = samples_of(sequences)
-        counts_of = [sum(map(self._num_counted, sample)) for sample in samples]
+        has_other_terms = config.algorithm.kl.loss_coefficient or self.entropy_bonus.weight
+        by_group: dict[int, list[TrainSequence]] = {}
+        for s in sequences:
+            by_group.setdefault(s.group, []).append(s)
+        samples, aggregation = samples_of(sequences), self._objective.aggregation
+        units = list(by_group.values()) if aggregation == "prompt_mean" else samples
+        counts_of = [sum(map(self._num_counted, unit)) for unit in units]
         denominator = loss_denominator(
-            self._objective.aggregation, len(samples), sum(counts_of), config.sampling.max_tokens
+            aggregation, len(samples), sum(counts_of), config.sampling.max_tokens, len(by_group)
         )
-        if len(samples) < len(sequences):  # those of one sample may be in different micro-batches
-            counted = zip(samples, counts_of, strict=True)
-            sequences = [replace(s, sample_tokens=num) for sample, num in counted for s in sample]
+        if (
+            len(units) < len(sequences) or aggregation == "prompt_mean"
+        ):  # those of one unit may be in different micro-batches
+            counted = zip(units, counts_of, strict=True)
+            sequences = [replace(s, sample_tokens=num) for unit, num in counted for s in unit]
         computed = [s for s in sequences if s.has_signal or has_other_terms]
         if not denominator:  # the loss counts no token of any sequence
             computed = []
@@ -140,11 +173,11 @@ class ForwardBackward:
         log_probs, entropy = self._log_probs(model, batch)  # [batch, resp]
         # None stored: this is the only update, so the current policy is the one before the first update.
         proximal = log_probs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
-        weights, measured = self._weights(proximal, batch)
+        weights, measured = self._weights(proximal, log_probs.detach(), batch)
         loss, counts = policy_gradient_step(
             log_probs,
             mask,
-            objective=self._objective,
+            objective=replace(self._objective, entropy_bonus=self.entropy_bonus.weight),
             denominator=denominator,
             advantages=batch.advantages,
             old_log_probs=proximal if algorithm.old_log_probs == "proximal" else batch.behaviour_logprobs,
@@ -152,6 +185,7 @@ class ForwardBackward:
             reference_log_probs=batch.reference_logprobs,
             entropy=entropy,
             row_tokens=batch.sample_tokens,
+            penalties=batch.token_penalties,
         )
         with record_function("backward"):
             torch.autograd.backward(loss)
@@ -161,16 +195,17 @@ class ForwardBackward:
         return counts | {"kl_tokens": counts["num_tokens"], "loss": loss.detach()}
 
     def _weights(
-        self, proximal: torch.Tensor, batch: MicroBatch
+        self, proximal: torch.Tensor, current: torch.Tensor, batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Return the correction's weights, None without one, and their sums over tokens with an advantage."""
-        algorithm, behaviour = self._config.algorithm, batch.behaviour_logprobs
-        kind, cap = algorithm.off_policy_correction, algorithm.correction_cap
-        if kind == "none":
-            return None, {}
-        mask = batch.response_mask
-        weights = importance_weights(proximal, behaviour, mask, kind, cap, algorithm.correction_band)
-        return weights, correction_sums(weights, behaviour, batch.advantage_mask, kind, cap)
+        """Return the factors of the token losses, None if all are 1, and sums of the corrections' weights."""
+        if not self._objective.corrections:
+            return batch.token_weights, {}
+        inputs = CorrectionInputs.of(
+            proximal, batch.behaviour_logprobs, batch.response_mask, batch.advantages, current
+        )
+        weights, is_limited = self._objective.correction_weights(inputs)
+        sums = correction_sums(weights, is_limited, inputs.mask & batch.advantage_mask)
+        return weights if batch.token_weights is None else weights * batch.token_weights, sums
 
     def _log_probs(self, model: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._layout is not None

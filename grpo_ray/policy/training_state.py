@@ -56,7 +56,7 @@ class TrainingState:
 def capture_state(
     masters: MasterWeights,
     optimizer: torch.optim.Optimizer,
-    counters: Mapping[str, int],
+    counters: Mapping[str, float],
     reference: Mapping[str, torch.Tensor],
     spare: TrainingState | None = None,
 ) -> TrainingState:
@@ -71,7 +71,7 @@ def capture_state(
         **_optimizer_tensors(masters, optimizer),
         **_random_tensors(),
         **{REFERENCE + name: tensor for name, tensor in reference.items()},
-        **{COUNTERS + name: torch.tensor(count) for name, count in counters.items()},
+        **{COUNTERS + name: _exact(count) for name, count in counters.items()},
     }
     return TrainingState(
         weights=_copies(weights, spare.weights if spare else {}),
@@ -129,7 +129,7 @@ def restore_state(
     masters: MasterWeights,
     optimizer: torch.optim.Optimizer,
     reference: Reference | None = None,
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Restore everything that `capture_state` copied but weights in the model's folder; return the counters.
 
     The reference keeps its weights if the checkpoint has none for it.
@@ -147,7 +147,11 @@ def restore_state(
     torch.set_rng_state(random["cpu"])
     if torch.cuda.is_available() and "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"])
-    return {name: int(count) for name, count in _part(tensors, COUNTERS).items()}
+    return {name: count.item() for name, count in _part(tensors, COUNTERS).items()}
+
+
+def _exact(count: float) -> torch.Tensor:
+    return torch.tensor(count, dtype=torch.int64 if isinstance(count, int) else torch.float64)
 
 
 def _read(training_folder: Path, masters: MasterWeights) -> Tensors:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from grpo_ray.config.reward import Reward
+from grpo_ray.config.user_code import import_function
 from grpo_ray.rewards.base import RewardFn, Scores, scores
 from grpo_ray.rewards.builtin import ALGEBRAIC, REWARDS
 from grpo_ray.rewards.math.answer import NO_TRUTH
-from grpo_ray.rewards.user_function import as_reward_fn, import_function
+from grpo_ray.rewards.user_function import as_reward_fn
 
 
 def get_reward_fn(reward: Reward) -> RewardFn:
@@ -79,7 +80,7 @@ def _names(reward: Reward) -> list[str]:
 
 def _named(name: str) -> RewardFn:
     if ":" in name:
-        return as_reward_fn(import_function(name), name)
+        return as_reward_fn(import_function(name, "task.reward"), name)
     if name not in REWARDS:
         raise ValueError(f"task.reward: {name!r} is not a reward; give one of {', '.join(REWARDS)}")
     return REWARDS[name]

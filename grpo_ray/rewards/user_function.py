@@ -1,55 +1,14 @@
 """A reward function of the user's own, named as `module:function`."""
 
-import importlib
 import math
-import sys
 from collections.abc import Callable
 from functools import wraps
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from grpo_ray.rewards.base import RewardFn, Scores, scores
 
 FACTS = ("format_reward", "answer_reward")
-
-
-def import_function(name: str, field: str = "task.reward") -> Callable[..., Any]:
-    """Import the function named `module:function`; modules of the current folder are found too.
-
-    Raises:
-        ValueError: there is no such module or function, or the module fails.
-    """
-    module_name, _, function_name = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"{field}: {module_name!r} imports {error.name!r}, which is not installed; install it"
-            ) from error
-        raise ValueError(
-            f"{field}: there is no module {module_name!r} in {folder} or among the installed packages. "
-            "Start in the folder that holds it, or install it"
-        ) from None
-    except (Exception, SystemExit) as error:  # the module is the user's: show whatever it raises
-        raise ValueError(
-            f"{field}: importing {module_name!r} failed: {type(error).__name__}: {error}"
-        ) from error
-    function: Callable[..., Any] | None = getattr(module, function_name, None)
-    if function is None:
-        raise ValueError(
-            f"{field}: {module_name!r} has no function {function_name!r}; its file is {module.__file__}"
-        )
-    if not callable(function):
-        raise ValueError(
-            f"{field}: {function_name!r} of {module_name!r} is a {type(function).__name__}, not a function; "
-            f"the file is {module.__file__}"
-        )
-    return function
 
 
 def as_reward_fn(function: Callable[..., Any], name: str) -> RewardFn:

@@ -5,7 +5,7 @@
     _publish:        snapshot -> WeightSync -> Generators, then admission opens            (during _train)
 
 It holds references and small facts, never tokens. Only evaluations are fetched whole, to be shown and written.
-A Generator or Scorer that dies is replaced by the GeneratorPool. A Learner, buffer or WeightSync that dies ends
+A Generator, Scorer or EnvironmentWorker that dies is replaced. A Learner, buffer or WeightSync that dies ends
 `run` with ActorDied, and the caller starts again from the last checkpoint (restores.py).
 docs/architecture.md has the table of a group's states.
 """
@@ -35,7 +35,7 @@ from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.telemetry.metrics_catalog import SENT
 from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.run_files import step_name
-from grpo_ray.telemetry.run_log import Metrics, RunLog
+from grpo_ray.telemetry.run_log import FAILURES, Metrics, RunLog
 from grpo_ray.telemetry.run_state import ActorState, LiveStatus
 from grpo_ray.telemetry.stage_clock import StageClock
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -328,7 +328,7 @@ class Controller:
         num_retried, self._pool.num_retried = self._pool.num_retried, 0
         return {
             "rollout/retried_groups": num_retried,
-            "recovery/restarts": self._log.num_events("generator_failed", "scorer_failed"),
+            "recovery/restarts": self._log.num_events(*FAILURES),
             "recovery/restores": self._log.num_events("restored"),
         }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from grpo_ray.actors.clients import EnvironmentClient, GeneratorClient
 from grpo_ray.episodes.environment_worker import environment_seed
+from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
@@ -39,14 +40,17 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         self._answer_s = min(ANSWER_S, context.config.recovery.stall_timeout_s / 2)
         self._numbers: dict[int, Incarnation] = {}  # all that have ever served
         self._serving: Mapping[int, GeneratorClient] = {}
+        self._served = ServingTime()
         self._changed = asyncio.Event()
         self._keeping: list[asyncio.Task[None]] = []
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Keep the workers informed, and replace those that die, in this task group."""
+        super().start(tasks)
         self._keeping = [tasks.create_task(self._keep(name)) for name in self._clients]
 
     def cancel(self) -> None:
+        super().cancel()
         for task in self._keeping:
             task.cancel()
 
@@ -56,6 +60,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             if incarnation not in self._numbers.values():
                 self._numbers[len(self._numbers)] = incarnation
         self._serving = {n: g.client for n, g in self._numbers.items() if g in serving.values()}
+        self._served.set(bool(self._serving))
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -73,10 +78,9 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
             seed = environment_seed(self._context.config.run.seed, purpose, item.group_id)
             limit_s = self._limit_s(worker.name)
             try:
-                async with asyncio.timeout(limit_s):
-                    with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
-                        group, report = worker.play(item, settings, seed)
-                        played = await report
+                with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
+                    group, report = worker.play(item, settings, seed)
+                    played = await self._served.within(limit_s, report)
             except ActorDied as error:
                 await self.replace(worker, str(error))
                 raise DataLost(str(error)) from error
@@ -91,25 +95,26 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
     def _limit_s(self, name: str) -> float:
         """Return the seconds for a worker's newest group; its episodes wait for those of earlier ones."""
         config = self._context.config
-        num_samples = max(config.algorithm.samples_per_prompt, config.evaluation.samples_per_prompt)
-        num_rounds = -(-self._num_groups[name] * num_samples // config.episodes.max_concurrent)
+        num_rounds = config.episodes.num_rounds(self._num_groups[name] * config.largest_group)
         return num_rounds * (config.episodes.max_seconds + GRACE_S)
 
     async def _keep(self, name: str) -> None:
         while True:
             worker = self._clients[name]
             watching = asyncio.ensure_future(self._watch(worker))
+            limit_s = self._context.config.recovery.start_timeout_s  # its first answer waits for its start
             try:
                 while not watching.done():
                     changed = asyncio.ensure_future(self._changed.wait())
-                    async with asyncio.timeout(self._answer_s):
+                    async with asyncio.timeout(limit_s):
                         await worker.serve(self._serving)
+                    limit_s = self._answer_s
                     await asyncio.wait({watching, changed}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
                     changed.cancel()
                 await watching
             except (ActorDied, TimeoutError) as error:
-                if isinstance(error, ActorDied) or not self.is_being_replaced(name):  # or else it starts
-                    await self.replace(worker, str(error) or f"it has not answered for {self._answer_s:g} s")
+                if isinstance(error, ActorDied) or name not in self.replacing:  # or else it starts
+                    await self.replace(worker, str(error) or f"it has not answered for {limit_s:g} s")
             finally:
                 watching.cancel()
 

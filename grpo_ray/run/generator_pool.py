@@ -1,16 +1,15 @@
-"""The Generators and the Scorers as one, and the replacement of Generators while a run continues.
+"""All that samples and grades as one, and the replacement of Generators while a run continues.
 
 A Generator that dies, or fails a weight sync, is replaced: its groups are sampled again by Generators that
-serve, and the replacement gets none before its first sync. scorer_pool.py does the same for Scorers.
+serve, and the replacement gets none before its first sync. stateless_actors.py replaces the other actors.
 Nothing here waits without a limit: an actor that does not start in time is killed and started again, within
 the budget of restarts, and a group that fails or is lost too often is given up.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from grpo_ray.actors.clients import GeneratorClient, ServingActors, WeightSyncClient
 from grpo_ray.actors.weight_sync import WeightSyncError
@@ -43,7 +42,7 @@ def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) 
 
 
 class GeneratorPool:
-    """The Generators that serve and the Scorers: samples and scores groups, and replaces actors that fail."""
+    """The actors that serve: samples or plays groups, and scores them, and replaces the actors that fail."""
 
     def __init__(
         self,
@@ -71,10 +70,12 @@ class GeneratorPool:
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Run replacements in this task group; a replacement that exceeds the budget ends the run."""
         self._tasks = tasks
+        self._scorers.start(tasks)
         self._environments.start(tasks)
 
     def cancel(self) -> None:
         """Abandon the replacements that are under way."""
+        self._scorers.cancel()
         self._environments.cancel()
         for task in self._replacing:
             task.cancel()
@@ -90,7 +91,7 @@ class GeneratorPool:
 
     @property
     def being_replaced(self) -> frozenset[str]:
-        return frozenset(self._replacing.values())
+        return frozenset((*self._replacing.values(), *self._scorers.replacing, *self._environments.replacing))
 
     # Sampling
 
@@ -194,29 +195,23 @@ class GeneratorPool:
     # Replacing
 
     def retire(self, name: str, error: str, incarnation: Incarnation | None = None) -> None:
-        """Replace a Generator that failed, unless that has begun already.
+        """Replace a Generator or a Scorer that failed, unless that has begun already.
 
         Args:
-            incarnation: the process that failed; default: the one that serves now.
+            incarnation: the Generator's process that failed; default: the one that serves now.
         """
         current = self._dispatcher.serving.get(name)
-        if current is not None and (incarnation is None or incarnation is current):
+        if name in self._actors.scorers:
+            self._scorers.retire(name, error)
+        elif current is not None and (incarnation is None or incarnation is current):
             self._dispatcher.remove(name)
             self._environments.serve(self._dispatcher.serving)
-            self._begin(self._replace(name, error), name)
+            assert self._tasks is not None
+            task = self._tasks.create_task(self._replace(name, error))
+            self._replacing[task] = name
+            task.add_done_callback(self._replacing.pop)
         elif current is None and incarnation is None:
             self._failed_meanwhile[name] = error
-
-    def retire_scorer(self, name: str, error: str) -> None:
-        """Replace a Scorer, unless that has begun already."""
-        if not self._scorers.is_being_replaced(name):
-            self._begin(self._scorers.replace(self._actors.scorers[name], error), name)
-
-    def _begin(self, replacement: Coroutine[Any, Any, None], name: str) -> None:
-        assert self._tasks is not None
-        task = self._tasks.create_task(replacement)
-        self._replacing[task] = name
-        task.add_done_callback(self._replacing.pop)
 
     async def _replace(self, name: str, error: str) -> None:
         while True:

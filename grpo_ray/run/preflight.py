@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NoReturn
 
+from grpo_ray.algorithms import check_algorithm
 from grpo_ray.config import Config
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.engines.engine_args import check_engine_args
@@ -94,6 +95,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         ValueError: names the field or file, what is wrong with it, and the fix.
     """
     check_engine_args(config.generator.engine_args)
+    check_algorithm(config.algorithm)
     for name, reward in config.task.rewards.items():
         check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
     check_episodes(config)

@@ -36,7 +36,7 @@ class StallWatch:
         """Check for a stall until cancelled.
 
         Raises:
-            Stalled: no call was answered for `limit_s`, and neither a Generator nor a Scorer is the cause.
+            Stalled: no call was answered for `limit_s`, and no actor that can be replaced is the cause.
         """
         while True:
             await asyncio.sleep(self._look_s)
@@ -72,18 +72,11 @@ class StallWatch:
         threading.Thread(target=self._pool.actors.dump_stacks, daemon=True).start()
 
     def _replace_stuck(self, stuck: set[str]) -> None:
-        """Replace the stuck Generators and Scorers, unless that is under way, with its own time limit."""
-        pool = self._pool
-        error = f"it has not answered for {self._limit_s:g} s (recovery.stall_timeout_s)"
-        being_replaced = pool.being_replaced
-        generators = stuck & set(pool.serving)
-        for name in generators:
-            pool.retire(name, error)
-        scorers = stuck & set(pool.actors.scorers)
-        for name in scorers:
-            pool.retire_scorer(name, error)
-        if not generators and not scorers and not stuck & being_replaced:
-            raise Stalled(
-                f"stuck for {self._limit_s:g} s: "
-                f"{', '.join(sorted(stuck)) or 'everything waits for the buffer'}"
-            )
+        """Replace the stuck Generators and Scorers; a replacement under way has a time limit of its own."""
+        # A stuck EnvironmentWorker is replaced by environment_pool.py, which asks each one all the time.
+        pool, limit = self._pool, f"{self._limit_s:g} s"
+        for name in stuck & (pool.serving.keys() | pool.actors.scorers.keys()):
+            pool.retire(name, f"it has not answered for {limit} (recovery.stall_timeout_s)")
+        if not (stuck or pool.being_replaced) & pool.being_replaced:
+            causes = ", ".join(sorted(stuck)) or "everything waits for the buffer"
+            raise Stalled(f"stuck for {limit}: {causes}")

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, TypeVar
 
 from grpo_ray.actors.clients import ActorClient
 from grpo_ray.errors import ActorDied
@@ -33,38 +33,51 @@ class StatelessActors(Generic[ClientT]):
         """
         self._kind, self._clients = kind, clients
         self._context, self._budget = context, budget
-        self._locks = {name: asyncio.Lock() for name in clients}  # held by a replacement
+        self.replacing: dict[str, asyncio.Task[None]] = {}  # replacements under way, by name
         self._num_groups: Counter[str] = Counter()  # that each has now
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Run replacements in this task group; one that exceeds the budget ends the run."""
+        self._tasks = tasks
+
+    def cancel(self) -> None:
+        """Abandon the replacements that are under way."""
+        for task in self.replacing.values():
+            task.cancel()
 
     @contextlib.contextmanager
     def least_busy(self) -> Iterator[ClientT]:
         """Give one more group to the least busy actor while the block lasts."""
-        name = min(self._locks, key=lambda name: (self._locks[name].locked(), self._num_groups[name]))
+        name = min(self._clients, key=lambda name: (name in self.replacing, self._num_groups[name]))
         self._num_groups[name] += 1
         try:
             yield self._clients[name]
         finally:
             self._num_groups[name] -= 1
 
-    def is_being_replaced(self, name: str) -> bool:
-        return self._locks[name].locked()
-
     async def replace(self, client: ClientT, error: str) -> None:
-        """Replace this actor, unless that has been done already."""
-        context, name = self._context, client.name
-        async with self._locks[name]:
-            while self._clients[name] is client:
-                started = time.monotonic()
-                pause_s = self._budget.spend(name, error)
-                context.log.event(f"{self._kind}_failed", name, f"{error}; it is replaced in {pause_s:g} s")
-                await asyncio.sleep(pause_s)
-                client = cast(ClientT, context.actors.restart_worker(name))
-                try:
-                    await until_ready(client, context)
-                except (ActorDied, TimeoutError) as again:
-                    error = str(again)
-                    continue
-                seconds = time.monotonic() - started
-                text = f"works again after {seconds:.1f} s"
-                context.log.event(f"{self._kind}_back", name, text, seconds=seconds)
-                return
+        """Replace this actor, unless that has been done already; it goes on if the caller is cancelled."""
+        if self._clients[client.name] is client:
+            self.retire(client.name, error)
+        if (replacement := self.replacing.get(client.name)) is not None:
+            await asyncio.shield(replacement)
+
+    def retire(self, name: str, error: str) -> None:
+        """Begin to replace an actor, unless that has begun already."""
+        if name not in self.replacing:
+            self.replacing[name] = self._tasks.create_task(self._replace(name, error))
+            self.replacing[name].add_done_callback(lambda _: self.replacing.pop(name))
+
+    async def _replace(self, name: str, error: str) -> None:
+        context, started = self._context, time.monotonic()
+        while True:
+            pause_s = self._budget.spend(name, error)
+            context.log.event(f"{self._kind}_failed", name, f"{error}; it is replaced in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            try:
+                await until_ready(context.actors.restart_worker(name), context)
+                break
+            except (ActorDied, TimeoutError) as again:
+                error = str(again)
+        seconds = time.monotonic() - started
+        context.log.event(f"{self._kind}_back", name, f"works again after {seconds:.1f} s", seconds=seconds)

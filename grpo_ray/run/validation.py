@@ -15,7 +15,7 @@ from grpo_ray.types import PromptItem, ScoredGroup
 
 
 class Validation:
-    """The validation prompts, sampled and graded with the run's own Generators and Scorers."""
+    """The validation prompts, sampled and graded with the run's own actors."""
 
     def __init__(self, context: RunContext, items: Sequence[PromptItem], pool: GeneratorPool) -> None:
         self._config, self._actors = context.config, context.actors

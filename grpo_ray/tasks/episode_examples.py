@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grpo_ray.config.task import EpisodesTaskConfig
-from grpo_ray.rewards.user_function import import_function
+from grpo_ray.config.user_code import import_function
 from grpo_ray.tasks.examples import ExampleSets, Pairs
 from grpo_ray.tasks.files import Fields, read_examples
 from grpo_ray.tasks.sources import Source

@@ -52,6 +52,7 @@ def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             "correction/weight/min": got["correction_weight_min"],
             "correction/weight/max": got["correction_weight_max"],
             "correction/limited_frac": got["num_limited"] / corrected,
+            "correction/dropped_frac": got["num_dropped"] / corrected,
         }
     if computed := got["computed_tokens"]:
         metrics |= {

@@ -92,6 +92,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "loss/clip_frac/high": ("share", "the same, with a ratio above 1"),
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
+    "loss/entropy_bonus": ("", "weight of the entropy in effect, with algorithm.entropy_target alone"),
     "policy/entropy": (
         "nats per token",
         "entropy of the next-token distribution, estimated at the sampler's policy: mean of -log p over all "
@@ -119,6 +120,15 @@ METRICS: dict[str, tuple[str, str]] = {
         "responses",
         "responses too long, too deep or too much to grade: they count as wrong ones",
     ),
+    "reward/kl_penalty": (
+        "",
+        "reward subtracted from a response of the batch by algorithm.kl.placement: reward, mean",
+    ),
+    "advantage/batch_std": (
+        "",
+        "what algorithm.advantage_scale divides by: standard deviation of the batch's rewards (batch) or "
+        "advantages (whiten_responses, whiten_tokens)",
+    ),
     # Of the same tokens in every configuration: those with an advantage other than 0 in the first update on a
     # batch (with a train_batch_size a random share of the batch), by the policy before this update.
     "mismatch/kl": (
@@ -145,6 +155,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "tokens whose weight algorithm.off_policy_correction truncated or masked, of those with an advantage "
         "other than 0, over all updates",
     ),
+    "correction/dropped_frac": ("share", "those of them with weight 0"),
     "correction/weight/mean": ("", "mean weight of algorithm.off_policy_correction, over the same tokens"),
     "correction/weight/min": ("", "smallest weight of algorithm.off_policy_correction"),
     "correction/weight/max": ("", "largest weight of algorithm.off_policy_correction"),
@@ -205,7 +216,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "ranks/slowest": ("", "number of the rank with the least time in collectives: the others waited for it"),
     "ranks/imbalance": ("", "largest planned cost of a rank's share of the batch over the mean; 1 is even"),
-    "recovery/restarts": ("restarts", "Generators and Scorers restarted so far"),
+    "recovery/restarts": ("restarts", "Generators, Scorers and EnvironmentWorkers restarted so far"),
     "recovery/restores": ("restores", "restores from the last checkpoint so far"),
     "memory/object_store_spilled_bytes": ("bytes", "bytes that Ray's object store has spilled to disk so far"),
     "memory/learner_device_peak_bytes": (

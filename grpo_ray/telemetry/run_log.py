@@ -18,6 +18,7 @@ from grpo_ray.types import ScoredGroup
 
 EVENT = re.compile(rb'\{"time": [-+.e\d]+, "kind": "(\w+)", "actor": [^\0]*\}\n')
 CLOSE_S = 10.0  # a disk that hangs delays the end of a run no longer
+FAILURES = "generator_failed", "scorer_failed", "environment_failed"  # after which the actor is replaced
 Metrics = dict[str, float]  # by name; the catalog is metrics_catalog.py
 
 

@@ -17,7 +17,8 @@ TrustRemoteCode = Annotated[
     Flag("run the Python code beside the model; the run's own configuration is not asked"),
 ]
 RunRewardCode = Annotated[
-    bool, Flag("import and call the reward functions (module:function) that the run's configuration names")
+    bool,
+    Flag("import and call the functions (module:function) that the run's configuration names"),
 ]
 
 IGNORED = (

@@ -9,15 +9,26 @@ PLAIN = "one update"
 VARIANTS: dict[str, list[str]] = {
     PLAIN: [],
     "reinforce_with_baseline": ["algorithm.loss=reinforce_with_baseline"],
-    "gspo": ["algorithm.loss=gspo"],
-    "cispo": ["algorithm.loss=cispo"],
+    **{
+        loss: [f"algorithm.loss={loss}"]
+        for loss in ("gspo", "luspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "gmpo")
+    },
+    "prompt_mean": ["algorithm.aggregation=prompt_mean"],
+    "geometric mask and veto": ["algorithm.off_policy_correction=[mask_geometric, veto]"],
+    "opsm": ["algorithm.off_policy_correction=opsm", "algorithm.correction_options={delta: 0.5}"],
     "proximal, truncated weights": [
         "algorithm.old_log_probs=proximal",
         "algorithm.off_policy_correction=truncate_token",
     ],
     "KL measured": ["algorithm.kl.reference=initial"],
     "KL penalty, ema": ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1"],
+    "unbiased KL penalty, ema": [
+        "algorithm.kl.reference=ema",
+        "algorithm.kl.coefficient=0.1",
+        "algorithm.kl.estimator=unbiased",
+    ],
     "entropy bonus": ["algorithm.entropy_bonus=0.01"],
+    "top entropy": ["algorithm.token_selection=top_entropy"],
     "two epochs": ["algorithm.epochs_per_batch=2"],
     "two epochs, proximal": ["algorithm.epochs_per_batch=2", "algorithm.old_log_probs=proximal"],
 }

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -81,6 +82,22 @@ def is_equal_latex(answer: str, truth: str) -> bool:
         raise
     except Exception:  # sympy raises all kinds of errors on odd expressions; such an answer is not right
         return False
+
+
+def real_value(text: str) -> Fraction | None:
+    """Return the value of a normalized expression to 30 digits; None unless it is one real number."""
+    is_too_large = len(text) > MAX_EXPRESSION_CHARACTERS or TOWER.search(text) or BIG_BINOMIAL.search(text)
+    if is_too_large or NO_EXPRESSION.search(text) or _has_words(text):
+        return None
+    try:
+        expression = _parse(text, False)
+        if _num_digits(expression) > MAX_DIGITS:
+            return None
+        return Fraction(str(expression.evalf(30)))
+    except MemoryError:  # ends the worker, and is counted
+        raise
+    except Exception:  # not an expression, or not a real number
+        return None
 
 
 def _has_words(text: str) -> bool:

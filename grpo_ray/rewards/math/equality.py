@@ -6,22 +6,26 @@ from fractions import Fraction
 
 from grpo_ray.rewards.base import NotGraded, Ungradable
 from grpo_ray.rewards.math.algebra import is_equal_latex
-from grpo_ray.rewards.math.numbers import read_number
+from grpo_ray.rewards.math.approximation import APPROXIMATELY, is_rounded, read_approximation
+from grpo_ray.rewards.math.numbers import is_ratio_of, read_number
 from grpo_ray.rewards.math.structure import (
     MAX_PARTS,
+    OR,
     UNION,
     Bracketed,
     bracket_depth,
     is_asked_for,
     read_assignments,
     read_brackets,
+    read_chain,
     read_equation,
     read_list,
     read_matrix,
+    read_tuple,
     split,
 )
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, normalize, plain
-from grpo_ray.rewards.math.units import PERCENT, Quantity, read_quantities
+from grpo_ray.rewards.math.units import PERCENT, Quantity, as_radians, read_quantities
 
 SIMPLE_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 MAX_DEPTH = 7  # of nested brackets: parsing time is exponential in it
@@ -53,6 +57,8 @@ def is_equal(answer: str, truth: str) -> bool:
     for text, blame in ((truth, NotGraded), (answer, Ungradable)):
         if bracket_depth(text) > MAX_DEPTH:
             raise blame(f"brackets nested more than {MAX_DEPTH} deep")
+    if is_ratio_of(answer, truth) or is_ratio_of(truth, answer):
+        return True
     return bool(answer and truth) and _is_equal(answer, truth)
 
 
@@ -79,7 +85,9 @@ def _is_equal(answer: str, truth: str) -> bool:
         return _is_same_label(labels[0], labels[1])
     for compare in (
         _compare_matrices,
+        _compare_chains,
         _compare_lists,
+        _compare_approximations,
         _compare_equations,
         _compare_brackets,
         _compare_quantities,
@@ -131,6 +139,16 @@ def _is_same_label(given: re.Match[str], wanted: re.Match[str]) -> bool:
 # ---- compound answers: each comparison returns None where it does not apply ----
 
 
+def _compare_chains(answer: str, truth: str) -> bool | None:
+    """Compare two bounds as one chain: `x > -2 and x < 3` is `-2 < x < 3`, and so the interval."""
+    given, wanted = read_chain(answer), read_chain(truth)
+    if wanted is not None and OR.search(answer):
+        return False  # `x > -2 or x < 3`
+    if given is None and (wanted is None or len(read_list(answer)) > 1):
+        return None
+    return _is_equal(given or answer, wanted or truth)
+
+
 def _compare_lists(answer: str, truth: str) -> bool | None:
     r"""Compare lists and sets in any order: `1, 2`, `1 and 2`, `x = 1 or x = 2`, `1 \pm 2`, unions."""
     given, wanted = _members(answer), _members(truth)
@@ -139,6 +157,8 @@ def _compare_lists(answer: str, truth: str) -> bool | None:
         return None if is_unchanged else _is_equal(given[0], wanted[0])
     if len(wanted) == 1 and (values := read_assignments(given)):
         return _is_equal(values, truth)
+    if len(given) == 1 and not OR.search(truth) and (in_order := read_tuple(given[0], wanted)):
+        return _is_equal_in_order(in_order, [read_equation(part)[1][0] for part in wanted])
     names = [read_equation(part)[0] for part in wanted]
     if len(set(names)) > 1 and None in [read_equation(part)[0] for part in given]:
         return _is_equal_in_order(given, wanted)  # `x = 1, y = 2` asks for 1 and 2 in this order
@@ -172,6 +192,16 @@ def _is_equal_in_any_order(given: Sequence[str], wanted: Sequence[str]) -> bool:
             return False
         del unpaired[found]
     return True
+
+
+def _compare_approximations(answer: str, truth: str) -> bool | None:
+    r"""Compare the exact value of `\frac{1}{3} \approx 0.333`; its decimal must be right as well."""
+    if APPROXIMATELY.search(truth):
+        return None
+    approximated = read_approximation(answer)
+    if approximated is None:  # not `33` for `33 \approx 33\%`, once the sign is read as a unit
+        return False if APPROXIMATELY.search(answer) else None
+    return _is_equal(approximated.exact, truth) and is_rounded(approximated)
 
 
 def _compare_equations(answer: str, truth: str) -> bool | None:
@@ -225,6 +255,10 @@ def _compare_quantities(answer: str, truth: str) -> bool | None:
         return None
     if PERCENT in (given.unit, wanted.unit) and given.unit != wanted.unit:
         return _is_equal_percent(given, wanted)
+    if "degree" in (given.unit, wanted.unit) and given.unit != wanted.unit:
+        radians = as_radians(given), as_radians(wanted)
+        if radians[0] and radians[1] and _is_equal(radians[0], radians[1]):
+            return True
     if given.unit and wanted.unit and given.unit != wanted.unit:
         return False
     has_both = bool(given.unit and wanted.unit)
@@ -248,9 +282,13 @@ def _is_equal_percent(given: Quantity, wanted: Quantity) -> bool:
     """Compare two values, one with a percent sign: `50%` equals 50 (the unit omitted) and 0.5 (its value)."""
     if given.unit and wanted.unit:
         return False
-    percent, bare = (given, wanted) if given.unit else (wanted, given)
-    if _is_equal(rf"\frac{{{percent.value}}}{{100}}", bare.value):
+    # The answer comes first: if it cannot be parsed it is wrong, but a truth that cannot be is an error.
+    values = [
+        rf"\frac{{{quantity.value}}}{{100}}" if quantity.unit else quantity.value
+        for quantity in (given, wanted)
+    ]
+    if _is_equal(*values):
         return True
     number = read_number(wanted.value)
     is_share = not wanted.unit and number is not None and abs(number) <= 1  # `0.5%` is not 0.5
-    return not is_share and _is_equal(percent.value, bare.value)
+    return not is_share and _is_equal(given.value, wanted.value)

@@ -19,6 +19,22 @@ FRACTION = re.compile(rf"{SIGN}{WHOLE}(?:({DECIMAL}) ?/ ?({DECIMAL})|\\frac ?{BR
 REPEATING = re.compile(rf"{SIGN}(\d*)\.(\d*)(?:\\overline|\\bar|\\dot) ?\{{? ?(\d+) ?\}}?", re.ASCII)
 
 
+RATIO = re.compile(r"(\d{1,9}) ?: ?(\d{1,9})", re.ASCII)
+TIME = re.compile(r"\d{1,2} ?: ?[0-5]\d", re.ASCII)
+QUOTIENT = re.compile(
+    r"(\d{1,9}) ?/ ?(\d{1,9})|\\frac ?(?:\{ ?(\d{1,9}) ?\}|(\d)) ?(?:\{ ?(\d{1,9}) ?\}|(\d))", re.ASCII
+)
+
+
+def is_ratio_of(ratio: str, quotient: str) -> bool:
+    r"""Return True for `3:4` and `\frac{3}{4}`, the same two numbers; `5:30` may be a time, and is none."""
+    terms, parts = RATIO.fullmatch(ratio), QUOTIENT.fullmatch(quotient)
+    if terms is None or parts is None or TIME.fullmatch(ratio):
+        return False
+    numbers = [int(part) for part in parts.groups() if part is not None]
+    return numbers == [int(term) for term in terms.groups()] and numbers[1] != 0
+
+
 def read_number(text: str) -> Fraction | None:
     """Return the exact value of the whole text; None when it is not one rational number."""
     for pattern, read in (

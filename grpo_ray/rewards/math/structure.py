@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from grpo_ray.rewards.math.numbers import read_number
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER
 
 MAX_PARTS = 32  # of an unordered list: every part is compared with every other
@@ -20,10 +21,15 @@ COMMA, SPACED_COMMA = re.compile("[,;]"), re.compile(BETWEEN_NUMBERS)
 EQUALS = re.compile(r"(?<![<>!:])=")
 UNION = re.compile(r"\\cup(?![A-Za-z])")
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
+AND = re.compile(r"(?:\\text\{)? *\band\b *\}?")
+OR = re.compile(r"\bor\b")
+UNKNOWN = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|phi|lambda)")
+UNBOUNDED = re.compile(r"- ?\\infty < (?P<lower>.+)|(?P<upper>.+) < \+? ?\\infty")
 REVERSED = {">": "<", r"\ge": r"\le"}
 ARGUMENTS = r"(?: ?\( ?[A-Za-z](?: ?, ?[A-Za-z])* ?\))?"
 VARIABLE = rf"\\?[A-Za-z]+(?:_(?:\w|\{{\w+\}}))?'*(?:\^\{{-1\}})?{ARGUMENTS}"
 NAME = re.compile(rf"\\text\{{[A-Za-z ]*\}}|{VARIABLE}|\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
+LETTER = re.compile(r"[A-Za-z](?:_\w+)?")
 # Commands and letters that stand for nothing unknown.
 CONSTANT = re.compile(
     r"\\(?!alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle|overline|text)[A-Za-z]+"
@@ -110,6 +116,31 @@ def ascending(text: str) -> str:
     )
 
 
+def read_chain(text: str) -> str | None:
+    r"""Return `-2 < x < 3` for `x > -2 and x < 3`, and `x < 3` for `-\infty < x < 3`; None for anything else.
+
+    Only `and` joins two bounds: a comma may also separate two ranges.
+    """
+    if not RELATION.search(text):
+        return None
+    parts = [ascending(part) for part in split(text, AND)]
+    if len(parts) == 1 and len(RELATION.findall(parts[0])) == 2:
+        match = UNBOUNDED.fullmatch(parts[0])
+        bounded = (match["lower"] or match["upper"]).strip() if match else r"\infty"
+        return bounded if r"\infty" not in bounded else None
+    sides = [(split(part, RELATION), RELATION.findall(part)) for part in parts]
+    if len(parts) != 2 or any(len(signs) != 1 or signs[0] == r"\ne" for _, signs in sides):
+        return None
+    lower, upper = sorted(sides, key=lambda part: UNKNOWN.fullmatch(part[0][0]) is not None)
+    unknown = lower[0][1]
+    if unknown != upper[0][0] or not UNKNOWN.fullmatch(unknown) or UNKNOWN.fullmatch(lower[0][0]):
+        return None
+    ends = read_number(lower[0][0]), read_number(upper[0][1])
+    if ends[0] is not None and ends[1] is not None and ends[0] > ends[1]:
+        return None  # `x < -2 and x > 3` is meant as two ranges
+    return f"{lower[0][0]} {lower[1][0]} {unknown} {upper[1][0]} {upper[0][1]}"
+
+
 def is_asked_for(side: str) -> bool:
     r"""Return True if `side = 5` gives 5 as the answer: `f(3)`, `x + y`, `\sin\theta`; not `5x` or `2 + 3`."""
     letters = CONSTANT.sub(" ", side)
@@ -129,6 +160,27 @@ def read_assignments(parts: Sequence[str]) -> str | None:
     ):
         return None
     return f"({', '.join(values[0] for _, values in equations)})"
+
+
+def read_tuple(text: str, assignments: Sequence[str]) -> list[str] | None:
+    """Return the values of a tuple in the order of the assignments; None unless it gives one for each.
+
+    `(1, 2)` is read in the order of the names `x = 1, y = 2`, which must be letters in alphabetical order: of
+    `y = 2, x = 1` it could be either. `(y, x) = (2, 1)` says which is which.
+    """
+    if read_assignments(assignments) is None:
+        return None
+    names = [read_equation(part)[0] or "" for part in assignments]
+    name, sides = read_equation(text)
+    brackets = read_brackets(sides[0]) if len(sides) == 1 else None
+    if brackets is None or (brackets.opening, brackets.closing) != ("(", ")"):
+        return None
+    order = name.strip("()").split(",") if name else names
+    is_clear = bool(name) or (names == sorted(names) and all(map(LETTER.fullmatch, names)))
+    if not is_clear or sorted(order) != sorted(names) or len(brackets.parts) != len(names):
+        return None
+    values = dict(zip(order, brackets.parts, strict=True))
+    return [values[name] for name in names]
 
 
 def read_equation(text: str) -> tuple[str | None, list[str]]:

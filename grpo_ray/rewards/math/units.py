@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from grpo_ray.rewards.math.numbers import read_number
 from grpo_ray.rewards.math.text import ANOTHER_NUMBER, VARIABLES, plain
 
 PERCENT = "%"
@@ -79,6 +80,7 @@ ATTACHED_LETTER = re.compile(r"^(-?[\d.,]+)([A-Za-z])$")
 PLAIN_NUMBER = re.compile(r"[+-]? ?[\d., /]*\d")
 COUNTED = re.compile(r"[A-Za-z'-]{3,20}\.?(?: [A-Za-z'-]{3,20}\.?){0,2}")  # shorter ones are variables
 NAME_AND_POWER = re.compile(r"([^^]+?)(?: ?\^ ?(?:\{ ?([23]) ?\}|([23])))?")
+PI = re.compile(r"\\pi(?![A-Za-z])")
 NO_UNIT = re.compile(r"\b(?:and|to|of|is|if|then|else|where|when|for|but|from|base|[ap]\.?m)\b", re.IGNORECASE)
 
 
@@ -120,6 +122,17 @@ def read_quantity(text: str) -> Quantity:
         is_unit = is_unit and (not is_letter or PLAIN_NUMBER.fullmatch(trailing["value"]))
         return _quantity(trailing["value"], trailing["unit"], text) if is_unit else Quantity(text)
     return Quantity(text)
+
+
+def as_radians(angle: Quantity) -> str | None:
+    r"""Return `\frac{90 \pi}{180}` for 90°, and a value in radians as it is; a pi implies them."""
+    number = read_number(angle.value) if angle.unit == "degree" else None
+    if angle.multiplier > 1:
+        return None
+    if number is not None:
+        return rf"\frac{{{number.numerator} \pi}}{{{180 * number.denominator}}}"
+    is_in_radians = angle.unit == "radian" or (not angle.unit and PI.search(angle.value))
+    return angle.value if is_in_radians else None
 
 
 def _may_be_attached(unit: str) -> bool:

@@ -5,6 +5,7 @@ Trusted are the tokens and the spans of turns; versions, counts and advantages m
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.episodes.outcome import Status
-from grpo_ray.episodes.returns import comparison, rewards_per_turn, turn_advantages
+from grpo_ray.episodes.returns import episode_advantages, rewards_per_turn, turn_advantages
 from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]
@@ -179,7 +180,12 @@ def _audit_end(row: Row) -> Iterator[str]:
 
 def audit_comparison(members: Sequence[Row], config: Config) -> Iterator[str]:
     """Check a group's advantages against those that the recorded rewards give."""
-    compare = comparison(config.algorithm)
+    formats, answers = (
+        np.array([row[name] for row in members], np.float32) for name in ("format_reward", "answer_reward")
+    )
+    compare = partial(
+        episode_advantages, algorithm=config.algorithm, format_rewards=formats, answer_rewards=answers
+    )
     expected = compare([row["episode_reward"] for row in members])
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 from grpo_ray.config import Config
+from grpo_ray.config.user_code import is_function_name
 from grpo_ray.rewards.base import Scores
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.tools.trust import code_of
+
+UNTRUSTED = "is code that the run's configuration names; if you trust it, audit with --run-reward-code"
 
 
 class Regrader:
@@ -15,19 +18,27 @@ class Regrader:
     def __init__(self, config: Config, run_reward_code: bool) -> None:
         """
         Args:
-            run_reward_code: import and call the run's own reward functions too.
+            run_reward_code: import and call the run's own rewards and advantages too.
         """
         rewards = config.task.rewards
         code = {task: names for task, reward in rewards.items() if (names := code_of(reward))}
         self._skipped = {} if run_reward_code else code
+        advantage = config.algorithm.advantage_kind
+        self._skipped_advantage = advantage if is_function_name(advantage) and not run_reward_code else None
         self._grader = Grader({t: r for t, r in rewards.items() if t not in self._skipped}, config.scorer)
 
     @property
+    def skips_advantages(self) -> bool:
+        """True if the run's advantage is code that is not run."""
+        return self._skipped_advantage is not None
+
+    @property
     def notes(self) -> list[str]:
-        """One line per task that is not graded again."""
-        return [
-            f"{f'task {task}: ' if task else ''}rewards are not checked, because {', '.join(names)} is code "
-            "that the run's configuration names; if you trust it, audit with --run-reward-code"
+        """One line per task that is not graded again, and one for advantages that are not computed again."""
+        skipped = [self._skipped_advantage] if self._skipped_advantage else []
+        notes = [f"advantages are not checked, because {name} {UNTRUSTED}" for name in skipped]
+        return notes + [
+            f"{f'task {task}: ' if task else ''}rewards are not checked, because {', '.join(names)} {UNTRUSTED}"
             for task, names in self._skipped.items()
         ]
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_ray.actors.scorer import UNGRADED, advantages_of
+from grpo_ray.actors.scorer import UNGRADED
 from grpo_ray.actors.staleness import version_trained_at
+from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import Config
 from grpo_ray.rewards.base import Ungradable
 from grpo_ray.rewards.isolation.pool import Result, ScoringError
@@ -77,7 +78,7 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
     fresh = RolloutRows(rows.name, [row for row in own.rows if row["use"] == FRESH])
     problems = [f"a row is of step {row['step']}" for row in rows.rows if row["step"] != step]
     problems += _audit_size(fresh, own, replayed, config)
-    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt)
+    problems += _audit_groups(rows, config, config.algorithm.samples_per_prompt, grader)
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
     problems += _audit_lag(fresh, metrics, config.weight_sync.max_lag, "weight_sync.max_lag")
@@ -122,7 +123,7 @@ def audit_evaluation(rows: RolloutRows, summary: Row, config: Config, grader: Re
     Args:
         summary: the validation's line in summary.jsonl.
     """
-    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt))
+    problems = list(_audit_groups(rows, config, config.evaluation.samples_per_prompt, grader))
     wrong, notes = _audit_rewards(rows, grader)
     problems += wrong
     versions = {version for row in rows.rows for version in (row["min_version"], row["max_version"])}
@@ -170,11 +171,13 @@ def _versions(rows: RolloutRows) -> list[int]:
     ]
 
 
-def _audit_groups(rows: RolloutRows, config: Config, num_samples: int) -> Iterator[str]:
+def _audit_groups(rows: RolloutRows, config: Config, num_samples: int, grader: Regrader) -> Iterator[str]:
     for group, members in rows.groups.items():
         masks_old = config.episodes.over_age == "mask"
         compare = audit_comparison if is_episode(members[0]) else _audit_advantages
-        problems = [*_audit_members(members, num_samples, masks_old), *compare(members, config)]
+        problems = list(_audit_members(members, num_samples, masks_old))
+        if not grader.skips_advantages:
+            problems += compare(members, config)
         yield from (f"group {group}: {problem}" for problem in problems)
 
 
@@ -249,7 +252,8 @@ def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
     rewards = np.array([row["reward"] for row in members], np.float32)
     lengths = np.array([row["num_tokens"] for row in members])
     is_graded = np.array([row["error"] is None for row in members])
-    expected = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens)
+    parts = (np.array([row[name] for row in members], np.float32) for name in REWARDS[1:])
+    expected = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens, *parts)
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
         yield f"advantages {recorded.tolist()} are recorded, its rewards give {expected.tolist()}"

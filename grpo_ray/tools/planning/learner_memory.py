@@ -209,8 +209,8 @@ def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
     weights = 0 if is_frozen else FLOAT32 * shape.embedding
     chunk, width_ratio = rows * FLOAT32 * vocab, width / FLOAT32
     # A chunk's logits and their gradient, with an entropy bonus two more of that size, else the last chunk's.
-    copies = 4.0 if config.algorithm.entropy_bonus else 3.0
-    if rows == tokens.responses and not config.algorithm.entropy_bonus:
+    copies = 4.0 if config.algorithm.has_entropy_bonus else 3.0
+    if rows == tokens.responses and not config.algorithm.has_entropy_bonus:
         copies = 2.0 if width == FLOAT32 else 2.0 + width_ratio
     peak = copies * chunk + weights
     if width < FLOAT32:  # the weights' gradient is summed in float32, with one narrow term at a time

@@ -71,8 +71,9 @@ def passes_on(gpu: GpuType, config: Config, work: Workload) -> Passes:
 def num_lookups(config: Config) -> int:
     """Return how often a step passes its batch forward only, to look log-probabilities up."""
     algorithm = config.algorithm
-    is_proximal = algorithm.old_log_probs == "proximal" or algorithm.off_policy_correction != "none"
-    return (is_proximal and config.num_updates > 1) + (algorithm.kl.reference != "none")
+    is_proximal = algorithm.old_log_probs == "proximal" or bool(algorithm.corrections)
+    looks_up = algorithm.token_selection != "none" or (is_proximal and config.num_updates > 1)
+    return looks_up + (algorithm.kl.reference != "none")
 
 
 def forward_flops(config: Config, work: Workload) -> tuple[float, float]:

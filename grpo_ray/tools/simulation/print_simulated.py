@@ -31,11 +31,14 @@ def lines_of(simulated: Simulated) -> Iterator[str]:
         f"{config.weight_sync.max_lag}"
     )
     yield f"virtual time    {simulated.virtual_s:,.0f} s; it took {simulated.cpu_s:,.1f} s of CPU time"
-    yield f"step            median {tenths[4]:.2f} s, 10% {tenths[0]:.2f}, 90% {tenths[8]:.2f}"
-    yield f"Generators      sample {_mean(rows, 'utilization/generators'):.0%} of the time; {_idle(rows)}"
     yield (
-        f"Learner         trains {_mean(rows, 'utilization/learner'):.0%} of the time; waits for groups "
-        f"{_mean(rows, 'timing/wait_for_batch_s') / fmean(seconds):.0%}"
+        f"step            mean {fmean(seconds):.2f} s, median {tenths[4]:.2f}, 10% {tenths[0]:.2f}, "
+        f"90% {tenths[8]:.2f}, longest {max(seconds):.2f}"
+    )
+    yield f"Generators      sample {_share(rows, 'utilization/generators'):.0%} of the time; {_idle(rows)}"
+    yield (
+        f"Learner         trains {_share(rows, 'utilization/learner'):.0%} of the time; waits for groups "
+        f"{sum(row['timing/wait_for_batch_s'] for row in rows) / sum(seconds):.0%}"
     )
     shares = list(simulated.account.lag_shares().items())
     listed = ", ".join(f"{lag}: {share:.1%}" for lag, share in shares[:MAX_LAGS])
@@ -54,9 +57,11 @@ def lines_of(simulated: Simulated) -> Iterator[str]:
     yield f"CPU time        {1000 * simulated.cpu_s / groups:.2f} ms per group, simulated actors included"
 
 
-def _mean(rows: list[Metrics], name: str) -> float:
-    known = [row[name] for row in rows if name in row]
-    return fmean(known) if known else 0.0
+def _share(rows: list[Metrics], name: str) -> float:
+    """Return a share of the whole time from those of the steps, some of which are much longer than others."""
+    known = [row for row in rows if name in row]
+    whole = sum(row["timing/step_s"] for row in known)
+    return sum(row[name] * row["timing/step_s"] for row in known) / whole if whole else 0.0
 
 
 def _idle(rows: list[Metrics]) -> str:

@@ -27,7 +27,7 @@ class Shares:
     generators_sample: float  # mean over the Generators
     scores: float
     syncs: float
-    evaluates: float
+    evaluates: float  # by the driver's clock: `timing/evaluate_s` is mostly time of the next step
     copies_state: float  # for a checkpoint, during which the Learner is blocked
     is_synchronous: bool  # every token was sampled by the weights that it trained
 
@@ -69,7 +69,7 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
         generators_sample=_stage_share(timed, "generator", ["generate"]),
         scores=_stage_share(timed, "scorer", ["score"]),
         syncs=sum(_total(timed, name) for name in SYNC) / step_s,
-        evaluates=_total(timed, "timing/evaluate_s") / step_s,
+        evaluates=_stage_share(timed, "driver", ["evaluate"]),
         copies_state=_total(timed, "timing/checkpoint/capture_s") / step_s,
         is_synchronous=max((row.get("lag/max") or 0.0) for row in timed) == 0,
     )

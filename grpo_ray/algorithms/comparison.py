@@ -1,0 +1,92 @@
+"""The configured comparison of one group's responses: from rewards to advantages, ungraded ones left out."""
+
+import numpy as np
+import torch
+
+from grpo_ray.algorithms.advantages import overlong_penalties
+from grpo_ray.algorithms.inputs import AdvantageInputs, arguments_of
+from grpo_ray.algorithms.registry import advantage_function
+from grpo_ray.config.algorithm import AlgorithmConfig
+
+
+def advantages_of(
+    rewards: np.ndarray,
+    lengths: np.ndarray,
+    is_graded: np.ndarray,
+    algorithm: AlgorithmConfig,
+    max_tokens: int,
+    format_rewards: np.ndarray | None = None,
+    answer_rewards: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the advantages of a group of single turns, `[G]` float32.
+
+    Overlong responses lose reward first, so a group of correct answers can still prefer the shorter ones.
+
+    Args:
+        rewards: `[G]`.
+        lengths: `[G]`, in tokens.
+        is_graded: `[G]` bool.
+        format_rewards, answer_rewards: `[G]`; None: 0.
+    """
+    shaped = shaped_rewards(rewards, lengths, algorithm, max_tokens)
+    return compare_group(shaped, is_graded, algorithm, format_rewards, answer_rewards)
+
+
+def shaped_rewards(
+    rewards: np.ndarray, lengths: np.ndarray, algorithm: AlgorithmConfig, max_tokens: int
+) -> np.ndarray:
+    """Return the rewards `[G]` minus the penalties of overlong responses; see `advantages_of`."""
+    penalties = overlong_penalties(
+        torch.from_numpy(lengths), max_tokens, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
+    )
+    shaped: np.ndarray = rewards + penalties.numpy()
+    return shaped
+
+
+def compare_group(
+    rewards: np.ndarray,
+    is_graded: np.ndarray,
+    algorithm: AlgorithmConfig,
+    format_rewards: np.ndarray | None = None,
+    answer_rewards: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the configured advantages of a group's rewards as they are, `[G]` float32.
+
+    Responses that were not graded, through no fault of theirs, get 0; the others are compared among themselves.
+
+    Raises:
+        ValueError: a function of the user's own returns another shape than `[1, responses]`.
+    """
+    advantages = np.zeros(len(rewards), np.float32)
+    num_graded = int(np.count_nonzero(is_graded))
+    kind = algorithm.advantage_kind
+    if not num_graded or (kind == "leave_one_out" and num_graded == 1):  # there is no other to compare with
+        return advantages
+    parts = (rewards, format_rewards, answer_rewards)
+    rows = [np.zeros(len(rewards)) if part is None else part for part in parts]
+    inputs = AdvantageInputs(*(torch.tensor(row[is_graded][None], dtype=torch.float32) for row in rows))
+    function = advantage_function(kind)
+    fields = arguments_of(function, {"eps": algorithm.advantage_eps, "std": algorithm.std})
+    found = function(inputs, **algorithm.advantage_options, **fields)
+    if found.shape != inputs.rewards.shape:
+        raise ValueError(
+            f"algorithm.advantage: {kind} returned shape {tuple(found.shape)} for rewards of shape "
+            f"{tuple(inputs.rewards.shape)}; return one advantage per reward"
+        )
+    advantages[is_graded] = found[0].detach().numpy()
+    return advantages
+
+
+def spread(values: np.ndarray, algorithm: AlgorithmConfig, weights: np.ndarray | None = None) -> float:
+    """Return the standard deviation of `[n]` values, `algorithm.std`; 0 if they are all the same.
+
+    Args:
+        weights: `[n]`, numbers of times that each value counts; None: once.
+    """
+    weights = np.ones(len(values)) if weights is None else weights
+    values, weights = values[weights > 0].astype(np.float64), weights[weights > 0]
+    if not len(values) or values.min() == values.max():
+        return 0.0
+    squares = np.average((values - np.average(values, weights=weights)) ** 2, weights=weights)
+    total = weights.sum()
+    return float(np.sqrt(squares * total / (total - (algorithm.std == "sample"))))

@@ -1,0 +1,40 @@
+"""Advantages, losses and corrections by name: the package's own, and the user's as `module:function`.
+
+The user's code is imported here and nowhere else, when a run is checked or trains. `report` and `evaluate`
+compute none of these, and so import none of the code that a run's configuration names; `audit` computes
+advantages again, and imports such code only if the command line says so.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import cast
+
+from grpo_ray.algorithms.advantages import ADVANTAGES
+from grpo_ray.algorithms.correction import CORRECTIONS
+from grpo_ray.algorithms.inputs import AdvantageFn, CorrectionFn, LossFn
+from grpo_ray.algorithms.losses import LOSSES
+from grpo_ray.config.user_code import import_function
+
+
+@cache
+def advantage_function(name: str) -> AdvantageFn:
+    """Return the advantage with this name, or import `module:function`."""
+    if ":" in name:
+        return import_function(name, "algorithm.advantage")
+    return cast("Mapping[str, AdvantageFn]", ADVANTAGES)[name]
+
+
+@cache
+def loss_function(name: str) -> LossFn:
+    """Return the loss with this name, or import `module:function`."""
+    if ":" in name:
+        return import_function(name, "algorithm.loss")
+    return cast("Mapping[str, LossFn]", LOSSES)[name]
+
+
+@cache
+def correction_function(name: str) -> CorrectionFn:
+    """Return the correction with this name, or import `module:function`."""
+    if ":" in name:
+        return import_function(name, "algorithm.off_policy_correction")
+    return cast("Mapping[str, CorrectionFn]", CORRECTIONS)[name]

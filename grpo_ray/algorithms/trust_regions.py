@@ -1,0 +1,111 @@
+"""Losses that bound an update by something other than a clipped ratio of single tokens.
+
+Each takes `RatioInputs`, and returns the loss `[batch, seq]` and the details `clipped`, `clip_fraction` and
+`ratio` (see losses.py). The log ratio is clamped to [-20, 20] before exp.
+"""
+
+import torch
+from torch import Tensor
+
+from grpo_ray.algorithms.inputs import Details, RatioInputs
+from grpo_ray.algorithms.logprobs import clamped_exp
+
+
+def dppo_tv(
+    inputs: RatioInputs, *, delta: float = 0.15, delta_high: float | None = None, cap: float = 20.0
+) -> tuple[Tensor, Details]:
+    """Compute DPPO with the binary total variation `|pi - pi_old|` as its divergence.
+
+    Divergence PPO (Qi et al. arXiv:2602.04879): a token has no gradient where the update would lead further out
+    of the trust region, that is with `pi - pi_old > delta_high` where A > 0, and with `pi_old - pi > delta`
+    elsewhere. Every other token has REINFORCE's gradient times its ratio: `-stopgrad(min(ratio, cap)) * A * log
+    pi`. A ratio bound cuts rare tokens off early and lets frequent ones move far; a bound on probabilities does
+    the reverse.
+
+    Args:
+        inputs: see the module.
+        delta: the largest decrease of a token's probability, and increase unless `delta_high` is given.
+        delta_high: the largest increase.
+        cap: the largest weight.
+    """
+    difference = _probability(inputs.policy_log_probs) - _probability(inputs.old_log_probs)
+    return _within(inputs, difference, delta, delta if delta_high is None else delta_high, cap)
+
+
+def dppo_kl(
+    inputs: RatioInputs, *, delta: float = 0.05, delta_high: float | None = None, cap: float = 20.0
+) -> tuple[Tensor, Details]:
+    """Compute DPPO with the binary KL divergence, that of "this token or another" under old and new policy.
+
+    As `dppo_tv`, with `KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q))` for `p = pi_old` and `q = pi`, which
+    weighs changes near 0 and 1 more. `delta` and `delta_high` are in nats.
+    """
+    new, old = _probability(inputs.policy_log_probs), _probability(inputs.old_log_probs)
+    others_old, others_new = ((1 - p).clamp(min=1e-6) for p in (old, new))
+    divergence = old * (old.clamp(min=1e-9).log() - new.clamp(min=1e-9).log())
+    divergence = divergence + (1 - old) * (others_old.log() - others_new.log())
+    signed = torch.where(new > old, divergence, -divergence)
+    return _within(inputs, signed, delta, delta if delta_high is None else delta_high, cap)
+
+
+def sapo(inputs: RatioInputs, *, tau: float = 1.0, tau_negative: float = 1.05) -> tuple[Tensor, Details]:
+    """Compute SAPO: `-4 / t * sigmoid(t * (ratio - 1)) * A`, with `t = tau` where A > 0, else `tau_negative`.
+
+    Soft Adaptive Policy Optimization (arXiv:2511.20347): in place of a clip a gate with slope 1 at ratio 1
+    and fades on both sides. `clipped` is false everywhere.
+
+    Args:
+        inputs: see the module.
+        tau: above 0; the larger, the narrower the gate.
+        tau_negative: the same where the advantage is not positive; slightly larger in the paper, since pushing
+            a token down spreads its probability over all others.
+    """
+    ratio = clamped_exp(inputs.log_ratio)
+    positive, negative = (torch.full_like(inputs.advantages, t) for t in (tau, tau_negative))
+    temperature = torch.where(inputs.advantages > 0, positive, negative)
+    gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
+    return -gate * inputs.advantages, details(torch.zeros_like(inputs.mask), ratio)
+
+
+def gmpo(
+    inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None
+) -> tuple[Tensor, Details]:
+    """Compute GMPO: `-(geometric mean over the response of its clipped ratios) * A`.
+
+    Geometric-Mean Policy Optimization (arXiv:2507.20673): each log ratio is bounded by `cliprange_high`
+    where A > 0 and by `-cliprange` elsewhere, then averaged. Each token has its response's value, so that
+    `sequence_mean` gives the paper's objective. The branches of an episode are rows with a mean of their own,
+    as in `gspo`; so are turns with different advantages bounded by their own signs.
+
+    Args:
+        inputs: see the module.
+        cliprange: bound on the log ratio below, and above unless `cliprange_high` is given; 0.4 in the paper.
+        cliprange_high: bound above.
+    """
+    high = cliprange if cliprange_high is None else cliprange_high
+    log_ratio = inputs.log_ratio
+    is_up = inputs.advantages > 0
+    bounded = torch.where(is_up, log_ratio.clamp(max=high), log_ratio.clamp(min=-cliprange))
+    total = bounded.masked_fill(~inputs.mask, 0.0).sum(dim=1, keepdim=True)
+    mean = clamped_exp(total / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1))  # [batch, 1]
+    loss = (-mean * inputs.advantages).expand_as(log_ratio)
+    return loss, details(bounded != log_ratio, clamped_exp(log_ratio))
+
+
+def details(is_clipped: Tensor, ratio: Tensor) -> Details:
+    """Return the details of a ratio loss; see losses.py."""
+    return {"clipped": is_clipped, "clip_fraction": is_clipped.float().mean(), "ratio": ratio.detach()}
+
+
+def _probability(log_probs: Tensor) -> Tensor:
+    return log_probs.detach().clamp(max=0.0).exp()  # rounding can leave log-probabilities above 0
+
+
+def _within(
+    inputs: RatioInputs, divergence: Tensor, low: float, high: float, cap: float
+) -> tuple[Tensor, Details]:
+    """Return REINFORCE weighted by the ratio, without the tokens that would go further out of [-low, high]."""
+    is_outside = torch.where(inputs.advantages > 0, divergence > high, divergence < -low)
+    ratio = clamped_exp(inputs.log_ratio.detach())
+    weight = ratio.clamp(max=cap).masked_fill(is_outside, 0.0)
+    return -weight * inputs.advantages * inputs.policy_log_probs, details(is_outside, ratio)

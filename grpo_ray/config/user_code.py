@@ -1,0 +1,116 @@
+"""Functions of the user's own, named as `module:function`: importing them, and checking their arguments."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+
+def is_function_name(name: str) -> bool:
+    """Return True for text of the form `module:function`, where the module may have dots."""
+    module, colon, function = name.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])
+
+
+def import_function(name: str, field: str) -> Callable[..., Any]:
+    """Import the function named `module:function`; modules of the current folder are found too.
+
+    Raises:
+        ValueError: there is no such module or function, or the module fails.
+    """
+    module_name, _, function_name = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{field}: {module_name!r} imports {error.name!r}, which is not installed; install it"
+            ) from error
+        raise ValueError(
+            f"{field}: there is no module {module_name!r} in {folder} or among the installed packages. "
+            "Start in the folder that holds it, or install it"
+        ) from None
+    except (Exception, SystemExit) as error:  # the module is the user's: show whatever it raises
+        raise ValueError(
+            f"{field}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None:
+        raise ValueError(
+            f"{field}: {module_name!r} has no function {function_name!r}; its file is {module.__file__}"
+        )
+    if not callable(function):
+        raise ValueError(
+            f"{field}: {function_name!r} of {module_name!r} is a {type(function).__name__}, not a function; "
+            f"the file is {module.__file__}"
+        )
+    return function
+
+
+def keyword_parameters(
+    function: Callable[..., Any], positional: str, what: str
+) -> dict[str, inspect.Parameter] | None:
+    """Return the parameters after those passed by position; None for C code without a signature.
+
+    Args:
+        positional: the names of those, in the form `response, ground_truth`.
+        what: begins the error: the field and the function's name.
+
+    Raises:
+        ValueError: the function does not take that many arguments by position.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return None
+    try:
+        taken = signature.bind_partial(*positional.split(", ")).arguments
+    except TypeError as error:
+        raise ValueError(f"{what} must take ({positional}): {error}") from None
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return {
+        key: parameter
+        for key, parameter in signature.parameters.items()
+        if key not in taken and parameter.kind not in by_position
+    }
+
+
+def check_arguments(
+    parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any], what: str, remedy: str
+) -> None:
+    """Compare keyword arguments with a function's `keyword_parameters`, by name and by annotation.
+
+    Args:
+        what: begins the errors: the field and the function's name.
+        remedy: ends the error of a missing argument, with `{}` for its name.
+
+    Raises:
+        ValueError: an argument is unknown, missing, or of another type than its annotation.
+    """
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = {key: p for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for key, value in arguments.items():
+        if key in known:
+            _check_value(known[key].annotation, value, f"{what} has {key}={value!r}")
+        elif not takes_any:
+            names = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"{what} has no argument {key!r}; {names}")
+    missing = [key for key, p in known.items() if p.default is p.empty and key not in arguments]
+    if missing:
+        raise ValueError(f"{what} needs {', '.join(missing)}; {remedy.replace('{}', missing[0])}")
+
+
+def _check_value(annotation: Any, value: Any, what: str) -> None:
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):  # not annotated, or not evaluated
+        return
+    try:
+        TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{what}: {error.errors()[0]['msg'].lower()}") from None

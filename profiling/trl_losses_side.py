@@ -1,0 +1,94 @@
+"""TRL's side of compare_trl_losses.py: its trainers' losses on given tensors, in a Python without grpo_ray.
+
+    python trl_losses_side.py JOB.json RESULT.json
+
+The weights of TRL's sampler correction are computed within its generation, which needs vLLM; they are written
+down here from its documentation (GRPOConfig, `vllm_importance_sampling_mode`). Everything else is the trainer's
+own code.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def compute(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the loss and the gradients of each case."""
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in job["tensors"].items()}
+    return {name: _case(job, case, tensors) for name, case in job["cases"].items()}
+
+
+def _case(job: dict[str, Any], case: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    trainer = _trainer(job, case)
+    mask = tensors["mask"]
+    policy, entropy = (tensors[name].clone().requires_grad_() for name in ("policy", "entropy"))
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, entropy, None)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": torch.ones_like(ids[:, :1]),
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": tensors["advantages"],
+        "old_per_token_logps": tensors["old"],
+        "ref_per_token_logps": tensors["reference"],
+        "sampling_per_token_logps": tensors["sampler"],
+        "num_items_in_batch": mask.sum(),
+    }
+    if mode := case["options"].get("vllm_importance_sampling_mode"):
+        inputs["importance_sampling_ratio"] = _weights(mode, case["options"], tensors)
+        trainer.use_vllm = True
+    loss = trainer._compute_loss(trainer.model, inputs)
+    gradients = torch.autograd.grad(loss, [policy, entropy], allow_unused=True)
+    values = [torch.zeros_like(mask) if gradient is None else gradient for gradient in gradients]
+    return {"loss": loss.item(), "policy": values[0].tolist(), "entropy": values[1].tolist()}
+
+
+def _weights(mode: str, options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    log_ratio = (tensors["old"] - tensors["sampler"]) * tensors["mask"]
+    ratio = (log_ratio.sum(dim=1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+    low, high = (options[f"vllm_importance_sampling_clip_{end}"] for end in ("min", "max"))
+    if mode.endswith("truncate"):
+        return ratio.clamp(min=low, max=high)
+    return ratio.masked_fill((ratio < (low or 0.0)) | (ratio > high), 0.0)
+
+
+def _trainer(job: dict[str, Any], case: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer_class, config_class = GRPOTrainer, GRPOConfig
+    if case["trainer"] == "GMPOTrainer":
+        from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+        trainer_class, config_class = GMPOTrainer, GMPOConfig
+    config = config_class(
+        output_dir=job["folder"],
+        num_generations=4,
+        per_device_train_batch_size=12,
+        gradient_accumulation_steps=1,
+        max_completion_length=job["max_tokens"],
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+        **case["options"],
+    )
+    return trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "1"}] * 12),
+        processing_class=AutoTokenizer.from_pretrained(job["model"]),
+    )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(compute(json.loads(Path(sys.argv[1]).read_text()))))

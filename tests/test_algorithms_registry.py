@@ -1,0 +1,192 @@
+"""Losses and corrections of the user's own: found by import path, checked before a run, trained with."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import changed, gradient, make_batch, relative_difference
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.algorithms import Objective, check_algorithm
+from grpo_ray.config import Config
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.models.sequences import sequences_of
+from grpo_ray.run.preflight import check_files
+
+MODULE = "my_losses_4711"
+CODE = """
+from typing import Literal
+import torch
+from grpo_ray.algorithms import CorrectionInputs, LossInputs, RatioInputs
+
+def spo(inputs: RatioInputs, *, cliprange: float, strength: float = 1.0):
+    ratio = inputs.log_ratio.exp()
+    penalty = inputs.advantages.abs() * strength / (2 * cliprange) * (ratio - 1) ** 2
+    return penalty - ratio * inputs.advantages, {}
+
+def plain(inputs: LossInputs):
+    return -inputs.advantages * inputs.policy_log_probs, {}
+
+def clip(inputs: RatioInputs, *, cliprange: float, cliprange_high: float, mode: Literal["a", "b"] = "a"):
+    ratio = inputs.log_ratio.exp()
+    bounded = ratio.clamp(1 - cliprange, 1 + cliprange_high)
+    objective = torch.minimum(ratio * inputs.advantages, bounded * inputs.advantages)
+    clipped = bounded * inputs.advantages < ratio * inputs.advantages
+    return -objective, {"clipped": clipped, "ratio": ratio.detach()}
+
+def anything(inputs: LossInputs, **options: float):
+    return -inputs.advantages * inputs.policy_log_probs * options["scale"], {}
+
+def mean(inputs: LossInputs): return (-inputs.advantages * inputs.policy_log_probs).mean(), {}
+def bare(inputs): return inputs.policy_log_probs, {}
+def nothing(): ...
+def needing(inputs: RatioInputs, *, tau: float): return -inputs.log_ratio * tau, {}
+def raising(inputs: RatioInputs): raise KeyError("no")
+def cut_off(inputs: LossInputs): return inputs.policy_log_probs.detach(), {}
+def not_finite(inputs: LossInputs): return inputs.policy_log_probs / 0, {}
+
+def halve(inputs: CorrectionInputs, *, factor: float = 0.5, cap: float):
+    weights = (inputs.ratio * factor).clamp(max=cap)
+    return weights, weights >= cap
+
+def negative(inputs: CorrectionInputs): return -inputs.ratio, inputs.mask
+def alone(inputs: CorrectionInputs): return inputs.ratio
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a current folder with a module of the user's own in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_losses_4711.py").write_text(CODE)
+
+
+def config_of(**changes: Any) -> AlgorithmConfig:
+    for field in ("loss", "off_policy_correction"):
+        if str(changes.get(field, "")).startswith(":"):
+            changes[field] = f"{MODULE}{changes[field]}"
+    return AlgorithmConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": ":spo"},
+        {"loss": ":spo", "loss_options": {"strength": 2}, "cliprange": 0.1},
+        {"loss": ":plain"},
+        {"loss": ":clip", "loss_options": {"mode": "b"}},
+        {"loss": ":anything", "loss_options": {"scale": 2.0}},
+        {"loss": ":needing", "loss_options": {"tau": 1}},
+        {"loss": "sapo", "loss_options": {"tau": 2, "tau_negative": 3.0}},
+        {"loss": "dppo_tv", "loss_options": {"delta": 0.1}, "off_policy_correction": "mask_geometric"},
+        {"loss": "reinforce_with_baseline", "off_policy_correction": ":halve"},
+        {"off_policy_correction": ":halve", "correction_options": {"factor": 0.3}, "correction_cap": 1.5},
+        {"off_policy_correction": "opsm", "correction_options": {"delta": 0.5}},
+        {"off_policy_correction": ("veto", "mask_geometric"), "correction_options": {"threshold": 1e-3}},
+    ],
+    ids=str,
+)
+def test_what_fits_is_accepted(changes: dict[str, Any]) -> None:
+    check_algorithm(config_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "no_module_4711:f"}, r"algorithm\.loss: there is no module 'no_module_4711' in "),
+        ({"loss": ":none"}, r"algorithm\.loss: 'my_losses_4711' has no function 'none'"),
+        ({"loss": ":nothing"}, r"algorithm\.loss: my_losses_4711:nothing must take \(inputs\)"),
+        ({"loss": ":bare"}, r"bare: the first parameter must be annotated with LossInputs"),
+        ({"loss": ":mean"}, r"mean fails on a small batch: ValueError: the loss of .* has shape"),
+        ({"loss": ":raising"}, r"raising fails on a small batch: KeyError: 'no'"),
+        (
+            {"loss": ":cut_off"},
+            r"cut_off must return finite losses that depend on inputs\.policy_log_probs",
+        ),
+        (
+            {"loss": ":not_finite"},
+            r"not_finite must return finite losses that depend on inputs\.policy_log_probs",
+        ),
+        ({"loss": ":needing"}, r"needing needs tau; give algorithm\.loss_options: \{tau: \.\.\.\}"),
+        ({"loss": ":spo", "loss_options": {"strenght": 1}}, r"has no argument 'strenght'; it takes strength"),
+        ({"loss": ":clip", "loss_options": {"mode": "c"}}, r"has mode='c': input should be 'a' or 'b'"),
+        (
+            {"loss": "sapo", "loss_options": {"tau": "x"}},
+            r"algorithm\.loss: sapo has tau='x': input should be",
+        ),
+        ({"loss_options": {"tau": 1}}, r"algorithm\.loss: grpo_clip has no argument 'tau'; it takes none"),
+        ({"loss_options": {"cliprange": 1}}, r"loss_options: cliprange is a field .* set algorithm\.cliprange"),
+        ({"off_policy_correction": "opsm"}, r"opsm needs delta; give algorithm\.correction_options: \{delta: "),
+        (
+            {"correction_options": {"delta": 1}},
+            r"no correction in effect has an argument 'delta'; they take no",
+        ),
+        (
+            {"off_policy_correction": "veto", "correction_options": {"delta": 1}},
+            r"no correction in effect has an argument 'delta'; they take threshold",
+        ),
+        (
+            {"off_policy_correction": "veto", "correction_options": {"threshold": "x"}},
+            r"algorithm\.off_policy_correction: veto has threshold='x': input should be a valid number",
+        ),
+        (
+            {"off_policy_correction": "veto", "correction_options": {"band": 1}},
+            r"correction_options: band is a field of its own; set algorithm\.correction_band",
+        ),
+        ({"off_policy_correction": ":negative"}, r"negative must return weights of at least 0"),
+        ({"off_policy_correction": ":alone"}, r"off_policy_correction: .*:alone fails on a small batch"),
+        (
+            {"loss": ":spo", "off_policy_correction": "truncate_token"},
+            r"algorithm\.loss: .*:spo: off_policy_correction weights tokens by proximal / behaviour",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_with_its_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_algorithm(config_of(**changes))
+
+
+def test_the_preflight_checks_it(tiny_config: Config) -> None:
+    with pytest.raises(ValueError, match=r"^algorithm\.loss: there is no module 'no_module_4711'"):
+        check_files(changed(tiny_config, algorithm={"loss": "no_module_4711:f"}))
+
+
+def test_options_and_clip_ranges_reach_the_function() -> None:
+    """SPO at ratio 2 and A = 3: 3 * s / (2 eps) * 1 - 6."""
+    config = config_of(loss=":spo", loss_options={"strength": 2.0}, cliprange=0.25)
+    log_probs = torch.tensor([[0.0]])
+    inputs = log_probs, torch.ones(1, 1, dtype=torch.bool), torch.tensor([[3.0]]), torch.tensor([[-0.6931472]])
+    loss, _ = Objective.from_config(config).policy_gradient_loss(*inputs)
+    assert loss.item() == pytest.approx(3 * 2 / 0.5 - 6)
+
+
+@pytest.mark.parametrize(
+    ("own", "builtin"),
+    [
+        ({"loss": ":clip"}, {"loss": "grpo_clip"}),
+        ({"loss": ":plain"}, {"loss": "reinforce_with_baseline"}),
+        (
+            {"off_policy_correction": ":halve", "correction_options": {"factor": 1.0}},
+            {"off_policy_correction": "truncate_token"},
+        ),
+    ],
+    ids=str,
+)
+def test_a_learner_trains_with_ones_own_as_with_a_builtin(
+    own: dict[str, Any], builtin: dict[str, Any], tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    found = []
+    for options in (own, builtin):
+        options = {"old_log_probs": "behaviour" if "loss" in options else "proximal", **options}
+        algorithm = config_of(**options).model_dump(include=options.keys())
+        learner = Learner(str(tiny_model()), changed(tiny_config, algorithm=algorithm), (0, 17))
+        sums = learner.accumulate_gradient(sequences_of(make_batch(learner)))
+        found.append((sums, gradient(learner)))
+    assert found[0][0] == pytest.approx(found[1][0], nan_ok=True)
+    assert relative_difference(found[0][1], found[1][1]) < 1e-6
+    assert found[0][1].norm() > 0

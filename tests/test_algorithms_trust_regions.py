@@ -1,0 +1,195 @@
+"""DPPO, SAPO, GMPO and LUSPO: by hand, against a slow loop, and at extreme ratios."""
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from slow_objectives import slow_loss
+
+from grpo_ray.algorithms import LOSSES, LossType, RatioInputs
+from grpo_ray.algorithms.inputs import arguments_of
+from grpo_ray.config.algorithm import AlgorithmConfig
+
+NAMES = ("dppo_tv", "dppo_kl", "sapo", "gmpo")
+
+
+def inputs_of(new: list[list[float]], old: list[list[float]], advantages: list[list[float]]) -> RatioInputs:
+    """Make inputs of probabilities; a probability of 0 stands for a token outside the mask."""
+    policy, before = torch.tensor(new, dtype=torch.float64), torch.tensor(old, dtype=torch.float64)
+    mask = before > 0
+    log_probs = policy.log().masked_fill(~mask, 0.0).requires_grad_()
+    advantage = torch.tensor(advantages, dtype=torch.float64)
+    return RatioInputs(log_probs, advantage, mask, before.log().masked_fill(~mask, 0.0))
+
+
+def loss_and_gradient(
+    name: str, inputs: RatioInputs, **options: Any
+) -> tuple[list[float], list[float], list[bool]]:
+    """Return the loss, its gradient and the clipped tokens, flattened, of the tokens in the mask."""
+    loss, details = LOSSES[name](inputs, **options)  # type: ignore[index]
+    (gradient,) = torch.autograd.grad(loss[inputs.mask].sum(), inputs.policy_log_probs)
+    clipped = details["clipped"].expand_as(inputs.mask)[inputs.mask]
+    return loss[inputs.mask].tolist(), gradient[inputs.mask].tolist(), clipped.tolist()
+
+
+def test_the_table_has_every_name_of_the_configuration() -> None:
+    assert tuple(LOSSES) == get_args(LossType)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(
+    ("old", "new", "advantage", "is_clipped"),
+    [
+        (0.5, 0.69, 1.0, False),  # kl 0.078
+        (0.5, 0.71, 1.0, True),  # kl 0.097
+        (0.5, 0.71, -1.0, False),  # on its way back
+        (0.5, 0.29, -1.0, True),
+        (0.5, 0.29, 1.0, False),
+        (0.5, 0.31, -1.0, False),
+    ],
+)
+def test_dppo_stops_at_a_change_of_probability(
+    name: str, old: float, new: float, advantage: float, is_clipped: bool
+) -> None:
+    inputs = inputs_of([[new]], [[old]], [[advantage]])
+    delta = {"dppo_tv": 0.2, "dppo_kl": 0.085}[name]
+    (loss,), (gradient,), (clipped,) = loss_and_gradient(name, inputs, delta=delta)
+    ratio = 0.0 if is_clipped else new / old
+    assert loss == pytest.approx(-ratio * advantage * math.log(new))
+    assert gradient == pytest.approx(-ratio * advantage)
+    assert clipped is is_clipped
+
+
+def test_dppo_lets_rare_tokens_rise_and_holds_frequent_ones() -> None:
+    """A ratio of 3 of a rare token is a small change; a ratio of 1.4 of a frequent one is large."""
+    inputs = inputs_of([[0.003, 0.7]], [[0.001, 0.5]], [[1.0]])
+    for name in ("dppo_tv", "dppo_kl"):
+        _, gradient, clipped = loss_and_gradient(name, inputs)
+        assert gradient == pytest.approx([-3.0, 0.0])
+        assert clipped == [False, True]
+
+
+def test_dppo_has_two_bounds_and_a_cap() -> None:
+    inputs = inputs_of([[0.3, 0.0004]], [[0.2, 0.00001]], [[1.0]])
+    assert loss_and_gradient("dppo_tv", inputs, delta=0.05, delta_high=0.2)[1] == pytest.approx([-1.5, -20.0])
+    assert loss_and_gradient("dppo_tv", inputs, delta=0.2, delta_high=0.05, cap=7.0)[1] == [0.0, -7.0]
+
+
+def test_binary_kl_by_hand() -> None:
+    """0.5 -> 0.7: 0.5 ln(0.5/0.7) + 0.5 ln(0.5/0.3) = 0.0872."""
+    inputs = inputs_of([[0.7]], [[0.5]], [[1.0]])
+    assert loss_and_gradient("dppo_kl", inputs, delta=0.0871)[2] == [True]
+    assert loss_and_gradient("dppo_kl", inputs, delta=0.0873)[2] == [False]
+
+
+def test_sapo_by_hand() -> None:
+    """sigmoid(0) = 1/2 gives 4/t * 1/2 = 2/t; at ratio 2 and t = 1 the gate is 4 * 0.731059, its slope
+    0.786448."""
+    inputs = inputs_of([[0.2, 0.4], [0.2, 0.4]], [[0.2, 0.2], [0.2, 0.2]], [[1.0], [-1.0]])
+    loss, gradient, clipped = loss_and_gradient("sapo", inputs)
+    low = 4 / 1.05 / (1 + math.exp(-1.05))
+    slope = 4 * math.exp(-1.05) / (1 + math.exp(-1.05)) ** 2
+    assert loss == pytest.approx([-2.0, -4 * 0.7310585786, 2 / 1.05, low])
+    assert gradient == pytest.approx([-1.0, -2 * 0.7864477330, 1.0, 2 * slope])  # d ratio / d log pi = ratio
+    assert not any(clipped)
+    assert loss_and_gradient("sapo", inputs, tau=2.0)[0][0] == pytest.approx(-1.0)
+
+
+def test_gmpo_by_hand() -> None:
+    """Log ratios 0.6, 0.1 and -0.7: up, the first is held at 0.4; down, the last at -0.4."""
+    old = [[0.3, 0.3, 0.3, 0.0]]
+    new = [[0.3 * math.exp(log) for log in (0.6, 0.1, -0.7)] + [0.0]]
+    for advantage, logs, clipped in (
+        (2.0, (0.4, 0.1, -0.7), [True, False, False]),
+        (-2.0, (0.6, 0.1, -0.4), [False, False, True]),
+    ):
+        mean = math.exp(sum(logs) / 3)
+        loss, gradient, found = loss_and_gradient("gmpo", inputs_of(new, old, [[advantage]]), cliprange=0.4)
+        assert loss == pytest.approx([-advantage * mean] * 3)
+        # Each of the three equal losses has a third of the mean's derivative at a token that is not held.
+        assert gradient == pytest.approx([0.0 if is_held else -advantage * mean for is_held in clipped])
+        assert found == clipped
+
+
+def test_gmpo_has_two_bounds() -> None:
+    """Log ratios 0.6 and -0.7: up, the first is held at 0.5; down, the second at -0.3."""
+    old, new = [[0.3, 0.3]], [[0.3 * math.exp(0.6), 0.3 * math.exp(-0.7)]]
+    for advantage, mean in ((1.0, (0.5 - 0.7) / 2), (-1.0, (0.6 - 0.3) / 2)):
+        inputs = inputs_of(new, old, [[advantage]])
+        loss, _, _ = loss_and_gradient("gmpo", inputs, cliprange=0.3, cliprange_high=0.5)
+        assert loss == pytest.approx([-advantage * math.exp(mean)] * 2)
+
+
+def test_gmpo_bounds_each_turn_by_the_sign_of_its_own_advantage() -> None:
+    inputs = inputs_of([[0.6, 0.1]], [[0.3, 0.3]], [[1.0, -1.0]])
+    loss, _, clipped = loss_and_gradient("gmpo", inputs, cliprange=0.4)
+    assert loss == pytest.approx([-1.0, 1.0])  # exp((0.4 - 0.4) / 2)
+    assert clipped == [True, True]
+
+
+def test_luspo_is_gspo_summed_over_each_response() -> None:
+    assert LOSSES["luspo"] is LOSSES["gspo"]
+    config = AlgorithmConfig(loss="luspo")
+    assert config.loss_aggregation == "sequence_sum"
+    assert config.clip_epsilons == (3e-4, 4e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in get_args(LossType) if name != "no_baseline"])
+def test_values_gradients_and_clipped_tokens_of_a_slow_loop(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    old = -3 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
+    policy = (old + 0.8 * torch.randn(6, 5, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
+    mask = torch.arange(5) < torch.tensor([[5], [2], [1], [4], [3], [5]])
+    advantages = torch.randn(6, 1, generator=generator, dtype=torch.float64)
+    config = AlgorithmConfig(loss=name, loss_options={"delta": 0.02} if name.startswith("dppo") else {})
+    low, high = config.clip_epsilons
+    given = {"cliprange": low, "cliprange_high": high, **config.loss_options}
+    leaf = policy.clone().requires_grad_()
+    inputs = RatioInputs(leaf, advantages, mask, old)
+    loss, details = LOSSES[name](inputs, **arguments_of(LOSSES[name], given))  # type: ignore[index]
+    (gradient,) = torch.autograd.grad(loss[mask].sum(), leaf)
+    slow = policy.clone().requires_grad_()
+    total: Any = 0.0
+    num_clipped = 0
+    for row in range(6):
+        kept = list(range(int(mask[row].sum())))
+        losses, clipped = slow_loss(
+            config, list(slow[row]), old[row].tolist(), [advantages[row].item()] * 5, kept
+        )
+        assert [losses[t].item() for t in kept] == pytest.approx(loss[row][mask[row]].tolist(), rel=1e-9)
+        total, num_clipped = total + sum(losses.values()), num_clipped + clipped
+    torch.testing.assert_close(gradient, torch.autograd.grad(total, slow)[0])
+    if details:
+        assert int((details["clipped"] & mask).sum()) == num_clipped
+        assert (num_clipped > 0) == (name not in ("unclipped", "sapo", "cispo"))
+
+
+@pytest.mark.parametrize("name", ["sapo", "gmpo"])
+def test_gradients_match_finite_differences(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    old = -torch.rand(2, 3, generator=generator, dtype=torch.float64)
+    advantages = torch.tensor([[1.0], [-0.5]], dtype=torch.float64)
+    options = {"cliprange": 0.4} if name == "gmpo" else {}
+
+    def loss_of(policy: torch.Tensor) -> torch.Tensor:
+        return LOSSES[name](RatioInputs(policy, advantages, old < 1, old), **options)[0]  # type: ignore[index]
+
+    policy = (old + 0.3 * torch.randn(2, 3, generator=generator, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(loss_of, (policy,))
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_log_probabilities_stay_finite(name: str, advantage: float) -> None:
+    policy = torch.tensor([[-1e4, 0.0, 0.0, -1e4, 1e-7]], requires_grad=True)
+    old = torch.tensor([[0.0, -1e4, 0.0, -1e4, -1e-7]], requires_grad=True)
+    inputs = RatioInputs(policy, torch.tensor([[advantage]]), torch.ones(1, 5, dtype=torch.bool), old)
+    options = {"cliprange": 0.4} if name == "gmpo" else {}
+    loss, details = LOSSES[name](inputs, **options)  # type: ignore[index]
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert policy.grad is not None
+    assert policy.grad.isfinite().all()
+    assert old.grad is None
+    assert not any(value.requires_grad for value in details.values())

@@ -1,0 +1,362 @@
+"""Advantages over the whole batch: KL in the reward, scale, whitening; by hand and by slow loops."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import (
+    ENDS,
+    changed,
+    gradient,
+    make_batch,
+    make_completion,
+    make_group,
+    make_item,
+    perturb,
+    plain_logprobs,
+    relative_difference,
+)
+from episode_groups import random_episode_group
+from slow_advantages import slow_batch
+
+from grpo_ray.actors.batch_advantages import needs_batch, with_batch_advantages
+from grpo_ray.actors.learner import Learner
+from grpo_ray.config import Config
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.models.sequences import TrainSequence, sequences_of
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.types import ScoredGroup, TrainBatch
+
+MAX_TOKENS = 16
+KL = {"reference": "initial", "coefficient": 0.5, "placement": "reward"}
+
+
+def plain_groups(rng: np.random.Generator, num_groups: int, **options: Any) -> list[ScoredGroup]:
+    """Make groups of four responses with any rewards; one logprob is missing, and one response not graded."""
+    groups = []
+    for place in range(num_groups):
+        completions = []
+        for _ in range(4):
+            length = int(rng.integers(1, MAX_TOKENS + 1))
+            cut = "length" if rng.random() < 0.3 else "stop"
+            logprobs = (-rng.exponential(1.0, length)).tolist()
+            completions.append(make_completion([5] * length, logprobs, finish_reason=cut))
+        completions[0].logprobs[0] = np.nan
+        rewards = rng.integers(0, 3, 4).tolist()
+        errors = {2: "too slow"} if place == 1 else {}
+        group = make_group(make_item(place), completions, rewards, [0.0] * 4)
+        rewards = np.where([n in errors for n in range(4)], 0, group.rewards)
+        groups.append(replace(group, rewards=rewards.astype(np.float32), errors=errors))
+    return groups
+
+
+def config_of(tiny_config: Config, **algorithm: Any) -> Config:
+    return changed(tiny_config, algorithm=algorithm, sampling={"max_tokens": MAX_TOKENS})
+
+
+def looked_up(rng: np.random.Generator, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Return the sequences with log-probabilities of a made-up reference."""
+    return [replace(s, reference_logprobs=rng.normal(-1, 0.5, s.num_sampled)) for s in sequences]
+
+
+def keys_of(groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence]) -> list[tuple[int, int]]:
+    """Return the places of group and response of each sequence; responses that were cut off may be missing."""
+    keys = []
+    for place, group in enumerate(groups):
+        own = [s for s in sequences if s.group == place]
+        left = list(range(len(group.rewards)))
+        for s in own:
+            if s.sample is not None:
+                keys.append(s.sample)
+                continue
+            tokens = [group.rollout.completions[n].token_ids for n in left]
+            number = left[[t is s.response_token_ids for t in tokens].index(True)]
+            left.remove(number)
+            keys.append((place, number))
+    return keys
+
+
+def check(groups: list[ScoredGroup], config: Config, seed: int) -> dict[str, float]:
+    """Compare with the slow loops; return the metrics."""
+    rng = np.random.default_rng(seed)
+    groups = compared(groups, config)
+    sequences = looked_up(rng, sequences_of(groups, config.algorithm.mask_truncated))
+    reference: dict[tuple[int, int], list[float]] = {}
+    for place, group in enumerate(groups):
+        reference |= {(place, number): [] for number in range(len(group.rewards))}
+    for key, s in zip(keys_of(groups, sequences), sequences, strict=True):
+        assert s.reference_logprobs is not None
+        reference[key] += s.reference_logprobs.tolist()
+    found, metrics = with_batch_advantages(groups, sequences, config)
+    expected = slow_batch(groups, reference, config)
+    by_token: dict[tuple[int, int], list[float]] = {}
+    for key, old, new in zip(keys_of(groups, sequences), sequences, found, strict=True):
+        assert new.reference_logprobs is old.reference_logprobs
+        values = np.broadcast_to(new.advantage, new.num_sampled)
+        by_token.setdefault(key, []).extend(values.tolist())
+        largest = max(abs(value) for s in expected[key[0]] for value in s.advantages or [0.0])
+        assert new.has_signal == (largest > 1e-6)
+    for (place, number), values in by_token.items():
+        assert values == pytest.approx(expected[place][number].by_token(), rel=1e-4, abs=1e-5)
+    assert any(abs(value) > 0.1 for values in by_token.values() for value in values)
+    assert check_names(metrics) == []
+    return metrics
+
+
+def compared(groups: list[ScoredGroup], config: Config) -> list[ScoredGroup]:
+    """Return the groups with the advantages of the Scorer, which the slow loops compute as well."""
+    alone = changed(config, algorithm={"advantage_scale": "group", "kl": {"placement": "loss"}})
+    result = []
+    for place, group in enumerate(groups):
+        samples = slow_batch([group], {(0, n): [] for n in range(len(group.rewards))}, alone)[0]
+        if samples[0].is_by_turn:
+            of_turns = tuple(np.array(s.advantages, np.float32) for s in samples)
+            result.append(replace(group, turn_advantages=of_turns))
+        else:
+            advantages = np.array([(s.advantages or [0.0])[0] for s in samples], np.float32)
+            result.append(replace(group, advantages=advantages))
+        assert result[place].group_id == group.group_id
+    return result
+
+
+CASES: list[dict[str, Any]] = [
+    {"advantage": "mean", "advantage_scale": "batch"},
+    {"advantage": "leave_one_out", "advantage_scale": "batch", "std": "population"},
+    {"advantage": "mean", "advantage_scale": "batch", "overlong_buffer_tokens": 6},
+    {"advantage": "raw", "advantage_scale": "whiten_tokens"},
+    {"advantage": "mean", "advantage_scale": "whiten_tokens", "mask_truncated": True},
+    {"advantage": "mean_std", "advantage_scale": "whiten_responses", "std": "population"},
+    {"advantage": "raw", "advantage_scale": "whiten_responses", "mask_truncated": True},
+    {"advantage": "mean_std", "kl": KL},
+    {"advantage": "mean_std", "kl": KL, "overlong_buffer_tokens": 6},
+    {"advantage": "leave_one_out", "advantage_scale": "whiten_responses", "kl": KL},
+    {"advantage": "mean", "advantage_scale": "batch", "kl": KL},
+    {"advantage": "raw", "advantage_scale": "whiten_tokens", "kl": KL},
+]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("algorithm", CASES, ids=str)
+def test_responses_are_as_in_a_slow_loop(tiny_config: Config, algorithm: dict[str, Any], seed: int) -> None:
+    config = config_of(tiny_config, **algorithm)
+    assert needs_batch(config.algorithm)
+    check(plain_groups(np.random.default_rng(seed), 3), config, seed)
+
+
+@pytest.mark.parametrize("discount", [None, 0.5])
+@pytest.mark.parametrize("algorithm", [case for case in CASES if "overlong_buffer_tokens" not in case], ids=str)
+def test_episodes_are_as_in_a_slow_loop(
+    tiny_config: Config, algorithm: dict[str, Any], discount: float | None
+) -> None:
+    """With branches, turns of context, any ends, and for a discount with rewards per turn."""
+    config = changed(
+        config_of(tiny_config, **algorithm), episodes={"turn_discount": 1.0 if discount is None else discount}
+    )
+    rng = np.random.default_rng(11)
+    groups = [random_episode_group(rng, place, 4, discount) for place in range(3)]
+    check([*groups, *plain_groups(rng, 2)], config, 3)
+
+
+def test_the_batch_scale_by_hand(tiny_config: Config) -> None:
+    """Rewards 1, 0 and 4, 2: centred +-0.5 and +-1, sample variance (0.75^2 + 1.75^2 + 2.25^2 + 0.25^2) / 3."""
+    config = config_of(tiny_config, advantage="mean", advantage_scale="batch", advantage_eps=1e-9)
+    groups = [
+        make_group(make_item(0), [make_completion([1])] * 2, [1, 0], [0.5, -0.5]),
+        make_group(make_item(1), [make_completion([1, 2])] * 2, [4, 2], [1, -1]),
+    ]
+    found, metrics = with_batch_advantages(groups, sequences_of(groups), config)
+    std = (8.75 / 3) ** 0.5
+    assert [s.advantage for s in found] == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std])
+    assert metrics == {"advantage/batch_std": pytest.approx(std)}
+
+
+def test_whitening_by_hand(tiny_config: Config) -> None:
+    """Rewards 1 (one token) and 0 (three): over tokens mean 0.25 and population std sqrt(3) / 4."""
+    groups = [
+        make_group(make_item(0), [make_completion([1]), make_completion([1, 2, 3])], [1, 0]),
+        make_group(make_item(1), [make_completion([])], [9]),  # of no token, so of no weight
+    ]
+    algorithm = {"advantage": "raw", "std": "population", "advantage_eps": 1e-9}
+    config = config_of(tiny_config, advantage_scale="whiten_tokens", **algorithm)
+    found, _ = with_batch_advantages(groups, sequences_of(groups), config)
+    assert [s.advantage for s in found[:2]] == pytest.approx([3**0.5, -(3**-0.5)])
+    config = config_of(tiny_config, advantage_scale="whiten_responses", **algorithm)
+    found, _ = with_batch_advantages(groups[:1], sequences_of(groups[:1]), config)
+    assert [s.advantage for s in found] == pytest.approx([1, -1])
+    assert all(s.has_signal for s in found)  # also the response with reward 0
+
+
+@pytest.mark.parametrize("scale", ["batch", "whiten_responses", "whiten_tokens"])
+def test_equal_rewards_everywhere_leave_no_signal(tiny_config: Config, scale: str) -> None:
+    config = config_of(tiny_config, advantage="mean", advantage_scale=scale)
+    groups = [make_group(make_item(0), [make_completion([1, 2])] * 3, [0.1] * 3, [0.0] * 3)] * 2
+    found, metrics = with_batch_advantages(groups, sequences_of(groups), config)
+    assert [s.advantage for s in found] == [0.0] * 6
+    assert not any(s.has_signal for s in found)
+    assert metrics["advantage/batch_std"] == 0.0
+
+
+@pytest.mark.parametrize("scale", ["batch", "whiten_responses", "whiten_tokens"])
+def test_a_batch_that_nothing_was_graded_of(tiny_config: Config, scale: str) -> None:
+    config = config_of(tiny_config, advantage="mean", advantage_scale=scale)
+    group = make_group(make_item(0), [make_completion([1, 2])] * 2, [0, 0])
+    groups = [replace(group, errors={0: "slow", 1: "slow"})]
+    found, _ = with_batch_advantages(groups, sequences_of(groups), config)
+    assert [(s.advantage, s.has_signal) for s in found] == [(0.0, False)] * 2
+
+
+# ---- TRL's formulas, in plain loops after its documentation ----
+
+
+def test_trl_scale_rewards_batch(tiny_config: Config) -> None:
+    """(r - mean of the group) / (std of the batch's rewards + 1e-4)."""
+    rewards = [[1.0, 0.0, 0.5], [3.0, 3.0, 1.0]]
+    config = config_of(tiny_config, advantage="mean", advantage_scale="batch", advantage_eps=1e-4)
+    completions = [make_completion([1, 2])] * 3
+    centred = [[r - fmean(group) for r in group] for group in rewards]
+    groups = [
+        make_group(make_item(n), completions, *pair)
+        for n, pair in enumerate(zip(rewards, centred, strict=True))
+    ]
+    found, _ = with_batch_advantages(groups, sequences_of(groups), config)
+    std = stdev([r for group in rewards for r in group])
+    trl = [(r - fmean(group)) / (std + 1e-4) for group in rewards for r in group]
+    assert [s.advantage for s in found] == pytest.approx(trl)
+
+
+def test_trl_rloo_with_kl_in_the_reward_and_normalized_advantages(tiny_config: Config) -> None:
+    """r - beta * sum of (log pi_old - log pi_ref), minus the mean of the others, whitened with 1e-4."""
+    rng = np.random.default_rng(4)
+    algorithm = {"advantage": "leave_one_out", "advantage_scale": "whiten_responses", "advantage_eps": 1e-4}
+    config = config_of(tiny_config, **algorithm, kl=KL)
+    groups = plain_groups(rng, 1)
+    groups[0].rollout.completions[0].logprobs[0] = -1.0
+    sequences = looked_up(rng, sequences_of(groups))
+    found, metrics = with_batch_advantages(groups, sequences, config)
+    rewards = []
+    for reward, s in zip(groups[0].rewards.tolist(), sequences, strict=True):
+        assert s.reference_logprobs is not None
+        rewards.append(reward - 0.5 * float((s.behaviour_logprobs - s.reference_logprobs).sum()))
+    advantages = [r - (sum(rewards) - r) / 3 for r in rewards]
+    trl = [(a - fmean(advantages)) / (stdev(advantages) + 1e-4) for a in advantages]
+    assert [s.advantage for s in found] == pytest.approx(trl, rel=1e-5)
+    given = groups[0].rewards.tolist()
+    assert metrics["reward/kl_penalty"] == pytest.approx(fmean(given) - fmean(rewards), rel=1e-5)
+
+
+# ---- in the Learner ----
+
+
+@pytest.fixture
+def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callable[..., Learner]:
+    def make(algorithm: dict[str, Any], **learner: Any) -> Learner:
+        sizes = {"prompts_per_step": 4, "samples_per_prompt": 3}
+        options = {"max_grad_norm": 1e6, **learner}
+        made = Learner(
+            str(tiny_model()), changed(tiny_config, algorithm=sizes | algorithm, learner=options), ENDS
+        )
+        if made._reference is not None:
+            perturb(made._reference.model, seed=3, scale=0.02)
+        return made
+
+    return make
+
+
+def update(
+    learner: Learner, groups: Sequence[ScoredGroup]
+) -> tuple[list[TrainSequence], torch.Tensor, dict[str, float]]:
+    """Train a step; return the sequences of its one update, their gradient, and the step's metrics."""
+    seen: list[Any] = []
+    accumulate = learner.accumulate_gradient
+
+    def spy(sequences: Sequence[TrainSequence]) -> Any:
+        sums = accumulate(sequences)
+        seen.append((list(sequences), gradient(learner)))
+        return sums
+
+    learner.accumulate_gradient = spy  # type: ignore[method-assign]
+    metrics = learner.train_step(TrainBatch(tuple(groups))).metrics
+    assert check_names(metrics) == []
+    ((sequences, of_update),) = seen
+    return sequences, of_update, metrics
+
+
+def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Learner]) -> None:
+    """A group of equal rewards has signal by its KL; one that was not graded has none, and is not trained."""
+    learner = make_learner({"kl": KL, "loss": "reinforce_with_baseline"})
+    groups = make_batch(learner)
+    assert [group.has_signal for group in groups] == [True, False, True, False]
+    groups[3] = replace(groups[3], errors=dict.fromkeys(range(3), "too slow"))
+    assert learner._reference is not None
+    reference, sampling = learner._reference.model, learner._config.sampling
+    expected, penalties = [], []
+    for group in groups:
+        rewards = []
+        for reward, c in zip(group.rewards.tolist(), group.rollout.completions, strict=True):
+            prompt, response = group.rollout.item.prompt_token_ids, c.token_ids.tolist()
+            with torch.no_grad():
+                own = plain_logprobs(
+                    reference, prompt, response, sampling.temperature, sampling.min_tokens, ENDS
+                )
+            penalties.append(0.5 * float((torch.from_numpy(c.logprobs) - own).sum()))
+            rewards.append(reward - penalties[-1])
+        compared = [(r - fmean(rewards)) / (stdev(rewards) + 1e-6) for r in rewards]
+        expected += [0.0] * 3 if group.errors else compared
+    sequences, of_update, metrics = update(learner, groups)
+    assert [s.advantage for s in sequences] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert metrics["reward/kl_penalty"] == pytest.approx(fmean(penalties), rel=1e-4)
+    assert metrics["throughput/trained_tokens"] == sum(s.num_sampled for s in sequences[:9])
+    assert metrics["loss/kl_ref"] != 0
+    # The gradient is that of the advantages alone.
+    without = make_learner({"loss": "reinforce_with_baseline"})
+    without.accumulate_gradient([replace(s, reference_logprobs=None) for s in sequences])
+    assert relative_difference(of_update, gradient(without)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kl": KL, "advantage_scale": "whiten_tokens"},
+        {"advantage": "mean", "advantage_scale": "batch", "aggregation": "token_mean"},
+        {"advantage": "raw", "advantage_scale": "whiten_responses", "aggregation": "prompt_mean"},
+    ],
+    ids=str,
+)
+def test_any_split_into_micro_batches_gives_the_same_gradient(
+    make_learner: Callable[..., Learner], algorithm: dict[str, Any]
+) -> None:
+    found = []
+    for tokens, share in ((1, "auto"), (40, "auto"), (4096, "auto"), (40, "never")):
+        learner = make_learner(algorithm, micro_batch_tokens=tokens, share_prompts=share)
+        found.append(update(learner, make_batch(learner))[1])
+    assert found[0].norm() > 1e-3
+    for other in found[1:]:
+        assert relative_difference(other, found[0]) < 1e-5
+
+
+def test_minibatches_have_the_advantages_of_the_whole_batch(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner({"advantage": "mean", "advantage_scale": "batch", "train_batch_size": 4})
+    groups = make_batch(learner)
+    whole, _ = with_batch_advantages(groups, sequences_of(groups), learner._config)
+    seen: list[TrainSequence] = []
+    accumulate = learner.accumulate_gradient
+
+    def spy(sequences: Sequence[TrainSequence]) -> Any:
+        seen.extend(sequences)
+        return accumulate(sequences)
+
+    learner.accumulate_gradient = spy  # type: ignore[method-assign]
+    learner.train_step(TrainBatch(tuple(groups)))
+    by_tokens = {s.response_token_ids.tobytes(): s.advantage for s in whole}
+    assert len(seen) == len(whole)
+    assert all(by_tokens[s.response_token_ids.tobytes()] == s.advantage for s in seen)
+
+
+def test_the_default_needs_no_batch() -> None:
+    assert not needs_batch(AlgorithmConfig())
+    assert not needs_batch(AlgorithmConfig(kl={"reference": "initial", "coefficient": 0.1}))

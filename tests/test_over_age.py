@@ -1,0 +1,173 @@
+"""Episodes that last over several versions, at any speed: what each `episodes.over_age` lets a batch train."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from builders import parts
+from episode_groups import make_episode, make_episode_group, play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_staleness import Pace, PacedPool, Schedule, Trained, make_ledger, paces, turns, within_turns
+
+from grpo_ray.config import Config
+from grpo_ray.episodes.segments import Segments
+from grpo_ray.types import Episode, PromptItem, RolloutGroup, TrainBatch, Verdict
+
+Plan = tuple[bool, int]  # of a turn: it rewrites the history; new tokens before it, and tokens of the reply
+
+
+@dataclass
+class Games:
+    """The plans of a run's episodes, which repeat, and the tokens and batches that come of them."""
+
+    plans: list[list[Plan]]  # of each episode: its turns
+    numbers: "itertools.count[int]" = field(
+        default_factory=lambda: itertools.count(1)
+    )  # each token has its own
+    sampled: dict[int, int] = field(default_factory=dict)  # by token: its version
+    batches: list[TrainBatch] = field(default_factory=list)
+
+
+class EpisodePool(PacedPool):
+    """A GeneratorPool with groups of episodes; each token takes the given turns of the event loop."""
+
+    def __init__(self, generators: Any, pace: Pace, games: Games) -> None:
+        super().__init__(generators, pace)
+        self._games, self._episodes = games, itertools.cycle(games.plans)
+
+    async def sample(
+        self, item: PromptItem, num_samples: int, purpose: str, on_dispatch: Callable[[], None]
+    ) -> tuple[RolloutGroup, Verdict]:
+        await turns(next(self._pace.of("room")))
+        on_dispatch()
+        slow = self._pace.slow.get(item.group_id, 0)
+        plays = (self._play(next(self._episodes), item.group_id + n, slow) for n in range(num_samples))
+        return parts(make_episode_group(item.group_id, await asyncio.gather(*plays), num_cuts=item.num_cuts))
+
+    async def _play(self, plan: list[Plan], number: int, slow: int) -> Episode:
+        segments, conversation = Segments(), [-1]
+        for turn, (is_rewritten, length) in enumerate(plan):
+            await turns(slow * (turn == len(plan) - 1))  # the environment
+            generator = self._generators[(number + turn) % 2]
+            kept = len(conversation) // 2 if is_rewritten else len(conversation)
+            conversation = [*conversation[:kept], -2 - turn]
+            reply, versions = [], []
+            for _ in range(length):
+                await turns(next(self._pace.of("token")))
+                reply.append(next(self._games.numbers))
+                versions.append(generator.version)
+            self._games.sampled |= dict(zip(reply, versions, strict=True))
+            play(segments, conversation, reply, versions)
+            conversation += reply
+        return make_episode(segments, reward=float(number % 2))
+
+
+class EpisodeSchedule(Schedule):
+    """The schedule with episodes, which remembers every batch."""
+
+    def __init__(self, config: Config, pace: Pace, games: Games) -> None:
+        super().__init__(config, pace, Trained(), make_ledger())
+        producer: Any = self.producer
+        producer._pool = EpisodePool(producer._pool._generators, pace, games)
+        take = self.buffer.take
+
+        async def remembered(step: int, oldest_version: int) -> Any:
+            batch, facts = await take(step, oldest_version)
+            games.batches.append(batch)
+            return batch, facts
+
+        self.buffer.take = remembered  # type: ignore[method-assign]
+
+
+def make_config(over_age: str, max_lag: int, prompts: int, oversample: float, lookahead: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "task": {"kind": "episodes", "episode": "games:play", "examples": "games:examples"},
+            "sampling": {"max_tokens": 8},
+            "episodes": {"over_age": over_age},
+            "algorithm": {
+                "num_steps": 6, "prompts_per_step": prompts, "samples_per_prompt": 2,
+                "oversample_frac": oversample,
+            },
+            "buffer": {"lookahead": lookahead},
+            "weight_sync": {"max_lag": max_lag},
+        }
+    )  # fmt: skip
+
+
+@st.composite
+def configs(draw: st.DrawFn, over_age: str) -> Config:
+    max_lag, prompts = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    is_waiting = over_age == "wait"
+    lookahead = draw(st.integers(1, max_lag * prompts + 1)) if is_waiting else 1
+    oversample = 0.0 if is_waiting else draw(st.sampled_from([0.3, 1.0, 2.0]))
+    return make_config(over_age, max_lag, prompts, oversample, lookahead)
+
+
+PLANS = st.lists(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=4), min_size=1, max_size=5
+)
+
+
+def train(config: Config, pace: Pace, games: Games) -> None:
+    async def run() -> None:
+        await within_turns(EpisodeSchedule(config, pace, games).run(config.algorithm.num_steps))
+
+    asyncio.run(run())
+
+
+def trained_tokens(group: RolloutGroup) -> list[tuple[int, int]]:
+    """Return the tokens with a loss, and the version that each is said to have, sequence by sequence."""
+    found = []
+    for episode in group.completions:
+        assert isinstance(episode, Episode)
+        for part in episode.sequences:
+            mask = episode.mask[part.start : part.end]
+            ids, versions = (
+                array[part.start : part.end][mask] for array in (episode.token_ids, episode.versions)
+            )
+            found += zip(ids.tolist(), versions.tolist(), strict=True)
+    return found
+
+
+@pytest.mark.parametrize("over_age", ["wait", "mask", "drop"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), pace=paces(), plans=PLANS)
+def test_no_token_is_trained_beyond_the_lag_or_twice(
+    over_age: str, data: st.DataObject, pace: Pace, plans: list[list[Plan]]
+) -> None:
+    config, games = data.draw(configs(over_age)), Games(plans)
+    train(config, pace, games)
+    assert len(games.batches) == 6
+    seen: set[int] = set()
+    for version, batch in enumerate(games.batches):
+        oldest = version - config.weight_sync.max_lag
+        for group in batch.groups:
+            tokens = trained_tokens(group.rollout)
+            assert all(games.sampled[token] == said >= oldest for token, said in tokens)
+            numbers = [token for token, _ in tokens]
+            assert len({*numbers} - seen) == len(numbers)
+            seen.update(numbers)
+            recorded = [e.turns >= 0 for e in group.rollout.completions if isinstance(e, Episode)]
+            num_masked = sum(map(sum, recorded)) - len(numbers)
+            assert num_masked == 0 or over_age == "mask"
+
+
+@pytest.mark.parametrize("over_age", ["mask", "drop"])
+def test_an_episode_beyond_the_lag_is_masked_or_dropped(over_age: str) -> None:
+    """With a lag of 0, group 1 begins under version 0 and ends under a later one, in every try."""
+    config = make_config(over_age, max_lag=0, prompts=1, oversample=1.0, lookahead=1)
+    games = Games([[(False, 1), (False, 1)]])
+    train(config, Pace(slow={1: 60}, train=[10]), games)
+    groups = [group.rollout for batch in games.batches for group in batch.groups]
+    slow = [group for group in groups if group.item.group_id == 1]
+    if over_age == "drop":
+        assert slow == []
+    else:
+        (group,) = slow
+        assert len(trained_tokens(group)) < 4 == sum(int((e.turns >= 0).sum()) for e in group.completions)  # type: ignore[attr-defined]
