@@ -10,7 +10,7 @@ from grpo_ray.tools.simulation.virtual_time import VirtualClock
 
 
 def test_the_lag_is_the_delay_of_what_is_due() -> None:
-    """Work that blocks for 0.7 s from 0.8 s on: of the timers at 0.25, 0.5, 0.75 and 1.0 s, the last is late."""
+    """Work that blocks for 0.7 s from 0.8 s on: of the timers at 0.25, 0.5, 0.75 and 1.0 s the last is late."""
     clock = VirtualClock()
 
     async def main() -> list[dict[str, float]]:

@@ -67,7 +67,7 @@ def test_one_sequence_takes_its_prompt_and_its_tokens() -> None:
 
 
 def test_two_sequences_slow_each_other_down_while_both_run() -> None:
-    """Two tokens together at 2 s each, then two more of the longer one at 1.5 s; the prompt is computed once."""
+    """Two tokens together at 2 s each, then two of the longer one at 1.5 s; the prompt is computed once."""
 
     async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
         await engine.generate(PROMPT, settings(2))
@@ -98,7 +98,7 @@ def test_sequences_beyond_the_batch_wait_for_a_place() -> None:
 
 
 def test_a_sync_splits_a_response_and_keeps_its_tokens() -> None:
-    """Paused at 4.5 s with three tokens; the pause lasts a token's 1.5 s and 7 s, and keys are computed anew."""
+    """Paused at 4.5 s with three tokens, for 1.5 s (a token) and 7 s; keys are computed anew after it."""
 
     async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[float, list[int]]:
         async def sync() -> None:

@@ -1,7 +1,7 @@
 """The controller at 64, 256 and 1,024 engines: CPU time per group, on simulated actors in virtual time.
 
-All actors share the process with the controller. Their own CPU time is measured and left out; what their clients and
-the event loop need counts as the controller's.
+All actors share the process with the controller. Their own CPU time is measured and left out; the time of their
+clients and of the event loop counts as the controller's.
 """
 
 import tempfile
