@@ -1,11 +1,13 @@
 """The event loop with many calls: how late it is, and calls that leave room for others."""
 
 import asyncio
+import time
 
 import pytest
 
 from grpo_ray.telemetry.fan_out import PER_TURN, gathered
 from grpo_ray.telemetry.loop_lag import LoopLag
+from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
 
 
@@ -93,3 +95,34 @@ def test_calls_that_are_cancelled_begin_no_more() -> None:
         assert ended == begun
 
     VirtualClock().run(main())
+
+
+def test_an_actors_cpu_time_is_that_of_its_calls_and_of_the_tasks_that_they_create() -> None:
+    def burn(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    async def part() -> None:
+        burn(0.02)
+        await asyncio.sleep(1.0)
+        burn(0.02)
+
+    async def call() -> str:
+        burn(0.02)
+        await asyncio.gather(part(), part())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.sleep(5.0)
+        return "done"
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(meter.make_task)
+        own = asyncio.ensure_future(part())  # the controller's
+        assert await asyncio.ensure_future(meter.metered("generator-3", call())) == "done"
+        await own
+
+    meter = CpuMeter()
+    VirtualClock().run(main())
+    assert meter.seconds.keys() == {"generator"}
+    assert meter.seconds["generator"] == pytest.approx(0.1, abs=0.015)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ class SimulatedClient:
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
         self._note(method)
-        task = asyncio.get_running_loop().create_task(self._work(method, args))
+        work = self._work(method, args)  # in a context of its own, as in another process
+        task = asyncio.get_running_loop().create_task(work, context=Context())
         self._calls.add(task)
         task.add_done_callback(self._ended)
         answer = Answer(self, task)

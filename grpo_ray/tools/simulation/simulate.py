@@ -125,6 +125,8 @@ def simulate(
 
     def drive(controller: Controller) -> None:
         async def main() -> None:
+            if meter is not None:
+                asyncio.get_running_loop().set_task_factory(meter.make_task)
             if speeds.learner_life_s is not None:
                 rng = random.Random(f"{config.run.seed}/learner/{len(lives)}")
                 life_s = rng.expovariate(1 / speeds.learner_life_s)
