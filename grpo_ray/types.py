@@ -3,7 +3,8 @@
     PromptItem -> RolloutGroup(Completion...) -> Verdict -> TrainBatch(ScoredGroup...) -> StepReport
     (ledger)      (Generator)                   (Scorer)   (buffer)                      (Learner)
 
-and, in the other direction, WeightSnapshot from the Learner to the Generators (transfer/messages.py).
+and, in the other direction, WeightSnapshot from the Learner to the Generators (transfer/messages.py). With
+distillation, a Teacher gives one more array for each RolloutGroup.
 
 A *step* trains on one batch and is counted from 1. A *version* is the number of steps that the Learner has
 completed and published, so the initial weights are version 0, and step n turns version n - 1 into n.
@@ -229,7 +230,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group with the fields of its verdict."""
+    """A group with the fields of its verdict, and the logprobs of a Teacher if there is one."""
 
     rollout: RolloutGroup
     rewards: np.ndarray
@@ -239,10 +240,13 @@ class ScoredGroup:
     errors: Mapping[int, str] = field(default_factory=dict)
     ungradable: Mapping[int, str] = field(default_factory=dict)
     turn_advantages: tuple[np.ndarray, ...] = ()
+    teacher_logprobs: np.ndarray | None = None  # float32 [group_tokens], completions end to end; context: 0
 
     @classmethod
-    def of(cls, rollout: RolloutGroup, verdict: Verdict) -> "ScoredGroup":
-        return cls(rollout, **vars(verdict))
+    def of(
+        cls, rollout: RolloutGroup, verdict: Verdict, teacher_logprobs: np.ndarray | None = None
+    ) -> "ScoredGroup":
+        return cls(rollout, **vars(verdict), teacher_logprobs=teacher_logprobs)
 
     @property
     def group_id(self) -> int:
@@ -260,8 +264,18 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """True if any advantage is nonzero; otherwise the group cannot change the policy."""
-        return any(np.any(each != 0.0) for each in self.turn_advantages or (self.advantages,))
+        """True if any advantage is nonzero or there is a teacher; otherwise it cannot change the policy."""
+        advantages = self.turn_advantages or (self.advantages,)
+        return self.teacher_logprobs is not None or any(np.any(each != 0.0) for each in advantages)
+
+    @property
+    def teacher_rows(self) -> list[np.ndarray | None]:
+        """The Teacher's logprobs for each completion, `[response_tokens]`."""
+        completions = self.rollout.completions
+        if self.teacher_logprobs is None:
+            return [None] * len(completions)
+        bounds = accumulate(len(c.token_ids) for c in completions[:-1])
+        return [*np.split(self.teacher_logprobs, list(bounds))]
 
     @property
     def num_bytes(self) -> int:
@@ -269,6 +283,7 @@ class ScoredGroup:
         item, completions = self.rollout.item, self.rollout.completions
         arrays = [self.rewards, self.format_rewards, self.answer_rewards, self.advantages]
         arrays += [getattr(c, name) for c in completions for name in PER_TOKEN if hasattr(c, name)]
+        arrays += [] if self.teacher_logprobs is None else [self.teacher_logprobs]
         texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
         prompts = [item.prompt_token_ids]
         prompts += [s.prompt_token_ids for c in completions if isinstance(c, Episode) for s in c.sequences]

@@ -6,9 +6,12 @@ Imports nothing heavy: the process that only hands out tests to the workers load
 import contextlib
 import importlib
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from ray_nodes import ray_head, token_environment
@@ -162,3 +165,18 @@ def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(scorer, "Grader", ParityGrader)
     monkeypatch.setattr(regrader, "Grader", ParityGrader)
+
+
+@pytest.fixture
+def environments_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Write the files of docs/environments.md into the current folder; return an importer of its modules."""
+    text = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    for kind, name, body in re.findall(r"```(\w+)\n# (\S+)\n(.*?)```", text, re.S):
+        assert name.endswith({"python": ".py", "yaml": ".yaml"}[kind])
+        (tmp_path / name).write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names = {path.stem for path in tmp_path.glob("*.py")}
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module

@@ -12,11 +12,12 @@ from typing import Any
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer, scorer_arguments
+from grpo_ray.actors.teacher import Teacher
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
-from grpo_ray.cluster.placement import environment_names, scorer_names
+from grpo_ray.cluster.placement import environment_names, scorer_names, teacher_names
 from grpo_ray.config import Config
-from grpo_ray.engines import make_engine
+from grpo_ray.engines import make_engine, make_teacher_engine
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.errors import ActorDied
 from grpo_ray.telemetry.checkpoint import Checkpoint
@@ -121,6 +122,7 @@ class LocalActors:
         self.generators = {name: self._new_generator(name) for name in names}
         self.scorers = {name: self._new_scorer(name) for name in scorer_names(config)}
         self._start = start
+        self.teachers = {name: self._new_teacher(name) for name in teacher_names(config)}
         self.environments = {name: self._new_environment(name) for name in environment_names(config)}
         self.learner = LocalClient(
             "learner",
@@ -142,6 +144,7 @@ class LocalActors:
         return {
             **self.generators,
             **self.scorers,
+            **self.teachers,
             **self.environments,
             **{client.name: client for client in others},
         }
@@ -158,6 +161,9 @@ class LocalActors:
         self.generators[name] = self._new_generator(name)
         return self.generators[name]
 
+    def _new_teacher(self, name: str) -> LocalClient:
+        return LocalClient(name, lambda: Teacher(name, make_teacher_engine(self._config, self._start)))
+
     def _new_environment(self, name: str) -> LocalClient:
         return LocalClient(name, lambda: EnvironmentWorker(name, self._config, self._start))
 
@@ -165,6 +171,8 @@ class LocalActors:
         self.by_name()[name].die()
         if name in self.scorers:
             self.scorers[name] = self._new_scorer(name)
+        elif name in self.teachers:
+            self.teachers[name] = self._new_teacher(name)
         else:
             self.environments[name] = self._new_environment(name)
         return self.by_name()[name]

@@ -53,6 +53,7 @@ class LocalServing:
         self.generators = {name: LocalClient(name, lambda name=name: generator(name)) for name in names}  # type: ignore[misc]
         scorer = scorer_arguments(config)
         self.scorers = {"scorer": LocalClient("scorer", lambda: Scorer(*scorer))}
+        self.teachers = dict[str, LocalClient]()
         self.environments = {
             name: LocalClient(name, lambda name=name: EnvironmentWorker(name, config, model))  # type: ignore[misc]
             for name in environment_names(config)

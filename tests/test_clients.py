@@ -9,6 +9,7 @@ from grpo_ray.actors import clients
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
+from grpo_ray.actors.teacher import Teacher
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.actors.weight_sync import WeightSync
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
@@ -18,6 +19,7 @@ PAIRS: list[tuple[Any, type]] = [
     (clients.GeneratorClient, Generator),
     (clients.EnvironmentClient, EnvironmentWorker),
     (clients.ScorerClient, Scorer),
+    (clients.TeacherClient, Teacher),
     (clients.BufferClient, TrajectoryBuffer),
     (clients.LearnerClient, Learner),
     (clients.WeightSyncClient, WeightSync),

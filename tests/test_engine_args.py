@@ -54,9 +54,7 @@ def test_what_the_run_decides_is_refused_by_name(name: str, remedy: str) -> None
 
 
 def test_the_torch_engine_takes_none() -> None:
-    with pytest.raises(
-        ConfigError, match=r"generator: engine_args are vLLM's, and generator.engine is `torch`"
-    ):
+    with pytest.raises(ConfigError, match=r"generator: engine_args are vLLM's, and engine is `torch`"):
         quickstart("generator.engine=torch", "generator.engine_args.quantization=fp8")
 
 
@@ -82,8 +80,9 @@ def test_every_decided_name_is_one_of_vllms() -> None:
 
 def test_every_argument_that_the_engine_sets_is_refused_in_the_configuration() -> None:
     source = (Path(engine_args.__file__).parent / "vllm_engine.py").read_text()
-    block = source[source.index("**config.engine_args") : source.index("AsyncEngineArgs(trust")]
-    names = set(re.findall(r'^ {12}"(\w+)":', block, re.M))
+    own = source[source.index("**common,") : source.index("AsyncEngineArgs(trust")]
+    common = source[source.index("**config.engine_args,") : source.index("def _defaults")]
+    names = set(re.findall(r'^ +"(\w+)":', own + common, re.M))
     assert len(names) > 15
     assert names <= set(DECIDED)
 

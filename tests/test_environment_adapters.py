@@ -1,9 +1,6 @@
 """Episodes made of other packages' environments, played by scripts; each test needs only its own package."""
 
 import asyncio
-import importlib
-import re
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -372,21 +369,6 @@ def test_a_rehearsal_that_fails_says_so() -> None:
 # The page
 
 
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Return an importer of the modules that stand on the page."""
-    text = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
-    for kind, name, body in re.findall(r"```(\w+)\n# (\S+)\n(.*?)```", text, re.S):
-        assert name.endswith({"python": ".py", "yaml": ".yaml"}[kind])
-        (tmp_path / name).write_text(body)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    names = {path.stem for path in tmp_path.glob("*.py")}
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module
-
-
 @pytest.mark.parametrize(
     ("name", "package", "replies"),
     [
@@ -396,10 +378,10 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any
     ],
 )
 def test_the_pages_modules_play_their_own_warmup(
-    page: Callable[[str], Any], name: str, package: str, replies: set[str]
+    environments_page: Callable[[str], Any], name: str, package: str, replies: set[str]
 ) -> None:
     pytest.importorskip(package)
-    module = page(name)
+    module = environments_page(name)
     pairs = module.warmup(0, 60)
     assert len(pairs) == 60
     assert {reply for _, reply in pairs} == replies
@@ -408,19 +390,21 @@ def test_the_pages_modules_play_their_own_warmup(
     assert load_episode(f"{name}:episode").__name__ == "episode"
 
 
-def test_the_pages_configuration_is_valid(page: Callable[[str], Any]) -> None:
+def test_the_pages_configuration_is_valid(environments_page: Callable[[str], Any]) -> None:
     assert {*load_config("frozen_lake.yaml").episode_tasks} == {""}
 
 
-def test_the_pages_vault_opens(page: Callable[[str], Any]) -> None:
+def test_the_pages_vault_opens(environments_page: Callable[[str], Any]) -> None:
     result, _ = play(
-        page("vault").episode, said(call("open_door", '{"code": "7"}'), "done"), Example("Open.", "7")
+        environments_page("vault").episode,
+        said(call("open_door", '{"code": "7"}'), "done"),
+        Example("Open.", "7"),
     )
     assert result.reward == 1.0, result.error
 
 
 def test_the_pages_client_plays_on_a_server(
-    page: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    environments_page: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The messages are those of an OpenEnv server, with which the page's client was tried by hand."""
 
@@ -446,7 +430,7 @@ def test_the_pages_client_plays_on_a_server(
             await socket.send_json({"type": "observation", "data": data})
         return socket
 
-    module = page("numbers_server")
+    module = environments_page("numbers_server")
 
     async def episode(session: Any, example: Example) -> Any:
         app = web.Application()

@@ -131,9 +131,10 @@ def test_a_missing_yaml_file_is_a_configuration_error(tmp_path: Path) -> None:
         find_subject(str(tmp_path / "job.yaml"))
 
 
-def test_an_evaluation_has_no_learner_and_shares_no_device(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(CONFIG)
+def test_an_evaluation_has_no_learner_and_no_teacher_and_shares_no_device(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{CONFIG}\ndistillation: {{teacher: /no/where, engine: torch}}\n")
     config = plan_evaluation(EvaluationOptions(str(tmp_path / "job.yaml"))).config
+    assert config.distillation.teacher is None
     assert (config.learner.num_gpus, config.learner.num_cpus, config.generator.colocated) == (0, 0, False)
     assert config.gpus_per_generator == 1
 

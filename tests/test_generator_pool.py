@@ -9,7 +9,8 @@ import pytest
 from builders import make_item, make_settings
 from local_runs import Recorder, make_config
 
-from grpo_ray.cluster.placement import scorer_names
+from grpo_ray.cluster.placement import scorer_names, teacher_names
+from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied, DataLost, RunError, Stalled, first_error
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.generator_pool import GeneratorPool
@@ -25,13 +26,16 @@ Behaviour = Callable[[str, int], Any]  # (actor, how many times it was called be
 class FakeActors:
     """A Generator and a Scorer with answers that a test decides; `started` has each one's number of starts."""
 
-    def __init__(self, answer: Behaviour, num_generators: int, scorers: Sequence[str]) -> None:
+    def __init__(
+        self, answer: Behaviour, num_generators: int, scorers: Sequence[str], teachers: Sequence[str] = ()
+    ) -> None:
         self._answer, self.num_calls = answer, dict[str, int]()
         names = [f"generator-{index}" for index in range(num_generators)]
         self.generators = {name: FakeClient(self, name) for name in names}
         self.scorers = {name: FakeClient(self, name) for name in scorers}
+        self.teachers = {name: FakeClient(self, name) for name in teachers}
         self.environments = dict[str, FakeClient]()
-        self.starts = dict.fromkeys([*names, *scorers], 1)
+        self.starts = dict.fromkeys([*names, *scorers, *teachers], 1)
         self.num_stack_dumps = 0
         self.scored_by: list[str] = []
 
@@ -47,7 +51,7 @@ class FakeActors:
         return result
 
     def by_name(self) -> dict[str, "FakeClient"]:
-        return {**self.generators, **self.scorers}
+        return {**self.generators, **self.scorers, **self.teachers}
 
     def restart_generator(self, name: str) -> "FakeClient":
         self.starts[name] += 1
@@ -56,7 +60,8 @@ class FakeActors:
 
     def restart_worker(self, name: str) -> "FakeClient":
         self.starts[name] += 1
-        workers = self.scorers if name.startswith("scorer") else self.environments
+        kinds = {"scorer": self.scorers, "teacher": self.teachers, "environment": self.environments}
+        workers = kinds[name.partition("-")[0]]
         workers[name] = FakeClient(self, name)
         return workers[name]
 
@@ -77,6 +82,9 @@ class FakeClient:
     def score(self, *_: Any) -> Any:
         self._actors.scored_by.append(self.name)
         return self._actors.ask("score")
+
+    def look_up(self, *_: Any) -> Any:
+        return "logprobs", self._actors.ask("look_up")
 
     def sleep(self) -> Any:
         return self._actors.ask("sleep")
@@ -100,7 +108,8 @@ class Pool:
 
     def __init__(self, folder: Path, answer: Behaviour, *overrides: str, max_restarts: int = 5) -> None:
         self.config = make_config("recovery.restart_backoff_s=0.001", *overrides)
-        self.actors = FakeActors(answer, self.config.generator.num_generators, scorer_names(self.config))
+        names = scorer_names(self.config), teacher_names(self.config)
+        self.actors = FakeActors(answer, self.config.generator.num_generators, *names)
         self.run = RunDirectory(folder)
         self.run.create(self.config)
         self.calls, self.log = OpenCalls(), RunLog(self.run, Recorder())
@@ -144,7 +153,7 @@ def test_a_group_whose_data_is_lost_for_ever_is_given_up(tmp_path: Path) -> None
 def test_an_exception_in_the_scorer_is_treated_as_one_in_a_generator(
     tmp_path: Path, what: str, error: Exception
 ) -> None:
-    assert Pool(tmp_path / "a", fails(what, lambda: error, times=3)).sample() == ("group", 3)
+    assert Pool(tmp_path / "a", fails(what, lambda: error, times=3)).sample() == ("group", 3, None)
     pool = Pool(tmp_path / "b", fails(what, lambda: error))
     assert pool.sample() is None
     assert pool.actors.num_calls["generate"] == 4
@@ -174,7 +183,7 @@ def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, w
         return hang_first(f"{name} ready")(asked, number)
 
     pool = Pool(tmp_path, answer, "recovery.start_timeout_s=0.2")
-    assert pool.sample() == ("group", 3)
+    assert pool.sample() == ("group", 3, None)
     assert pool.actors.starts[name] == 3
     kind = f"{name.partition('-')[0]}_failed"
     assert f"{name} did not start within 0.2 s (recovery.start_timeout_s)" in pool.events(kind)[1]
@@ -201,16 +210,16 @@ def test_the_stall_watch_does_not_wait_for_the_scorer_that_it_replaces(tmp_path:
     asyncio.run(pool.during(work))
 
 
-@pytest.mark.parametrize("kind", ["scorer", "environment"])
+@pytest.mark.parametrize("kind", ["scorer", "teacher", "environment"])
 def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) -> None:
     """It is being replaced, which has a limit of its own; here, the group that found it dead has ended."""
-    name = "scorer" if kind == "scorer" else "environment-0"
+    name = "scorer" if kind == "scorer" else f"{kind}-0"
     pool = Pool(tmp_path, hang_first(f"{name} ready"))
     pool.actors.starts[name] = 1
 
     async def work() -> None:
-        workers = pool.pool._scorers if kind == "scorer" else pool.pool._environments
-        workers.retire(name, "killed")
+        kinds = {"scorer": pool.pool._scorers, "teacher": pool.pool.teachers}
+        kinds.get(kind, pool.pool._environments).retire(name, "killed")
         await asyncio.wait_for(StallWatch(pool.calls, pool.pool, pool.log, 0.3).run(), 1.0)
 
     with pytest.raises(TimeoutError):  # and not Stalled
@@ -318,9 +327,86 @@ def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp
 
     async def work() -> None:
         first = [asyncio.create_task(pool.pool.sample(make_item(g), 2, "train")) for g in range(6)]
-        assert [await task for task in first] == [("group", 3)] * 6
+        assert [await task for task in first] == [("group", 3, None)] * 6
 
     asyncio.run(pool.during(work))
     assert pool.actors.scored_by[:3] == ["scorer-0", "scorer-1", "scorer-2"]
     assert sorted(set(pool.actors.scored_by)) == ["scorer-0", "scorer-1", "scorer-2"]
     assert [pool.actors.starts[f"scorer-{n}"] for n in range(3)] == [1, 2, 1]
+
+
+# ---- with a teacher ----
+
+TAUGHT = ("distillation.teacher=/some/where", "distillation.engine=torch")
+
+
+def test_only_groups_to_train_on_are_looked_up(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, lambda asked, number: 3, *TAUGHT)
+    assert pool.sample() == ("group", 3, "logprobs")
+    assert pool.pool.teachers.num_tokens == 3
+    assert asyncio.run(pool.during(lambda: pool.pool.sample(make_item(7), 2, "validation"))) == (
+        "group",
+        3,
+        None,
+    )
+    assert pool.actors.num_calls["look_up"] == 1
+
+
+def test_tokens_of_concurrent_groups_are_all_counted(tmp_path: Path) -> None:
+    async def later() -> int:
+        await asyncio.sleep(0.01)
+        return 3
+
+    pool = Pool(tmp_path, lambda asked, number: later() if asked == "look_up" else 3, *TAUGHT)
+    asyncio.run(
+        pool.during(lambda: asyncio.gather(*(pool.pool.sample(make_item(n), 2, "train") for n in range(5))))
+    )
+    assert pool.pool.teachers.num_tokens == 15
+
+
+def test_a_group_is_looked_up_while_it_is_scored(tmp_path: Path) -> None:
+    """Each waits for the other to have begun."""
+    begun = {"score": asyncio.Event(), "look_up": asyncio.Event()}
+    other = {"score": "look_up", "look_up": "score"}
+
+    async def meet(asked: str) -> int:
+        begun[asked].set()
+        await begun[other[asked]].wait()
+        return 3
+
+    pool = Pool(tmp_path, lambda asked, number: meet(asked) if asked in begun else 3, *TAUGHT)
+    assert pool.sample() == ("group", 3, "logprobs")
+
+
+@pytest.mark.parametrize("error", [ActorDied("teacher-0", "killed"), EngineDied("out of memory")])
+def test_a_teacher_that_dies_is_replaced_and_looks_up_the_same_group(tmp_path: Path, error: Exception) -> None:
+    pool = Pool(tmp_path, fails("look_up", lambda: error, times=2), *TAUGHT)
+    assert pool.sample() == ("group", 3, "logprobs")
+    assert (pool.actors.num_calls["generate"], pool.actors.num_calls["look_up"]) == (1, 3)
+    assert pool.actors.starts["teacher-0"] == 3
+    assert len(pool.events("teacher_failed")) == len(pool.events("teacher_back")) == 2
+
+
+def test_a_group_whose_look_up_fails_is_sampled_again_and_then_given_up(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, fails("look_up", lambda: ValueError("no finite logprob")), *TAUGHT)
+    assert pool.sample() is None
+    tries = pool.config.recovery.max_group_retries + 1
+    assert pool.actors.num_calls["generate"] == pool.actors.num_calls["look_up"] == tries
+    assert all("no finite logprob" in text for text in pool.events("group_failed"))
+
+
+def test_a_teacher_that_hangs_is_replaced_by_the_stall_watch(tmp_path: Path) -> None:
+    pool = Pool(
+        tmp_path, lambda asked, number: asyncio.sleep(60) if (asked, number) == ("look_up", 0) else 3, *TAUGHT
+    )
+
+    async def work() -> Any:
+        watching = asyncio.create_task(StallWatch(pool.calls, pool.pool, pool.log, 0.4).run())
+        sampling = asyncio.create_task(pool.pool.sample(make_item(7), 2, "train"))
+        while pool.actors.starts["teacher-0"] < 2:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+        sampling.cancel()
+
+    asyncio.run(pool.during(work))
+    assert "recovery.stall_timeout_s" in pool.events("teacher_failed")[0]

@@ -39,6 +39,22 @@ def test_each_environment_worker_reserves_its_own() -> None:
     assert "0.5 for the Learner, 2 for the EnvironmentWorker)" in line
 
 
+def test_each_teacher_reserves_its_own() -> None:
+    given = [
+        "generator.num_cpus=0",
+        "learner.num_cpus=0",
+        "distillation.num_gpus=2",
+        "distillation.num_teachers=2",
+    ]
+    assert bundles_of(quickstart(*given)) == ()  # there is no teacher
+    several = quickstart(*given, "distillation.teacher=/some/where", "sampling.min_tokens=0")
+    names = ["teacher-0", "teacher-1"]
+    assert bundles_of(several) == tuple(Bundle((name,), {"GPU": 2, "CPU": 1}) for name in names)
+    assert gpus_of(several) == 4
+    (line,) = shortfalls(several, [Node("a", {"GPU": 2, "CPU": 4})])
+    assert line == "GPU: 4 needed (2 x 2 for Teachers), 2 there"
+
+
 def quickstart(*overrides: str) -> Config:
     return load_config(QUICKSTART, overrides)
 

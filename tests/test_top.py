@@ -308,6 +308,13 @@ def test_the_learner_waits_for_the_scorer() -> None:
     )
 
 
+def test_the_learner_waits_for_teachers() -> None:
+    looks_up = {"time/teacher-0/look_up_s": 1.8, "time/teacher-0/wait_for_groups_s": 0.2}
+    assert bottleneck([step(2, samples=1.0) | looks_up]) == (
+        "Learner waits 62% of the time and Teachers work 90% of it: add distillation.num_teachers."
+    )
+
+
 def test_sampling_and_training_take_turns() -> None:
     sentence = bottleneck([step(2, samples=1.2, lag__max=0.0)])
     assert sentence == (

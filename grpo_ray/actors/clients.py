@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from grpo_ray.episodes.turn_box import FinishedTurns, Turns, Worker
 from grpo_ray.telemetry.stage_clock import ActorStats
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -77,11 +79,20 @@ class ScorerClient(ActorClient, Protocol):
     def score(self, group: Ref[RolloutGroup]) -> Awaitable[Verdict]: ...
 
 
+class TeacherClient(ActorClient, Protocol):
+    """The Teacher: another model's logprobs of the policy's tokens (teacher.py)."""
+
+    def look_up(self, group: Ref[RolloutGroup]) -> tuple[Ref[np.ndarray], Awaitable[int]]: ...
+    def shutdown(self) -> Awaitable[None]: ...
+
+
 class BufferClient(ActorClient, Protocol):
     """The buffer: scored groups until their batch is complete, and replayed ones (trajectory_buffer.py)."""
 
     def begin(self, waiting: Sequence[int], next_id: int) -> Awaitable[int]: ...
-    def put(self, rollout: Ref[RolloutGroup], verdict: Verdict) -> Awaitable[PutReceipt]: ...
+    def put(
+        self, rollout: Ref[RolloutGroup], verdict: Verdict, teacher_logprobs: Ref[np.ndarray] | None = None
+    ) -> Awaitable[PutReceipt]: ...
     def set_aside(self, group_id: int) -> Awaitable[int]: ...
     def take(self, step: int, oldest_version: int) -> tuple[Ref[TrainBatch], Awaitable[BatchFacts]]: ...
     def group_ids(self) -> Awaitable[tuple[int, ...]]: ...
@@ -129,6 +140,8 @@ class ServingActors(Protocol):
     @property
     def scorers(self) -> Mapping[str, ScorerClient]: ...
     @property
+    def teachers(self) -> Mapping[str, TeacherClient]: ...
+    @property
     def environments(self) -> Mapping[str, EnvironmentClient]: ...
     def by_name(self) -> Mapping[str, ActorClient]: ...
 
@@ -136,7 +149,7 @@ class ServingActors(Protocol):
         """Start a fresh Generator in place of `name`, with the weights that the run began with."""
 
     def restart_worker(self, name: str) -> ActorClient:
-        """Start a fresh Scorer or EnvironmentWorker in place of `name`."""
+        """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
 
     async def fetch(self, reference: Ref[T]) -> T:
         """Bring the value of a reference into this process."""

@@ -24,7 +24,7 @@ from grpo_ray.models.adapters import (
 from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.models.loading import cast_parameters, load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.sequences import TrainSequence, minibatches, samples_of, sequences_of
+from grpo_ray.models.sequences import TrainSequence, minibatches, samples_of, sequences_of, with_teacher
 from grpo_ray.models.sharded import whole
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
@@ -243,6 +243,7 @@ class Learner:
         of_batch: dict[str, float] = {}
         if needs_batch(algorithm):
             sequences, of_batch = with_batch_advantages(groups, sequences, self._config)
+        sequences = with_teacher(sequences, self._config.distillation)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
         is_single = num_epochs == 1 and (size is None or size >= len(samples_of(sequences)))

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
@@ -16,6 +18,7 @@ from grpo_ray.telemetry.batch_metrics import (
     group_outcomes,
     part_metrics,
     rollout_metrics,
+    teacher_metrics,
 )
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
@@ -95,13 +98,15 @@ class TrajectoryBuffer:
             self._memory.forget(waiting)  # a batch that was taken but not trained
             return self._settle()
 
-    async def put(self, rollout: RolloutGroup, verdict: Verdict) -> PutReceipt:
+    async def put(
+        self, rollout: RolloutGroup, verdict: Verdict, teacher_logprobs: np.ndarray | None = None
+    ) -> PutReceipt:
         """Add a scored group once there is room; a group that the next batch waits for is added at once.
 
         Raises:
             ValueError: the group is in the buffer already, or is no longer to be trained.
         """
-        group = ScoredGroup.of(rollout, verdict)
+        group = ScoredGroup.of(rollout, verdict, teacher_logprobs)
         async with self._room:
             await self._room.wait_for(lambda: self._has_room(group))
             if self._is_too_old(group, self._oldest_kept):
@@ -168,6 +173,7 @@ class TrajectoryBuffer:
         metrics = {
             **rollout_metrics([*fresh, *dropped], len(dropped)),
             **part_metrics([*fresh, *dropped]),
+            **teacher_metrics(fresh),
             **cut_metrics(fresh),
             **self._memory.take_metrics(),
             **({"lag/masked_tokens": float(num_masked)} if self._masks_old else {}),

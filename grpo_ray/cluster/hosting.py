@@ -19,21 +19,30 @@ from grpo_ray.actors.clients import (
     GeneratorClient,
     LearnerClient,
     ScorerClient,
+    TeacherClient,
     WeightSyncClient,
 )
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer, scorer_arguments
+from grpo_ray.actors.teacher import Teacher
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
 from grpo_ray.cluster.crew import Crew, Meeting
-from grpo_ray.cluster.placement import LEARNER, environment_names, generator_names, rank_names, scorer_names
+from grpo_ray.cluster.placement import (
+    LEARNER,
+    environment_names,
+    generator_names,
+    rank_names,
+    scorer_names,
+    teacher_names,
+)
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import Process, process_at
 from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
-from grpo_ray.engines import engine_seed, make_engine
+from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.policy.ranks import Seat
@@ -48,7 +57,7 @@ T = TypeVar("T")
 
 
 class ServingGroup:
-    """Generators, Scorers and EnvironmentWorkers: all that sample and grade, started at the same time."""
+    """Generators, Scorers, Teachers and EnvironmentWorkers: all that sample and judge, started together."""
 
     def __init__(
         self, placement: Placement, config: Config, model: StartingModel, logs: Path, version: int = 0
@@ -64,10 +73,11 @@ class ServingGroup:
         self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
         self.generators = {name: self._start_generator(name) for name in generator_names(config)}
         self.scorers = {name: self._start_scorer(name) for name in scorer_names(config)}
+        self.teachers = {name: self._start_teacher(name) for name in teacher_names(config)}
         self.environments = {name: self._start_environment(name) for name in environment_names(config)}
 
     def by_name(self) -> dict[str, ActorClient]:
-        return {**self.generators, **self.scorers, **self.environments}
+        return {**self.generators, **self.scorers, **self.teachers, **self.environments}
 
     def restart_generator(self, name: str) -> GeneratorClient:
         """Start a fresh Generator in place of `name`, with the weights that the run began with."""
@@ -76,8 +86,11 @@ class ServingGroup:
         return self.generators[name]
 
     def restart_worker(self, name: str) -> ActorClient:
-        """Start a fresh Scorer or EnvironmentWorker in place of `name`."""
+        """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
         ray.kill(self._clients[name].handle)
+        if name in self.teachers:
+            self.teachers[name] = self._start_teacher(name)
+            return self.teachers[name]
         if name in self.scorers:
             self.scorers[name] = self._start_scorer(name)
             return self.scorers[name]
@@ -121,11 +134,11 @@ class ServingGroup:
         return ""
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """End the engines' own processes, then the actors; a Generator that is not up yet is just killed.
+        """End the engines' own processes, then the actors; an engine that is not up yet is just killed.
 
         Ray also ends the child processes of an actor that is killed; asking first lets vLLM clean up.
         """
-        handles = [self._clients[name].handle for name in self.generators]
+        handles = [self._clients[name].handle for name in (*self.generators, *self.teachers)]
         with contextlib.suppress(Exception):  # one that is dead or hung is killed below all the same
             probes = {handle.take_stats.remote(): handle for handle in handles}
             up, _ = ray.wait(list(probes), num_returns=len(probes), timeout=0.5)
@@ -151,6 +164,12 @@ class ServingGroup:
         )
         handle = actor.remote(*scorer_arguments(config))
         return cast(ScorerClient, self._client(Scorer, name, handle))
+
+    def _start_teacher(self, name: str) -> TeacherClient:
+        config, model = self._config, self._model
+        engine = Deferred(lambda: make_teacher_engine(config, model))
+        actor = self._host(Teacher, name).options(**self._placement.options(name), max_concurrency=10_000)
+        return cast(TeacherClient, self._client(Teacher, name, actor.remote(name, engine)))
 
     def _start_environment(self, name: str) -> EnvironmentClient:
         actor = self._host(EnvironmentWorker, name)

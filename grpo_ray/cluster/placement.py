@@ -47,6 +47,12 @@ def scorer_names(config: Config) -> list[str]:
     return [SCORER] if number == 1 else [f"{SCORER}-{index}" for index in range(number)]
 
 
+def teacher_names(config: Config) -> list[str]:
+    """Return the Teachers' names, `teacher-0` and so on; none without distillation."""
+    distillation = config.distillation
+    return [f"teacher-{i}" for i in range(distillation.num_teachers)] if distillation.teacher else []
+
+
 def environment_names(config: Config) -> list[str]:
     """Return the names of the EnvironmentWorkers, `environment-0` and so on; none without episodes."""
     number = config.episodes.num_workers if config.episode_tasks else 0
@@ -59,6 +65,7 @@ def reservations(config: Config) -> dict[str, dict[str, float]]:
         (generator_names(config), config.gpus_per_generator, config.generator.num_cpus),
         (rank_names(config), config.gpus_of_learner, config.learner.num_cpus),
         (scorer_names(config), 0.0, config.scorer.num_cpus),
+        (teacher_names(config), config.distillation.num_gpus, config.distillation.num_cpus),
         (environment_names(config), 0.0, config.episodes.num_cpus),
     )  # Generators first, so that `spread` places these first
     return {name: {"GPU": gpus, "CPU": cpus} for names, gpus, cpus in amounts for name in names}
@@ -74,7 +81,7 @@ def bundles_of(config: Config) -> tuple[Bundle, ...]:
     wanted = {name: amounts for name, amounts in reservations(config).items() if any(amounts.values())}
     ranks, per_node = rank_names(config), config.learner.num_ranks_per_node
     nodes = [ranks[first : first + per_node] for first in range(0, len(ranks), per_node)]
-    helpers = [*scorer_names(config), *environment_names(config)]
+    helpers = [*scorer_names(config), *teacher_names(config), *environment_names(config)]
     apart = [[name] for name in generator_names(config)], [[name] for name in helpers]
     if config.placement.strategy == "colocate":
         groups = [list(wanted)]
@@ -159,6 +166,7 @@ def _shares(config: Config, resource: str) -> str:
         (generator_names(config), "Generators", "Generators"),
         (rank_names(config), "the Learner", "the Learner's ranks"),
         (scorer_names(config), "the Scorer", "Scorers"),
+        (teacher_names(config), "the Teacher", "Teachers"),
         (environment_names(config), "the EnvironmentWorker", "EnvironmentWorkers"),
     )
     shares = [(len(names), amounts[names[0]], one, several) for names, one, several in kinds if names]

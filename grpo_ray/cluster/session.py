@@ -172,6 +172,6 @@ def _refuse(lacking: Sequence[str], what: str, also: str = "") -> None:
     if lacking:
         raise ResourceError(
             f"{what}: {'; '.join(lacking)}. Run it on a larger cluster, or lower generator.num_generators, "
-            "learner.num_ranks, or num_gpus and num_cpus of generator, learner, scorer and episodes (0 GPUs "
-            f"runs on the CPU){also}"
+            "learner.num_ranks, or num_gpus and num_cpus of generator, learner, scorer, distillation and "
+            f"episodes (0 GPUs runs on the CPU){also}"
         )

@@ -22,6 +22,8 @@ LossType = Literal[
 RATIO_LOSSES: tuple[LossType, ...] = (
     "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv", "dppo_kl", "sapo", "gmpo",
 )  # fmt: skip
+# The losses with one ratio per response, for which an advantage per token is that of the whole response.
+RESPONSE_LOSSES: tuple[LossType, ...] = ("gspo", "luspo", "gmpo")
 Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"]
 OldLogProbs = Literal["behaviour", "proximal"]
 Correction = Literal[

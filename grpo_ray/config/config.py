@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.algorithm import RESPONSE_LOSSES, AlgorithmConfig
+from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig
 from grpo_ray.config.model import ModelConfig
@@ -33,6 +34,7 @@ class Config(Section):
     generator: GeneratorConfig = GeneratorConfig()
     episodes: EpisodesConfig = EpisodesConfig()
     scorer: ScorerConfig = ScorerConfig()
+    distillation: DistillationConfig = DistillationConfig()
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -327,6 +329,41 @@ class Config(Section):
             raise ValueError(
                 "algorithm.overlong_buffer_tokens: it penalizes long responses of one turn; let the episode "
                 "function subtract from its reward instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _distillation_is_possible(self) -> "Config":
+        distillation, algorithm, sampling = self.distillation, self.algorithm, self.sampling
+        if distillation.teacher is None:
+            return self
+        if algorithm.loss in RESPONSE_LOSSES:
+            raise ValueError(
+                f"algorithm.loss: `{algorithm.loss}` gives all tokens of a response the same weight, and a "
+                "teacher judges each token by itself; use a loss per token such as `grpo_clip`"
+            )
+        if algorithm.dynamic_sampling_tries:
+            raise ValueError(
+                "algorithm.dynamic_sampling_tries: it replaces groups without signal, and with "
+                "distillation.teacher every group has one; set it to 0"
+            )
+        task = self.task
+        tasks = [part.task for part in task.parts.values()] if isinstance(task, MixtureTaskConfig) else [task]
+        if any(each.curriculum is not None for each in tasks):
+            raise ValueError(
+                "task.curriculum: it skips prompts whose groups had no signal, and with distillation.teacher "
+                "every group has one; remove it"
+            )
+        if distillation.engine == "vllm" and sampling.temperature != 1.0:
+            raise ValueError(
+                f"sampling.temperature is {sampling.temperature:g}, and vLLM gives the logprobs of given "
+                "tokens at 1 only; set it to 1, or distillation.engine to `torch`"
+            )
+        if distillation.engine == "vllm" and sampling.min_tokens:
+            raise ValueError(
+                f"sampling.min_tokens is {sampling.min_tokens}: the sampler rules out end tokens before it, "
+                "and vLLM's logprobs of given tokens rule out nothing; set it to 0, or distillation.engine to "
+                "`torch`"
             )
         return self
 

@@ -41,12 +41,18 @@ DECIDED: Mapping[str, str] = {
 }
 
 
-def refuse_decided(names: Iterable[str]) -> None:
+def refuse_decided(names: Iterable[str], other_fields: Mapping[str, str]) -> None:
     """Refuse arguments that the run decides.
+
+    Args:
+        other_fields: what stands in the place of these parts of DECIDED's fields.
 
     Raises:
         ValueError: names them all, and the fields to set instead.
     """
     problems = [f"{name} is decided by the run; set {DECIDED[name]}" for name in names if name in DECIDED]
     if problems:
-        raise ValueError("; ".join(problems))
+        text = "; ".join(problems)
+        for field, other in other_fields.items():
+            text = text.replace(field, other)
+        raise ValueError(text)

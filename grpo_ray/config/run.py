@@ -45,8 +45,8 @@ class RecoveryConfig(Section):
     """Limits and timeouts for handling failures."""
 
     max_restarts: NonNegativeInt = 20
-    """Restarts of Generators, Scorers and EnvironmentWorkers per hour, all together; beyond it the run ends
-    with a checkpoint. Actors that die within half a minute of each other count once."""
+    """Restarts of Generators, Scorers, Teachers and EnvironmentWorkers per hour, all together; beyond it the
+    run ends with a checkpoint. Actors that die within half a minute of each other count once."""
     restart_backoff_s: NonNegativeFloat = 1.0
     """Seconds before an actor is restarted, or a failed group retried; doubled each time, up to a minute, and
     reset after ten minutes without a death."""

@@ -1,6 +1,7 @@
 """The configuration of sampling: the distribution of responses, and the Generators that draw them."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -33,19 +34,19 @@ class SamplingConfig(Section):
         return self
 
 
-class GeneratorConfig(Section):
-    num_generators: PositiveInt = 1
-    """Generator actors, each with its own engine."""
+class EngineConfig(Section):
+    """An inference engine: its kind, devices and memory."""
+
+    _other_fields: ClassVar[Mapping[str, str]] = {}
+
     engine: Literal["vllm", "torch"] = "vllm"
     """`vllm` for real runs; `torch` is a plain reference implementation."""
     num_gpus: NonNegativeInt = 1
-    """GPUs per Generator (its tensor-parallel size); 0 runs on the CPU."""
+    """GPUs per engine (its tensor-parallel size); 0 runs on the CPU."""
     num_cpus: NonNegativeFloat = 1
-    """CPUs that each Generator reserves in Ray."""
+    """CPUs that each engine's actor reserves in Ray."""
     gpu_memory_utilization: Fraction = 0.85
     """Share of the device's memory that vLLM may use; on a CPU, share of RAM."""
-    max_model_len: PositiveInt | None = None
-    """Maximum length of prompt plus response in tokens; default: longest prompt + `sampling.max_tokens`."""
     max_num_seqs: PositiveInt = Field(default_factory=lambda given: 512 if given.get("num_gpus") else 256)
     """Sequences that the engine runs at the same time; default: 512 on GPUs, 256 on a CPU."""
     enforce_eager: bool = False
@@ -55,28 +56,36 @@ class GeneratorConfig(Section):
     num_threads: PositiveInt = 1
     """CPU threads per engine (CPU only)."""
     cpu_cores: tuple[NonNegativeInt, ...] | None = None
-    """Cores that the Generators' processes are pinned to (CPU only); default: any."""
-    colocated: bool = False
-    """Generators and Learner share the devices and take turns (synchronous runs only)."""
-    slowdown_s: NonNegativeFloat = 0.0
-    """Artificial delay per group in seconds, for experiments with schedules."""
+    """Cores that the engines' processes are pinned to (CPU only); default: any."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, such as `{quantization: fp8, enable_expert_parallel: true}`.
-    `max_num_batched_tokens` is 8192 on GPUs unless given. What the run decides (the model, its dtype, the seed,
-    the distribution of responses) is refused here."""
+    What the run decides (the model, its dtype, the seed, the distribution of responses) is refused here."""
 
     _check_cores = field_validator("cpu_cores")(refuse_no_cores)
 
     @field_validator("engine_args")
     @classmethod
     def _leave_what_the_run_decides(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        refuse_decided(arguments)
+        refuse_decided(arguments, cls._other_fields)
         return arguments
 
     @model_validator(mode="after")
-    def _arguments_have_an_engine(self) -> "GeneratorConfig":
+    def _arguments_have_an_engine(self) -> "EngineConfig":
         if self.engine_args and self.engine != "vllm":
             raise ValueError(
-                f"engine_args are vLLM's, and generator.engine is `{self.engine}`: remove them, or use `vllm`"
+                f"engine_args are vLLM's, and engine is `{self.engine}`: remove them, or use `vllm`"
             )
         return self
+
+
+class GeneratorConfig(EngineConfig):
+    """Engines that sample. `engine_args.max_num_batched_tokens` is 8192 on GPUs unless given."""
+
+    num_generators: PositiveInt = 1
+    """Generator actors, each with its own engine."""
+    max_model_len: PositiveInt | None = None
+    """Maximum length of prompt plus response in tokens; default: longest prompt + `sampling.max_tokens`."""
+    colocated: bool = False
+    """Generators and Learner share the devices and take turns (synchronous runs only)."""
+    slowdown_s: NonNegativeFloat = 0.0
+    """Artificial delay per group in seconds, for experiments with schedules."""

@@ -3,7 +3,8 @@
 import hashlib
 
 from grpo_ray.config import Config
-from grpo_ray.engines.base import Engine
+from grpo_ray.engines.base import Engine, TeacherEngine
+from grpo_ray.types import StartingModel
 
 
 def engine_seed(run_seed: int, generator: str, version: int, num_starts: int) -> int:
@@ -36,3 +37,18 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
     return VllmEngine(
         model_path, *options, max_model_len, seed, config.model.trust_remote_code, adapter, recompute_kv
     )
+
+
+def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
+    """Return the configured engine with the teacher.
+
+    Args:
+        start: the policy's; its lengths and end tokens are those of the samples.
+    """
+    if config.distillation.engine == "torch":
+        from grpo_ray.engines.torch_teacher import TorchTeacher
+
+        return TorchTeacher(config, start.end_token_ids)
+    from grpo_ray.engines.vllm_teacher import VllmTeacher
+
+    return VllmTeacher(config.distillation, config.model.dtype, start.max_model_len)

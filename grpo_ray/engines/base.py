@@ -1,7 +1,11 @@
 """The protocol that every inference engine implements."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, SamplingSettings
@@ -72,3 +76,20 @@ class ReceivingEngine(Protocol):
         Raises:
             WireError: the Learner did not come.
         """
+
+
+class TeacherEngine(Protocol):
+    """An engine that judges given tokens, with weights that never change."""
+
+    async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+        """Return the model's logprobs of each sequence's sampled tokens, `[sampled_tokens]` float32.
+
+        They are of the distribution that the sampler draws from: at its temperature, and with the same tokens
+        ruled out.
+
+        Raises:
+            EngineDied: this and every later request fails.
+        """
+
+    async def shutdown(self) -> None:
+        """End every process of the engine, and free its devices."""

@@ -10,8 +10,8 @@ from grpo_ray.config.schema import nearest_name
 CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
-def check_engine_args(names: Iterable[str]) -> None:
-    """Refuse names that vLLM does not know; where vLLM is not installed, its Generators check them.
+def check_engine_args(names: Iterable[str], section: str = "generator") -> None:
+    """Refuse names in `<section>.engine_args` that vLLM does not know; where it is missing, actors check them.
 
     Raises:
         ValueError: names the first unknown one, and the nearest that exists.
@@ -21,7 +21,7 @@ def check_engine_args(names: Iterable[str]) -> None:
         if known is not None and name not in known:
             nearest = nearest_name(name, sorted(known))
             hint = f"; did you mean {nearest}?" if nearest else ""
-            raise ValueError(f"generator.engine_args: vLLM has no argument {name!r}{hint}")
+            raise ValueError(f"{section}.engine_args: vLLM has no argument {name!r}{hint}")
 
 
 def _known_names() -> frozenset[str] | None:

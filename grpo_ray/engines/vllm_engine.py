@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_ray.config import GeneratorConfig
 from grpo_ray.config.model import AdapterConfig
+from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -36,14 +37,12 @@ class VllmEngine:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._adapter = None if adapter is None else ServedAdapter(adapter)
-        on_cpu = config.num_gpus == 0
-        self._sleeps = config.colocated and not on_cpu  # vLLM can only free GPU memory
+        self._sleeps = config.colocated and config.num_gpus > 0  # vLLM can only free GPU memory
         self._lacks_cache = False
-        _set_environment(config if on_cpu else None)
+        common = common_arguments(config, dtype)  # first: it sets the environment
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         from grpo_ray.engines.vllm_texts import omit_texts_of_logprobs
         from grpo_ray.transfer.vllm_worker import BACKEND, WORKER, register
@@ -52,24 +51,13 @@ class VllmEngine:
         omit_texts_of_logprobs()
         arguments = {
             **_defaults(config),
-            **config.engine_args,
+            **common,
             "model": model_path,
-            "load_format": "safetensors",  # never a pickle
-            "dtype": dtype,
             "seed": seed,
             "max_model_len": max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30) if on_cpu else None,
-            "tensor_parallel_size": max(1, config.num_gpus),
-            # Saves a process. Given by its class, because on a CPU vLLM reads the name "uni" as "mp".
-            "distributed_executor_backend": UniProcExecutor if config.num_gpus <= 1 else "mp",
-            "enforce_eager": config.enforce_eager or on_cpu,
-            "generation_config": "vllm",  # the model's own sampling defaults would change the distribution
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, like the draws
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "worker_extension_cls": WORKER,
-            "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
             # No sync brings the weights of a speculative draft; without one the pattern matches nothing.
             **({"sleep_preserve_parameter_names": ["draft.*"]} if self._sleeps else {}),
@@ -174,6 +162,28 @@ class VllmEngine:
             self._adapter.close()
 
 
+def common_arguments(config: EngineConfig, dtype: str) -> dict[str, Any]:
+    """Set this process's environment for vLLM; return the arguments that all of a run's engines have."""
+    on_cpu = config.num_gpus == 0
+    _set_environment(config if on_cpu else None)
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return {
+        **config.engine_args,
+        "load_format": "safetensors",  # never a pickle
+        "dtype": dtype,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30) if on_cpu else None,
+        "tensor_parallel_size": max(1, config.num_gpus),
+        # Saves a process. Given by its class, because on a CPU vLLM reads the name "uni" as "mp".
+        "distributed_executor_backend": UniProcExecutor if config.num_gpus <= 1 else "mp",
+        "enforce_eager": config.enforce_eager or on_cpu,
+        "generation_config": "vllm",  # the model's own sampling defaults would change the distribution
+        "disable_log_stats": True,
+    }
+
+
 def _defaults(config: GeneratorConfig) -> dict[str, Any]:
     """Return arguments that `engine_args` may change.
 
@@ -183,7 +193,7 @@ def _defaults(config: GeneratorConfig) -> dict[str, Any]:
     return {"max_num_batched_tokens": max(8192, config.max_num_seqs)} if config.num_gpus else {}
 
 
-def _set_environment(cpu: GeneratorConfig | None) -> None:
+def _set_environment(cpu: EngineConfig | None) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
     if cpu is not None:

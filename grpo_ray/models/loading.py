@@ -33,7 +33,7 @@ def is_local(path: str) -> bool:
     return path.startswith(("/", "./", "../")) or Path(path).exists() or path.count("/") != 1
 
 
-def check_local_model(path: str) -> None:
+def check_local_model(path: str, field: str = "model.path") -> None:
     """Refuse a local folder without a usable model, before anything is started.
 
     Only the headers of the weights are read; their values are checked by `load_policy`.
@@ -43,22 +43,22 @@ def check_local_model(path: str) -> None:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"model.path: no folder {path!r}; give a folder in Hugging Face format or a hub name")
+        raise ValueError(f"{field}: no folder {path!r}; give a folder in Hugging Face format or a hub name")
     if not (folder / "config.json").exists():
-        raise ValueError(f"model.path: {path!r} has no config.json; it is not a model in Hugging Face format")
+        raise ValueError(f"{field}: {path!r} has no config.json; it is not a model in Hugging Face format")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"model.path: {path!r} has no *.safetensors; save it with save_pretrained()")
-    for file in [*sorted(folder.glob("*.safetensors")), *_listed_shards(folder)]:
+        raise ValueError(f"{field}: {path!r} has no *.safetensors; save it with save_pretrained()")
+    for file in [*sorted(folder.glob("*.safetensors")), *_listed_shards(folder, field)]:
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"model.path: {file} is damaged or missing ({error}); copy or download the model again"
+                f"{field}: {file} is damaged or missing ({error}); copy or download the model again"
             ) from None
 
 
-def _listed_shards(folder: Path) -> list[Path]:
+def _listed_shards(folder: Path, field: str) -> list[Path]:
     """Return the files listed in the index of a sharded model."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
@@ -67,7 +67,7 @@ def _listed_shards(folder: Path) -> list[Path]:
         return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
-            f"model.path: {index} is not an index of safetensors files; copy or download the model again"
+            f"{field}: {index} is not an index of safetensors files; copy or download the model again"
         ) from None
 
 
@@ -147,7 +147,9 @@ def _with_tree_attention(model: Any) -> PolicyModel:
 def _load_transformer_lm(path: str) -> tuple[PolicyModel, list[str]]:
     config = check_llama(path)
     folder = Path(path if is_local(path) else snapshot_download(path, allow_patterns=["*.json", WEIGHTS]))
-    return load_transformer_lm(config, folder, _listed_shards(folder) or [folder / "model.safetensors"])
+    return load_transformer_lm(
+        config, folder, _listed_shards(folder, "model.path") or [folder / "model.safetensors"]
+    )
 
 
 def check_llama(path: str) -> LlamaConfig:
@@ -264,7 +266,7 @@ def check_lengths(
         )
 
 
-def check_hub_model(name: str) -> None:
+def check_hub_model(name: str, field: str = "model.path") -> None:
     """Check once that the hub has the model, unless it is in the local cache.
 
     Raises:
@@ -276,5 +278,5 @@ def check_hub_model(name: str) -> None:
         HfApi().model_info(name, timeout=10)
     except Exception as error:  # the client's network library raises its own errors
         raise ValueError(
-            f"model.path: {name!r} is not a local folder, and cannot be read from the hub: {error}"
+            f"{field}: {name!r} is not a local folder, and cannot be read from the hub: {error}"
         ) from error

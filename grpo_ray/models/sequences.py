@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.models.families import Family, families_of
 from grpo_ray.telemetry.flops import Lengths
 from grpo_ray.types import CONTEXT, Episode, ScoredGroup
@@ -26,6 +27,7 @@ class TrainSequence:
     switch: int = NEVER  # first sampled token that another version sampled than the one before it
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
     mask: np.ndarray | None = None  # bool [response_tokens], true where the policy sampled; None: everywhere
     turn_places: np.ndarray | None = None  # each token's place in its turn; None: the response is one turn
     sample: tuple[int, int] | None = None
@@ -66,24 +68,26 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
     sequences: list[TrainSequence] = []
     for place, group in enumerate(groups):
         prompt, completions = group.rollout.item.prompt_token_ids, group.rollout.completions
-        for number, (c, a) in enumerate(zip(completions, group.advantages, strict=True)):
+        rows = zip(completions, group.advantages, group.teacher_rows, strict=True)
+        for number, (c, a, taught) in enumerate(rows):
             if mask_truncated and c.is_truncated:
                 continue
             advantage = float(a)
             if isinstance(c, Episode):
                 of_turns = group.turn_advantages[number] if group.turn_advantages else None
-                own = _of_episode(c, advantage, of_turns, group.has_signal, (place, number))
+                own = _of_episode(c, advantage, of_turns, group.has_signal, (place, number), taught)
                 sequences += (replace(sequence, group=place) for sequence in own)
             else:
                 switch = first_switch(c.versions)
                 values = c.token_ids, c.logprobs, advantage, group.has_signal, switch
-                sequences.append(TrainSequence(prompt, *values, group=place))
+                sequences.append(TrainSequence(prompt, *values, group=place, teacher_logprobs=taught))
     return sequences
 
 
 def _of_episode(
-    episode: Episode, advantage: float, of_turns: np.ndarray | None, has_signal: bool, sample: tuple[int, int]
-) -> Iterator[TrainSequence]:
+    episode: Episode, advantage: float, of_turns: np.ndarray | None, has_signal: bool, sample: tuple[int, int],
+    taught: np.ndarray | None,
+) -> Iterator[TrainSequence]:  # fmt: skip
     """Yield the episode's sequences; `of_turns` are the advantages `[turns]`, empty if it is left out."""
     if of_turns is not None and not len(of_turns):
         advantage, of_turns = 0.0, None
@@ -98,7 +102,27 @@ def _of_episode(
             sequence.prompt_token_ids, episode.token_ids[own], logprobs,
             advantage if of_turns is None else of_turns[turns[mask]], has_signal, first_switch(versions),
             mask=None if mask.all() else mask, turn_places=places_in_turns(turns, mask), sample=sample,
+            teacher_logprobs=None if taught is None else taught[own][mask],
         )  # fmt: skip
+
+
+def with_teacher(sequences: Sequence[TrainSequence], config: DistillationConfig) -> Sequence[TrainSequence]:
+    """Add the teacher's term to the advantage of each token, or put it in the place of the reward's.
+
+    The term is the coefficient times log(teacher / sampler), which estimates the negative reverse KL at the
+    sampled token: on-policy distillation (GKD, arXiv:2306.13649, with the student's samples and reverse KL) as
+    a policy gradient with discount 0 (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). A token
+    without a finite behaviour logprob has no term.
+    """
+    if config.teacher is None:
+        return sequences
+    taught = []
+    for s in sequences:
+        assert s.teacher_logprobs is not None, "with a teacher, no group enters the buffer without them"
+        gap = s.teacher_logprobs - s.behaviour_logprobs
+        term = config.coefficient * np.where(np.isfinite(gap), gap, np.float32(0))
+        taught.append(replace(s, advantage=(s.advantage if config.use_reward else 0.0) + term))
+    return taught
 
 
 def places_in_turns(turns: np.ndarray, mask: np.ndarray) -> np.ndarray | None:

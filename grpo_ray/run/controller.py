@@ -5,8 +5,8 @@
     _publish:        snapshot -> WeightSync -> Generators, then admission opens            (during _train)
 
 It holds references and small facts, never tokens. Only evaluations are fetched whole, to be shown and written.
-A Generator, Scorer or EnvironmentWorker that dies is replaced. A Learner, buffer or WeightSync that dies ends
-`run` with ActorDied, and the caller starts again from the last checkpoint (restores.py).
+A Generator, Scorer, Teacher or EnvironmentWorker that dies is replaced. A Learner, buffer or WeightSync that
+dies ends `run` with ActorDied, and the caller starts again from the last checkpoint (restores.py).
 docs/architecture.md has the table of a group's states.
 """
 

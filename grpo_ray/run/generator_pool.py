@@ -11,21 +11,24 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from grpo_ray.actors.clients import GeneratorClient, ServingActors, WeightSyncClient
 from grpo_ray.actors.weight_sync import WeightSyncError
 from grpo_ray.config import SamplingConfig
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.errors import ActorDied, DataLost, first_error
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Dispatcher, Incarnation
 from grpo_ray.run.environment_pool import EnvironmentPool
 from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget, pause_s
 from grpo_ray.run.scorer_pool import ScorerPool
 from grpo_ray.run.starting import until_ready
+from grpo_ray.run.teacher_pool import TeacherPool
 from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, Verdict
 
-Scored = tuple[Ref[RolloutGroup], Verdict]
+Scored = tuple[Ref[RolloutGroup], Verdict, Ref[np.ndarray] | None]
 
 
 def training_settings(sampling: SamplingConfig, end_token_ids: tuple[int, ...]) -> SamplingSettings:
@@ -58,6 +61,7 @@ class GeneratorPool:
         self._dispatcher = Dispatcher(context.actors.generators.values(), context.config.generator.max_num_seqs)
         self._failed_meanwhile: dict[str, str] = {}  # errors of Generators that are being replaced
         self._scorers = ScorerPool(context, budget)
+        self.teachers = TeacherPool(context, budget)
         self._environments = EnvironmentPool(context, budget, self.retire)
         self._environments.serve(self._dispatcher.serving)
         self._device_is_ours = asyncio.Event()  # cleared while a colocated Learner has the device
@@ -71,11 +75,13 @@ class GeneratorPool:
         """Run replacements in this task group; a replacement that exceeds the budget ends the run."""
         self._tasks = tasks
         self._scorers.start(tasks)
+        self.teachers.start(tasks)
         self._environments.start(tasks)
 
     def cancel(self) -> None:
         """Abandon the replacements that are under way."""
         self._scorers.cancel()
+        self.teachers.cancel()
         self._environments.cancel()
         for task in self._replacing:
             task.cancel()
@@ -91,14 +97,17 @@ class GeneratorPool:
 
     @property
     def being_replaced(self) -> frozenset[str]:
-        return frozenset((*self._replacing.values(), *self._scorers.replacing, *self._environments.replacing))
+        others = (self._scorers, self.teachers, self._environments)
+        return frozenset(self._replacing.values()).union(*(pool.replacing for pool in others))
 
     # Sampling
 
     async def sample(
         self, item: PromptItem, num_samples: int, purpose: str, on_dispatch: Callable[[], None] = lambda: None
     ) -> Scored | None:
-        """Return a reference to the item's group, and its verdict; None if it failed or was lost too often.
+        """Return references to the item's group and, in training, to a teacher's logprobs, with the verdict.
+
+        The result is None if the group failed or was lost too often.
 
         Args:
             on_dispatch: called whenever a Generator is given the group.
@@ -114,7 +123,7 @@ class GeneratorPool:
                 else:
                     group, num_tokens = await self._generate(item, settings, is_retry, on_dispatch)
                 self.num_sampled_tokens += num_tokens
-                return group, await self._scorers.score(group, item, is_retry)
+                return await self._judge(group, item, is_retry, purpose)
             except BudgetUsedUp:
                 raise
             except DataLost as error:  # one event tells of the actor's death, whatever was lost with it
@@ -130,6 +139,18 @@ class GeneratorPool:
             num_pauses = max(num_failures, num_losses - 1)  # no pause after the first death of an actor
             if num_pauses:
                 await asyncio.sleep(pause_s(recovery.restart_backoff_s, num_pauses - 1))
+
+    async def _judge(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool, purpose: str) -> Scored:
+        """Have the group scored and, in training, looked up by a Teacher at the same time."""
+        if purpose != "train" or not self._actors.teachers:
+            return group, await self._scorers.score(group, item, is_retry), None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                verdict = tasks.create_task(self._scorers.score(group, item, is_retry))
+                logprobs = tasks.create_task(self.teachers.look_up(group, item, is_retry))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return group, verdict.result(), logprobs.result()
 
     def _request(self, num_samples: int, request: str) -> SamplingSettings:
         """Return the parameters of one request, with a seed for the reference engine only.
@@ -195,7 +216,7 @@ class GeneratorPool:
     # Replacing
 
     def retire(self, name: str, error: str, incarnation: Incarnation | None = None) -> None:
-        """Replace a Generator or a Scorer that failed, unless that has begun already.
+        """Replace a Generator, a Scorer or a Teacher that failed, unless that has begun already.
 
         Args:
             incarnation: the Generator's process that failed; default: the one that serves now.
@@ -203,6 +224,8 @@ class GeneratorPool:
         current = self._dispatcher.serving.get(name)
         if name in self._actors.scorers:
             self._scorers.retire(name, error)
+        elif name in self._actors.teachers:
+            self.teachers.retire(name, error)
         elif current is not None and (incarnation is None or incarnation is current):
             self._dispatcher.remove(name)
             self._environments.serve(self._dispatcher.serving)

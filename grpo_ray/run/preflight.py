@@ -25,6 +25,7 @@ from grpo_ray.models.loading import (
     skeleton,
 )
 from grpo_ray.models.quantization import check_quantization
+from grpo_ray.models.teacher import check_teacher
 from grpo_ray.policy.optimizer import check_moments
 from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
@@ -95,6 +96,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         ValueError: names the field or file, what is wrong with it, and the fix.
     """
     check_engine_args(config.generator.engine_args)
+    check_engine_args(config.distillation.engine_args, "distillation")
     check_algorithm(config.algorithm)
     for name, reward in config.task.rewards.items():
         check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
@@ -111,9 +113,16 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ()) + notices_on(config)
     task = TaskData(examples.train, examples.validation, templates, notices)
-    if config.model.path is None or is_local(config.model.path):
+    if config.distillation.teacher is not None and is_local(config.distillation.teacher):
+        check_local_model(config.distillation.teacher, "distillation.teacher")
+    if all(map(is_local, model_paths(config))):
         task = _fit_prompts(config, task)
     return task
+
+
+def model_paths(config: Config) -> list[str]:
+    """Return the folders or hub names of the policy's model, unless it is built, and of the teacher."""
+    return [path for path in (config.model.path, config.distillation.teacher) if path is not None]
 
 
 def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = None) -> Prepared:
@@ -145,6 +154,8 @@ def _prepare(
         model_path = config.model.path
         if not is_local(model_path):
             check_hub_model(model_path)
+    if config.distillation.teacher is not None and not is_local(config.distillation.teacher):
+        check_hub_model(config.distillation.teacher, "distillation.teacher")
     if task.longest_prompt is None:
         task = _fit_prompts(config, task)
     longest = task.longest_prompt
@@ -207,12 +218,14 @@ def _fit_prompts(config: Config, task: TaskData) -> TaskData:
     }
     fitted = join_parts({name: part.examples for name, part in parts.items()})
     cuts = {name: part.max_prompt_tokens for name, part in parts.items()}
+    longest = max(part.longest_prompt for part in parts.values())
+    check_teacher(config, tokenizer, longest)
     return replace(
         task,
         train=fitted.train,
         validation=fitted.validation,
         notices=task.notices + fitted.notices,
-        longest_prompt=max(part.longest_prompt for part in parts.values()),
+        longest_prompt=longest,
         max_prompt_tokens={name: cut for name, cut in cuts.items() if cut is not None},
     )
 

@@ -72,10 +72,10 @@ class StallWatch:
         threading.Thread(target=self._pool.actors.dump_stacks, daemon=True).start()
 
     def _replace_stuck(self, stuck: set[str]) -> None:
-        """Replace the stuck Generators and Scorers; a replacement under way has a time limit of its own."""
+        """Replace stuck Generators, Scorers and Teachers; a replacement under way has its own time limit."""
         # A stuck EnvironmentWorker is replaced by environment_pool.py, which asks each one all the time.
         pool, limit = self._pool, f"{self._limit_s:g} s"
-        for name in stuck & (pool.serving.keys() | pool.actors.scorers.keys()):
+        for name in stuck & (pool.serving.keys() | pool.actors.scorers.keys() | pool.actors.teachers.keys()):
             pool.retire(name, f"it has not answered for {limit} (recovery.stall_timeout_s)")
         if not (stuck or pool.being_replaced) & pool.being_replaced:
             causes = ", ".join(sorted(stuck)) or "everything waits for the buffer"

@@ -17,11 +17,11 @@ ClientT = TypeVar("ClientT", bound=ActorClient)
 
 
 class StatelessActors(Generic[ClientT]):
-    """All Scorers of a run, or all its EnvironmentWorkers."""
+    """All Scorers of a run, or all its Teachers, or all its EnvironmentWorkers."""
 
     def __init__(
         self,
-        kind: Literal["scorer", "environment"],
+        kind: Literal["scorer", "teacher", "environment"],
         clients: Mapping[str, ClientT],
         context: ServingContext,
         budget: RestartBudget,

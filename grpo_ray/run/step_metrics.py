@@ -19,13 +19,14 @@ class StepMetrics:
         self._context, self._pool = context, pool
         self._activity, self._loop_lag = Activity(context.clock), LoopLag()
         self._timeline = Timeline(context.log.run.timeline_path, context.log.run.path.name)
-        self._num_reported_tokens = 0  # sampled before the current window
+        self._num_reported_tokens = self._num_looked_up = 0  # before the current window
 
     async def begin(self) -> None:
         """Open the window of the first step."""
         await self._activity.read(self._serving)
         self._loop_lag.start()
         self._num_reported_tokens = self._pool.num_sampled_tokens
+        self._num_looked_up = self._pool.teachers.num_tokens
 
     async def take(self, num_trained_tokens: float) -> Metrics:
         """Close the current window, draw it in the timeline, and return its metrics."""
@@ -42,9 +43,16 @@ class StepMetrics:
             **self._loop_lag.take(),
             "timing/step_s": window.seconds,
             "throughput/sampled_tokens_per_s": num_sampled / window.seconds,
+            **self._of_teachers(window.seconds),
             "throughput/trained_tokens_per_s": num_trained_tokens / window.seconds,
             "memory/object_store_spilled_bytes": spilled_bytes,
         }
+
+    def _of_teachers(self, seconds: float) -> Metrics:
+        before, self._num_looked_up = self._num_looked_up, self._pool.teachers.num_tokens
+        if not self._context.actors.teachers:
+            return {}
+        return {"throughput/teacher_tokens_per_s": (self._num_looked_up - before) / seconds}
 
     @property
     def _serving(self) -> Mapping[str, ActorClient]:

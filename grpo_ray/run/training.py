@@ -14,7 +14,7 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.models.loading import is_local
 from grpo_ray.run.controller import Controller
-from grpo_ray.run.preflight import Prepared, TaskData, check_files, prepare
+from grpo_ray.run.preflight import Prepared, TaskData, check_files, model_paths, prepare
 from grpo_ray.run.restores import train_through_restores
 from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
@@ -119,6 +119,7 @@ FIXED = (
     "model.",
     "task.",
     "run.seed",
+    "distillation.teacher",
     "algorithm.prompts_per_step",
     "algorithm.samples_per_prompt",
     "algorithm.dynamic_sampling_tries",
@@ -163,7 +164,7 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
 @contextlib.contextmanager
 def _ray_for(config: Config) -> Iterator[tuple[RunConsole, session.Placement]]:
     """Connect to Ray and reserve the actors' resources; yield the console and the placement."""
-    needs_hub = config.model.path is not None and not is_local(config.model.path)
+    needs_hub = not all(map(is_local, model_paths(config)))
     with RunConsole(config.algorithm.num_steps) as console:
         console.status("starting Ray")
         with session.connected(needs_hub), sigterm_interrupts():

@@ -55,7 +55,7 @@ class Validation:
         scored = await self._pool.sample(item, num_samples, f"validation at step {step}")
         if scored is None:
             return None
-        group, verdict = scored
+        group, verdict, _ = scored
         return ScoredGroup.of(await self._actors.fetch(group), verdict)
 
     def write(self) -> None:

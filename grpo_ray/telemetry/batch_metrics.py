@@ -52,6 +52,19 @@ def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {f"reward/mean/{part}": float(np.mean(means)) for part, means in sorted(by_part.items()) if part}
 
 
+def teacher_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the estimate of KL(sampler || teacher) over the sampled tokens, if there is a teacher."""
+    gaps = [
+        (completion.logprobs - taught)[completion.mask]
+        for group in groups
+        for completion, taught in zip(group.rollout.completions, group.teacher_rows, strict=True)
+        if taught is not None
+    ]
+    values = np.concatenate(gaps or [np.empty(0)])
+    finite = values[np.isfinite(values)]
+    return {"distillation/kl": float(finite.mean(dtype=np.float64))} if len(finite) else {}
+
+
 def group_outcomes(groups: Sequence[ScoredGroup]) -> dict[int, GroupOutcome]:
     """Return the outcome of each group that has a graded response."""
     outcomes = {group.group_id: group.outcome for group in groups}

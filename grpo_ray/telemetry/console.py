@@ -172,6 +172,9 @@ def _task(config: Config, longest_prompt: int) -> Iterator[tuple[str, str]]:
 def _other_actors(config: Config) -> str:
     """Return the names of the actors without a line of their own."""
     names = ["Scorer", "TrajectoryBuffer", "WeightSync"]
+    if config.distillation.teacher is not None:
+        number = config.distillation.num_teachers
+        names.append(f"Teacher x{number}" if number > 1 else "Teacher")
     if config.episode_tasks:
         number = config.episodes.num_workers
         names.append(f"EnvironmentWorker x{number}" if number > 1 else "EnvironmentWorker")

@@ -93,6 +93,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
     "loss/entropy_bonus": ("", "weight of the entropy in effect, with algorithm.entropy_target alone"),
+    "distillation/kl": (
+        "nats per token",
+        "KL of the sampler's policy to the teacher: mean of log(sampler / teacher) over the sampled tokens of "
+        "the step's fresh groups",
+    ),
     "policy/entropy": (
         "nats per token",
         "entropy of the next-token distribution, estimated at the sampler's policy: mean of -log p over all "
@@ -190,6 +195,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "utilization/generators": ("share", "time the Generators spent sampling, mean over Generators"),
     "throughput/trained_tokens": ("tokens", "response tokens with a computed gradient, over all epochs"),
     "throughput/sampled_tokens_per_s": ("tokens/s", "response tokens sampled"),
+    "throughput/teacher_tokens_per_s": ("tokens/s", "response tokens that Teachers looked up"),
     "throughput/trained_tokens_per_s": ("tokens/s", "response tokens trained on"),
     "perf/mfu": (
         "share",
@@ -216,7 +222,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "ranks/slowest": ("", "number of the rank with the least time in collectives: the others waited for it"),
     "ranks/imbalance": ("", "largest planned cost of a rank's share of the batch over the mean; 1 is even"),
-    "recovery/restarts": ("restarts", "Generators, Scorers and EnvironmentWorkers restarted so far"),
+    "recovery/restarts": ("restarts", "Generators, Scorers, Teachers and EnvironmentWorkers restarted so far"),
     "recovery/restores": ("restores", "restores from the last checkpoint so far"),
     "memory/object_store_spilled_bytes": ("bytes", "bytes that Ray's object store has spilled to disk so far"),
     "memory/learner_device_peak_bytes": (

@@ -87,6 +87,8 @@ class _Columns:
         self._prompt_ids = list_rows(table["prompt_token_ids"])
         self._token_ids = list_rows(table["token_ids"])
         self._logprobs = list_rows(table["logprobs"])
+        has_teacher = "teacher_logprobs" in table.column_names
+        self._teacher = list_rows(table["teacher_logprobs"]) if has_teacher else []
         self._versions = RunLengths(table["versions"], "version")
         self._episodes = EpisodeColumns(table)
 
@@ -108,7 +110,8 @@ class _Columns:
             {i: text for i, text in enumerate(some) if text is not None} for some in (texts, reasons)
         )
         per_turn = self._episodes.turn_advantages(start, end)
-        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors, ungradable, per_turn)
+        taught = np.concatenate(self._teacher[start:end]) if self._teacher else None
+        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors, ungradable, per_turn, taught)
 
     def _completion(self, row: int) -> Completion:
         fields = {
@@ -167,6 +170,13 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "token_ids": lists([completion.token_ids for completion in completions], np.int32),
         "logprobs": lists([completion.logprobs for completion in completions], np.float32),
         "versions": run_lengths([completion.versions for completion in completions], "version"),
+        **_teacher_columns(groups),
         **episode_columns(groups),
     }
     return pa.table(columns)
+
+
+def _teacher_columns(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:
+    """Return the column that a file has only with a teacher; then every group has its logprobs."""
+    rows = [row for group in groups for row in group.teacher_rows if row is not None]
+    return {"teacher_logprobs": lists(rows, np.float32)} if rows else {}

@@ -18,7 +18,8 @@ from grpo_ray.types import ScoredGroup
 
 EVENT = re.compile(rb'\{"time": [-+.e\d]+, "kind": "(\w+)", "actor": [^\0]*\}\n')
 CLOSE_S = 10.0  # a disk that hangs delays the end of a run no longer
-FAILURES = "generator_failed", "scorer_failed", "environment_failed"  # after which the actor is replaced
+# After these the actor is replaced.
+FAILURES = "generator_failed", "scorer_failed", "teacher_failed", "environment_failed"
 Metrics = dict[str, float]  # by name; the catalog is metrics_catalog.py
 
 

@@ -24,6 +24,8 @@ Event = dict[str, Any]
 ROWS = ("driver", "learner", "buffer", "scorer", "weight_sync")  # from the top; then the Generators
 SCORERS = 10_000  # the first row of several Scorers, below every Generator
 RANKS = 20_000  # the first row of several ranks of the Learner, which viewers draw at the Learner's place
+TEACHERS = 30_000  # below the Scorers
+ENVIRONMENTS = 40_000
 
 
 class Timeline:
@@ -96,7 +98,8 @@ def row_of(actor: str) -> int:
     if actor in ROWS:
         return ROWS.index(actor) + 1
     kind, _, index = actor.rpartition("-")
-    return int(index) + {"learner": RANKS, "scorer": SCORERS}.get(kind, len(ROWS) + 1)
+    firsts = {"learner": RANKS, "scorer": SCORERS, "teacher": TEACHERS, "environment": ENVIRONMENTS}
+    return int(index) + firsts.get(kind, len(ROWS) + 1)
 
 
 def place_of(actor: str) -> int:

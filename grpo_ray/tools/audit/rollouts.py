@@ -17,6 +17,7 @@ from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
 from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, is_episode, num_masked, num_unrelated
 from grpo_ray.tools.audit.regrader import Regrader
+from grpo_ray.tools.audit.teacher import audit_teacher, teacher_kl
 from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]
@@ -93,6 +94,7 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
     if config.episodes.over_age == "mask":
         problems += _compare(metrics, "lag/masked_tokens", sum(map(num_masked, fresh.rows)))
     problems += _compare(metrics, "reward/mean", own.mean("reward"))
+    problems += _audit_teacher(rows, fresh, metrics, config)
     problems += _compare(metrics, "reward/errors", own.num_errors)
     if "reward/ungradable" in metrics:  # not in runs of earlier versions
         problems += _compare(metrics, "reward/ungradable", own.num_ungradable)
@@ -101,6 +103,18 @@ def audit_step(rows: RolloutRows, metrics: Row, config: Config, grader: Regrader
     facts.replayed = {group: members[0]["use"] for group, members in replayed.groups.items()}
     facts.dropped = [group for group in own.groups if group not in fresh.groups]
     return facts
+
+
+def _audit_teacher(rows: RolloutRows, fresh: RolloutRows, metrics: Row, config: Config) -> Iterator[str]:
+    has_teacher = config.distillation.teacher is not None
+    found = [
+        f"group {row['group_id']}: completion {row['sample']}: {problem}"
+        for row in rows.rows
+        for problem in audit_teacher(row, has_teacher)
+    ]
+    yield from found
+    if has_teacher and not found and (kl := teacher_kl(fresh.rows)) is not None:
+        yield from _compare(metrics, "distillation/kl", kl)
 
 
 def _audit_size(fresh: RolloutRows, own: RolloutRows, replayed: RolloutRows, config: Config) -> Iterator[str]:

@@ -140,6 +140,7 @@ def _serving(config: Config) -> Config:
     data = config.model_dump()
     data["learner"] |= {"num_gpus": 0, "num_cpus": 0}
     data["generator"] |= {"colocated": False, "slowdown_s": 0.0}
+    data["distillation"] |= {"teacher": None}
     # Nothing is trained, so no function of the run's own is imported.
     data["algorithm"] |= {"loss": "grpo_clip", "loss_options": {}}
     data["algorithm"] |= {"off_policy_correction": "none", "correction_options": {}}

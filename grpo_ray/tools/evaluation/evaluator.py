@@ -122,7 +122,7 @@ class Evaluator:
             scored = await self._pool.sample(item, num_samples, "evaluation")
             if scored is None:
                 return None
-            group, verdict = scored
+            group, verdict, _ = scored
             try:
                 return ScoredGroup.of(await self._actors.fetch(group), verdict)
             except DataLost:  # the node that held the group died

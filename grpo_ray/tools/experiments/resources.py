@@ -12,8 +12,9 @@ from grpo_ray.config import Config
 
 def cores_of(config: Config) -> int:
     """Return the number of CPU cores that a run computes on."""
-    generator, learner = config.generator, config.learner
-    return generator.num_generators * generator.num_threads + learner.num_ranks * learner.num_threads
+    generator, learner, teacher = config.generator, config.learner, config.distillation
+    num_cores = generator.num_generators * generator.num_threads + learner.num_ranks * learner.num_threads
+    return num_cores + (teacher.num_teachers * teacher.num_threads if teacher.teacher else 0)
 
 
 def gpus_of(config: Config) -> int:

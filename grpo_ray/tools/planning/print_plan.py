@@ -31,6 +31,12 @@ def _head(plan: MemoryPlan) -> Iterator[str]:
             "episodes are planned as responses that fill episodes.max_tokens with sampled tokens;\n"
             "not counted: branches, and the time of prompts between turns, of tools and of environments"
         )
+    if config.distillation.teacher is not None:
+        distillation = config.distillation
+        yield (
+            f"teacher   {distillation.teacher}, {distillation.num_teachers} x {distillation.num_gpus} GPUs of "
+            "its own, whose memory is not counted"
+        )
     if config.generator.engine_args:
         yield f"not counted: generator.engine_args ({', '.join(config.generator.engine_args)})"
 

@@ -141,6 +141,7 @@ class SimulatedActors:
         self.generators: dict[str, Any] = {name: self._new_generator(name) for name in generator_names(config)}
         self.scorers: dict[str, Any] = {name: self._new_scorer(name) for name in scorer_names(config)}
         self.environments: dict[str, Any] = {}
+        self.teachers: dict[str, Any] = {}
         self.learner: Any = self._client("learner", SimulatedLearner(config, speeds, account, self._version))
         self.buffer: Any = self._client(
             "buffer", TrajectoryBuffer(*buffer_arguments(config, rollouts, training))

@@ -88,6 +88,8 @@ def check_can_be_simulated(config: Config) -> None:
     """
     if config.episode_tasks:
         raise RunError("task: episodes are not simulated yet; give a configuration of a single-turn task")
+    if config.distillation.teacher is not None:
+        raise RunError("distillation.teacher: a teacher is not simulated yet; set it to null")
 
 
 def simulate(

@@ -34,7 +34,7 @@ SENT_ALONG = (
 )  # fmt: skip
 
 # The fields of `model` and `task` that may name a file.
-FILE_FIELDS = ("path", "train_path", "validation_path", "keywords_path", "prompt")
+FILE_FIELDS = ("path", "train_path", "validation_path", "keywords_path", "prompt", "teacher")
 
 SHOWN = 10  # names of files that are left out
 
@@ -161,7 +161,7 @@ def missing_here(config: Config, context: SubmissionContext) -> list[str]:
 
 def _files_named(config: Config) -> dict[str, str]:
     """Return the values that may be paths, by their fields; a hub's model or a template's name is not there."""
-    values = leaves(config.model_dump(include={"model", "task"}))
+    values = leaves(config.model_dump(include={"model", "task", "distillation"}))
     return {k: v for k, v in values.items() if v is not None and k.rpartition(".")[2] in FILE_FIELDS}
 
 

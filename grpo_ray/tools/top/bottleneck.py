@@ -26,6 +26,7 @@ class Shares:
     learner_trains: float  # with the waits of ranks for each other
     generators_sample: float  # mean over the Generators
     scores: float
+    looks_up: float  # mean over the Teachers
     syncs: float
     evaluates: float  # by the driver's clock: `timing/evaluate_s` is mostly time of the next step
     copies_state: float  # for a checkpoint, during which the Learner is blocked
@@ -68,6 +69,7 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
         learner_trains=_stage_share(timed, "learner", TRAINING),
         generators_sample=_stage_share(timed, "generator", ["generate"]),
         scores=_stage_share(timed, "scorer", ["score"]),
+        looks_up=_stage_share(timed, "teacher", ["look_up"]),
         syncs=sum(_total(timed, name) for name in SYNC) / step_s,
         evaluates=_stage_share(timed, "driver", ["evaluate"]),
         copies_state=_total(timed, "timing/checkpoint/capture_s") / step_s,
@@ -115,6 +117,8 @@ def _from_waiting(shares: Shares) -> str | None:
     waits = f"Learner waits {shares.learner_waits:.0%} of the time"
     if shares.scores >= BUSY and shares.scores >= shares.generators_sample:
         return f"{waits} and the Scorer grades {shares.scores:.0%} of it: add scorer.num_workers."
+    if shares.looks_up >= BUSY and shares.looks_up >= shares.generators_sample:
+        return f"{waits} and Teachers work {shares.looks_up:.0%} of it: add distillation.num_teachers."
     if shares.is_synchronous and shares.learner_trains >= WAITS:
         return (
             f"{waits} and trains {shares.learner_trains:.0%} of it: sampling and training take turns; "

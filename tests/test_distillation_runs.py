@@ -1,0 +1,172 @@
+"""Whole runs with a teacher in this process: interrupted and resumed, with a death, replay, or episodes."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import perturb
+from local_actors import LocalActors
+from local_runs import Killed, kill_after, make_config, train, until
+from run_process import untimed
+from transformers import AutoModelForCausalLM
+
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
+from grpo_ray.errors import RunError
+from grpo_ray.models.tiny import tiny_model_folder
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import check_files
+from grpo_ray.run.training import resume
+from grpo_ray.telemetry.rollout_log import read_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.tools.audit.audit import audit
+
+pytestmark = pytest.mark.usefixtures("model_cache")
+
+
+def teacher_of(config: Config) -> Path:
+    """Return the folder of a model with the configuration's vocabulary and weights far from its own."""
+    own = tiny_model_folder(config)
+    folder = own.with_name(f"{own.name}-teacher")
+    if not folder.exists():
+        shutil.copytree(own, folder)
+        model = AutoModelForCausalLM.from_pretrained(own)
+        perturb(model, seed=5, scale=0.1)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(4)  # so that it has clear preferences
+        model.save_pretrained(folder)
+    return folder
+
+
+def with_teacher(*overrides: str, number: int = 1) -> list[str]:
+    """Return the overrides for a teacher of `make_config`."""
+    path = teacher_of(make_config("model.tiny.num_layers=2"))
+    return [
+        f"distillation.teacher={path}", "distillation.engine=torch", "distillation.num_gpus=0",
+        f"distillation.num_teachers={number}", *overrides,
+    ]  # fmt: skip
+
+
+def kept(run: RunDirectory) -> list[Any]:
+    return [untimed(row) for row in read_metrics(run.metrics_path)]
+
+
+def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    overrides = with_teacher("distillation.use_reward=false", "weight_sync.max_lag=0", "learner.warmup_steps=0")
+    train(make_config(*overrides, "algorithm.num_steps=24", "algorithm.samples_per_prompt=8"), run.path)
+    assert audit(run).problems == []
+    rows = read_metrics(run.metrics_path)
+    divergences = [row["distillation/kl"] for row in rows]
+    assert sum(divergences[-4:]) < 0.85 * sum(divergences[:4])
+    assert all(row["rollout/zero_variance_groups"] == 0 for row in rows)
+    assert all(row["throughput/teacher_tokens_per_s"] > 0 for row in rows)
+    assert all(row["time/teacher-0/look_up_s"] > 0 for row in rows)
+
+
+def test_validations_ask_no_teacher(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)
+    assert read_rollouts(run.rollouts_path(1))[0]["teacher_logprobs"]
+    (validation, *_) = sorted(run.evaluations.glob("step-*.parquet"))
+    assert "teacher_logprobs" not in read_rollouts(validation)[0]
+
+
+def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
+    config = make_config(*with_teacher("weight_sync.max_lag=0", number=2))
+    whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
+    train(config, whole.path)
+    with pytest.raises(Killed):
+        train(config, run.path, kill_after(3, 0.01))
+    train(config, run.path)
+    assert len(kept(whole)) == 8
+    assert kept(whole) == kept(run)
+    assert audit(run).problems == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path, number: int) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        await until(lambda: controller._version >= 2)
+        actors.teachers["teacher-0"].die()
+        await until(lambda: controller._version >= 4)
+
+    train(make_config(*with_teacher(number=number)), run.path, meddle)
+    assert audit(run).problems == []
+    events = [row for row in read_metrics(run.events_path) if str(row["kind"]).startswith("teacher")]
+    assert [row["kind"] for row in events] == ["teacher_failed", "teacher_back"]
+    assert read_metrics(run.metrics_path)[-1]["recovery/restarts"] == 1
+
+
+def test_a_group_is_sampled_again_if_its_look_up_fails(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    async def meddle(actors: LocalActors, controller: Controller) -> None:
+        engine = actors.teachers["teacher-0"].actor._engine
+        original = engine.logprobs
+        fail = {"left": 3}
+
+        async def broken(sequences: Any) -> Any:
+            if fail["left"]:
+                fail["left"] -= 1
+                raise ValueError("out of memory")
+            return await original(sequences)
+
+        engine.logprobs = broken
+        await asyncio.sleep(60)
+
+    train(make_config(*with_teacher(), "algorithm.num_steps=3"), run.path, meddle)
+    kinds = [row["kind"] for row in read_metrics(run.events_path)]
+    assert "group_failed" in kinds
+    assert "teacher_failed" not in kinds
+    assert audit(run).problems == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["buffer.replay.frac=0.5", "buffer.replay.max_age=4"],
+        ["algorithm.oversample_frac=0.5", "generator.slowdown_s=0.05"],
+        ["algorithm.epochs_per_batch=2", "algorithm.train_batch_size=4", "weight_sync.max_lag=2"],
+        ["algorithm.loss=dppo_tv", "algorithm.advantage_scale=whiten_tokens"],
+        ["algorithm.loss=no_baseline", "learner.share_prompts=never", "sampling.temperature=0.8"],
+    ],
+)
+def test_combinations(tmp_path: Path, overrides: list[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(Killed):
+        train(make_config(*with_teacher(*overrides)), run.path, kill_after(4, 0.01))
+    train(make_config(*with_teacher(*overrides)), run.path)
+    assert len(read_metrics(run.metrics_path)) == 8
+    assert audit(run).problems == []
+
+
+def test_episodes_are_judged_too(tmp_path: Path) -> None:
+    teacher = teacher_of(load_config("tests/small_episodes.yaml"))
+    overrides = [f"distillation.teacher={teacher}", "distillation.engine=torch", "distillation.num_gpus=0"]
+    run = RunDirectory(tmp_path / "run")
+    train(load_config("tests/small_episodes.yaml", overrides), run.path)
+    assert audit(run, run_reward_code=True).problems == []
+    rows = read_rollouts(run.rollouts_path(1))
+    assert any(row["num_context_tokens"] for row in rows)
+    assert all(len(row["teacher_logprobs"]) == len(row["token_ids"]) for row in rows)
+
+
+def test_a_run_keeps_its_teacher(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)
+    with pytest.raises(
+        RunError, match=r"distillation.teacher: this run has .* and cannot be resumed with None"
+    ):
+        resume(str(run.path), ["distillation.teacher=null", "algorithm.num_steps=2"])
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "tests"])
+def test_a_teacher_that_is_no_model_is_refused_by_name(path: str) -> None:
+    with pytest.raises(ValueError, match=r"distillation\.teacher: "):
+        check_files(make_config(*with_teacher(f"distillation.teacher={path}")))
