@@ -17,6 +17,7 @@ CHEAP = (
     "learner_shared",
     "logprobs",
     "packing",
+    "scale",
     "scoring",
     "weight_delta",
 )

@@ -118,3 +118,40 @@ def test_no_room_is_lost_however_groups_end() -> None:
 
     for seed in range(40):
         asyncio.run(run(seed))
+
+
+def test_the_least_busy_generator_is_found_as_a_search_of_all_would_find_it() -> None:
+    """Random turns of random sizes, with Generators that come and go; the heap stays in proportion to them."""
+
+    async def run(seed: int) -> None:
+        rng = random.Random(seed)
+        dispatcher = Dispatcher([client(f"g{n}") for n in range(5)], max_num_seqs=1000)
+        held: list[tuple[asyncio.Event, asyncio.Task[str]]] = []
+        for turn in range(400):
+            choice = rng.random()
+            if choice < 0.5 or not held:
+                loads = {name: each.num_sequences for name, each in dispatcher.serving.items()}
+                expected = min(loads, key=lambda name: loads[name])  # the first of several
+                done = asyncio.Event()
+                task = asyncio.create_task(hold(dispatcher, rng.randint(1, 4), done))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                after = {name: each.num_sequences for name, each in dispatcher.serving.items()}
+                assert [name for name in loads if after[name] != loads[name]] == [expected], turn
+                held.append((done, task))
+            elif choice < 0.9:
+                done, task = held.pop(rng.randrange(len(held)))
+                done.set()
+                await task
+            else:
+                name = rng.choice(sorted(dispatcher.serving))
+                dispatcher.remove(name)
+                dispatcher.add(client(name))
+            assert len(dispatcher._loads) <= 8 * 5 + 64 + 1
+        for done, task in held:
+            done.set()
+            await task
+        assert all(each.num_sequences == 0 for each in dispatcher.serving.values())
+
+    for seed in range(5):
+        asyncio.run(run(seed))

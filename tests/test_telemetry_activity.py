@@ -166,6 +166,24 @@ def test_unknown_metrics_are_left_out() -> None:
     }  # fmt: skip
 
 
+def test_many_generators_share_their_mean_and_the_slowest() -> None:
+    """With 20 Generators, of which number 7 samples for 3 s and the others for 1 s of 4 s."""
+    stages = {f"generator_{n}": {"generate": 1.0, "wait_for_prompts": 3.0} for n in range(20)}
+    stages["generator_7"] = {"generate": 3.0, "wait_for_prompts": 1.0}
+    whole = window(**stages, learner=LEARNER)
+    metrics = whole.metrics(num_generators=20)
+    assert metrics["time/generators/generate_s"] == pytest.approx((3 + 19) / 20)
+    assert metrics["time/generators/wait_for_prompts_s"] == pytest.approx((1 + 19 * 3) / 20)
+    assert metrics["time/slowest-generator/generate_s"] == metrics["timing/generate_s"] == 3
+    assert metrics["generators/slowest"] == 7
+    assert metrics["utilization/generators"] == pytest.approx((3 + 19) / 20 / 4)
+    assert metrics["memory/generators_bytes"] == metrics["memory/learner_bytes"] == 7
+    assert check_names(metrics) == []
+    more = {f"generator_{n}": {"generate": 1.0, "wait_for_prompts": 3.0} for n in range(200)}
+    assert len(window(**more, learner=LEARNER).metrics(num_generators=200)) == len(metrics)
+    assert list(whole.drawn) == [*(f"generator-{n}" for n in range(16)), "learner"]
+
+
 @pytest.mark.usefixtures("model_cache")
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:

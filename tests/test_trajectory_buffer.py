@@ -409,6 +409,31 @@ def test_groups_wait_outside_while_there_is_no_room() -> None:
     asyncio.run(run())
 
 
+def test_groups_that_come_in_do_not_wake_those_that_wait_for_room() -> None:
+    """Otherwise a full buffer would look at every waiting group for every group: 40 x 20 looks here."""
+
+    async def run() -> None:
+        buffer, looks = make_buffer(40, max_bytes=1), 0
+        has_room = buffer._has_room
+
+        def look(group: ScoredGroup) -> bool:
+            nonlocal looks
+            looks += 1
+            return has_room(group)
+
+        buffer._has_room = look  # type: ignore[method-assign]
+        later = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in range(40, 60)]
+        assert not any(await is_done(*later))
+        for group_id in range(40):
+            await buffer.put(*parts(simple_group(group_id)))
+        assert looks == 20 + 40
+        await buffer.take(1, oldest_version=0)
+        assert all(await is_done(*later))
+        assert looks == 20 + 40 + 20
+
+    asyncio.run(run())
+
+
 def test_next_batch_is_let_in_however_little_room_there_is() -> None:
     async def run() -> None:
         buffer = make_buffer(2, max_bytes=1)

@@ -67,7 +67,8 @@ class TrajectoryBuffer:
         self._has_signal: dict[int, bool] = {}  # of the same groups
         self._num_bytes = 0
         self._dropped: list[ScoredGroup] = []  # since the last batch
-        self._changed = asyncio.Condition()
+        lock = asyncio.Lock()
+        self._changed, self._room = asyncio.Condition(lock), asyncio.Condition(lock)  # for `take`, for `put`
         self._captured: tuple[tuple[ScoredGroup, ...], tuple[ReplayedGroup, ...]] = (), ()
         self._clock = StageClock(STAGES, rest="wait_for_learner")
         self._writer = (
@@ -106,8 +107,8 @@ class TrajectoryBuffer:
             ValueError: the group is in the buffer already, or is no longer to be trained.
         """
         group = ScoredGroup.of(rollout, verdict, teacher_logprobs)
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._has_room(group))
+        async with self._room:
+            await self._room.wait_for(lambda: self._has_room(group))
             if self._is_too_old(group, self._oldest_kept):
                 return PutReceipt(is_kept=False)
             if group.group_id in self._groups:
@@ -115,7 +116,7 @@ class TrajectoryBuffer:
             if not self._queue.holds(group.group_id):
                 raise ValueError(f"group {group.group_id} came after it was trained, dropped or set aside")
             self._add(group)
-            return PutReceipt(is_kept=True, num_slots=self._settle())
+            return PutReceipt(is_kept=True, num_slots=self._settle(makes_room=False))
 
     def _has_room(self, group: ScoredGroup) -> bool:
         is_awaited = self._queue.is_awaited(group.group_id) or not self._queue.holds(group.group_id)
@@ -127,11 +128,13 @@ class TrajectoryBuffer:
             self._queue.leave([group_id])
             return self._settle()
 
-    def _settle(self) -> int:
-        """Drop groups without signal after the queue has changed, and wake all waiting calls."""
+    def _settle(self, makes_room: bool = True) -> int:
+        """Drop groups without signal after the queue has changed, and wake the calls that this may concern."""
         dropped = self._queue.drop(self._has_signal)
         self._dropped += [self._remove(group_id) for group_id in dropped]
         self._changed.notify_all()
+        if makes_room or dropped:  # otherwise every group would wake all that wait for room
+            self._room.notify_all()
         return len(dropped)
 
     @bulk_and_facts
@@ -158,7 +161,7 @@ class TrajectoryBuffer:
         write_error = self._writer.error if self._writer is not None else None
         rejected = self._remove_older([self._groups[g] for g in group_ids], oldest_version)
         if rejected:
-            self._changed.notify_all()  # there is room
+            self._room.notify_all()
             return TrainBatch(()), BatchFacts((), rejected, {}, write_error=write_error)
         num_masked = self._mask_older(group_ids, oldest_version)
         fresh, replayed, dropped = self._make_batch(version_trained_at(step), group_ids)

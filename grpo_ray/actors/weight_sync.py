@@ -9,6 +9,7 @@ from grpo_ray.actors.clients import GeneratorClient
 from grpo_ray.actors.staleness import Admission
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.telemetry.fan_out import gathered
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -224,7 +225,7 @@ class WeightSync:
 
 async def _all(work: Iterable[Awaitable[None]]) -> None:
     """Wait until all work has ended, then raise an error of any."""
-    for result in await asyncio.gather(*work, return_exceptions=True):
+    for result in await gathered(work):
         if isinstance(result, BaseException):
             raise result
 

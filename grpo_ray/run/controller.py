@@ -12,7 +12,6 @@ docs/architecture.md has the table of a group's states.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from grpo_ray.run.stalls import StallWatch
 from grpo_ray.run.step_metrics import StepMetrics
 from grpo_ray.run.validation import Validation
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
+from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.telemetry.metrics_catalog import SENT
 from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.run_files import step_name
@@ -172,14 +172,15 @@ class Controller:
             ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         pending = set(waits)
         limit_s = self._config.recovery.start_timeout_s
-        notice_s, deadline = min(notice_s, limit_s / 2), time.monotonic() + limit_s
+        notice_s, deadline = min(notice_s, limit_s / 2), monotonic() + limit_s
         while pending:
             done, pending = await asyncio.wait(pending, timeout=notice_s, return_when=asyncio.FIRST_EXCEPTION)
             for ready in done:
                 ready.result()
             if pending:
-                names = ", ".join(sorted(waits[ready] for ready in pending))
-                if time.monotonic() >= deadline:
+                waiting = sorted(waits[ready] for ready in pending)
+                names = ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if waiting[8:] else "")
+                if monotonic() >= deadline:
                     raise Stalled(f"{names} did not start within {limit_s:g} s (recovery.start_timeout_s)")
                 self._log.display.status(
                     f"still waiting for {names} (is the cluster busy? see {self._log.run.logs})"

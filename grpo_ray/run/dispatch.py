@@ -8,6 +8,7 @@ together with it.
 
 import asyncio
 import contextlib
+import heapq
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Incarnation:
     """One process under a Generator's name; the failures of an earlier one do not count against it."""
 
     client: GeneratorClient
+    number: int = 0  # in the order in which they began to serve
     num_sequences: int = 0  # of the groups that it was given and has not finished
     turns: list[Turn] = field(default_factory=list)  # in order of arrival
 
@@ -55,8 +57,12 @@ class Dispatcher:
             max_num_seqs: sequences that an engine runs at a time.
         """
         self._max_num_seqs = max_num_seqs
-        self._serving = {client.name: Incarnation(client) for client in generators}
+        self._serving: dict[str, Incarnation] = {}
+        self._num_served = 0
+        self._loads: list[tuple[int, int, Incarnation]] = []  # a heap by sequences; some entries are outdated
         self._waiting: deque[tuple[int, asyncio.Future[Incarnation]]] = deque()
+        for client in generators:
+            self.add(client)
 
     @property
     def serving(self) -> Mapping[str, Incarnation]:
@@ -65,7 +71,9 @@ class Dispatcher:
 
     def add(self, client: GeneratorClient) -> None:
         """Let a Generator serve."""
-        self._serving[client.name] = Incarnation(client)
+        generator = self._serving[client.name] = Incarnation(client, self._num_served)
+        self._num_served += 1
+        self._load(generator, 0)
         self._hand_out()
 
     def remove(self, name: str) -> None:
@@ -106,18 +114,35 @@ class Dispatcher:
             raise
 
     def _release(self, generator: Incarnation, num_sequences: int) -> None:
-        generator.num_sequences -= num_sequences
+        self._load(generator, -num_sequences)
         self._hand_out()
+
+    def _load(self, generator: Incarnation, num_sequences: int) -> None:
+        """Add sequences to a Generator's load, and an entry to the heap, which stays in proportion to them."""
+        generator.num_sequences += num_sequences
+        heapq.heappush(self._loads, (generator.num_sequences, generator.number, generator))
+        if len(self._loads) > 8 * len(self._serving) + 64:
+            self._loads = [(each.num_sequences, each.number, each) for each in self._serving.values()]
+            heapq.heapify(self._loads)
+
+    def _least_busy(self) -> Incarnation:
+        """Return the serving Generator with the fewest sequences, of several the one that serves longest."""
+        while True:
+            num_sequences, _, generator = self._loads[0]
+            is_current = generator.num_sequences == num_sequences
+            if is_current and self._serving.get(generator.client.name) is generator:
+                return generator
+            heapq.heappop(self._loads)
 
     def _hand_out(self) -> None:
         """Give the groups that wait to Generators with room, the oldest first."""
         while self._waiting and self._serving:
             num_sequences, room = self._waiting[0]
             if not room.done():
-                generator = min(self._serving.values(), key=lambda incarnation: incarnation.num_sequences)
+                generator = self._least_busy()
                 has_room = generator.num_sequences + num_sequences <= SURPLUS * self._max_num_seqs
                 if generator.num_sequences and not has_room:
                     return
-                generator.num_sequences += num_sequences
+                self._load(generator, num_sequences)
                 room.set_result(generator)
             self._waiting.popleft()

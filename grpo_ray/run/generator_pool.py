@@ -8,7 +8,6 @@ the budget of restarts, and a group that fails or is lost too often is given up.
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget, pause_s
 from grpo_ray.run.scorer_pool import ScorerPool
 from grpo_ray.run.starting import until_ready
 from grpo_ray.run.teacher_pool import TeacherPool
+from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, Verdict
 
 Scored = tuple[Ref[RolloutGroup], Verdict, Ref[np.ndarray] | None]
@@ -238,7 +238,7 @@ class GeneratorPool:
 
     async def _replace(self, name: str, error: str) -> None:
         while True:
-            started = time.monotonic()
+            started = monotonic()
             pause_s = self._budget.spend(name, error)
             self._log.event("generator_failed", name, f"{error}; it is replaced in {pause_s:g} s")
             with self._calls.call("weight_sync", f"excludes {name}", is_retry=True):
@@ -261,7 +261,7 @@ class GeneratorPool:
                 self._environments.serve(self._dispatcher.serving)
                 break
             error = failure
-        seconds = time.monotonic() - started
+        seconds = monotonic() - started
         self._log.event(
             "generator_back", name, f"serves version {version} again after {seconds:.1f} s", seconds=seconds
         )

@@ -2,9 +2,10 @@
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from grpo_ray.telemetry.clock import monotonic
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class OpenCall:
 class OpenCalls:
     """The run's open calls. Every answer counts as progress; a long time without one is a stall."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._ids = itertools.count()
         self._open: dict[int, OpenCall] = {}

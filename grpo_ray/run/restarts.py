@@ -1,10 +1,10 @@
 """The budget of restarts: a limit on how many actors die per hour, and the pause before each restart."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 
 from grpo_ray.errors import RunError
+from grpo_ray.telemetry.clock import monotonic
 
 HOUR_S = 3600.0
 COMMON_CAUSE_S = 30.0  # actors that die within this time of the first share a cause: a node, a network, a sync
@@ -33,7 +33,7 @@ class RestartBudget:
         setting: str,
         max_per_hour: int,
         backoff_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:

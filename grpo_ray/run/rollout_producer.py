@@ -56,7 +56,7 @@ class RolloutProducer:
     @property
     def num_sampling(self) -> int:
         """Groups that are being sampled, scored, or put into the buffer."""
-        return len(self._ledger.in_flight)
+        return self._ledger.num_in_flight
 
     def num_buffered_without(self, group_ids: Collection[int]) -> int:
         """Return the number of groups in the buffer that are not in `group_ids`."""
@@ -258,7 +258,7 @@ class RolloutProducer:
         """Return whether every group that the version admits is scored, set aside, or cut off."""
         is_admitted = self._admitted.version >= published_version and not self._num_slots_on_their_way
         is_dispatched = self._ledger.next_group_id >= self._admitted.num_groups
-        return is_admitted and is_dispatched and self._ledger.in_flight <= self._ledger.scored
+        return is_admitted and is_dispatched and self._ledger.is_all_scored
 
     async def _notify(self) -> None:
         async with self._progress:

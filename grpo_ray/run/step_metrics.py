@@ -7,6 +7,7 @@ from grpo_ray.actors.clients import ActorClient
 from grpo_ray.run.context import RunContext
 from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.telemetry.activity import Activity
+from grpo_ray.telemetry.loop_lag import LoopLag
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.timeline import Timeline
 
@@ -16,13 +17,14 @@ class StepMetrics:
 
     def __init__(self, context: RunContext, pool: GeneratorPool) -> None:
         self._context, self._pool = context, pool
-        self._activity = Activity(context.clock)
+        self._activity, self._loop_lag = Activity(context.clock), LoopLag()
         self._timeline = Timeline(context.log.run.timeline_path, context.log.run.path.name)
         self._num_reported_tokens = self._num_looked_up = 0  # before the current window
 
     async def begin(self) -> None:
         """Open the window of the first step."""
         await self._activity.read(self._serving)
+        self._loop_lag.start()
         self._num_reported_tokens = self._pool.num_sampled_tokens
         self._num_looked_up = self._pool.teachers.num_tokens
 
@@ -34,10 +36,11 @@ class StepMetrics:
         num_sampled, self._num_reported_tokens = num_tokens - self._num_reported_tokens, num_tokens
         spilled_bytes = actors.spilled_bytes()
         log.warning("spilling", _spilling(spilled_bytes))
-        draw = partial(self._timeline.append, window.stages)
+        draw = partial(self._timeline.append, window.drawn)
         log.writer.submit("timeline.json", lambda: log.warning("timeline", draw()))
         return {
             **window.metrics(self._context.config.generator.num_generators),
+            **self._loop_lag.take(),
             "timing/step_s": window.seconds,
             "throughput/sampled_tokens_per_s": num_sampled / window.seconds,
             **self._of_teachers(window.seconds),

@@ -61,6 +61,15 @@ class PromptLedger:
         return frozenset(self._in_flight | self._buffered | self._waiting)
 
     @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def is_all_scored(self) -> bool:
+        """True if every group in flight is sampled and scored."""
+        return len(self._scored) == len(self._in_flight)
+
+    @property
     def in_flight(self) -> frozenset[int]:
         return frozenset(self._in_flight)
 
@@ -99,7 +108,7 @@ class PromptLedger:
 
     def give_back(self, group_ids: Iterable[int]) -> None:
         """Let groups that were lost or refused wait to be taken again."""
-        self._waiting |= self._leave(self._in_flight | self._buffered, group_ids, "in flight or buffered")
+        self._waiting |= self._leave((self._in_flight, self._buffered), group_ids, "in flight or buffered")
 
     def cut(self, group_ids: Collection[int]) -> None:
         """Give back groups that were too slow for the batch, and count the cut in their next `PromptItem`."""
@@ -113,7 +122,7 @@ class PromptLedger:
 
     def mark_buffered(self, group_id: int) -> None:
         """Move a group from in flight to buffered."""
-        self._buffered |= self._leave(self._in_flight, [group_id], "in flight")
+        self._buffered |= self._leave((self._in_flight,), [group_id], "in flight")
 
     def observe(self, outcomes: Mapping[int, GroupOutcome]) -> None:
         """Take note of the outcomes of buffered groups, before they are marked as trained or dropped."""
@@ -121,19 +130,19 @@ class PromptLedger:
 
     def mark_trained(self, group_ids: Iterable[int]) -> None:
         """Move groups from buffered to trained."""
-        trained = self._leave(self._buffered, group_ids, "buffered")
+        trained = self._leave((self._buffered,), group_ids, "buffered")
         self._forget(trained)
         self._num_trained += len(trained)
 
     def mark_dropped(self, group_ids: Iterable[int]) -> None:
         """Drop buffered groups that no batch will contain, because nothing can be learned from them."""
-        dropped = self._leave(self._buffered, group_ids, "buffered")
+        dropped = self._leave((self._buffered,), group_ids, "buffered")
         self._forget(dropped)
         self._num_dropped += len(dropped)
 
     def mark_set_aside(self, group_id: int) -> None:
         """Give up a group that could not be finished; another one gets its slot."""
-        self._set_aside |= self._leave(self._in_flight, [group_id], "in flight")
+        self._set_aside |= self._leave((self._in_flight,), [group_id], "in flight")
         self._forget([group_id])
 
     def metrics(self) -> dict[str, float]:
@@ -180,10 +189,11 @@ class PromptLedger:
         self._num_dropped = state["num_dropped"]
         self._num_cuts.clear()
 
-    def _leave(self, states: set[int], group_ids: Iterable[int], name: str) -> set[int]:
-        """Take the groups out of their states; refuse any that is not in `states`, or is listed twice."""
+    def _leave(self, states: Sequence[set[int]], group_ids: Iterable[int], name: str) -> set[int]:
+        """Take the groups out of their states; refuse any that is in none of `states`, or is listed twice."""
         leaving = list(group_ids)
-        wrong = sorted(g for g, times in Counter(leaving).items() if g not in states or times > 1)
+        times = Counter(leaving)
+        wrong = sorted(g for g in times if times[g] > 1 or not any(g in state for state in states))
         if wrong:
             raise ValueError(
                 f"groups {wrong} are not {name} (or listed twice): "

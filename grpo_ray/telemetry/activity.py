@@ -3,16 +3,21 @@
 import asyncio
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Protocol
 
+from grpo_ray.telemetry.fan_out import breathe
 from grpo_ray.telemetry.memory import resident_bytes
-from grpo_ray.telemetry.ranks import RANK
+from grpo_ray.telemetry.ranks import RANK, by_number
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock, StageTimes
 
 DRIVER = "driver"
 ANSWER_S = 2.0  # an actor that takes longer has no metrics in that step
+GENERATOR = "generator-"  # then its number
+NUM_SHOWN = 16  # Generators with metrics and a row in the timeline of their own
+ALL, SLOWEST = "generators", "slowest-generator"
 TRAINING = ("train", "optimizer", "logprobs")  # the Learner's stages
 
 
@@ -30,19 +35,50 @@ class Window:
     def stages(self) -> dict[str, StageTimes]:
         return {name: stats.stages for name, stats in self.stats.items()}
 
+    @property
+    def drawn(self) -> dict[str, StageTimes]:
+        """The actors that the timeline shows: of the Generators the first `NUM_SHOWN`."""
+        hidden = set(self._generators[NUM_SHOWN:])
+        return {name: times for name, times in self.stages.items() if name not in hidden}
+
+    @cached_property
+    def _generators(self) -> list[str]:
+        return sorted((name for name in self.stats if name.startswith(GENERATOR)), key=by_number)
+
+    def _mean(self) -> ActorStats:
+        """Return the mean over the Generators; its stages add up to the step's time, too."""
+        generators = [self.stats[name] for name in self._generators]
+        seconds = {
+            stage: fmean(stats.stages.seconds[stage] for stats in generators)
+            for stage in generators[0].stages.seconds
+        }
+        wall_s = fmean(stats.stages.wall_s for stats in generators)
+        return ActorStats(StageTimes(wall_s, seconds), int(fmean(s.resident_bytes for s in generators)))
+
+    def _slowest(self) -> tuple[ActorStats, float]:
+        """Return the Generator that sampled longest, and its number."""
+        name = max(self._generators, key=lambda name: self.stats[name].stages.seconds.get("generate", 0.0))
+        return self.stats[name], float(name.removeprefix(GENERATOR))
+
     def metrics(self, num_generators: int) -> Metrics:
         """Return `time/<actor>/<stage>_s`, which add up to each actor's time, and metrics derived from them.
+
+        More than `NUM_SHOWN` Generators share two actors, their mean and the slowest: a line of metrics.jsonl
+        would otherwise grow with each one.
 
         Args:
             num_generators: the configured number; a Generator that is being replaced counts as idle.
         """
         stages = self.stages
-        metrics = {
-            f"time/{name}/{stage}_s": seconds
-            for name, times in stages.items()
-            for stage, seconds in times.seconds.items()
-        }
-        metrics |= {f"memory/{name}_bytes": float(stats.resident_bytes) for name, stats in self.stats.items()}
+        metrics: Metrics = {}
+        shown = self.stats
+        if len(self._generators) > NUM_SHOWN:  # their mean, and the slowest
+            slowest, metrics["generators/slowest"] = self._slowest()
+            others = {name: stats for name, stats in shown.items() if not name.startswith(GENERATOR)}
+            shown = {**others, ALL: self._mean(), SLOWEST: slowest}
+        for name, stats in shown.items():
+            metrics |= {f"time/{name}/{stage}_s": spent for stage, spent in stats.stages.seconds.items()}
+        metrics |= {f"memory/{name}_bytes": float(stats.resident_bytes) for name, stats in shown.items()}
         generating = [times.seconds["generate"] for times in stages.values() if "generate" in times.seconds]
         if generating and self.is_complete:
             metrics["timing/generate_s"] = max(generating)
@@ -98,8 +134,11 @@ class Activity:
                 answer = asyncio.create_task(_stats_of(client))
                 answer.add_done_callback(_look_at_error)
                 self._asked[name], new[answer] = (client, answer), name
+                await breathe(len(new))
         done, _ = await asyncio.wait(new, timeout=self._answer_s) if new else ((), ())
-        return {new[answer]: answer.result() for answer in done if answer.exception() is None}
+        # In the order of the question: that of a set would differ from run to run.
+        in_time = {name: answer for answer, name in new.items() if answer in done}
+        return {name: answer.result() for name, answer in in_time.items() if answer.exception() is None}
 
 
 async def _stats_of(client: TimedActor) -> ActorStats:

@@ -9,6 +9,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
+from grpo_ray.telemetry.clock import is_simulated
+
 T = TypeVar("T")
 SLOW_S = 10.0  # for one job; beyond it `problem` says so
 
@@ -88,6 +90,28 @@ class BackgroundThread:
             except BaseException as error:  # the next `submit` raises it
                 self._error = error
             self._running = None
+
+
+class InlineJobs(BackgroundThread):
+    """Jobs that run when they are submitted, for simulated time, in which a thread has no place."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        super().close(0.0)
+
+    def submit(self, what: str, job: Callable[[], object]) -> None:
+        job()
+
+    async def run(self, what: str, job: Callable[[], T]) -> T:
+        return job()
+
+    def close(self, limit_s: float) -> bool:
+        return True
+
+
+def background_thread(name: str) -> BackgroundThread:
+    """Return a thread for jobs; in simulated time, one that runs them at once."""
+    return InlineJobs(name) if is_simulated() else BackgroundThread(name)
 
 
 def _settle(future: "Future[T]", job: Callable[[], T]) -> None:

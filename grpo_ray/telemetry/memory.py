@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import psutil
 
+from grpo_ray.telemetry.clock import is_simulated
+
 SEARCH_EVERY_S = 30.0
 
 
@@ -50,8 +52,10 @@ _family = ProcessFamily()
 def resident_bytes(with_children: bool = True) -> int:
     """Return the resident memory of this process and its children; shared pages count for each process.
 
-    A child younger than `SEARCH_EVERY_S` may be missing.
+    A child younger than `SEARCH_EVERY_S` may be missing. Simulated actors have no memory.
     """
+    if is_simulated():
+        return 0
     global _family
     if _family.pid != os.getpid():  # this process was forked
         _family = ProcessFamily()

@@ -209,6 +209,12 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "perf/prompt_frac": ("share", "prompt tokens, repeated ones too, of the tokens computed for the gradient"),
     "perf/padding_frac": ("share", "padding of the tokens computed for the gradient"),
+    "perf/loop_lag_s": (
+        "s",
+        "delay of the driver's event loop, 99th percentile: how long a callback that was due waited for others",
+    ),
+    # With more than 16 Generators, which share the actors `generators` (their mean) and `slowest-generator`.
+    "generators/slowest": ("", "number of the Generator that sampled longest"),
     # With several ranks of the Learner only.
     "ranks/*/collectives_s": (
         "s",

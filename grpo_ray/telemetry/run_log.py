@@ -1,14 +1,14 @@
 """A run's log: metrics of each step, events, and warnings, which are repeated until their cause is gone."""
 
 import re
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from grpo_ray.telemetry.background import BackgroundThread
+from grpo_ray.telemetry.background import background_thread
+from grpo_ray.telemetry.clock import wall_time
 from grpo_ray.telemetry.durable import replacing, sync_files
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.json_lines import drop_half_line, parse_line
@@ -46,7 +46,7 @@ class RunLog:
         trackers: Trackers = NO_TRACKERS,
     ) -> None:
         self.run, self.display, self._trackers = run, display, trackers
-        self.writer = BackgroundThread("records")
+        self.writer = background_thread("records")
         self._num_events, num_damaged = _count_kinds(run.events_path)
         self._metrics = MetricsLog(run.metrics_path)
         self._events = JsonLines(run.events_path)
@@ -111,7 +111,7 @@ class RunLog:
     def event(self, kind: str, actor: str | None, text: str, **facts: float) -> None:
         """Record an unusual event in events.jsonl and show it."""
         self._num_events[kind] += 1
-        row = {"time": time.time(), "kind": kind, "actor": actor, "step": self.step, "text": text, **facts}
+        row = {"time": wall_time(), "kind": kind, "actor": actor, "step": self.step, "text": text, **facts}
         self.writer.submit("an event", lambda: self.warning("events", self._events.append(row)))
         self.display.warning(text if actor is None or text.startswith(actor) else f"{actor}: {text}")
 

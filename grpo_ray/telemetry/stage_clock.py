@@ -1,11 +1,12 @@
 """An actor's time by stage: exactly one stage at any moment, so that the stages add up to its wall time."""
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from grpo_ray.telemetry.clock import monotonic, wall_time
 
 MAX_SPANS = 10_000  # kept between two readings; `grpo-ray evaluate` never reads
 
@@ -48,12 +49,12 @@ class StageClock:
         self,
         stages: Sequence[str],
         rest: str,
-        now: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = monotonic,
         on_turn: Callable[[str], None] | None = None,
     ) -> None:
         """Start with no stage running; `on_turn` is called with each new current stage."""
         self._order, self._rest, self._now, self._on_turn = tuple(stages), rest, now, on_turn
-        self._epoch = time.time() - now()
+        self._epoch = wall_time() - now()
         self._lock = threading.Lock()  # checkpoints are written in another thread
         self._running: Counter[str] = Counter()
         self._labels: dict[str, str] = {}  # the newest label of each stage

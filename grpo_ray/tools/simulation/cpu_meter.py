@@ -1,0 +1,72 @@
+"""The CPU time of simulated actors, which share one thread with the controller: the rest is its own."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import Context, ContextVar
+from typing import Any
+
+_actor: ContextVar[str | None] = ContextVar("actor", default=None)
+"""Kind of the actor that runs now; the tasks that it creates inherit it."""
+
+
+class CpuMeter:
+    """CPU seconds by kind of actor: `generator`, `scorer`, `buffer`, `weight_sync` or `learner`."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def metered(self, name: str, work: Awaitable[Any]) -> "_Metered":
+        """Return an actor's work, of which the time counts while it runs, not while it waits."""
+        return _Metered(self, name.partition("-")[0], work)
+
+    def make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+        context: Context | None = None,
+    ) -> "asyncio.Task[Any]":
+        """Make a task, as the loop's task factory; the time of one that an actor creates is the actor's."""
+        kind = _actor.get() if context is None else context.get(_actor)
+        assert asyncio.iscoroutine(work)
+        counted = work if kind is None else _awaited(_Metered(self, kind, work))
+        return asyncio.Task(counted, loop=loop, context=context)
+
+    def timer(self, name: str, callback: Callable[[], None]) -> Callable[[], None]:
+        """Return the callback of an actor's timer, with its time counted."""
+        kind = name.partition("-")[0]
+
+        def run() -> None:
+            began = time.thread_time()
+            callback()
+            self.seconds[kind] += time.thread_time() - began
+
+        return run
+
+
+class _Metered:
+    def __init__(self, meter: CpuMeter, kind: str, work: Awaitable[Any]) -> None:
+        self._meter, self._kind, self._work = meter, kind, work
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        _actor.set(self._kind)
+        steps: Any = self._work.__await__()
+        resume, value = steps.send, None
+        while True:
+            began = time.thread_time()
+            try:
+                waits_for = resume(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._meter.seconds[self._kind] += time.thread_time() - began
+            try:
+                value = yield waits_for
+                resume = steps.send
+            except BaseException as error:
+                resume, value = steps.throw, error
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work

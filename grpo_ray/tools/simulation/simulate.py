@@ -1,0 +1,165 @@
+"""A whole run in virtual time: the run's own controller, producer, buffer, weight sync, ledger and recovery.
+
+Only the engines, the Learner (all its ranks as one) and the Scorers are simulated (engine.py, workers.py). No
+model, text or transport of weights is there, so checkpoints hold no weights, and rewards mean nothing.
+"""
+
+import asyncio
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.errors import RunError
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.preflight import Prepared
+from grpo_ray.run.restores import train_through_restores
+from grpo_ray.tasks import make_order, parts_of
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
+from grpo_ray.telemetry.clock import simulated_by
+from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
+from grpo_ray.telemetry.memory import ProcessFamily
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_log import Metrics
+from grpo_ray.tools.simulation.account import Account, Faults
+from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
+from grpo_ray.tools.simulation.cpu_meter import CpuMeter
+from grpo_ray.tools.simulation.speeds import Lengths, Speeds
+from grpo_ray.tools.simulation.virtual_time import VirtualClock
+from grpo_ray.types import StartingModel
+
+MAX_EXAMPLES = 4096  # per part; more only take memory
+END_TOKEN = 0
+
+
+@dataclass
+class Watch:
+    """The display of a simulated run: it keeps the steps' metrics, and the process's memory and CPU time."""
+
+    warnings: list[str] = field(default_factory=list)
+    steps: list[Metrics] = field(default_factory=list)
+    memory_bytes: dict[int, int] = field(default_factory=dict)
+    """Resident memory of the whole process, by step."""
+    cpu_s: dict[int, float] = field(default_factory=dict)
+    """CPU seconds of the process so far, by step."""
+    on_step: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._family = ProcessFamily()
+
+    def status(self, text: str) -> None: ...
+    def evaluation(self, summary: EvaluationSummary) -> None: ...
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self.steps.append(dict(metrics))
+        self.memory_bytes[step] = self._family.resident_bytes(with_children=False)
+        self.cpu_s[step] = time.process_time()
+        if self.on_step is not None:
+            self.on_step(step)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The result of a simulation."""
+
+    config: Config
+    watch: Watch
+    account: Account
+    faults: Faults
+    virtual_s: float
+    cpu_s: float
+    peak_bytes: int
+
+
+def check_can_be_simulated(config: Config) -> None:
+    """Refuse what the simulated actors cannot stand for.
+
+    Raises:
+        RunError: names the field.
+    """
+    if config.episode_tasks:
+        raise RunError("task: episodes are not simulated yet; give a configuration of a single-turn task")
+    if config.distillation.teacher is not None:
+        raise RunError("distillation.teacher: a teacher is not simulated yet; set it to null")
+
+
+def simulate(
+    config: Config,
+    run: RunDirectory,
+    speeds: Speeds,
+    lengths: Lengths,
+    trace: Trace | None = None,
+    meter: CpuMeter | None = None,
+    watch: Watch | None = None,
+) -> Simulated:
+    """Simulate a run; its records are in `run`, as a real run's.
+
+    Args:
+        trace: receives a line per call to an actor, the same in every simulation with the same arguments.
+        meter: receives the CPU time of the actors.
+
+    Raises:
+        RunError: the configuration cannot be simulated, or the run ended with an error.
+    """
+    check_can_be_simulated(config)
+    run.create(config)
+    clock, account = VirtualClock(), Account(config.max_token_age)
+    watch = watch or Watch()
+    prepared = _prepared(config, speeds)
+    lives: list[SimulatedActors] = []  # one between two restores
+
+    @contextmanager
+    def host(*args: Any) -> Iterator[SimulatedActors]:
+        actors = SimulatedActors(
+            *args, speeds=speeds, lengths=lengths, account=account, trace=trace, meter=meter
+        )
+        lives.append(actors)
+        yield lives[-1]
+
+    def drive(controller: Controller) -> None:
+        async def main() -> None:
+            if meter is not None:
+                asyncio.get_running_loop().set_task_factory(meter.make_task)
+            if speeds.learner_life_s is not None:
+                rng = random.Random(f"{config.run.seed}/learner/{len(lives)}")
+                life_s = rng.expovariate(1 / speeds.learner_life_s)
+                asyncio.get_running_loop().call_later(life_s, lives[-1].learner.die, "its time had come")
+            await controller.run()
+
+        clock.run(main())
+
+    began = time.process_time()
+    with simulated_by(clock):
+        train_through_restores(config, prepared, run, watch, host, drive)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    faults = account.faults(prepared.ledger)
+    return Simulated(config, watch, account, faults, clock.now, time.process_time() - began, peak_bytes)
+
+
+def _prepared(config: Config, speeds: Speeds) -> Prepared:
+    """Return a ledger of prompts that all have the same length, and one validation prompt."""
+    fresh = config.algorithm.num_steps * config.fresh_per_step
+    parts = {name: min(MAX_EXAMPLES, fresh) for name in parts_of(config.task)}
+    examples = [Example(str(n), "", task=name) for name, number in parts.items() for n in range(number)]
+    token_ids = (END_TOKEN,) * speeds.prompt_tokens
+
+    def tokenize(text: str, *, add_special_tokens: bool) -> Any:
+        return {"input_ids": token_ids}
+
+    tokenizer: Any = tokenize
+    prompters = {name: Prompter(TextTemplate("{question}"), tokenizer) for name in parts}
+    return Prepared(
+        model=StartingModel("simulated", (END_TOKEN,), speeds.prompt_tokens + config.sampling.max_tokens),
+        validation=make_items(examples[:1], prompters),
+        longest_prompt=speeds.prompt_tokens,
+        ledger=PromptLedger(examples, prompters, make_order(config.task, parts, config.run.seed)),
+    )

@@ -1,0 +1,128 @@
+"""The speeds of simulated actors, and the lengths of simulated responses."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow.parquet as pq
+from pydantic import PositiveFloat, PositiveInt
+
+from grpo_ray.config.section import NonNegativeFloat, Section
+from grpo_ray.telemetry.run_files import RunDirectory
+
+MAX_RECORDED = 1_000_000  # lengths; the last steps of a longer run
+
+
+class Speeds(Section):
+    """The speeds of every simulated actor, in seconds; a file `--speeds` replaces some of them.
+
+    The defaults are round numbers of the size that a model of 7 billion parameters has on one GPU per engine.
+    They are measured nowhere: fit them to your own run before you believe a figure.
+    """
+
+    decode_s: PositiveFloat = 0.012
+    """Seconds of an engine for one token of every running sequence, without what each sequence adds."""
+    decode_sequence_s: NonNegativeFloat = 3e-5
+    """More seconds per running sequence."""
+    prefill_token_s: NonNegativeFloat = 2e-5
+    """Seconds per prompt token, while the engine's other sequences wait. A group's prompt counts once."""
+    prompt_tokens: PositiveInt = 256
+    """Length of every prompt."""
+    start_s: NonNegativeFloat = 60.0
+    """Seconds until an engine or the Learner is up."""
+    stage_s: NonNegativeFloat = 3.0
+    """Seconds of a sync in which a Generator receives weights beside sampling."""
+    load_s: NonNegativeFloat = 1.0
+    """Seconds of a sync in which it is paused."""
+    move_s: NonNegativeFloat = 5.0
+    """Seconds to leave a device to a colocated actor, or to take it back."""
+    score_s: NonNegativeFloat = 0.1
+    """Seconds to grade a group."""
+    train_s: NonNegativeFloat = 2.0
+    """Seconds of a Learner's step that do not depend on its tokens."""
+    train_token_s: NonNegativeFloat = 1e-5
+    """More seconds per response token."""
+    snapshot_s: NonNegativeFloat = 1.0
+    """Seconds in which the Learner copies its weights, or its state for a checkpoint."""
+    generator_life_s: PositiveFloat | None = None
+    """Mean of the exponential distribution of the seconds until an engine dies; null: it never does."""
+    learner_life_s: PositiveFloat | None = None
+    """The same for the Learner, after which the run restores its last checkpoint."""
+
+    def token_s(self, num_sequences: int) -> float:
+        """Return the seconds for the next token of each of `num_sequences` running sequences."""
+        return self.decode_s + self.decode_sequence_s * num_sequences
+
+
+def read_speeds(path: str | None) -> Speeds:
+    """Return the defaults, with the values of a JSON file in place of some.
+
+    Raises:
+        ValueError: names the file and the field.
+    """
+    if path is None:
+        return Speeds()
+    try:
+        return Speeds.model_validate_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--speeds {path}: {error}") from None
+
+
+class Lengths(Protocol):
+    """A distribution of response lengths."""
+
+    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
+        """Return lengths in tokens, int64 `[num_samples]`, of at least 1; the engine cuts long ones off."""
+
+
+class LognormalLengths:
+    """Lengths with a heavy tail: their logarithm is normal."""
+
+    def __init__(self, mean: float, sigma: float) -> None:
+        """
+        Args:
+            mean: of the lengths, in tokens.
+            sigma: standard deviation of their natural logarithm; 0 makes all the same.
+        """
+        self._mu, self._sigma = math.log(mean) - sigma**2 / 2, sigma
+
+    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
+        drawn = np.rint(np.clip(rng.lognormal(self._mu, self._sigma, num_samples), 1, 2**31))
+        lengths: np.ndarray = drawn.astype(np.int64)
+        return lengths
+
+
+class RecordedLengths:
+    """Lengths of a real run's responses, drawn with replacement."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+
+    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
+        drawn: np.ndarray = rng.choice(self.lengths, num_samples)
+        return drawn
+
+
+def recorded_lengths(path: str) -> RecordedLengths:
+    """Return the lengths of all responses of a run, newest first up to `MAX_RECORDED`.
+
+    Raises:
+        ValueError: the folder holds no rollouts.
+    """
+    found: list[np.ndarray] = []
+    for lengths in _newest_first(RunDirectory(path)):
+        found.append(lengths)
+        if sum(map(len, found)) >= MAX_RECORDED:
+            break
+    if not found:
+        raise ValueError(f"--recorded {path}: there are no rollouts in it; give a run with run.save_rollouts")
+    return RecordedLengths(np.maximum(1, np.concatenate(found)[:MAX_RECORDED]))
+
+
+def _newest_first(run: RunDirectory) -> Iterator[np.ndarray]:
+    for file in sorted(run.rollouts.glob("step-*.parquet"), reverse=True):
+        lengths = pq.read_table(file, columns=["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
+        if len(lengths):
+            yield lengths

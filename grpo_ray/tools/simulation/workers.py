@@ -1,0 +1,142 @@
+"""The Learner and the Scorer of a simulation: they take time, and give answers that a run can work with."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+
+from grpo_ray.actors.staleness import lag_metrics
+from grpo_ray.config import Config
+from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
+from grpo_ray.tools.simulation.account import Account
+from grpo_ray.tools.simulation.speeds import Speeds
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import RolloutGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
+
+STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
+ANSWER_S = 0.001  # of virtual time, or a whole step could pass in none, and have no rates
+NO_BYTES = np.empty(0, np.uint8)
+
+
+class SimulatedLearner:
+    """A Learner with steps that take `train_s + train_token_s * tokens`; its calls run one at a time."""
+
+    def __init__(self, config: Config, speeds: Speeds, account: Account, version: int) -> None:
+        """
+        Args:
+            account: keeps the batches; steps after `version` are forgotten.
+        """
+        self._config, self._speeds, self._account = config, speeds, account
+        self.version = version
+        account.rewind(version)
+        self._turn = asyncio.Lock()
+        self._num_done = 0
+        self._report: StepReport | None = None
+        self._clock = StageClock(STAGES, rest="wait_for_batch")
+
+    async def ready(self) -> bool:
+        await asyncio.sleep(self._speeds.start_s)
+        return True
+
+    async def take_stats(self) -> ActorStats:
+        await asyncio.sleep(ANSWER_S)
+        return ActorStats(self._clock.take(), 0)
+
+    async def work_done(self) -> int:
+        return self._num_done
+
+    async def train_step(self, batch: TrainBatch) -> StepReport:
+        """Train on the batch, after the second guard.
+
+        Raises:
+            StaleBatchError: a token is older than the schedule allows.
+        """
+        async with self._turn:
+            num_fresh = len(batch.groups) - self._num_replayed(batch)
+            try:
+                lags = lag_metrics(batch.groups, self.version, self._config)
+            finally:
+                self._account.note(self.version, batch.groups[:num_fresh], batch.groups[num_fresh:])
+            num_tokens = sum(c.num_tokens for group in batch.groups for c in group.rollout.completions)
+            with self._clock.stage("train", f"step {self.version + 1}") as duration:
+                await asyncio.sleep(self._speeds.train_s + self._speeds.train_token_s * num_tokens)
+            self.version += 1
+            self._num_done += 1
+            metrics = {
+                **lags,
+                "optim/grad_norm": 0.0,
+                "optim/skipped_updates": 0.0,
+                "optim/skipped_in_a_row": 0.0,
+                "throughput/trained_tokens": float(num_tokens),
+                "timing/train_s": duration.seconds,
+            }
+            self._report = StepReport(self.version, metrics)
+            return self._report
+
+    def _num_replayed(self, batch: TrainBatch) -> int:
+        return max(0, len(batch.groups) - self._config.fresh_per_step)
+
+    @bulk_and_facts
+    async def snapshot(self) -> tuple[WeightSnapshot, int]:
+        async with self._turn:
+            with self._clock.stage("snapshot"):
+                await asyncio.sleep(self._speeds.snapshot_s)
+            return WeightSnapshot(self.version, (), NO_BYTES), self.version
+
+    @bulk_and_facts
+    async def delta(self) -> tuple[WeightSnapshot | None, float]:
+        return None, 1.0
+
+    async def make_room(self) -> None:
+        await self._move()
+
+    async def take_room(self) -> None:
+        await self._move()
+
+    async def _move(self) -> None:
+        async with self._turn:
+            with self._clock.stage("move"):
+                await asyncio.sleep(self._speeds.move_s)
+
+    async def capture(self) -> StepReport | None:
+        async with self._turn:
+            with self._clock.stage("capture"):
+                await asyncio.sleep(self._speeds.snapshot_s)
+            return self._report
+
+    async def write_captured(self, folder: Path) -> dict[str, int]:
+        text = json.dumps({"version": self.version})
+        (folder / "simulated.json").write_text(text)
+        return {"simulated.json": len(text)}
+
+
+class SimulatedScorer:
+    """A Scorer that takes `score_s` per group, and gives rewards of 0 and 1 by chance."""
+
+    def __init__(self, speeds: Speeds, num_workers: int, seed: int) -> None:
+        """
+        Args:
+            num_workers: groups that are scored at the same time.
+        """
+        self._speeds, self._seed = speeds, seed
+        self._workers = asyncio.Semaphore(num_workers)
+        self._clock = StageClock(("score",), rest="wait_for_groups")
+
+    async def ready(self) -> bool:
+        return True
+
+    async def take_stats(self) -> ActorStats:
+        return ActorStats(self._clock.take(), 0)
+
+    async def score(self, group: RolloutGroup) -> Verdict:
+        """Return rewards that depend on the group alone; the chance of a 1 is uniform over groups."""
+        async with self._workers:
+            with self._clock.stage("score"):
+                await asyncio.sleep(self._speeds.score_s)
+        rng = random.Random(f"{self._seed}/{group.item.group_id}/{group.item.num_cuts}")
+        pass_rate = rng.random()
+        draws = [float(rng.random() < pass_rate) for _ in group.completions]
+        rewards = np.array(draws, np.float32)
+        return Verdict(rewards, np.ones_like(rewards), rewards, rewards - rewards.mean())

@@ -1,0 +1,128 @@
+"""The event loop with many calls: how late it is, and calls that leave room for others."""
+
+import asyncio
+import time
+
+import pytest
+
+from grpo_ray.telemetry.fan_out import PER_TURN, gathered
+from grpo_ray.telemetry.loop_lag import LoopLag
+from grpo_ray.tools.simulation.cpu_meter import CpuMeter
+from grpo_ray.tools.simulation.virtual_time import VirtualClock
+
+
+def test_the_lag_is_the_delay_of_what_is_due() -> None:
+    """Work that blocks for 0.7 s from 0.8 s on: of the timers at 0.25, 0.5, 0.75 and 1.0 s the last is late."""
+    clock = VirtualClock()
+
+    async def main() -> list[dict[str, float]]:
+        lag, loop = LoopLag(), asyncio.get_running_loop()
+        found = [lag.take()]
+        lag.start()
+
+        def block() -> None:
+            clock.now += 0.7
+
+        loop.call_at(0.8, block)
+        await asyncio.sleep(0.78)
+        found.append(lag.take())
+        await asyncio.sleep(0.9)
+        found.append(lag.take())
+        return found
+
+    nothing, on_time, late = clock.run(main())
+    assert nothing == {}
+    assert on_time == {"perf/loop_lag_s": pytest.approx(0.0, abs=1e-9)}
+    assert late == {"perf/loop_lag_s": pytest.approx(0.5)}
+
+
+def test_calls_begin_a_few_per_turn_and_all_run_at_the_same_time() -> None:
+    async def main() -> None:
+        turns, begun, running = 0, [], 0
+        most = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def call(number: int) -> int:
+            nonlocal running, most
+            begun.append(turns)
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(1.0)
+            running -= 1
+            if number == 5:
+                raise ValueError("five")
+            return number
+
+        counting = asyncio.ensure_future(count_turns())
+        work = asyncio.ensure_future(gathered(call(number) for number in range(4 * PER_TURN)))
+        await asyncio.sleep(0)
+        while running < 4 * PER_TURN:
+            await asyncio.sleep(0)
+        counting.cancel()
+        results = await work
+        assert max(begun.count(turn) for turn in begun) <= PER_TURN
+        assert most == 4 * PER_TURN
+        assert isinstance(results[5], ValueError)
+        assert [r for n, r in enumerate(results) if n != 5] == [n for n in range(4 * PER_TURN) if n != 5]
+
+    VirtualClock().run(main())
+
+
+def test_calls_that_are_cancelled_begin_no_more() -> None:
+    async def main() -> None:
+        begun, ended = [], []
+
+        async def call(number: int) -> None:
+            begun.append(number)
+            try:
+                await asyncio.sleep(1.0)
+            finally:
+                ended.append(number)
+
+        work = asyncio.ensure_future(gathered(call(number) for number in range(1000)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.wait({work})
+        await asyncio.sleep(0)
+        assert work.cancelled()
+        assert 0 < len(begun) < 1000
+        assert ended == begun
+
+    VirtualClock().run(main())
+
+
+def test_an_actors_cpu_time_is_that_of_its_calls_and_of_the_tasks_that_they_create() -> None:
+    def burn(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    async def part() -> None:
+        burn(0.02)
+        await asyncio.sleep(1.0)
+        burn(0.02)
+
+    async def call() -> str:
+        burn(0.02)
+        await asyncio.gather(part(), part())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.sleep(5.0)
+        return "done"
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(meter.make_task)
+        own = asyncio.ensure_future(part())  # the controller's
+        assert await asyncio.ensure_future(meter.metered("generator-3", call())) == "done"
+        await own
+
+    meter = CpuMeter()
+    VirtualClock().run(main())
+    assert meter.seconds.keys() == {"generator"}
+    assert meter.seconds["generator"] == pytest.approx(0.1, abs=0.015)

@@ -1,0 +1,220 @@
+"""The simulated engine, with times computed by hand, on the virtual clock."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_ray.engines.base import Engine, EngineDied
+from grpo_ray.tools.simulation.engine import SimulatedEngine
+from grpo_ray.tools.simulation.speeds import LognormalLengths, RecordedLengths, Speeds
+from grpo_ray.tools.simulation.virtual_time import Deadlock, VirtualClock
+from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.types import Completion, SamplingSettings
+
+# 1 s per token, and 0.5 s more for every running sequence; a prompt of 4 tokens takes 2 s.
+SPEEDS = Speeds(decode_s=1.0, decode_sequence_s=0.5, prefill_token_s=0.5, start_s=10.0, stage_s=3.0, load_s=7.0)
+PROMPT = (0,) * 4
+
+
+class GivenLengths:
+    def __init__(self, *lengths: int) -> None:
+        self._lengths = iter(lengths)
+
+    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
+        return np.array([next(self._lengths) for _ in range(num_samples)])
+
+
+def settings(num_samples: int, max_tokens: int = 1000) -> SamplingSettings:
+    return SamplingSettings(num_samples, 1.0, 1.0, min_tokens=1, max_tokens=max_tokens)
+
+
+def run(
+    lengths: Any, main: Callable[[SimulatedEngine, Callable[[], float]], Awaitable[Any]], **changes: Any
+) -> Any:
+    """Return what `main` returns, given a started engine and the seconds since then."""
+    speeds = SPEEDS.model_copy(update=changes.pop("speeds", {}))
+    engine = SimulatedEngine(speeds, lengths, **{"max_num_seqs": 8, "seed": 0, **changes})
+
+    async def whole() -> Any:
+        await engine.start(version=5)
+        loop = asyncio.get_running_loop()
+        return await main(engine, lambda: round(loop.time() - 10.0, 6))
+
+    return VirtualClock().run(whole())
+
+
+async def update(engine: Engine, version: int) -> None:
+    await engine.stage(WeightSnapshot(version, (), np.empty(0, np.uint8)))
+    await engine.pause()
+    await engine.load()
+    await engine.finish(version)
+    await engine.resume()
+
+
+def test_one_sequence_takes_its_prompt_and_its_tokens() -> None:
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[float, Completion]:
+        (completion,) = await engine.generate(PROMPT, settings(1))
+        return now(), completion
+
+    seconds, completion = run(GivenLengths(6), main)
+    assert seconds == 4 * 0.5 + 6 * 1.5
+    assert completion.versions.tolist() == [5] * 6
+    assert (len(completion.token_ids), len(completion.logprobs)) == (6, 6)
+    assert not completion.is_truncated
+
+
+def test_two_sequences_slow_each_other_down_while_both_run() -> None:
+    """Two tokens together at 2 s each, then two of the longer one at 1.5 s; the prompt is computed once."""
+
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
+        await engine.generate(PROMPT, settings(2))
+        return now()
+
+    assert run(GivenLengths(2, 4), main) == 2 + 2 * 2.0 + 2 * 1.5
+
+
+def test_a_group_that_comes_later_makes_the_first_wait_for_its_prompt() -> None:
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> list[float]:
+        async def sample(after_s: float) -> float:
+            await asyncio.sleep(after_s)
+            await engine.generate(PROMPT, settings(1))
+            return now()
+
+        return list(await asyncio.gather(sample(0.0), sample(5.0)))
+
+    # At 5 s the first has two of its three tokens. Both wait 2 s; then one token together, and two alone.
+    assert run(GivenLengths(3, 3), main) == [5 + 2 + 2.0, 5 + 2 + 2.0 + 2 * 1.5]
+
+
+def test_sequences_beyond_the_batch_wait_for_a_place() -> None:
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
+        await engine.generate((), settings(2))
+        return now()
+
+    assert run(GivenLengths(2, 4), main, max_num_seqs=1) == 2 * 1.5 + 4 * 1.5
+
+
+def test_a_sync_splits_a_response_and_keeps_its_tokens() -> None:
+    """Paused at 4.5 s with three tokens, for 1.5 s (a token) and 7 s; keys are computed anew after it."""
+
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[float, list[int]]:
+        async def sync() -> None:
+            await asyncio.sleep(1.5)
+            await update(engine, 6)
+
+        (completion,), _ = await asyncio.gather(engine.generate((), settings(1)), sync())
+        return now(), completion.versions.tolist()
+
+    versions = [5, 5, 5, 6, 6]
+    assert run(GivenLengths(5), main) == (5 * 1.5 + 1.5 + 7 + 3 * 0.5, versions)
+    assert run(GivenLengths(5), main, recompute_kv=False) == (5 * 1.5 + 1.5 + 7, versions)
+
+
+def test_a_response_that_begins_just_before_a_sync_is_all_of_the_new_version() -> None:
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> list[int]:
+        async def sync() -> None:
+            await asyncio.sleep(1.0)
+            await update(engine, 6)
+
+        async def sample() -> list[int]:
+            await asyncio.sleep(4.0)  # the moment of the pause
+            (completion,) = await engine.generate((), settings(1))
+            return completion.versions.tolist()
+
+        return (await asyncio.gather(sample(), sync()))[0]
+
+    assert run(GivenLengths(3), main) == [6, 6, 6]
+
+
+def test_lengths_end_at_the_limit() -> None:
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> tuple[Completion, ...]:
+        return await engine.generate(PROMPT, settings(2, max_tokens=4))
+
+    cut, whole = run(GivenLengths(9, 4), main)
+    assert (len(cut.token_ids), cut.is_truncated) == (4, True)
+    assert (len(whole.token_ids), whole.is_truncated) == (4, False)
+
+
+def test_a_cancelled_group_leaves_its_place() -> None:
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
+        first = asyncio.ensure_future(engine.generate((), settings(1)))
+        await asyncio.sleep(3.0)
+        second = asyncio.ensure_future(engine.generate((), settings(1)))
+        await asyncio.sleep(0)
+        first.cancel()
+        await second
+        return now()
+
+    assert run(GivenLengths(100, 4), main, max_num_seqs=1) == 3 + 4 * 1.5
+
+
+def test_a_dead_engine_fails_what_runs_and_all_that_follows() -> None:
+    async def main(engine: SimulatedEngine, now: Callable[[], float]) -> float:
+        with pytest.raises(EngineDied):
+            await engine.generate(PROMPT, settings(1))
+        died_at = now()
+        for call in (lambda: engine.generate(PROMPT, settings(1)), engine.pause, engine.load):
+            with pytest.raises(EngineDied):
+                await call()
+        return died_at
+
+    lives = [run(GivenLengths(10**6), main, seed=s, speeds={"generator_life_s": 50.0}) for s in range(40)]
+    assert lives[0] == run(GivenLengths(10**6), main, seed=0, speeds={"generator_life_s": 50.0})
+    assert 25 < np.mean(lives) < 100
+
+
+def test_lengths_of_distributions() -> None:
+    rng = np.random.default_rng(0)
+    drawn = LognormalLengths(mean=300.0, sigma=1.0).draw(rng, 100_000)
+    assert np.mean(drawn) == pytest.approx(300, rel=0.02)
+    assert np.median(drawn) == pytest.approx(300 * np.exp(-0.5), rel=0.02)
+    assert set(LognormalLengths(7.0, 0.0).draw(rng, 5)) == {7}
+    assert set(RecordedLengths(np.array([3, 8])).draw(rng, 100)) == {3, 8}
+
+
+# ---- the clock ----
+
+
+def test_the_clock_jumps_from_timer_to_timer_and_goes_on_with_the_next_loop() -> None:
+    clock, seen = VirtualClock(), []
+
+    async def main() -> None:
+        async def note(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            seen.append((after_s, await asyncio.to_thread(clock.monotonic)))
+
+        await asyncio.gather(note(86400.0 * 3), note(2.0), note(1.0))
+
+    clock.run(main())
+    assert seen == [(1.0, 1.0), (2.0, 2.0), (86400.0 * 3, 86400.0 * 3)]
+    clock.run(asyncio.sleep(1.0))
+    assert clock.wall_time() == 86400.0 * 3 + 1
+
+
+def test_a_deadlock_is_an_error() -> None:
+    async def main() -> None:
+        await asyncio.sleep(4.0)
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match=r"after 4.0 virtual seconds"):
+        VirtualClock().run(main())
+
+
+def test_an_error_in_a_thread_reaches_its_caller() -> None:
+    def fail() -> None:
+        raise OSError("full")
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="full"):
+            await asyncio.to_thread(fail)
+
+    VirtualClock().run(main())
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    yield
+    assert [str(w.message) for w in recwarn if "never awaited" in str(w.message)] == []

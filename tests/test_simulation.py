@@ -1,0 +1,193 @@
+"""Whole simulated runs: they repeat to the byte, survive faults, and keep every schedule's promise."""
+
+import json
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import make_completion, make_group, make_item
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_run import QUICKSTART
+
+from grpo_ray.config.loading import load_config
+from grpo_ray.errors import RunError
+from grpo_ray.telemetry.metrics_catalog import check_names
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.tools.audit.audit import audit
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.simulation.account import Account, Faults
+from grpo_ray.tools.simulation.simulate import Simulated, simulate
+from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds, read_speeds, recorded_lengths
+
+SMALL = [
+    "generator.num_generators=3",
+    "sampling.max_tokens=200",
+    "algorithm.num_steps=6",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=2",
+    "evaluation.every_num_steps=1000",
+    "checkpoint.every_num_steps=2",
+    "weight_sync.in_flight=true",
+    "recovery.max_restarts=10000",
+    "recovery.max_restores=10000",
+    "recovery.restart_backoff_s=0.5",
+]
+FAST = Speeds(start_s=1.0, stage_s=0.2, load_s=0.1, train_s=0.5, snapshot_s=0.1)
+
+
+def simulated(
+    folder: Path, *overrides: str, speeds: Speeds = FAST, trace: Any = None, mean: float = 50.0
+) -> Simulated:
+    config = load_config(QUICKSTART, [*SMALL, *overrides])
+    return simulate(config, RunDirectory(folder), speeds, LognormalLengths(mean, 1.0), trace)
+
+
+FAULTS = FAST.model_copy(update={"generator_life_s": 20.0, "learner_life_s": 12.0})
+
+
+def test_a_run_repeats_to_the_byte_with_its_faults(tmp_path: Path) -> None:
+    traces: dict[str, list[str]] = {"one": [], "other": [], "seeded": []}
+    for name, seed in (("one", 3), ("other", 3), ("seeded", 4)):
+        # The same folder's name: the timeline has it.
+        simulated(
+            tmp_path / name / "run", f"run.seed={seed}", "algorithm.num_steps=16",
+            speeds=FAULTS, trace=traces[name].append,
+        )  # fmt: skip
+    assert traces["one"] == traces["other"]
+    assert traces["one"] != traces["seeded"]
+    for file in ("metrics.jsonl", "events.jsonl", "timeline.json"):
+        one, other = ((tmp_path / name / "run" / file).read_bytes() for name in ("one", "other"))
+        assert one == other, file
+    kinds = {json.loads(line)["kind"] for line in (tmp_path / "one/run/events.jsonl").read_text().splitlines()}
+    assert {"generator_failed", "generator_back", "restored"} <= kinds
+
+
+def test_a_simulated_run_passes_the_audit_of_real_ones(tmp_path: Path) -> None:
+    """The records have the form of a real run's, so an independent reader can check them."""
+    result = simulated(tmp_path / "run", "run.save_rollouts=true", "algorithm.num_steps=12", speeds=FAULTS)
+    report = audit(RunDirectory(tmp_path / "run"))
+    # Rewards are drawn by chance, and there are no checkpoints of weights.
+    about_groups = [line for line in report.problems if "group" in line and "reward" not in line]
+    assert about_groups == []
+    assert (report.num_steps, report.num_groups) == (12, 48)
+    assert result.faults.is_none
+    assert check_names({name for row in result.watch.steps for name in row}) == []
+
+
+SCHEDULES = {
+    "synchronous": ["weight_sync.max_lag=0"],
+    "drained": ["weight_sync.max_lag=1", "weight_sync.in_flight=false"],
+    "in flight": ["weight_sync.max_lag=2"],
+    "lookahead": ["weight_sync.max_lag=3", "buffer.lookahead=6"],
+    "oversampled": ["weight_sync.max_lag=1", "algorithm.oversample_frac=0.5"],
+    "dynamic": ["weight_sync.max_lag=2", "algorithm.dynamic_sampling_tries=3"],
+    "replay": ["weight_sync.max_lag=1", "buffer.replay.frac=0.25", "buffer.replay.max_age=3"],
+    "tight": ["weight_sync.max_lag=3", "buffer.max_gib=1e-6"],
+    "colocated": ["weight_sync.max_lag=0", "generator.colocated=true"],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=6, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_generators=st.integers(1, 5),
+    mean=st.sampled_from([2.0, 20.0, 150.0]),
+    train_s=st.sampled_from([0.001, 0.3, 5.0]),
+    stage_s=st.sampled_from([0.0, 2.0]),
+    life_s=st.sampled_from([None, 8.0]),
+)
+def test_no_schedule_trains_an_old_token_or_loses_a_prompt(
+    name: str, seed: int, num_generators: int, mean: float, train_s: float, stage_s: float, life_s: float | None
+) -> None:
+    speeds = FAST.model_copy(update={"train_s": train_s, "stage_s": stage_s, "generator_life_s": life_s})
+    changes = ["checkpoint.every_num_steps=1000", f"run.seed={seed}", *SCHEDULES[name]]
+    changes += [f"generator.num_generators={num_generators}"]
+    with tempfile.TemporaryDirectory() as folder:
+        result = simulated(Path(folder) / "run", *changes, speeds=speeds, mean=mean)
+    assert result.faults.is_none, result.faults
+    config, last = result.config, result.account.trained
+    assert [len(step) for step in last] == [config.fresh_per_step] * config.algorithm.num_steps
+    assert max(result.account.lag_shares()) <= config.max_token_age
+    if name in ("synchronous", "drained", "in flight", "replay", "tight", "colocated"):  # strict order
+        assert [g for step in last for g in step] == list(range(config.fresh_per_step * len(last)))
+    rejected = [row["lag/rejected"] for row in result.watch.steps]
+    assert rejected == [0.0] * len(rejected)  # admission alone suffices
+
+
+# ---- the independent account ----
+
+
+class FakeLedger:
+    """The parts of a PromptLedger that the account reads."""
+
+    def __init__(self, next_group_id: int, unfinished: set[int], set_aside: set[int], num_left: int) -> None:
+        self.next_group_id, self.unfinished = next_group_id, frozenset(unfinished)
+        self.set_aside, self.num_left = frozenset(set_aside), num_left
+
+
+@pytest.mark.parametrize(
+    ("trained", "ledger", "faults"),
+    [
+        ([[0, 1], [2, 4]], FakeLedger(6, {5}, {3}, num_left=1), Faults(0, 0, 0)),
+        ([[0, 1], [2, 4]], FakeLedger(7, {5}, {3}, num_left=2), Faults(0, 0, 0)),  # one was dropped
+        ([[0, 1], [1, 2]], FakeLedger(3, set(), set(), num_left=0), Faults(0, 1, 0)),
+        ([[0, 1], [3, 4]], FakeLedger(5, set(), set(), num_left=0), Faults(0, 0, 1)),
+        ([[0, 1], [2, 3]], FakeLedger(4, {3}, set(), num_left=0), Faults(0, 1, 0)),
+    ],
+)
+def test_lost_and_repeated_prompts_are_counted(trained: Any, ledger: Any, faults: Faults) -> None:
+    account = Account(max_age=1)
+    account.trained = [array("q", step) for step in trained]
+    assert account.faults(ledger) == faults
+
+
+def test_old_tokens_are_counted_and_a_restored_run_forgets_later_steps() -> None:
+    account = Account(max_age=1)
+    for version, versions in ((0, [0, 0]), (1, [0, 1]), (3, [1, 3])):
+        completions = [make_completion([5, 6], versions=versions)] * 2
+        account.note(version, [make_group(make_item(version), completions, [1, 0], [1.0, -1.0])], [])
+    assert account.num_stale == 1  # version 1 trained at version 3
+    assert account.lag_shares() == {0: 8 / 12, 1: 2 / 12, 2: 2 / 12}
+    account.rewind(1)
+    assert [list(step) for step in account.trained] == [[0]]
+    assert account.lag_shares() == {0: 1.0}
+
+
+# ---- the command ----
+
+
+def test_the_command_prints_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "speeds.json").write_text('{"decode_s": 0.5, "train_s": 0.01, "train_token_s": 0}')
+    arguments = ["simulate", QUICKSTART, *SMALL, "--generators", "20", "--steps", "5", "--seed", "3"]
+    files = ["--speeds", str(tmp_path / "speeds.json"), "--trace", str(tmp_path / "trace")]
+    assert main([*arguments, "--length-mean", "40", *files, "--out", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("20 Generators, 5 steps of 4 groups of 2, max_lag 1\n")
+    assert "faults          0 groups too old, 0 prompts lost, 0 repeated" in shown
+    assert "Learner waits" in shown  # decoding is slow here
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert {"time/generators/generate_s", "time/slowest-generator/generate_s"} <= row.keys()
+    assert not any(name.startswith("time/generator-") for name in row)
+    assert " generator-19 load_weights\n" in (tmp_path / "trace").read_text()
+
+
+def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> None:
+    simulated(tmp_path / "run", "run.save_rollouts=true")
+    lengths = recorded_lengths(str(tmp_path / "run")).lengths
+    assert len(lengths) == 6 * 4 * 2
+    assert 1 < np.mean(lengths) < 200
+    with pytest.raises(ValueError, match=r"--recorded .*nothing: there are no rollouts in it"):
+        recorded_lengths(str(tmp_path / "nothing"))
+
+
+def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="task: episodes are not simulated yet"):
+        simulate(load_config("configs/calculator.yaml"), RunDirectory(tmp_path), FAST, LognormalLengths(5, 1))
+    (tmp_path / "speeds.json").write_text('{"decode_s": 0.5, "brake_s": 1}')
+    with pytest.raises(ValueError, match=r"(?s)--speeds .*brake_s"):
+        read_speeds(str(tmp_path / "speeds.json"))
