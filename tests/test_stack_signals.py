@@ -124,7 +124,7 @@ def test_generators_that_are_up_shut_down_whatever_the_others_do(
         return SimpleNamespace(handle=SimpleNamespace(name=name, take_stats=probe, shutdown=shutdown))
 
     clients = {name: client(index) for index, name in enumerate(names)}
-    group = SimpleNamespace(generators=dict.fromkeys(names), _clients=clients)
+    group = SimpleNamespace(generators=dict.fromkeys(names), teachers={}, _clients=clients)
     up = names[num_hung:]
     monkeypatch.setattr(ray, "wait", lambda probes, **_: (up, names[:num_hung]))
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)

@@ -5,6 +5,7 @@ The second is the path of `nccl`, here over gloo, and with chunks far below a GP
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,9 +62,15 @@ class Wired:
         )
 
     async def sync(self, version: int) -> None:
-        snapshot = self.pack(version)
-        stage, load = self.generator.stage_weights(snapshot), self.generator.load_weights
+        await self.stage(version)
+        await self.switch(version)
+
+    async def stage(self, version: int) -> None:
+        stage = self.generator.stage_weights(self.pack(version))
         await (stage if self.by_worker else self.with_send(stage, version))
+
+    async def switch(self, version: int) -> None:
+        load = self.generator.load_weights
         await self.generator.pause()
         await (self.with_send(load(), version) if self.by_worker else load())
         await self.generator.finish_weights()
@@ -115,9 +122,13 @@ async def _record(config: Config, path: Path, models: list[PolicyModel]) -> Reco
 
 
 async def _in_flight(wired: Wired, version: int) -> Groups:
+    """Switch versions at about a third of the requests' time, which depends on the machine and its load."""
+    await wired.stage(version)
+    started = time.perf_counter()
+    await _generate(wired.engine, LONG)
     running = asyncio.create_task(_generate(wired.engine, LONG))
-    await asyncio.sleep(0.3)
-    await wired.sync(version)
+    await asyncio.sleep((time.perf_counter() - started) / 3)
+    await wired.switch(version)
     return await running
 
 

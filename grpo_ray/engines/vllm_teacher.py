@@ -29,7 +29,9 @@ class VllmTeacher:
         assert config.teacher is not None
         # vLLM draws one token after the sequence, which needs a place.
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=config.teacher, max_model_len=max_model_len + 1, **common)
+            AsyncEngineArgs(
+                model=config.teacher, max_model_len=max_model_len + 1, trust_remote_code=False, **common
+            )
         )
         self._request_ids = itertools.count()
 
