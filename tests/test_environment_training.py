@@ -28,7 +28,7 @@ SMALL = (
     ("name", "package", "overrides"),
     [
         ("frozen_lake", "gymnasium", ()),
-        pytest.param(  # the tokenizer's pairs alone are 2,000 conversations of a new client each
+        pytest.param(  # the tokenizer's pairs alone are 1,000 conversations
             "colors", "openai", ("sampling.max_tokens=40", "episodes.tool_parser=transformers"), marks=SLOW
         ),
         pytest.param("play_numbers", "verifiers.v1", ("episodes.max_turns=3",), marks=SLOW),
