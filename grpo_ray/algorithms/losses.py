@@ -28,7 +28,7 @@ from grpo_ray.algorithms.inputs import (
 )
 from grpo_ray.algorithms.logprobs import check_shape, clamped_exp
 from grpo_ray.algorithms.trust_regions import details, dppo_kl, dppo_tv, gmpo, sapo
-from grpo_ray.config.algorithm import LossType
+from grpo_ray.config.algorithm import RESPONSE_LOSSES, LossType
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ def compute_policy_gradient_loss(
     """
     if loss_type not in LOSSES:
         raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(LOSSES)}")
-    if loss_type in ("gspo", "luspo", "gmpo"):
+    if loss_type in RESPONSE_LOSSES:
         _required("response_mask", response_mask, loss_type)
     if response_mask is None:
         response_mask = torch.ones_like(policy_log_probs, dtype=torch.bool)

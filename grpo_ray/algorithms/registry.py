@@ -5,9 +5,9 @@ compute none of these, and so import none of the code that a run's configuration
 advantages again, and imports such code only if the command line says so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import cast
+from typing import Any, TypeVar
 
 from grpo_ray.algorithms.advantages import ADVANTAGES
 from grpo_ray.algorithms.correction import CORRECTIONS
@@ -15,26 +15,26 @@ from grpo_ray.algorithms.inputs import AdvantageFn, CorrectionFn, LossFn
 from grpo_ray.algorithms.losses import LOSSES
 from grpo_ray.config.user_code import import_function
 
+T = TypeVar("T")
+
 
 @cache
 def advantage_function(name: str) -> AdvantageFn:
     """Return the advantage with this name, or import `module:function`."""
-    if ":" in name:
-        return import_function(name, "algorithm.advantage")
-    return cast("Mapping[str, AdvantageFn]", ADVANTAGES)[name]
+    return _named(name, ADVANTAGES, "algorithm.advantage")
 
 
 @cache
 def loss_function(name: str) -> LossFn:
     """Return the loss with this name, or import `module:function`."""
-    if ":" in name:
-        return import_function(name, "algorithm.loss")
-    return cast("Mapping[str, LossFn]", LOSSES)[name]
+    return _named(name, LOSSES, "algorithm.loss")
 
 
 @cache
 def correction_function(name: str) -> CorrectionFn:
     """Return the correction with this name, or import `module:function`."""
-    if ":" in name:
-        return import_function(name, "algorithm.off_policy_correction")
-    return cast("Mapping[str, CorrectionFn]", CORRECTIONS)[name]
+    return _named(name, CORRECTIONS, "algorithm.off_policy_correction")
+
+
+def _named(name: str, own: Mapping[Any, Callable[..., T]], field: str) -> Callable[..., T]:
+    return import_function(name, field) if ":" in name else own[name]

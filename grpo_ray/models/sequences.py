@@ -152,6 +152,14 @@ def samples_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
     return list(samples.values())
 
 
+def prompts_of(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
+    """Return the sequences of each prompt, in the order of the prompts' first."""
+    prompts: dict[int, list[TrainSequence]] = {}
+    for sequence in sequences:
+        prompts.setdefault(sequence.group, []).append(sequence)
+    return list(prompts.values())
+
+
 def minibatches(
     sequences: Sequence[TrainSequence], size: int | None, num_epochs: int, seed: str
 ) -> list[list[TrainSequence]]:

@@ -24,7 +24,7 @@ from grpo_ray.algorithms import (
 )
 from grpo_ray.config import Config
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.sequences import TrainSequence, lengths_of, samples_of
+from grpo_ray.models.sequences import TrainSequence, lengths_of, prompts_of, samples_of
 from grpo_ray.policy.dealing import Pass, deal, imbalance
 from grpo_ray.policy.entropy_bonus import EntropyBonus
 from grpo_ray.policy.layout import Layout, choose_layout
@@ -127,18 +127,13 @@ class ForwardBackward:
         """
         config = self._config
         has_other_terms = config.algorithm.kl.loss_coefficient or self.entropy_bonus.weight
-        by_group: dict[int, list[TrainSequence]] = {}
-        for s in sequences:
-            by_group.setdefault(s.group, []).append(s)
-        samples, aggregation = samples_of(sequences), self._objective.aggregation
-        units = list(by_group.values()) if aggregation == "prompt_mean" else samples
+        aggregation, max_tokens = self._objective.aggregation, config.sampling.max_tokens
+        is_of_prompts = aggregation == "prompt_mean"
+        samples = samples_of(sequences)
+        units = prompts_of(sequences) if is_of_prompts else samples  # of one mean each
         counts_of = [sum(map(self._num_counted, unit)) for unit in units]
-        denominator = loss_denominator(
-            aggregation, len(samples), sum(counts_of), config.sampling.max_tokens, len(by_group)
-        )
-        if (
-            len(units) < len(sequences) or aggregation == "prompt_mean"
-        ):  # those of one unit may be in different micro-batches
+        denominator = loss_denominator(aggregation, len(samples), sum(counts_of), max_tokens, len(units))
+        if is_of_prompts or len(units) < len(sequences):  # one unit may be in different micro-batches
             counted = zip(units, counts_of, strict=True)
             sequences = [replace(s, sample_tokens=num) for unit, num in counted for s in unit]
         computed = [s for s in sequences if s.has_signal or has_other_terms]

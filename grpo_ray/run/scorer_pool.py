@@ -1,7 +1,6 @@
 """The Scorers as one: each group goes to the least busy, and the groups of one that dies are scored again."""
 
 from grpo_ray.actors.clients import ScorerClient
-from grpo_ray.errors import ActorDied
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.stateless_actors import StatelessActors
@@ -20,11 +19,4 @@ class ScorerPool(StatelessActors[ScorerClient]):
         Raises:
             DataLost: the group is gone.
         """
-        while True:
-            with self.least_busy() as scorer:
-                try:
-                    what = f"scores group {item.group_id}"
-                    with self._context.calls.call(scorer.name, what, is_retry=is_retry):
-                        return await scorer.score(group)
-                except ActorDied as error:
-                    await self.replace(scorer, str(error))
+        return await self.ask(f"scores group {item.group_id}", is_retry, lambda scorer: scorer.score(group))

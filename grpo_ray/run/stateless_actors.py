@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Literal, TypeVar
 
 from grpo_ray.actors.clients import ActorClient
+from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import ActorDied
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.starting import until_ready
 
 ClientT = TypeVar("ClientT", bound=ActorClient)
+T = TypeVar("T")
 
 
 class StatelessActors(Generic[ClientT]):
@@ -54,6 +56,16 @@ class StatelessActors(Generic[ClientT]):
             yield self._clients[name]
         finally:
             self._num_groups[name] -= 1
+
+    async def ask(self, what: str, is_retry: bool, call: Callable[[ClientT], Awaitable[T]]) -> T:
+        """Return the answer of the least busy actor; if it dies, it is replaced, and another one is asked."""
+        while True:
+            with self.least_busy() as actor:
+                try:
+                    with self._context.calls.call(actor.name, what, is_retry=is_retry):
+                        return await call(actor)
+                except (ActorDied, EngineDied) as error:
+                    await self.replace(actor, str(error))
 
     async def replace(self, client: ClientT, error: str) -> None:
         """Replace this actor, unless that has been done already; it goes on if the caller is cancelled."""

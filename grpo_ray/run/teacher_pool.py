@@ -3,8 +3,6 @@
 import numpy as np
 
 from grpo_ray.actors.clients import TeacherClient
-from grpo_ray.engines.base import EngineDied
-from grpo_ray.errors import ActorDied
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.stateless_actors import StatelessActors
@@ -24,14 +22,11 @@ class TeacherPool(StatelessActors[TeacherClient]):
         Raises:
             DataLost: the group is gone.
         """
-        while True:
-            with self.least_busy() as teacher:
-                try:
-                    what = f"looks up group {item.group_id}"
-                    with self._context.calls.call(teacher.name, what, is_retry=is_retry):
-                        logprobs, num_tokens = teacher.look_up(group)
-                        num_looked_up = await num_tokens  # other groups may have ended by then
-                    self.num_tokens += num_looked_up
-                    return logprobs
-                except (ActorDied, EngineDied) as error:
-                    await self.replace(teacher, str(error))
+
+        async def look_up(teacher: TeacherClient) -> tuple[Ref[np.ndarray], int]:
+            logprobs, num_tokens = teacher.look_up(group)
+            return logprobs, await num_tokens
+
+        logprobs, num_tokens = await self.ask(f"looks up group {item.group_id}", is_retry, look_up)
+        self.num_tokens += num_tokens
+        return logprobs

@@ -69,9 +69,8 @@ class SimulatedEngine:
         self._running: list[tuple[float, int, _Sequence]] = []  # a heap by end; the number breaks ties
         self._waiting: deque[_Sequence] = deque()
         self._num_started = 0
-        self._switches: list[
-            tuple[float, int]
-        ] = []  # position and new version, since the oldest sequence began
+        self._switches: list[tuple[float, int]] = []
+        """Position and new version of each, since the oldest sequence began."""
         self._version = 0
         self._is_paused = False
         self._timer: asyncio.TimerHandle | None = None

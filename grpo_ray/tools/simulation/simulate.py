@@ -123,7 +123,7 @@ def simulate(
             *args, speeds=speeds, lengths=lengths, account=account, trace=trace, meter=meter
         )
         lives.append(actors)
-        yield lives[-1]
+        yield actors
 
     def drive(controller: Controller) -> None:
         async def main() -> None:
