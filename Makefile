@@ -6,6 +6,9 @@ TORCH  := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements/cpu.txt)
 READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
+# Each process of the tests would compile this package, and rewrite the assertions of all tests, again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test quick lint format docs environments clean
 
 quickstart: $(READY)

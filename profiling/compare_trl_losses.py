@@ -67,6 +67,18 @@ CASES = {
         {"loss": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.5}, clips={"cliprange_high": 0.5}
     ),
     "sapo": Case({"loss": "sapo"}, {"loss_type": "sapo"}, clips={}),
+    "vespo": Case({"loss": "vespo"}, {"loss_type": "vespo"}, clips={}),
+    "vespo, options": Case(
+        {"loss": "vespo", "loss_options": {"k": 1.5, "decay": 2.0, "k_negative": 1.0, "decay_negative": 0.5}},
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.5,
+            "vespo_lambda_pos": 2.0,
+            "vespo_k_neg": 1.0,
+            "vespo_lambda_neg": 0.5,
+        },
+        clips={},
+    ),
     "gmpo": Case({"loss": "gmpo"}, {"epsilon": 0.4}, "GMPOTrainer", clips={}),
     "KL k3": Case(
         {"kl": {**KL, "estimator": "k3"}}, {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False}
@@ -142,21 +154,27 @@ def ours(case: Case, tensors: Mapping[str, Tensor]) -> tuple[float, list[Tensor]
 
 def trl_cases(python: Path, tensors: Mapping[str, Tensor], chosen: Sequence[str]) -> dict[str, Any]:
     """Run TRL's side on the chosen cases."""
+    cases = {name: {"trainer": CASES[name].trainer, "options": dict(CASES[name].trl)} for name in chosen}
+    return run_side(python, TRL_SIDE, tensors, cases)
+
+
+def run_side(
+    python: Path, script: Path, tensors: Mapping[str, Tensor], cases: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run a script of TRL's side with that Python; return its results by case."""
     with model_folder() as model, tempfile.TemporaryDirectory() as folder:
         job = {
             "model": model,
             "folder": folder,
             "max_tokens": MAX_TOKENS,
             "tensors": {name: tensor.tolist() for name, tensor in tensors.items()},
-            "cases": {
-                name: {"trainer": CASES[name].trainer, "options": dict(CASES[name].trl)} for name in chosen
-            },
+            "cases": cases,
         }
         paths = [Path(folder) / name for name in ("job.json", "result.json")]
         paths[0].write_text(json.dumps(job))
-        done = subprocess.run([str(python), str(TRL_SIDE), *map(str, paths)], capture_output=True, text=True)
+        done = subprocess.run([str(python), str(script), *map(str, paths)], capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{TRL_SIDE.name} failed:\n{done.stderr[-3000:]}")
+            raise RuntimeError(f"{script.name} failed:\n{done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(paths[1].read_text())
         return found
 

@@ -22,7 +22,7 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _case(job: dict[str, Any], case: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    trainer = _trainer(job, case)
+    trainer = make_trainer(job, case)
     mask = tensors["mask"]
     policy, entropy = (tensors[name].clone().requires_grad_() for name in ("policy", "entropy"))
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, entropy, None)
@@ -58,20 +58,21 @@ def _weights(mode: str, options: dict[str, Any], tensors: dict[str, torch.Tensor
     return ratio.masked_fill((ratio < (low or 0.0)) | (ratio > high), 0.0)
 
 
-def _trainer(job: dict[str, Any], case: dict[str, Any]) -> Any:
+def make_trainer(job: dict[str, Any], case: dict[str, Any], rewards: Any = None, num_rows: int = 12) -> Any:
+    """Build the case's trainer with its options; `rewards` are its reward functions."""
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
 
-    trainer_class, config_class = GRPOTrainer, GRPOConfig
+    library = trl
     if case["trainer"] == "GMPOTrainer":
-        from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-        trainer_class, config_class = GMPOTrainer, GMPOConfig
+        from trl.experimental import gmpo as library
+    trainer_class = getattr(library, case["trainer"])
+    config_class = getattr(library, case["trainer"].replace("Trainer", "Config"))
     config = config_class(
         output_dir=job["folder"],
         num_generations=4,
-        per_device_train_batch_size=12,
+        per_device_train_batch_size=num_rows,
         gradient_accumulation_steps=1,
         max_completion_length=job["max_tokens"],
         bf16=False,
@@ -83,9 +84,9 @@ def _trainer(job: dict[str, Any], case: dict[str, Any]) -> Any:
     )
     return trainer_class(
         model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        reward_funcs=rewards or (lambda completions, **_: [0.0] * len(completions)),
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": "1"}] * 12),
+        train_dataset=Dataset.from_list([{"prompt": "1"}] * num_rows),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
     )
 

@@ -28,7 +28,7 @@ def train_with_own_task_loss_and_engine(folder: Path) -> None:
         f"model.path={model_path}",
         "model.tiny=null",
         "task={kind: reversal, num_train_prompts: 24, num_validation_prompts: 4}",
-        "generator.engine=uniform",
+        "generator.engine=uniform_engine:UniformEngine",
         "algorithm.loss=my_losses:spo",
         "algorithm.loss_options={strength: 0.5}",
         "algorithm.off_policy_correction=my_losses:agreeing",

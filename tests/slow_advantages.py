@@ -20,12 +20,14 @@ class Sample:
     rewards: list[float]  # one, or one per turn
     is_by_turn: bool = False
     advantages: list[float] | None = None  # like the rewards
+    to_go: list[float] | None = None  # subtracted from each sampled token's advantage
 
     def by_token(self) -> list[float]:
         assert self.advantages is not None
         if not self.is_graded:
             return [0.0] * len(self.turns)
-        return [self.advantages[turn if self.is_by_turn else 0] for turn in self.turns]
+        own = [self.advantages[turn if self.is_by_turn else 0] for turn in self.turns]
+        return [a - cost for a, cost in zip(own, self.to_go or [0.0] * len(own), strict=True)]
 
 
 def slow_batch(
@@ -40,6 +42,9 @@ def slow_batch(
     for samples in batch:
         _compare(samples, config)
     everyone = [sample for samples in batch for sample in samples]
+    if algorithm.kl.placement == "reward_to_go":
+        for s in everyone:
+            s.to_go = _to_go(s, config.episodes.turn_discount if s.is_by_turn else 1.0)
     deviation = stdev if algorithm.std == "sample" else pstdev
     eps = algorithm.advantage_eps
     if algorithm.advantage_scale == "batch":
@@ -55,7 +60,20 @@ def slow_batch(
         mean, std = fmean(counted), deviation(counted)
         for s in everyone:
             s.advantages = [(a - mean) / (std + eps) if s.is_graded else 0.0 for a in s.advantages or ()]
+            s.to_go = None if s.to_go is None else [cost / (std + eps) for cost in s.to_go]
     return batch
+
+
+def _to_go(sample: Sample, discount: float) -> list[float]:
+    """Sum over the token itself and all later ones; a token of a later turn is later, wherever it stands."""
+    costs = []
+    for t, turn in enumerate(sample.turns):
+        total = 0.0
+        for u, other in enumerate(sample.turns):
+            if other > turn or (other == turn and u >= t):
+                total += discount ** (other - turn) * sample.penalties[u]
+        costs.append(total)
+    return costs
 
 
 def _sample(
@@ -65,7 +83,8 @@ def _sample(
     sampled = [t for t in range(len(completion.token_ids)) if completion.versions[t] != CONTEXT]
     own = [float(completion.logprobs[t]) for t in sampled]
     penalties = [0.0] * len(own)
-    if algorithm.kl.placement == "reward":
+    in_rewards = algorithm.kl.placement == "reward"
+    if algorithm.kl.placement != "loss":
         pairs = zip(own, reference[place, number], strict=True)
         penalties = [algorithm.kl.coefficient * (p - r) if math.isfinite(p) else 0.0 for p, r in pairs]
     is_trained = not (algorithm.mask_truncated and completion.is_truncated)
@@ -83,8 +102,8 @@ def _sample(
             rewards = [0.0] * completion.num_turns
             rewards[-1:] = [float(completion.reward or 0.0)] if rewards else []
     if is_by_turn and isinstance(completion, Episode) and completion.turn_rewards is None:
-        rewards[-1:] = [r - sum(penalties) for r in rewards[-1:]]  # as its one reward stands there
-    elif is_graded:
+        rewards[-1:] = [r - in_rewards * sum(penalties) for r in rewards[-1:]]  # as its one reward stands there
+    elif is_graded and in_rewards:
         for turn, penalty in zip(turns, penalties, strict=True):
             rewards[turn if is_by_turn else 0] -= penalty
     if is_by_turn:

@@ -126,14 +126,22 @@ def slow_loss(
         elif name == "sapo":
             tau = options.get("tau", 1.0) if a > 0 else options.get("tau_negative", 1.05)
             losses[t] = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * a
+        elif name == "vespo":
+            product = math.exp(sum(new[u].item() - old[u] for u in kept))
+            k = options.get("k", 2.0) if a >= 0 else options.get("k_negative", 3.0)
+            decay = options.get("decay", 3.0) if a >= 0 else options.get("decay_negative", 2.0)
+            losses[t] = -(product**k) * math.exp(decay - decay * product) * a * new[t]
         else:
             p, q = math.exp(old[t]), math.exp(new[t].item())
-            delta = options.get("delta", {"dppo_tv": 0.15, "dppo_kl": 0.05}[name])
+            delta = options.get("delta", {"dppo_tv": 0.15, "dppo_kl": 0.05, "ipo": 0.3}[name])
             change = q - p
             if name == "dppo_kl":
                 change = math.copysign(p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)), q - p)
             is_clipped = change > options.get("delta_high", delta) if a > 0 else -change > delta
+            if name == "ipo":
+                is_clipped = abs(change) > delta
             losses[t] = 0.0 * new[t] if is_clipped else -min(q / p, 20.0) * a * new[t]
+            losses[t] = losses[t] + options.get("kl_tau", 0.0) * (new[t] - old[t]) ** 2
         num_clipped += is_clipped
     return losses, num_clipped
 

@@ -387,6 +387,7 @@ def test_advantages_compare_only_graded_responses(kind: str) -> None:
         assert worth.tolist() == [float(kind in ("max_only", "raw") and few[0]), 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_an_ungradable_response_is_no_better_off_than_a_wrong_one() -> None:
     rewards = {"maths": "r1_zero", "own": "hostile_rewards:obey"}
     config = ScorerConfig(num_workers=1, timeout_s=1.0, ungradable_reward=-1.0)

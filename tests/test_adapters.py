@@ -206,6 +206,7 @@ def test_the_initial_reference_is_the_base(
 MOVING = {"reference": "ema", "coefficient": 0.1, "ema_decay": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kl"),
     [

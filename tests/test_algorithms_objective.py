@@ -15,11 +15,11 @@ from grpo_ray.algorithms import (
     loss_denominator,
     policy_gradient_step,
 )
+from grpo_ray.config.algorithm import RESPONSE_LOSSES
 
 LOSS_TYPES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
 NAN = float("nan")
-CLIPPING = set(RATIO_LOSSES) - {"unclipped", "sapo"}
-BY_RESPONSE = ("gspo", "luspo", "gmpo")  # one ratio for all tokens
+CLIPPING = set(RATIO_LOSSES) - {"unclipped", "sapo", "vespo"}
 
 
 def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -193,10 +193,12 @@ def test_terms_add_up_and_only_the_first_is_weighted(loss_type, estimator):
         only = torch.zeros_like(mask)
         only[row, column] = True
         rows = {name: tensors[name] for name in ("advantages", "old_log_probs")}
-        if loss_type in BY_RESPONSE:
-            only = mask & (torch.arange(6) == row)[:, None]
-        value, _ = policy_gradient_step(policy, only, objective=plain, denominator=1.0, **rows)
-        per_token[row, column] = value / (only.sum() if loss_type in BY_RESPONSE else 1)
+        if loss_type in RESPONSE_LOSSES:  # a token's depends on the others of its response
+            own = mask & (torch.arange(6) == row)[:, None]
+            per_token[row, column] = plain.policy_gradient_loss(policy, own, **rows)[0][row, column]
+        else:
+            value, _ = policy_gradient_step(policy, only, objective=plain, denominator=1.0, **rows)
+            per_token[row, column] = value
     kl = kl_estimate(policy, tensors["reference_log_probs"], estimator)
     expected = ((per_token * tensors["weights"] + 0.5 * kl - 0.1 * tensors["entropy"]) * mask).sum()
     expected.backward()

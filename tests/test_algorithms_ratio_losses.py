@@ -7,10 +7,8 @@ import torch
 
 from grpo_ray.algorithms import (
     Objective,
-    compute_cispo_loss,
     compute_grpo_clip_loss,
-    compute_gspo_loss,
-    compute_unclipped_loss,
+    compute_policy_gradient_loss,
 )
 from grpo_ray.config.algorithm import AlgorithmConfig
 
@@ -20,15 +18,10 @@ RATIO_LOSSES = ["unclipped", "grpo_clip", "dual_clip", "gspo", "cispo"]
 
 def ratio_loss(name, advantages, policy, old, mask=None):
     """Compute one of the losses with bounds 0.8 and 1.5, and a dual clip of 2 in `dual_clip`."""
-    if name == "unclipped":
-        return compute_unclipped_loss(advantages, policy, old)
     if name in ("grpo_clip", "dual_clip"):
         return compute_grpo_clip_loss(advantages, policy, old, LOW, HIGH, DUAL if name == "dual_clip" else None)
-    if name == "gspo":
-        return compute_gspo_loss(
-            advantages, policy, old, torch.ones_like(policy) if mask is None else mask, LOW, HIGH
-        )
-    return compute_cispo_loss(advantages, policy, old, LOW, HIGH)
+    mask = torch.ones_like(policy) if mask is None else mask
+    return compute_policy_gradient_loss(policy, name, None, advantages, old, LOW, mask, HIGH)
 
 
 def one_token(name, ratio, advantage):
@@ -126,7 +119,7 @@ def test_gspo_by_hand():
     policy = (old + log_ratio).requires_grad_()
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
     advantages = torch.tensor([[3.0], [1.0]], dtype=torch.float64)
-    loss, details = compute_gspo_loss(advantages, policy, old, mask, LOW, HIGH)
+    loss, details = ratio_loss("gspo", advantages, policy, old, mask)
     row = -3.0 * math.exp(0.2)
     torch.testing.assert_close(loss, torch.tensor([[row] * 3, [-1.5] * 3], dtype=torch.float64))
     ratios = torch.tensor([[math.exp(0.2)] * 3, [math.exp(1.5)] * 3], dtype=torch.float64)
@@ -140,10 +133,10 @@ def test_gspo_by_hand():
 
 def test_gspo_of_an_empty_row_and_of_a_mask_that_does_not_fit():
     column = torch.ones(1, 1)
-    _, details = compute_gspo_loss(column, torch.full((1, 2), 3.0), torch.zeros(1, 2), torch.zeros(1, 2), LOW)
+    _, details = ratio_loss("gspo", column, torch.full((1, 2), 3.0), torch.zeros(1, 2), torch.zeros(1, 2))
     assert details["ratio"].tolist() == [[1.0, 1.0]]
     with pytest.raises(ValueError, match="response_mask"):
-        compute_gspo_loss(column, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 1), LOW)
+        ratio_loss("gspo", column, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 1))
 
 
 def batch_of(seed=0):
@@ -213,7 +206,7 @@ def test_cispo_gradient_matches_finite_differences_with_its_weights_held():
     advantages, policy, old, mask = batch_of(seed=1)
     policy = policy.requires_grad_()
     weights = torch.where(mask, (policy - old).exp().clamp(1 - LOW, 1 + HIGH), 0.0).detach()
-    loss, _ = compute_cispo_loss(advantages, policy, old, LOW, HIGH)
+    loss, _ = ratio_loss("cispo", advantages, policy, old, mask)
     loss[mask].sum().backward()
     for index in mask.nonzero().tolist():
         values = []

@@ -1,4 +1,4 @@
-"""DPPO, SAPO, GMPO and LUSPO: by hand, against a slow loop, and at extreme ratios."""
+"""DPPO, IPO, SAPO, GMPO, LUSPO and VESPO: by hand, against a slow loop, and at extreme ratios."""
 
 import math
 from typing import Any, get_args
@@ -8,10 +8,11 @@ import torch
 from slow_objectives import slow_loss
 
 from grpo_ray.algorithms import LOSSES, LossType, RatioInputs
-from grpo_ray.algorithms.inputs import arguments_of
+from grpo_ray.algorithms.inputs import arguments_of, parameters_of
 from grpo_ray.config.algorithm import AlgorithmConfig
 
-NAMES = ("dppo_tv", "dppo_kl", "sapo", "gmpo")
+SMALL_DELTA = {"delta": 0.02, "kl_tau": 0.1}
+NAMES = ("dppo_tv", "dppo_kl", "ipo", "sapo", "gmpo", "vespo")
 
 
 def inputs_of(new: list[list[float]], old: list[list[float]], advantages: list[list[float]]) -> RatioInputs:
@@ -83,6 +84,55 @@ def test_binary_kl_by_hand() -> None:
     assert loss_and_gradient("dppo_kl", inputs, delta=0.0873)[2] == [False]
 
 
+def test_ipo_leaves_out_both_directions_whatever_the_advantage() -> None:
+    """Changes of 0.25, -0.35 and 0.35: those beyond 0.3 have no gradient, up or down."""
+    for advantage in (1.0, -1.0):
+        inputs = inputs_of([[0.5, 0.2, 0.9]], [[0.25, 0.55, 0.55]], [[advantage]])
+        loss, gradient, clipped = loss_and_gradient("ipo", inputs)
+        assert gradient == pytest.approx([-2 * advantage, 0.0, 0.0])
+        assert loss == pytest.approx([-2 * advantage * math.log(0.5), 0.0, 0.0])
+        assert clipped == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "ipo"])
+def test_the_squared_log_ratio_by_hand(name: str) -> None:
+    """0.1 -> 0.2 and 0.2 -> 0.9, which is outside: ln(2)^2 and ln(4.5)^2, with gradients of twice the logs."""
+    inputs = inputs_of([[0.2, 0.9]], [[0.1, 0.2]], [[1.0]])
+    plain, without, _ = loss_and_gradient(name, inputs, delta=0.15)
+    loss, gradient, clipped = loss_and_gradient(name, inputs, delta=0.15, kl_tau=0.3)
+    logs = [math.log(2), math.log(4.5)]
+    assert clipped == [False, True]
+    assert loss == pytest.approx([a + 0.3 * log**2 for a, log in zip(plain, logs, strict=True)])
+    assert gradient == pytest.approx([a + 0.6 * log for a, log in zip(without, logs, strict=True)])
+    assert without == pytest.approx([-2.0, 0.0])
+
+
+def test_vespo_by_hand() -> None:
+    """Ratios 2 and 0.75, so W = 1.5: 1.5^2 e^(3 - 4.5) = 0.502043 up, 1.5^3 e^(2 - 3) = 1.241594 down."""
+    for advantage, weight in ((2.0, 0.5020429), (-2.0, 1.2415931)):
+        inputs = inputs_of([[0.4, 0.3, 0.0]], [[0.2, 0.4, 0.0]], [[advantage]])
+        loss, gradient, clipped = loss_and_gradient("vespo", inputs)
+        assert gradient == pytest.approx([-weight * advantage] * 2, rel=1e-6)
+        assert loss == pytest.approx([-weight * advantage * math.log(p) for p in (0.4, 0.3)], rel=1e-6)
+        assert not any(clipped)
+
+
+def test_vespos_weight_is_largest_at_k_over_decay_and_fades_on_both_sides() -> None:
+    def weight(ratio: float) -> float:
+        inputs = inputs_of([[0.01 * ratio]], [[0.01]], [[1.0]])
+        return -loss_and_gradient("vespo", inputs, k=2.0, decay=4.0)[1][0]
+
+    found = [weight(ratio) for ratio in (1e-3, 0.25, 0.5, 1.0, 4.0, 50.0)]
+    assert found[2] == max(found) == pytest.approx(0.25 * math.exp(2))
+    assert found[3] == pytest.approx(1.0)
+    assert max(found[0], found[5]) < 1e-4
+
+
+def test_vespo_weighs_each_turn_by_the_sign_of_its_own_advantage() -> None:
+    inputs = inputs_of([[0.4, 0.3]], [[0.2, 0.4]], [[1.0, -1.0]])
+    assert loss_and_gradient("vespo", inputs)[1] == pytest.approx([-0.5020429, 1.2415931], rel=1e-6)
+
+
 def test_sapo_by_hand() -> None:
     """sigmoid(0) = 1/2 gives 4/t * 1/2 = 2/t; at ratio 2 and t = 1 the gate is 4 * 0.731059, its slope
     0.786448."""
@@ -142,7 +192,9 @@ def test_values_gradients_and_clipped_tokens_of_a_slow_loop(name: str) -> None:
     policy = (old + 0.8 * torch.randn(6, 5, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
     mask = torch.arange(5) < torch.tensor([[5], [2], [1], [4], [3], [5]])
     advantages = torch.randn(6, 1, generator=generator, dtype=torch.float64)
-    config = AlgorithmConfig(loss=name, loss_options={"delta": 0.02} if name.startswith("dppo") else {})
+    config = AlgorithmConfig(
+        loss=name, loss_options=SMALL_DELTA if "delta" in parameters_of(LOSSES[name]) else {}
+    )
     low, high = config.clip_epsilons
     given = {"cliprange": low, "cliprange_high": high, **config.loss_options}
     leaf = policy.clone().requires_grad_()
@@ -162,7 +214,7 @@ def test_values_gradients_and_clipped_tokens_of_a_slow_loop(name: str) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(total, slow)[0])
     if details:
         assert int((details["clipped"] & mask).sum()) == num_clipped
-        assert (num_clipped > 0) == (name not in ("unclipped", "sapo", "cispo"))
+        assert (num_clipped > 0) == (name not in ("unclipped", "sapo", "cispo", "vespo"))
 
 
 @pytest.mark.parametrize("name", ["sapo", "gmpo"])

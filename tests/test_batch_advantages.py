@@ -28,12 +28,14 @@ from grpo_ray.actors.batch_advantages import needs_batch, with_batch_advantages
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.episodes.returns import penalties_to_go
 from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.types import ScoredGroup, TrainBatch
 
 MAX_TOKENS = 16
 KL = {"reference": "initial", "coefficient": 0.5, "placement": "reward"}
+TO_GO = KL | {"placement": "reward_to_go"}
 
 
 def plain_groups(rng: np.random.Generator, num_groups: int, **options: Any) -> list[ScoredGroup]:
@@ -94,14 +96,19 @@ def check(groups: list[ScoredGroup], config: Config, seed: int) -> dict[str, flo
         reference[key] += s.reference_logprobs.tolist()
     found, metrics = with_batch_advantages(groups, sequences, config)
     expected = slow_batch(groups, reference, config)
+    of_tokens = config.algorithm.advantage_scale == "whiten_tokens"
     by_token: dict[tuple[int, int], list[float]] = {}
+    has_signal: dict[tuple[int, int], bool] = {}
     for key, old, new in zip(keys_of(groups, sequences), sequences, found, strict=True):
         assert new.reference_logprobs is old.reference_logprobs
         values = np.broadcast_to(new.advantage, new.num_sampled)
         by_token.setdefault(key, []).extend(values.tolist())
-        largest = max(abs(value) for s in expected[key[0]] for value in s.advantages or [0.0])
-        assert new.has_signal == (largest > 1e-6)
+        has_signal[key] = has_signal.get(key, False) or new.has_signal
     for (place, number), values in by_token.items():
+        s = expected[place][number]
+        is_counted = s.is_trained or not of_tokens
+        largest = max(map(abs, s.by_token()), default=0.0) if is_counted else 0.0
+        assert has_signal[place, number] == (largest > 1e-6)
         assert values == pytest.approx(expected[place][number].by_token(), rel=1e-4, abs=1e-5)
     assert any(abs(value) > 0.1 for values in by_token.values() for value in values)
     assert check_names(metrics) == []
@@ -137,6 +144,9 @@ CASES: list[dict[str, Any]] = [
     {"advantage": "leave_one_out", "advantage_scale": "whiten_responses", "kl": KL},
     {"advantage": "mean", "advantage_scale": "batch", "kl": KL},
     {"advantage": "raw", "advantage_scale": "whiten_tokens", "kl": KL},
+    {"advantage": "raw", "advantage_scale": "whiten_tokens", "kl": TO_GO},
+    {"advantage": "mean", "kl": TO_GO},
+    {"advantage": "leave_one_out", "kl": TO_GO, "advantage_scale": "whiten_tokens", "std": "population"},
 ]
 
 
@@ -189,6 +199,60 @@ def test_whitening_by_hand(tiny_config: Config) -> None:
     found, _ = with_batch_advantages(groups[:1], sequences_of(groups[:1]), config)
     assert [s.advantage for s in found] == pytest.approx([1, -1])
     assert all(s.has_signal for s in found)  # also the response with reward 0
+
+
+def test_reinforce_plus_plus_by_hand(tiny_config: Config) -> None:
+    """Rewards 2 and 1; log(sampler / reference) of 2, 0, -4 and of 1, so from each token on -2, -4, -4 and 1.
+
+    A_t = r - 0.5 * that: 3, 4, 4 and 0.5; over these four tokens mean 2.875, population variance 2.0469.
+    """
+    groups = [
+        make_group(make_item(0), [make_completion([1, 2, 3], [-1.0, -2.0, -5.0])], [2]),
+        make_group(make_item(1), [make_completion([1], [-1.0])], [1]),
+    ]
+    reference = [[-3.0, -2.0, -1.0], [-2.0]]
+    sequences = [
+        replace(s, reference_logprobs=np.array(own))
+        for s, own in zip(sequences_of(groups), reference, strict=True)
+    ]
+    algorithm = {"advantage": "raw", "std": "population", "advantage_eps": 1e-9, "kl": TO_GO}
+    found, metrics = with_batch_advantages(groups, sequences, config_of(tiny_config, **algorithm))
+    assert [s.advantage.tolist() for s in found] == [[3.0, 4.0, 4.0], [0.5]]
+    assert metrics == {"reward/kl_penalty": pytest.approx(0.5 * (-2 + 1) / 2)}
+    config = config_of(tiny_config, **algorithm, advantage_scale="whiten_tokens")
+    found, metrics = with_batch_advantages(groups, sequences, config)
+    std = 2.046875**0.5
+    assert metrics["advantage/batch_std"] == pytest.approx(std)
+    whitened = [(a - 2.875) / std for a in (3.0, 4.0, 4.0, 0.5)]
+    assert [a for s in found for a in s.advantage.tolist()] == pytest.approx(whitened)
+
+
+def test_reinforce_plus_plus_with_a_group_baseline_by_hand(tiny_config: Config) -> None:
+    """Rewards 1, 0 and 3, 1 less their means: 0.5, -0.5, 1, -1, of 1, 1, 3 and 3 tokens; sum of squares 6.5."""
+    completions = [
+        make_completion([1]),
+        make_completion([1]),
+        make_completion([1, 2, 3]),
+        make_completion([1] * 3),
+    ]
+    groups = [
+        make_group(make_item(0), completions[:2], [1, 0], [0.5, -0.5]),
+        make_group(make_item(1), completions[2:], [3, 1], [1, -1]),
+    ]
+    config = config_of(
+        tiny_config, advantage="mean", advantage_scale="whiten_tokens", std="population", advantage_eps=1e-9
+    )
+    found, _ = with_batch_advantages(groups, sequences_of(groups), config)
+    std = (6.5 / 8) ** 0.5
+    assert [s.advantage for s in found] == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std])
+
+
+def test_later_turns_are_discounted_and_turns_need_not_stand_in_order() -> None:
+    """Turns 0 (penalties 1, 2), 1 (8) and 3 (64), of which the third stands first; turn 2 has no token."""
+    found = penalties_to_go(np.array([64.0, 1, 2, 8]), np.array([3, 0, 0, 1]), 0.5)
+    assert found.tolist() == [64, 3 + 4 + 8, 2 + 4 + 8, 8 + 16]
+    assert penalties_to_go(np.array([1.0, 2]), np.array([0, 1]), 0.0).tolist() == [1, 2]
+    assert penalties_to_go(np.zeros(0), np.zeros(0, np.int32), 1.0).tolist() == []
 
 
 @pytest.mark.parametrize("scale", ["batch", "whiten_responses", "whiten_tokens"])
@@ -322,6 +386,7 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Le
     "algorithm",
     [
         {"kl": KL, "advantage_scale": "whiten_tokens"},
+        {"advantage": "raw", "kl": TO_GO, "advantage_scale": "whiten_tokens"},
         {"advantage": "mean", "advantage_scale": "batch", "aggregation": "token_mean"},
         {"advantage": "raw", "advantage_scale": "whiten_responses", "aggregation": "prompt_mean"},
     ],

@@ -418,6 +418,7 @@ for number in range(1, 1000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [40, 20], ids=["another", "the same step again"])
 def test_killed_before_any_file_operation(tmp_path: Path, second: int) -> None:
     """Kill with -9 before each file operation that writes checkpoint 40 and deletes 20, or replaces 20."""

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_ray.algorithms import Objective
 from grpo_ray.config import Config
-from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.config.loading import ConfigError, load_config, make_config
 from grpo_ray.config.schema import describe, nearest_name, resolve
 from grpo_ray.telemetry.run_files import dump_config
 
@@ -47,6 +47,7 @@ KL_IN_THE_REWARD = (
     "algorithm.kl.coefficient=0.1",
     "algorithm.kl.placement=reward",
 )
+KL_TO_GO = (*KL_IN_THE_REWARD, "algorithm.kl.placement=reward_to_go")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,10 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["generator.max_model_len=0"],
             ["generator.max_model_len: 0 is not valid; allowed: integer > 0 or null"],
         ),
-        (["generator.engine=sglang"], ["generator.engine: 'sglang' is not valid; allowed: vllm or torch"]),
+        (
+            ["generator.engine=sglang"],
+            ["generator.engine: 'sglang' is not valid; allowed: vllm, torch, or a function of your own"],
+        ),
         (
             ["algorithm.loss=ppo"],
             ["algorithm.loss: 'ppo' is not valid; allowed: no_baseline, reinforce_with_baseline,"],
@@ -217,6 +221,26 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         (
             [*KL_IN_THE_REWARD, "algorithm.mask_truncated=true"],
             ["algorithm: kl.placement: `reward` needs the KL of all responses", "mask_truncated to false"],
+        ),
+        (
+            [*KL_TO_GO],
+            ["algorithm: kl.placement: `reward_to_go` is subtracted from", "`mean_std` divides", "raw, mean,"],
+        ),
+        (
+            [*KL_TO_GO, "algorithm.advantage=mean", "algorithm.advantage_scale=batch"],
+            ["algorithm: advantage_scale: kl.placement `reward_to_go`", "to `whiten_tokens` or `group`"],
+        ),
+        (
+            [*KL_TO_GO, "algorithm.advantage=raw", "algorithm.loss=vespo"],
+            ["algorithm: kl.placement: `vespo` gives all tokens", "kl.placement `reward`"],
+        ),
+        (
+            [*KL_TO_GO, "algorithm.advantage=raw", "algorithm.mask_truncated=true"],
+            ["algorithm: kl.placement: `reward_to_go` needs the KL of all responses"],
+        ),
+        (
+            ["algorithm.kl.reference=initial", "algorithm.kl.placement=reward_to_go"],
+            ["algorithm.kl: placement `reward_to_go` needs a coefficient above 0"],
         ),
         (
             ["algorithm.advantage=best"],
@@ -438,3 +462,10 @@ def test_corrections_are_none_one_or_several() -> None:
 @pytest.mark.parametrize("band", ["[null, 3]", "[0.5, null]", "null"])
 def test_a_band_may_be_open(band: str) -> None:
     load_config("configs/quickstart.yaml", [f"algorithm.correction_band={band}"])
+
+
+def test_a_default_made_of_other_fields_is_no_second_problem() -> None:
+    with pytest.raises(ConfigError) as error:
+        make_config({"task": {"kind": "sorting"}}, ["generator.engine=sglang"], "a file")
+    assert "generator.engine" in str(error.value)
+    assert "max_num_seqs" not in str(error.value)

@@ -208,6 +208,7 @@ def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path:
     assert {row["generator"] for row in rollouts} == {"generator-0", "generator-1"}
 
 
+@pytest.mark.slow
 def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(tmp_path: Path) -> None:
     """The answer to `admit` travels while the next sync, which the fresh Generator fails, is under way."""
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12")
@@ -247,6 +248,7 @@ def test_a_replacement_that_fails_a_sync_before_it_serves_is_replaced_as_well(tm
     audit(run, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["scorer"], ["scorer-0", "scorer-1"]])
 def test_a_scorer_that_dies_is_replaced_and_scores_again(tmp_path: Path, names: list[str]) -> None:
     config = make_config(f"scorer.num_scorers={len(names)}")
@@ -420,6 +422,7 @@ def test_a_checkpoint_that_cannot_be_written_is_retried_and_shown_every_step(
     ][-len(list(run.checkpoints.iterdir())) :]
 
 
+@pytest.mark.slow
 def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +456,7 @@ def test_updates_that_are_not_finite_are_skipped_and_several_in_a_row_end_the_ru
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_change_fields_that_are_not_fixed(tmp_path: Path) -> None:
     train(make_config(), tmp_path / "run")
     longer = make_config("algorithm.num_steps=12", "weight_sync.max_lag=0", "generator.num_generators=2")

@@ -34,6 +34,7 @@ end.set()
 """
 
 
+@pytest.mark.slow
 def test_running_and_later_threads_are_held_to_the_cores() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) == 1:

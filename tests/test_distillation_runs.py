@@ -54,6 +54,7 @@ def kept(run: RunDirectory) -> list[Any]:
     return [untimed(row) for row in read_metrics(run.metrics_path)]
 
 
+@pytest.mark.slow
 def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     overrides = with_teacher("distillation.use_reward=false", "weight_sync.max_lag=0", "learner.warmup_steps=0")
@@ -75,6 +76,7 @@ def test_validations_ask_no_teacher(tmp_path: Path) -> None:
     assert "teacher_logprobs" not in read_rollouts(validation)[0]
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tmp_path: Path) -> None:
     config = make_config(*with_teacher("weight_sync.max_lag=0", number=2))
     whole, run = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "run")
@@ -87,6 +89,7 @@ def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(tm
     assert audit(run).problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path, number: int) -> None:
     run = RunDirectory(tmp_path / "run")
@@ -127,6 +130,7 @@ def test_a_group_is_sampled_again_if_its_look_up_fails(tmp_path: Path) -> None:
     assert audit(run).problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -77,6 +77,7 @@ def test_the_site_has_every_page_and_fetches_nothing(site: Path) -> None:
         assert not fetched.findall(page.read_text()), page
 
 
+@pytest.mark.slow
 def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
     assert "../source/grpo_ray/types.py/" in (site / "concepts" / "index.html").read_text()
     assert "class PromptItem" in re.sub(
@@ -84,6 +85,7 @@ def test_a_linked_source_file_is_a_page_of_the_site(site: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_page_of_one_step_shows_the_whole_file(site: Path) -> None:
     shown = re.sub(r"<[^>]+>", "", (site / "one-step" / "index.html").read_text())
     for line in (DOCS / "one_step.py").read_text().splitlines():
@@ -153,10 +155,14 @@ def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     assert tables["sampling"]["stop"][1] == '`["</answer>"]`'
 
 
-def test_every_metric_stands_in_the_reference(reference: ModuleType, site: Path) -> None:
+def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:
     tables = rows(reference.metrics_reference())
     listed = {name: tuple(cells) for table in tables.values() for name, cells in table.items()}
     assert listed == {name: (unit, meaning.replace("|", "\\|")) for name, (unit, meaning) in METRICS.items()}
+
+
+@pytest.mark.slow
+def test_the_page_of_metrics_has_them_all(site: Path) -> None:
     page = (site / "metrics" / "index.html").read_text()
     assert all(f"<code>{name}</code>" in page for name in METRICS)
 

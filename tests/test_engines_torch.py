@@ -144,6 +144,7 @@ def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
 Drawn = list[tuple[list[int], list[float]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_engine_that_joins_no_requests_draws_the_same_to_the_last_bit_whatever_else_is_requested(
     make_torch_engine: Callable[..., TorchEngine], num_threads: int

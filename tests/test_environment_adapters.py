@@ -261,6 +261,7 @@ def numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return VerifiersEpisodes({"taskset": {"id": "verifiers_numbers"}}, num_train=5, num_validation=2)
 
 
+@pytest.mark.slow
 def test_the_tasks_of_a_taskset_are_the_examples(numbers: Any) -> None:
     found = numbers.examples(0)
     assert [example.question for example in found.train] == ["Guess my number."] * 5
@@ -369,6 +370,7 @@ def test_a_rehearsal_that_fails_says_so() -> None:
 # The page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "replies"),
     [

@@ -302,7 +302,7 @@ def test_seeds_differ_by_group_and_purpose_and_repeat_over_validations() -> None
 
 def test_each_incarnation_of_a_generator_has_its_number_and_its_failure_is_its_own(tmp_path: Path) -> None:
     pool = Pool(tmp_path, good, num_workers=2)
-    first, other = (Incarnation(Client(f"generator-{n}")) for n in range(2))  # type: ignore[arg-type]
+    first, other = (Incarnation(Client(f"generator-{n}"), n) for n in range(2))  # type: ignore[arg-type]
 
     async def work() -> None:
         pool.pool.serve({"generator-0": first, "generator-1": other})
@@ -310,7 +310,7 @@ def test_each_incarnation_of_a_generator_has_its_number_and_its_failure_is_its_o
         await until(lambda: all(worker.serving[-1:] == [[0, 1]] for worker in workers))
         workers[0].known_failures.append(GeneratorFailure(0, "it hangs"))
         await until(lambda: bool(pool.failed))
-        second = Incarnation(Client("generator-0"))  # type: ignore[arg-type]
+        second = Incarnation(Client("generator-0"), 2)  # type: ignore[arg-type]
         pool.pool.serve({"generator-1": other})
         pool.pool.serve({"generator-1": other, "generator-0": second})
         await until(lambda: all(worker.serving[-1] == [1, 2] for worker in workers))

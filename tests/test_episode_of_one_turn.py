@@ -97,8 +97,9 @@ def two_runs(folder: Path, *overrides: str) -> tuple[RunDirectory, RunDirectory]
     return run(folder / "episodes", *common, *as_episodes), run(folder / "plain", *common, *plain)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_at_a_time")
-@pytest.mark.parametrize("sharing", ["auto", pytest.param("never", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharing", ["auto", "never"])
 def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
     episodes, plain = two_runs(tmp_path, f"learner.share_prompts={sharing}")
     for path in sorted(plain.rollouts.glob("*.parquet")):

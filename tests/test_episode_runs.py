@@ -72,6 +72,7 @@ def kept(row: Any) -> Any:
     return {name: kept(value) for name, value in untimed(row).items() if "seconds" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not(
     tmp_path: Path, num_steps: int
@@ -109,6 +110,7 @@ def killing(kind: str, times: int) -> Watcher:
     return meddle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["environments", "generators"])
 def test_actors_that_die_cost_turns_or_tries_and_no_group(tmp_path: Path, kind: str) -> None:
     overrides = ["generator.num_generators=2", "episodes.num_workers=2", "evaluation.every_num_steps=6"]
@@ -123,6 +125,7 @@ def test_actors_that_die_cost_turns_or_tries_and_no_group(tmp_path: Path, kind: 
     assert all(row["reward/errors"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over_age", ["mask", "drop"])
 def test_no_token_beyond_the_lag_is_trained(tmp_path: Path, over_age: str) -> None:
     """With oversampling the slow games come after several weight syncs."""
@@ -142,6 +145,7 @@ def test_no_token_beyond_the_lag_is_trained(tmp_path: Path, over_age: str) -> No
     assert audit(run).problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

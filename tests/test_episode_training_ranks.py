@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_ranks_give_the_gradient_of_one(
     name: str, tiny_config: Config, tiny_model: Callable[..., Path]

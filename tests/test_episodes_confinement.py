@@ -58,6 +58,7 @@ def test_other_files_are_neither_read_nor_written(tmp_path: Path) -> None:
     assert secret.read_text() == "key"
 
 
+@pytest.mark.slow
 @needs_landlock
 def test_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
@@ -76,6 +77,7 @@ def test_the_workers_own_memory_is_measured() -> None:
     assert attempt(code) == "done"
 
 
+@pytest.mark.slow
 def test_modules_are_imported_and_the_network_stays(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -83,6 +85,7 @@ def test_modules_are_imported_and_the_network_stays(tmp_path: Path) -> None:
     assert attempt("import xml.dom.minidom, sqlite3, jinja2.sandbox") == "done"
 
 
+@pytest.mark.slow
 def test_memory_is_limited() -> None:
     assert attempt("x = bytearray(2 * 2**30)", gib=0.5) == "MemoryError"
     assert attempt("x = bytearray(2**28)", gib=0.5) == "done"

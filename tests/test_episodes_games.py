@@ -72,6 +72,7 @@ def test_halving_the_interval_always_wins() -> None:
         assert tokenizer().decode(whole).endswith(f">\n{number}{END}")
 
 
+@pytest.mark.slow
 def test_random_guesses_win_as_often_as_counting_says() -> None:
     rng = random.Random(0)
     results = [

@@ -118,6 +118,7 @@ MATH = {
 }
 
 
+@pytest.mark.slow
 def test_known_answers_to_a_math_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
     rows = [{"problem": problem, "solution": solution} for problem, (solution, _, _) in MATH.items()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "math.parquet")
@@ -312,6 +313,7 @@ def run(tmp_path: Path, any_reward: None) -> RunDirectory:
     return RunDirectory(folder)
 
 
+@pytest.mark.slow
 def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
     """Weights that were swapped in sample what Generators started with them sample."""
     started = serve_locally()
@@ -332,6 +334,7 @@ def test_a_runs_curve(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -
     assert (curve / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_used_is_skipped(
     run: RunDirectory, tmp_path: Path, serve_locally: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:

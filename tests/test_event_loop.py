@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from grpo_ray.telemetry.fan_out import PER_TURN, gathered
+from grpo_ray.telemetry.fan_out import PER_TURN, FanOut, gathered
 from grpo_ray.telemetry.loop_lag import LoopLag
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.virtual_time import VirtualClock
@@ -95,6 +95,31 @@ def test_calls_that_are_cancelled_begin_no_more() -> None:
         assert ended == begun
 
     VirtualClock().run(main())
+
+
+def test_tasks_that_wake_together_go_on_a_few_per_turn_in_their_order() -> None:
+    went_on: list[int] = []
+    per_turn: list[int] = []
+
+    async def main() -> None:
+        fan_out = FanOut()
+
+        async def send(number: int) -> None:
+            await fan_out.turn()
+            went_on.append(number)
+
+        tasks = [asyncio.create_task(send(number)) for number in range(3 * PER_TURN)]
+        await asyncio.sleep(0)
+        tasks[5].cancel()
+        while len(went_on) < 3 * PER_TURN - 1:
+            before = len(went_on)
+            await asyncio.sleep(0)
+            per_turn.append(len(went_on) - before)
+        await send(-1)  # and the next one after a pause
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert max(per_turn) <= PER_TURN
+    assert went_on == [n for n in range(3 * PER_TURN) if n != 5] + [-1]
 
 
 def test_an_actors_cpu_time_is_that_of_its_calls_and_of_the_tasks_that_they_create() -> None:

@@ -1,5 +1,6 @@
 """The prompt experiment warms up the tiny model in the format that its reward reads."""
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.models.tiny import tiny_tokenizer
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.tasks.prompts import load_template
-from grpo_ray.tasks.sorting import warmup_pairs
+from grpo_ray.tasks.sorting import sorting_examples, warmup_pairs
 from grpo_ray.tools.experiments.definitions import EXPERIMENTS
 
 BOXED_TERMS = [
@@ -45,10 +46,35 @@ def test_the_question_only_prompt_is_the_question() -> None:
     assert load_template("question_only").render("What is {x}?") == "What is {x}?"
 
 
-@pytest.mark.parametrize("variant", EXPERIMENTS["prompt"].variants)
-def test_each_variants_longest_response_fits(variant: str) -> None:
+def test_the_few_shot_prompt_is_the_short_one_after_right_examples() -> None:
+    few_shot = load_template("few_shot_sorting").render("Sort 51280")
+    short = load_template("short").render("Sort 51280")
+    examples = few_shot.removesuffix(short)
+    assert examples != few_shot
+    found = re.findall(r"User: Sort (\d+)\nAssistant: <think>(.*)\n", examples)
+    assert (
+        "".join(f"User: Sort {digits}\nAssistant: <think>{response}\n" for digits, response in found)
+        == examples
+    )
+    right = {"format_reward": 1.0, "answer_reward": 1.0, "reward": 1.0}
+    for digits, response in found:
+        assert get_reward_fn("exact_match")(response, "".join(sorted(digits))) == right
+    assert len(found) == 3
+    for config in (QUICKSTART, "configs/cs336-2026.yaml"):  # no example is a question of their first seeds
+        task = load_config(config).task
+        assert task.kind == "sorting"
+        examples_of = [sorting_examples(task, seed) for seed in range(4)]
+        questions = {e.question for sets in examples_of for e in (*sets.train, *sets.validation)}
+        assert not questions & {f"Sort {digits}" for digits, _ in found}
+
+
+VARIANTS = [(name, variant) for name in ("prompt", "cs336-2026") for variant in EXPERIMENTS[name].variants]
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_each_variants_longest_response_fits(name: str, variant: str) -> None:
     """No stop string cuts it off."""
-    config = load_config(QUICKSTART, EXPERIMENTS["prompt"].variants[variant])
+    config = load_config(QUICKSTART, EXPERIMENTS[name].variants[variant])
     assert config.task.kind == "sorting"
     tokenizer, template = tiny_tokenizer(config), load_template(config.task.prompt)
     for question, response in warmup_pairs(config.task, seed=5, num_pairs=300):

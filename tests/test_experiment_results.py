@@ -1,6 +1,7 @@
 """The results of experiments: tables by hand, true sentences, plots of odd data, and sweeps."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from grpo_ray.config.loading import ConfigError
+from grpo_ray.tools.drawing.figures import draw_spread, new_figure
 from grpo_ray.tools.experiments.curves import plot_metrics, plot_validation_reward
 from grpo_ray.tools.experiments.experiment import Experiment
 from grpo_ray.tools.experiments.outcome import Outcome, Status
@@ -83,7 +85,7 @@ def test_comparison_table_by_hand() -> None:
     lines = comparison_table(by_variant(["a", "b", "none"], OUTCOMES), ["x/y", "lag/max"]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
     assert cells[0][:4] == ["variant", "final validation reward", "best", "at half the steps"]
-    assert cells[0][-4:] == ["x/y", "lag/max", "diverged", "failed"]
+    assert cells[0][-4:] == ["lag/max", "warnings", "diverged", "failed"]
     assert cells[2] == [
         "a",
         "0.800 ± 0.141",
@@ -95,11 +97,21 @@ def test_comparison_table_by_hand() -> None:
         "2",
         "3",
         "2",
+        "none",
         "0",
         "0",
     ]
-    assert cells[3] == ["b", "0.300", "0.300", "0.300", "never", "never", "48", "6", "7", "–", "1", "1"]
-    assert cells[4][1:] == ["–"] * 9 + ["0", "0"]
+    assert cells[3] == ["b", "0.300", "0.300", "0.300", "never", "never", "48", "6", "7", "–", "none", "1", "1"]
+    assert cells[4][1:] == ["–"] * 9 + ["none", "0", "0"]
+
+
+def test_warnings_of_the_runs_stand_in_the_table() -> None:
+    warned = [
+        replace(OUTCOMES[0], detected={"wrong_mask": 1}),
+        replace(OUTCOMES[1], detected={"wrong_mask": 3, "large_lag": 9}),
+    ]
+    row = comparison_table(by_variant(["a"], warned), ["lag/max"]).splitlines()[2]
+    assert row.split(" | ")[-3] == "large_lag at 9 (1 of 2 runs); wrong_mask at 1, 3"
 
 
 @pytest.mark.parametrize(
@@ -167,6 +179,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_plots_are_drawn_of_whatever_there_is(name: str, tmp_path: Path) -> None:
     results = by_variant(["a", "b"], ODD[name])
@@ -175,6 +188,17 @@ def test_plots_are_drawn_of_whatever_there_is(name: str, tmp_path: Path) -> None
     plot_timing(results, "title", tmp_path / "timing.png")
     for file in ("reward", "metrics", "timing"):
         assert imread(tmp_path / f"{file}.png").std() > 0.01
+
+
+def test_bands_are_one_sample_standard_deviation_on_either_side() -> None:
+    axis = new_figure(4, 3).subplots()
+    draw_spread(axis, 0, "three runs, then one", [(0, [0.1, 0.2, 0.6]), (5, [0.5, 0.7, 0.6]), (9, [0.8])])
+    (line,), (band,) = axis.lines, axis.collections
+    assert line.get_ydata().tolist() == pytest.approx([0.3, 0.6, 0.8])
+    corners = {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices.tolist()}
+    deviation = 0.07**0.5  # of 0.1, 0.2 and 0.6: (0.04 + 0.01 + 0.09) / 2
+    expected = [(0, 0.3 - deviation), (0, 0.3 + deviation), (5, 0.5), (5, 0.7), (9, 0.8)]
+    assert corners == {(x, round(y, 6)) for x, y in expected}
 
 
 def test_weight_sync_is_the_sum_of_its_phases_without_the_first_step() -> None:

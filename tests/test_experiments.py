@@ -97,6 +97,16 @@ def test_group_sizes_have_equal_samples_and_the_label_four_updates_is_true(tmp_p
     assert algorithm.epochs_per_batch * 256 // algorithm.train_batch_size == 4
 
 
+@pytest.mark.parametrize("config", [QUICKSTART, "configs/cs336-2026.yaml"])
+def test_off_policy_variants_of_cs336_make_32_updates_per_batch(config: str, tmp_path: Path) -> None:
+    runs = plan_experiment(EXPERIMENTS["cs336-2026"], config, [], 1, str(tmp_path)).runs
+    for run in runs:
+        algorithm, num_rollouts = run.config.algorithm, run.config.rollouts_per_step
+        num_updates = num_rollouts // (algorithm.train_batch_size or num_rollouts)
+        assert num_updates == (32 if run.variant.endswith("-32") else 1)
+        assert (algorithm.epochs_per_batch, run.config.weight_sync.max_lag) == (1, 0)
+
+
 def test_all_problems_are_reported_before_anything_starts(fakes: FakeRuns) -> None:
     variants = {"a": ("algorithm.los=x",), "b": ("learner.learning_rate=-1",), "c": (), "d": ()}
     wrong = Experiment("rates", "?", variants, ())

@@ -210,6 +210,7 @@ def test_the_stall_watch_does_not_wait_for_the_scorer_that_it_replaces(tmp_path:
     asyncio.run(pool.during(work))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scorer", "teacher", "environment"])
 def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) -> None:
     """It is being replaced, which has a limit of its own; here, the group that found it dead has ended."""
@@ -247,6 +248,7 @@ def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:
     assert pool.actors.num_calls["generate"] > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_working", [True, False])
 def test_a_learner_that_makes_progress_is_not_stuck_however_long_its_step(
     tmp_path: Path, is_working: bool

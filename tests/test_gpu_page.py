@@ -51,6 +51,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]
     return json.loads(out.read_text()), out.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_the_learner_is_exact_in_float32_and_near_in_bfloat16(page: tuple[dict[str, Any], str]) -> None:
     rows = page[0]["exactness"]
     assert not any(row["error"] for row in rows)
@@ -106,6 +107,7 @@ def test_the_shapes_are_qwens(gpu: ModuleType) -> None:
         assert sum(p.numel() for p in model.parameters()) == size
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_a_result(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_page import page
     from gpu_page.throughput import Case, LearnerStep, run_case

@@ -80,6 +80,7 @@ def test_a_new_model_is_sent_like_a_loaded_one(tiny_moe: Path) -> None:
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names[1]
 
 
+@pytest.mark.slow
 def test_one_group_is_converted_at_a_time(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     most = 0

@@ -218,6 +218,7 @@ def tokens(run: RunDirectory) -> list[tuple[Any, ...]]:
     return [(row["group_id"], row["sample"], *row["token_ids"], *row["logprobs"]) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_a_run_with_deltas_samples_the_same_tokens(tmp_path: Path) -> None:
     runs = {is_on: RunDirectory(tmp_path / str(is_on)) for is_on in (False, True)}
@@ -232,6 +233,7 @@ def test_a_run_with_deltas_samples_the_same_tokens(tmp_path: Path) -> None:
     assert max(shares[1:]) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_replaced_generators_and_resumed_runs_get_the_whole(tmp_path: Path) -> None:
     config = make_config(*SMALL_UPDATES, "weight_sync.delta=true")

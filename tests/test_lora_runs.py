@@ -51,6 +51,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [dict(row) for row in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -71,6 +72,7 @@ def test_generators_sample_from_what_is_trained(overrides: list[str], tmp_path: 
     assert all(row["mismatch/logprob_diff/max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_replay_and_lag_work_with_an_adapter(tmp_path: Path) -> None:
     train(lora_config("buffer.replay.frac=0.5", "weight_sync.max_lag=1"), tmp_path / "run")
     rows = metrics(tmp_path / "run")
@@ -78,6 +80,7 @@ def test_replay_and_lag_work_with_an_adapter(tmp_path: Path) -> None:
     assert main(["audit", str(tmp_path / "run"), "--run-reward-code"]) == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     config = lora_config("weight_sync.max_lag=0", "algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1")
     train(config, tmp_path / "whole")
@@ -102,6 +105,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_the_one_that_was_sampled_from(finished: Path, tmp_path: Path) -> None:
     config = lora_config("algorithm.num_steps=4")
     assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 0

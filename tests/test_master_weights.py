@@ -157,6 +157,7 @@ def test_skipped_update_changes_neither(make_learner: Callable[..., Learner]) ->
     assert torch.isfinite(masters_of(learner)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoint_holds_the_masters_and_training_resumes_bit_for_bit(

@@ -120,7 +120,7 @@ def test_logprobs_that_were_not_computed_are_none() -> None:
 
 
 def test_sequences_of_pairs_each_completion_with_its_own_advantage() -> None:
-    first = make_group(make_item(0, [1]), [make_completion([5, 6]), make_completion([7])], [1, 0], [0.7, -0.7])
+    first = make_group(make_item(0, [1]), [make_completion([5, 6]), make_completion([7])], [1, 0], [0.7, 0.0])
     second = make_group(make_item(1, [2, 3]), [make_completion([8], [-0.25])], [1], [0])
     sequences = sequences_of([first, second])
     assert [(s.prompt_token_ids, s.response_token_ids.tolist()) for s in sequences] == [
@@ -128,12 +128,8 @@ def test_sequences_of_pairs_each_completion_with_its_own_advantage() -> None:
         ((1,), [7]),
         ((2, 3), [8]),
     ]
-    assert [s.advantage for s in sequences] == pytest.approx([0.7, -0.7, 0.0])
-    assert [s.has_signal for s in sequences] == [
-        True,
-        True,
-        False,
-    ]  # per group: one non-zero advantage is enough
+    assert [s.advantage for s in sequences] == pytest.approx([0.7, 0.0, 0.0])
+    assert [s.has_signal for s in sequences] == [True, False, False]  # each by its own advantage
     assert sequences[2].behaviour_logprobs.tolist() == [-0.25]
     assert [len(s) for s in sequences] == [3, 2, 3]
 

@@ -96,6 +96,7 @@ def test_step_is_the_same_with_smaller_micro_batches(
     assert max(sizes) <= limit
 
 
+@pytest.mark.slow
 def test_each_size_is_tried_once(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(learner={"share_prompts": "never"})
     batch, before = TrainBatch(tuple(make_batch(learner))), flat_weights(learner.model)

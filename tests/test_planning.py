@@ -305,6 +305,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return int(np.cumsum(sizes).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "recomputation", "vocab_size", "chunk_bytes", "options"),
     [
@@ -375,6 +376,7 @@ def test_the_state_is_what_a_learner_holds(
     assert sum(item.num_bytes for item in items) == sum(t.numel() * t.element_size() for t in held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["none", "initial", "ema"])
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ def test_clip_holds_the_policy_back_over_several_updates() -> None:
     assert clipped.kl < unclipped.kl
 
 
+@pytest.mark.slow
 def test_centered_deltas_beat_raw_rewards_over_five_seeds() -> None:
     settings = variants(Settings(**QUICK), "deltas")
     tried = {label: settings[label] for label in ("rewards", "centered")}

@@ -27,6 +27,7 @@ def names(trace: Path) -> Counter[str]:
     return Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_trace_of_each_profiled_step(tmp_path: Path) -> None:
     config = local_runs.make_config(
         "learner.profile_steps=[2,3]", "algorithm.num_steps=4", "learner.micro_batch_tokens=64"

@@ -152,6 +152,15 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "advantage_scale": "whiten_tokens",
         }
     },
+    "REINFORCE++": {
+        "algorithm": {
+            "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward_to_go"},
+            "advantage": "raw",
+            "advantage_scale": "whiten_tokens",
+        }
+    },
+    "vespo": {"algorithm": {"loss": "vespo"}},
+    "ipo": {"algorithm": {"loss": "ipo", "loss_options": {"kl_tau": 0.01}}},
     "scale of the batch": {"algorithm": {"advantage": "mean", "advantage_scale": "batch"}},
     "padded rows": {"learner": {"share_prompts": "never"}},
     "large micro-batches": {"learner": {"micro_batch_tokens": 4096}},
@@ -181,6 +190,7 @@ def test_every_setting_gives_the_gradients_of_one_rank(
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts(tiny_config: Config, tiny_moe: Path) -> None:
     """Its fused experts are gathered before they are split into the weights of the checkpoint."""
     config = changed(tiny_config, **SMOOTH)
@@ -210,6 +220,7 @@ def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
     assert sum(rank["held"] for rank in found) == 2 * one["held"]
 
 
+@pytest.mark.slow
 def test_untied_and_own_models(
     tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]]
 ) -> None:
@@ -219,6 +230,7 @@ def test_untied_and_own_models(
         same(many[0], steps(None, str(model), config, batches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["full", "lora", "dora", "4 bits"])
 def test_adapters_and_dtypes(

@@ -124,6 +124,7 @@ def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float3
         assert torch.equal(flat_weights(reference.model), flat_weights(learner.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, AVERAGE])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "grpo_ray"])

@@ -14,6 +14,8 @@ from grpo_ray.telemetry.run_files import RunDirectory, step_name
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import print_ending
+from grpo_ray.tools.report.rollout_sample import StepFiles
+from grpo_ray.tools.report.run_facts import RunTotals, run_facts
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -124,6 +126,7 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path:
     assert (tmp_path / "reward_curve.png").exists()
 
 
+@pytest.mark.slow
 def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(tmp_path: Path) -> None:
     run = finished_run(tmp_path, None)
     many = {f"time/generator-{index}/generate_s": 0.125 for index in range(300)}
@@ -154,3 +157,11 @@ def test_ending_of_a_run_that_set_nothing_aside_does_not_mention_it(
     tmp_path: Path, events: list[dict[str, Any]] | None
 ) -> None:
     assert not any("Set aside" in line for line in ending(finished_run(tmp_path, events)))
+
+
+def test_warnings_of_detectors_stand_at_the_end_and_on_the_page(tmp_path: Path) -> None:
+    text = "step 3: 6% of the tokens have no gradient; see docs/failures.md#a-wrong-mask"
+    event = {"time": 1.0, "kind": "detected_wrong_mask", "actor": None, "step": 3, "text": text}
+    run = finished_run(tmp_path, [{**event, "kind": "restored", "text": "?"}, event])
+    assert [line for line in ending(run) if "Warning" in line] == [f"\nWarning at {text}"]
+    assert run_facts(run, RunTotals(), [], StepFiles([], []))["warnings"] == text

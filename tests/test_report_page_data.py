@@ -204,6 +204,7 @@ def test_files_are_in_the_order_of_their_steps_beyond_a_million(tmp_path: Path, 
     assert [file.step for file in step_files(run).inspected] == [1, 999_999, 1_000_000]
 
 
+@pytest.mark.slow
 def test_metrics_are_read_as_a_stream(tmp_path: Path, tiny_config: Config) -> None:
     """One bin of rows is in memory at a time: the whole file of a long run would take gigabytes."""
     run = make_run(tmp_path / "run", tiny_config, num_steps=1)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -32,6 +34,7 @@ def make_wheel(folder: Path, text: str) -> None:
             wheel.writestr(name, text)
 
 
+@pytest.mark.slow
 def test_a_lock_accepts_the_same_file_only(tmp_path: Path) -> None:
     wheels, asked, locked = tmp_path / "wheels", tmp_path / "asked.txt", tmp_path / "locked.txt"
     make_wheel(wheels, "x = 1\n")

@@ -131,6 +131,7 @@ def test_degrees_are_their_share_of_pi(degrees: int) -> None:
     assert not is_equal(rf"{degrees + 360}^\circ", radians)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(st.integers(-99, 98), st.integers(1, 99), st.sampled_from("<≤"), st.sampled_from("<≤"))
 def test_two_bounds_are_their_interval_and_no_other(low: int, size: int, left: str, right: str) -> None:

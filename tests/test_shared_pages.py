@@ -20,24 +20,28 @@ from grpo_ray.transfer.snapshot import pack_weights
 BYTES = np.arange(3 * mmap.PAGESIZE, dtype=np.uint64).view(np.uint8)
 
 
-@pytest.mark.parametrize("place", [0, 64, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 64])
-def test_an_array_in_shared_memory_is_found_and_read_by_another_process(place: int) -> None:
+READ = """
+import sys, zlib
+from grpo_ray.transfer.shared_pages import Pages, map_pages
+for line in sys.stdin:
+    path, offset_bytes, num_bytes = line.split()
+    print(zlib.crc32(map_pages(Pages(path, int(offset_bytes), int(num_bytes))).numpy().data))
+"""
+
+
+def test_arrays_in_shared_memory_are_found_and_read_by_another_process() -> None:
     with tempfile.TemporaryFile() as file:
         file.write(BYTES.tobytes())
         file.flush()
-        pages = mmap.mmap(file.fileno(), BYTES.nbytes)
-        data = np.frombuffer(pages, np.uint8)[place : place + 5000]
-        found = pages_of(data)
-        assert found is not None
-        program = (
-            "import sys, zlib; from grpo_ray.transfer.shared_pages import Pages, map_pages;"
-            "print(zlib.crc32(map_pages(Pages(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))).numpy().data))"
-        )
-        where = [found.path, str(found.offset_bytes), str(found.num_bytes)]
+        pages = np.frombuffer(mmap.mmap(file.fileno(), BYTES.nbytes), np.uint8)
+        arrays = [pages[n : n + 5000] for n in (0, 64, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 64)]
+        found = [pages_of(data) for data in arrays]
+        assert None not in found
+        lines = [f"{place.path} {place.offset_bytes} {place.num_bytes}" for place in found if place]
         read = subprocess.run(
-            [sys.executable, "-c", program, *where], capture_output=True, text=True, check=True
+            [sys.executable, "-c", READ], input="\n".join(lines), capture_output=True, text=True, check=True
         )
-        assert int(read.stdout) == zlib.crc32(data.tobytes())
+        assert [int(line) for line in read.stdout.split()] == [zlib.crc32(data.tobytes()) for data in arrays]
 
 
 def test_private_memory_is_not_found() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from small_run import QUICKSTART
 
 from grpo_ray.config.loading import load_config
-from grpo_ray.errors import RunError
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.audit.audit import audit
@@ -75,7 +74,7 @@ def test_a_simulated_run_passes_the_audit_of_real_ones(tmp_path: Path) -> None:
     assert about_groups == []
     assert (report.num_steps, report.num_groups) == (12, 48)
     assert result.faults.is_none
-    assert check_names({name for row in result.watch.steps for name in row}) == []
+    assert check_names({name for row in result.steps for name in row} - {"step"}) == []
 
 
 SCHEDULES = {
@@ -88,6 +87,19 @@ SCHEDULES = {
     "replay": ["weight_sync.max_lag=1", "buffer.replay.frac=0.25", "buffer.replay.max_age=3"],
     "tight": ["weight_sync.max_lag=3", "buffer.max_gib=1e-6"],
     "colocated": ["weight_sync.max_lag=0", "generator.colocated=true"],
+    "lookahead, dynamic": ["weight_sync.max_lag=3", "buffer.lookahead=6", "algorithm.dynamic_sampling_tries=2"],
+    "oversampled, drained": [
+        "weight_sync.max_lag=1",
+        "algorithm.oversample_frac=0.5",
+        "weight_sync.in_flight=false",
+    ],
+    "oversampled, replay": [
+        "weight_sync.max_lag=1",
+        "algorithm.oversample_frac=0.5",
+        "buffer.replay.frac=0.25",
+        "buffer.replay.max_age=3",
+    ],
+    "distilled": ["weight_sync.max_lag=1", "distillation.teacher=a-teacher", "sampling.min_tokens=0"],
 }
 
 
@@ -115,8 +127,62 @@ def test_no_schedule_trains_an_old_token_or_loses_a_prompt(
     assert max(result.account.lag_shares()) <= config.max_token_age
     if name in ("synchronous", "drained", "in flight", "replay", "tight", "colocated"):  # strict order
         assert [g for step in last for g in step] == list(range(config.fresh_per_step * len(last)))
-    rejected = [row["lag/rejected"] for row in result.watch.steps]
+    rejected = [row["lag/rejected"] for row in result.steps]
     assert rejected == [0.0] * len(rejected)  # admission alone suffices
+
+
+AGES = {
+    "wait": ["weight_sync.max_lag=1"],
+    "wait, synchronous": ["weight_sync.max_lag=0", "weight_sync.in_flight=false"],
+    "mask": ["weight_sync.max_lag=1", "algorithm.oversample_frac=0.5", "episodes.over_age=mask"],
+    "drop": ["weight_sync.max_lag=1", "algorithm.oversample_frac=0.5", "episodes.over_age=drop"],
+}
+EPISODES = [
+    "episodes.num_workers=2",
+    "episodes.max_concurrent=4",
+    "episodes.max_tokens=700",
+    "episodes.max_turns=4",
+    "sampling.max_tokens=100",
+    "scorer.num_workers=8",
+    "recovery.max_group_retries=1000",
+    "recovery.max_restarts=100000",
+]
+
+
+@pytest.mark.parametrize("name", AGES)
+@settings(max_examples=6, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    environment_s=st.sampled_from([0.0, 3.0]),
+    train_s=st.sampled_from([0.001, 5.0]),
+    life_s=st.sampled_from([None, 60.0]),
+)
+def test_no_schedule_of_episodes_trains_an_old_token_or_loses_a_prompt(
+    name: str, seed: int, environment_s: float, train_s: float, life_s: float | None
+) -> None:
+    """Turns go over the run's own routers; Generators and EnvironmentWorkers die meanwhile."""
+    lives = {"generator_life_s": life_s, "environment_life_s": life_s}
+    speeds = FAST.model_copy(update={"train_s": train_s, "environment_s": environment_s, **lives})
+    changes = [*SMALL, *EPISODES, "checkpoint.every_num_steps=1000", f"run.seed={seed}", *AGES[name]]
+    config = load_config("configs/calculator.yaml", changes)
+    with tempfile.TemporaryDirectory() as folder:
+        result = simulate(config, RunDirectory(Path(folder) / "run"), speeds, LognormalLengths(30.0, 1.0))
+    assert result.faults.is_none, result.faults
+    assert [len(step) for step in result.account.trained] == [4] * 6
+    assert max(result.account.lag_shares()) <= config.max_token_age
+    turns = [row["episodes/turns/mean"] for row in result.steps]
+    assert 1 < np.mean(turns) <= 4
+
+
+def test_episodes_end_at_their_limits(tmp_path: Path) -> None:
+    changes = [*SMALL, *EPISODES, "episodes.max_tokens=340", "episodes.max_seconds=8"]
+    config = load_config("configs/calculator.yaml", changes)
+    speeds = FAST.model_copy(update={"environment_s": 4.0, "prompt_tokens": 100, "answer_tokens": 50})
+    result = simulate(config, RunDirectory(tmp_path / "run"), speeds, LognormalLengths(30.0, 1.0))
+    ends = ("finished", "truncated_turns", "truncated_tokens", "truncated_time")
+    shares = {end: np.mean([row[f"episodes/status/{end}"] for row in result.steps]) for end in ends}
+    assert min(shares.values()) > 0
+    assert sum(shares.values()) == pytest.approx(1)
 
 
 # ---- the independent account ----
@@ -185,9 +251,7 @@ def test_recorded_lengths_are_those_of_the_runs_responses(tmp_path: Path) -> Non
         recorded_lengths(str(tmp_path / "nothing"))
 
 
-def test_what_cannot_be_simulated_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="task: episodes are not simulated yet"):
-        simulate(load_config("configs/calculator.yaml"), RunDirectory(tmp_path), FAST, LognormalLengths(5, 1))
+def test_a_speed_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speeds.json").write_text('{"decode_s": 0.5, "brake_s": 1}')
     with pytest.raises(ValueError, match=r"(?s)--speeds .*brake_s"):
         read_speeds(str(tmp_path / "speeds.json"))

@@ -143,6 +143,7 @@ def test_snapshot_on_a_device_is_checked_by_its_own_size() -> None:
         )
 
 
+@pytest.mark.slow
 def test_each_engine_loads_the_chunks_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank of a colocated Learner shares its buffers there; a handle here is a place in a list."""
     from grpo_ray.transfer import vllm_worker

@@ -395,6 +395,7 @@ def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off()
     assert len(trained.fresh) == 6
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     pace=paces(), other=paces(), max_lag=st.integers(0, 3), prompts=st.integers(1, 3), tries=st.integers(0, 2)

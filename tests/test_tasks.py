@@ -55,7 +55,9 @@ def test_template_from_a_file(tmp_path: Path) -> None:
     path.write_text("no place")
     with pytest.raises(ValueError, match=r"has no \{question\}"):
         load_template(str(path))
-    with pytest.raises(ValueError, match=r"'r1zero'.*give one of question_only, r1_zero, short, chat, or"):
+    with pytest.raises(
+        ValueError, match=r"'r1zero'.*give one of few_shot_sorting, question_only, r1_zero, short, chat, or"
+    ):
         load_template("r1zero")
 
 

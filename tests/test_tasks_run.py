@@ -78,6 +78,7 @@ def test_a_mixture_trains_and_its_audit_is_clean(config: Callable[..., Config], 
     assert [(row["task"], row["prompt"]) for row in rows_of(other)] == [(r["task"], r["prompt"]) for r in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [("weight_sync.max_lag=1",), ("algorithm.dynamic_sampling_tries=2",)], ids=str
 )
@@ -149,6 +150,7 @@ def set_in_group(group: int, **values: Any) -> Callable[[list[dict[str, Any]]], 
     return change
 
 
+@pytest.mark.slow
 def test_the_audit_finds_what_is_wrong_with_an_order(config: Callable[..., Config], tmp_path: Path) -> None:
     mixture, curriculum = RunDirectory(tmp_path / "mixture"), RunDirectory(tmp_path / "curriculum")
     train(config(MIXTURE), mixture.path)

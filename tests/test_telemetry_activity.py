@@ -184,6 +184,7 @@ def test_many_generators_share_their_mean_and_the_slowest() -> None:
     assert list(whole.drawn) == [*(f"generator-{n}" for n in range(16)), "learner"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:

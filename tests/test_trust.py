@@ -288,6 +288,16 @@ def test_evaluate_refuses_a_reward_that_is_code(
     assert not (tmp_path / "e").exists()
 
 
+def test_evaluate_refuses_an_engine_that_is_code(
+    evil: RunDirectory, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(evil, lambda data: data["generator"].update(engine="evil_loss:Engine"))
+    command = ["evaluate", str(evil.path), "--reward", "exact_match", "--output", str(tmp_path / "e")]
+    assert main(command) == 2
+    assert "generator.engine: evil_loss:Engine is code that the run's" in capsys.readouterr().err
+    assert not marker.exists()
+
+
 def test_evaluate_samples_an_evil_run_with_another_reward(
     evil: RunDirectory,
     marker: Path,
@@ -305,6 +315,7 @@ def test_evaluate_samples_an_evil_run_with_another_reward(
     assert (tmp_path / "e" / "step-000004" / "summary.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["--run-reward-code"], ["--reward", REWARD], [f"task.reward={REWARD}"]])
 def test_evaluate_runs_a_reward_that_the_command_line_allows(
     evil: RunDirectory,

@@ -12,7 +12,7 @@ from grpo_ray.actors.staleness import Admission
 from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError
 from grpo_ray.errors import ActorDied, OutOfDeviceMemory
 from grpo_ray.transfer import wires
-from grpo_ray.transfer.wire import Meeting, WireError
+from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.wires import Wires
 
 

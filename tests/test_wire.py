@@ -26,12 +26,13 @@ from grpo_ray.config.model import AdapterConfig
 from grpo_ray.engines.vllm_adapter import ServedAdapter
 from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
+from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.messages import TensorSpec, WeightSnapshot
 from grpo_ray.transfer.nccl_channel import NcclChannel
 from grpo_ray.transfer.sender import Sender
 from grpo_ray.transfer.shared_pages import map_pages, pages_of
 from grpo_ray.transfer.snapshot import check_snapshot, pack_weights, unpack_weights
-from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError
+from grpo_ray.transfer.wire import GlooChannel
 
 CPU = torch.device("cpu")
 
@@ -232,7 +233,8 @@ PEER = """
 import sys, time
 from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
-from grpo_ray.transfer.wire import Meeting, receive
+from grpo_ray.transfer.meeting import Meeting
+from grpo_ray.transfer.wire import receive
 inbox = Inbox()
 inbox.join(Meeting(*eval(sys.argv[1])))
 print("joined", flush=True)
@@ -339,6 +341,7 @@ def test_a_wire_dropped_while_it_is_joined_is_not_used(threads: ThreadPoolExecut
     assert "was dropped" in str(error_of(joining))
 
 
+@pytest.mark.slow
 def test_no_store_is_an_error_that_says_where() -> None:
     with pytest.raises(WireError, match="no store at"):
         Meeting("127.0.0.1", 1, "a/1", "gloo", 1, 1.0).store()

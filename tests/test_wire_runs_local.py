@@ -17,6 +17,7 @@ COLLECTIVE = "weight_sync.transport=collective"
 EXACT = ("weight_sync.max_lag=0", "algorithm.num_steps=4", "weight_sync.checksum=true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_run_over_wires_is_the_run_over_the_object_store(delta: bool, tmp_path: Path) -> None:
     """Deltas go through the object store, and the first version by the wire."""
@@ -47,6 +48,7 @@ async def in_the_middle(actors: LocalActors, name: str) -> None:
     await reached.wait()
 
 
+@pytest.mark.slow
 def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues(tmp_path: Path) -> None:
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12", COLLECTIVE)
 

@@ -1,6 +1,7 @@
 """The parts of an advantage that need the whole batch, or the reference: computed before its first update.
 
-    KL in the reward  ->  comparison within each group, again  ->  scaling or whitening over the batch
+    KL in the reward  ->  comparison within each group, again  ->  scaling or whitening over responses
+                      ->  KL from each token on                ->  whitening over tokens
 
 Every rank has the whole batch, and so computes the same advantages. The files keep those of the Scorer.
 """
@@ -13,7 +14,7 @@ import numpy as np
 from grpo_ray.algorithms import advantages_of, shaped_rewards, spread
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.episodes.returns import compare_episodes, discounted_returns, turn_rewards_of
+from grpo_ray.episodes.returns import compare_episodes, discounted_returns, penalties_to_go, turn_rewards_of
 from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.types import Completion, Episode, ScoredGroup
 
@@ -22,7 +23,7 @@ ROUNDING = 1e-6  # of whitened float32 advantages
 
 def needs_batch(algorithm: AlgorithmConfig) -> bool:
     """Return True if the Scorer's advantages are not yet those that are trained on."""
-    return algorithm.advantage_scale != "group" or algorithm.kl.placement == "reward"
+    return algorithm.advantage_scale != "group" or algorithm.kl.placement != "loss"
 
 
 def with_batch_advantages(
@@ -37,21 +38,34 @@ def with_batch_advantages(
         sequences: `sequences_of` the groups; with the reference's log-probabilities for a KL in the reward.
     """
     algorithm, metrics = config.algorithm, {}
-    if algorithm.kl.placement == "reward":
+    scale, placement = algorithm.advantage_scale, algorithm.kl.placement
+    penalties: list[list[np.ndarray]] = []
+    if placement != "loss":
         penalties = kl_penalties(groups, sequences, algorithm.kl.coefficient)
         metrics["reward/kl_penalty"] = float(np.mean([p.sum() for own in penalties for p in own]))
+    if placement == "reward":
         groups = [_penalized(group, own, config) for group, own in zip(groups, penalties, strict=True)]
-    if algorithm.advantage_scale == "batch":
+    if scale == "batch":
         rewards = np.concatenate([values for group in groups for values in _compared(group, config)])
         metrics["advantage/batch_std"] = std = spread(rewards, algorithm)
         groups = [_changed(group, lambda a: a / (std + algorithm.advantage_eps)) for group in groups]
-    elif algorithm.advantage_scale != "group":
-        groups, metrics["advantage/batch_std"] = _whitened(groups, algorithm)
-    final = sequences_of(groups, algorithm.mask_truncated)
-    return [
+    elif scale == "whiten_responses":
+        whiten, metrics["advantage/batch_std"] = _whitening(_trained_rows(groups, algorithm), algorithm)
+        groups = [_changed(group, whiten) for group in groups]
+    is_by_token = placement == "reward_to_go" or scale == "whiten_tokens"
+    if is_by_token:  # NaN marks what was not graded until every token has its advantage
+        groups = [replace(g, advantages=np.where(_is_graded(g), g.advantages, np.nan)) for g in groups]
+    final = [
         replace(new, reference_logprobs=old.reference_logprobs)
-        for new, old in zip(final, sequences, strict=True)
-    ], metrics
+        for new, old in zip(sequences_of(groups, algorithm.mask_truncated), sequences, strict=True)
+    ]
+    if placement == "reward_to_go":
+        final = _with_penalties_to_go(final, groups, penalties, config.episodes.turn_discount)
+    if scale == "whiten_tokens":
+        rows = [np.broadcast_to(s.advantage, s.num_sampled) for s in final]
+        whiten, metrics["advantage/batch_std"] = _whitening(rows, algorithm)
+        final = [replace(s, advantage=whiten(np.asarray(s.advantage, np.float64))) for s in final]
+    return _settled(final) if is_by_token else final, metrics
 
 
 # ---- KL in the reward ----
@@ -80,6 +94,25 @@ def kl_penalties(
             start += len(logprobs)
     assert start == len(reference), "sequences of all completions have the reference's logprobs"
     return penalties
+
+
+def _with_penalties_to_go(
+    sequences: Sequence[TrainSequence],
+    groups: Sequence[ScoredGroup],
+    penalties: Sequence[Sequence[np.ndarray]],
+    turn_discount: float,
+) -> list[TrainSequence]:
+    """Subtract from the advantage of each token its penalty and those that follow in its response."""
+    to_go = []
+    for group, of_group in zip(groups, penalties, strict=True):
+        discount = turn_discount if group.turn_advantages else 1.0
+        for completion, own in zip(group.rollout.completions, of_group, strict=True):
+            turns = np.zeros(len(own), np.int32)
+            if isinstance(completion, Episode):
+                turns = completion.turns[completion.mask]
+            to_go.append(penalties_to_go(own, turns, discount))
+    rows = np.split(np.concatenate(to_go), np.cumsum([s.num_sampled for s in sequences])[:-1])
+    return [replace(s, advantage=s.advantage - row) for s, row in zip(sequences, rows, strict=True)]
 
 
 def _penalized(group: ScoredGroup, penalties: Sequence[np.ndarray], config: Config) -> ScoredGroup:
@@ -129,44 +162,44 @@ def _compared(group: ScoredGroup, config: Config) -> Iterator[np.ndarray]:
         yield shaped[_is_graded(group)]
 
 
-def _whitened(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> tuple[list[ScoredGroup], float]:
-    """Return the groups with advantages of mean 0 and standard deviation 1, and the deviation before.
+def _whitening(
+    rows: Sequence[np.ndarray], algorithm: AlgorithmConfig
+) -> tuple[Callable[[np.ndarray], np.ndarray], float]:
+    """Return the function that gives advantages mean 0 and standard deviation 1, and the deviation before.
 
     (Over tokens: REINFORCE++ arXiv:2501.03262. Over responses: GDPO arXiv:2601.05242, and TRL's RLOO with
-    `normalize_advantages`.) Ungraded responses keep advantage 0 and count as little as those that
-    `mask_truncated` leaves out. With rewards per turn a turn is what a response is without.
+    `normalize_advantages`.) NaN does not count.
     """
-    values = np.concatenate([row for group in groups for row in _rows(group)]).astype(np.float64)
-    weights = np.concatenate([w for group in groups for w in _weights(group, algorithm)])
-    if not weights.any():
-        return list(groups), 0.0
-    mean, std = float(np.average(values, weights=weights)), spread(values, algorithm, weights)
+    values = np.concatenate([np.zeros(0), *rows])
+    values = values[~np.isnan(values)]
+    mean, std = float(values.mean()) if len(values) else 0.0, spread(values, algorithm)
 
     def whiten(advantages: np.ndarray) -> np.ndarray:
         whitened = (advantages - mean) / (std + algorithm.advantage_eps)
         # The rounding of a mean that is 0 in truth must not give signal to groups that have none.
         return np.where((np.abs(whitened) < ROUNDING) | (std == 0), 0.0, whitened)
 
-    return [_changed(group, whiten) for group in groups], std
+    return whiten, std
 
 
-def _rows(group: ScoredGroup) -> Sequence[np.ndarray]:
-    """Return each completion's advantages: `[1]`, or `[turns]` if turns have their own."""
-    return group.turn_advantages or np.split(group.advantages, len(group.advantages))
+def _trained_rows(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """Return the advantages of each completion that is graded and trained: `[1]`, or `[turns]`."""
+    trained = []
+    for group in groups:
+        rows = group.turn_advantages or np.split(group.advantages, len(group.advantages))
+        for number, completion in enumerate(group.rollout.completions):
+            if number not in group.errors and not (algorithm.mask_truncated and completion.is_truncated):
+                trained.append(rows[number])
+    return trained
 
 
-def _weights(group: ScoredGroup, algorithm: AlgorithmConfig) -> Iterator[np.ndarray]:
-    """Yield the weight of each of `_rows` in the batch's mean: its tokens, or 1; 0 if it is not trained."""
-    completions = group.rollout.completions
-    for number, (completion, row) in enumerate(zip(completions, _rows(group), strict=True)):
-        if number in group.errors or (algorithm.mask_truncated and completion.is_truncated):
-            yield np.zeros(len(row))
-        elif algorithm.advantage_scale == "whiten_responses":
-            yield np.ones(len(row))
-        elif group.turn_advantages and isinstance(completion, Episode):
-            yield np.bincount(completion.turns[completion.mask], minlength=len(row)).astype(np.float64)
-        else:
-            yield np.array([completion.num_tokens], np.float64)
+def _settled(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Return the sequences with 0 for NaN."""
+    settled = []
+    for s in sequences:
+        advantage = np.nan_to_num(np.asarray(s.advantage, np.float32))
+        settled.append(replace(s, advantage=advantage if advantage.ndim else float(advantage)))
+    return settled
 
 
 def _changed(group: ScoredGroup, change: Callable[[np.ndarray], np.ndarray]) -> ScoredGroup:

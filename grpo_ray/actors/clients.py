@@ -15,8 +15,8 @@ import numpy as np
 
 from grpo_ray.episodes.turn_box import FinishedTurns, Turns, Worker
 from grpo_ray.telemetry.stage_clock import ActorStats
+from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import (
     Admitted,
     BatchFacts,

@@ -3,16 +3,18 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from grpo_ray.engines.base import Engine, ReceivingEngine
 from grpo_ray.episodes.turn_box import FinishedTurns, TurnBoxes, Turns, Worker
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, Duration, StageClock
-from grpo_ray.transfer.inbox import Inbox
+from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.snapshot import check_snapshot
-from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, bulk_and_facts
+
+if TYPE_CHECKING:  # it loads torch
+    from grpo_ray.transfer.inbox import Inbox
 
 # Weights are staged while groups are sampled, which then counts.
 STAGES = (
@@ -98,6 +100,8 @@ class Generator:
             assert isinstance(self._engine, ReceivingEngine), "the configuration refuses it"
             await self._engine.join(meeting)
             return
+        from grpo_ray.transfer.inbox import Inbox
+
         self._inbox = self._inbox or Inbox()
         await asyncio.to_thread(self._inbox.join, meeting)
 
@@ -111,7 +115,10 @@ class Generator:
         with self._clock.stage("stage_weights", f"version {snapshot.version}"):
             if snapshot.wire_bytes and self._inbox is not None:
                 snapshot = await asyncio.to_thread(self._inbox.received, snapshot)
-            await asyncio.to_thread(check_snapshot, snapshot)
+            if snapshot.specs:
+                from grpo_ray.transfer.snapshot import check_snapshot
+
+                await asyncio.to_thread(check_snapshot, snapshot)
             await self._engine.stage(snapshot)
         self._staged = snapshot.version
 

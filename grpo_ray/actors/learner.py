@@ -44,9 +44,9 @@ from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.telemetry.step_profile import StepProfiler
+from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.publisher import Publisher
-from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, bulk_and_facts
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")

@@ -29,6 +29,7 @@ from grpo_ray.algorithms.correction import (
     effective_sample_fraction,
     effective_sample_sums,
 )
+from grpo_ray.algorithms.gradient_probe import gradient_sums
 from grpo_ray.algorithms.inputs import AdvantageInputs, CorrectionInputs, LossInputs, RatioInputs
 from grpo_ray.algorithms.kl import kl_estimate, kl_sums, logprob_mismatch
 from grpo_ray.algorithms.logprobs import (
@@ -39,12 +40,9 @@ from grpo_ray.algorithms.logprobs import (
 )
 from grpo_ray.algorithms.losses import (
     LOSSES,
-    compute_cispo_loss,
     compute_grpo_clip_loss,
-    compute_gspo_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
-    compute_unclipped_loss,
 )
 from grpo_ray.algorithms.objective import Objective
 from grpo_ray.algorithms.selection import SELECTIONS
@@ -79,19 +77,17 @@ __all__ = [
     "check_algorithm",
     "chunked_log_probs",
     "compare_group",
-    "compute_cispo_loss",
     "compute_entropy",
     "compute_group_normalized_rewards",
     "compute_grpo_clip_loss",
-    "compute_gspo_loss",
     "compute_naive_policy_gradient_loss",
     "compute_policy_gradient_loss",
-    "compute_unclipped_loss",
     "correction_sums",
     "correction_weights",
     "effective_sample_fraction",
     "effective_sample_sums",
     "get_response_log_probs",
+    "gradient_sums",
     "group_advantages",
     "grpo_microbatch_train_step",
     "kl_estimate",

@@ -77,16 +77,8 @@ def compare_group(
     return advantages
 
 
-def spread(values: np.ndarray, algorithm: AlgorithmConfig, weights: np.ndarray | None = None) -> float:
-    """Return the standard deviation of `[n]` values, `algorithm.std`; 0 if they are all the same.
-
-    Args:
-        weights: `[n]`, numbers of times that each value counts; None: once.
-    """
-    weights = np.ones(len(values)) if weights is None else weights
-    values, weights = values[weights > 0].astype(np.float64), weights[weights > 0]
+def spread(values: np.ndarray, algorithm: AlgorithmConfig) -> float:
+    """Return the standard deviation of `[n]` values, `algorithm.std`; 0 if they are all the same, or none."""
     if not len(values) or values.min() == values.max():
         return 0.0
-    squares = np.average((values - np.average(values, weights=weights)) ** 2, weights=weights)
-    total = weights.sum()
-    return float(np.sqrt(squares * total / (total - (algorithm.std == "sample"))))
+    return float(np.std(values.astype(np.float64), ddof=int(algorithm.std == "sample")))

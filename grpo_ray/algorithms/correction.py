@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.inputs import CorrectionFn, CorrectionInputs, ones
+from grpo_ray.algorithms.inputs import CorrectionFn, CorrectionInputs, ones, row_mean, row_sum
 from grpo_ray.algorithms.logprobs import clamped_exp
 from grpo_ray.config.algorithm import Correction
 
@@ -58,7 +58,7 @@ def mask_geometric(inputs: CorrectionInputs, *, band: Band = (0.99, 1.01)) -> tu
 
     (The same source; unlike the product it does not favour short responses.)
     """
-    return _dropping(inputs, _outside(clamped_exp(inputs.row_mean(inputs.log_ratio)), band))
+    return _dropping(inputs, _outside(clamped_exp(row_mean(inputs.log_ratio, inputs.mask)), band))
 
 
 def veto(inputs: CorrectionInputs, *, threshold: float = 1e-4) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def opsm(inputs: CorrectionInputs, *, delta: float) -> tuple[Tensor, Tensor]:
     Args:
         delta: nats per token.
     """
-    return _dropping(inputs, (inputs.advantages < 0) & (inputs.row_mean(inputs.drift) > delta))
+    return _dropping(inputs, (inputs.advantages < 0) & (row_mean(inputs.drift, inputs.mask) > delta))
 
 
 CORRECTIONS: dict[Correction, CorrectionFn] = {
@@ -136,7 +136,7 @@ def correction_sums(weights: Tensor, is_limited: Tensor, mask: Tensor) -> dict[s
 
 def _product(inputs: CorrectionInputs) -> Tensor:
     """Return the product of each response's ratios, `[batch, 1]`."""
-    return clamped_exp(inputs.log_ratio.sum(dim=1, keepdim=True))
+    return clamped_exp(row_sum(inputs.log_ratio, inputs.mask))
 
 
 def _truncated(ratio: Tensor, cap: float, floor: float) -> tuple[Tensor, Tensor]:

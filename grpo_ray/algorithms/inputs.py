@@ -73,10 +73,6 @@ class CorrectionInputs:
         """The policy's probability over the sampler's, `[batch, seq]`; the log is clamped to [-20, 20]."""
         return clamped_exp(self.log_ratio)
 
-    def row_mean(self, values: Tensor) -> Tensor:
-        """Return each row's mean under the mask, `[batch, 1]`; 0 without tokens. `values` are 0 outside."""
-        return values.sum(dim=1, keepdim=True) / self.mask.sum(dim=1, keepdim=True).clamp(min=1)
-
 
 AdvantageFn = Callable[..., Tensor]
 """A function of `AdvantageInputs` and its own keyword arguments. It returns the advantages `[groups, G]`. If it
@@ -88,6 +84,16 @@ true where a bound takes effect) and `ratio` (`[batch, seq]`) together become th
 CorrectionFn = Callable[..., tuple[Tensor, Tensor]]
 """A function of `CorrectionInputs` and its own keyword arguments. It returns the factors of the token losses,
 and where they are truncated or 0 (bool), each `[batch, seq]` or `[batch, 1]`."""
+
+
+def row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of each row's values `[batch, seq]` under the mask, `[batch, 1]`."""
+    return values.masked_fill(~mask, 0.0).sum(dim=1, keepdim=True)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of each row's values `[batch, seq]` under the mask, `[batch, 1]`; 0 without tokens."""
+    return row_sum(values, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def ones(inputs: LossInputs | CorrectionInputs) -> Tensor:

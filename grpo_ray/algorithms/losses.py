@@ -24,10 +24,11 @@ from grpo_ray.algorithms.inputs import (
     RatioInputs,
     arguments_of,
     parameters_of,
+    row_mean,
     uses_ratio,
 )
 from grpo_ray.algorithms.logprobs import check_shape, clamped_exp
-from grpo_ray.algorithms.trust_regions import details, dppo_kl, dppo_tv, gmpo, sapo
+from grpo_ray.algorithms.trust_regions import details, dppo_kl, dppo_tv, gmpo, ipo, sapo, vespo
 from grpo_ray.config.algorithm import RESPONSE_LOSSES, LossType
 
 T = TypeVar("T")
@@ -53,24 +54,6 @@ def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy
     return -raw_rewards_or_advantages * policy_log_probs
 
 
-def compute_unclipped_loss(
-    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor
-) -> tuple[Tensor, Details]:
-    """Compute the importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
-
-    Args:
-        advantages: `[batch, 1]` or `[batch, seq]`.
-        policy_log_probs: `[batch, seq]`, differentiated.
-        old_log_probs: `[batch, seq]`, never differentiated.
-
-    Returns:
-        The loss `[batch, seq]` and its details (see the module); `clipped` is false everywhere.
-    """
-    _check_advantages("advantages", advantages, policy_log_probs)
-    ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
-    return -ratio * advantages, details(torch.zeros_like(ratio, dtype=torch.bool), ratio)
-
-
 def compute_grpo_clip_loss(
     advantages: Tensor,
     policy_log_probs: Tensor,
@@ -79,108 +62,24 @@ def compute_grpo_clip_loss(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Details]:
-    """Compute GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
-
-    This is PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with group advantages: GRPO's objective
-    (arXiv:2402.03300, Eq. 3) at one token, without its KL term. A separate upper bound is DAPO's clip-higher
-    (arXiv:2503.14476, Section 3.1, Eq. 10). The dual clip (Ye et al. arXiv:1912.09729) bounds the objective
-    from below by `dual_clip * A` where A < 0; in PPO it is unbounded there as the ratio grows.
+    """Compute GRPO-Clip; see `grpo_clip`.
 
     Args:
         advantages: `[batch, 1]` or `[batch, seq]`.
         policy_log_probs: `[batch, seq]`, differentiated.
         old_log_probs: `[batch, seq]`, never differentiated.
-        cliprange: low, and also high unless `cliprange_high` is given.
-        cliprange_high: high.
-        dual_clip: above 1; None disables it.
+        cliprange, cliprange_high, dual_clip: see `grpo_clip`.
 
     Returns:
-        The loss `[batch, seq]` and its details (see the module); `clipped` is true where a bound takes effect,
-        so that the token has no gradient.
+        The loss `[batch, seq]` and its details (see the module).
 
     Raises:
         ValueError: see the module; or dual_clip is not above 1.
     """
-    if dual_clip is not None and not dual_clip > 1.0:
-        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
-    _check_advantages("advantages", advantages, policy_log_probs)
-    ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs))
-    objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
-    if dual_clip is not None:
-        is_floored = (advantages < 0) & (objective < dual_clip * advantages)
-        objective = torch.where(is_floored, dual_clip * advantages, objective)
-        is_clipped = is_clipped | is_floored
-    return -objective, details(is_clipped, ratio)
-
-
-def compute_gspo_loss(
-    advantages: Tensor,
-    policy_log_probs: Tensor,
-    old_log_probs: Tensor,
-    response_mask: Tensor,
-    cliprange: float,
-    cliprange_high: float | None = None,
-) -> tuple[Tensor, Details]:
-    """Compute GSPO: GRPO-Clip with one ratio per response, `exp(mean over its tokens of log(pi / pi_old))`.
-
-    Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio of the whole response's
-    likelihoods to the power 1 / length. Each token has its response's value, so that `sequence_mean` gives the
-    paper's objective. Each row has a ratio of its own, also where the branches of one episode are several rows:
-    a branch is sampled in a context of its own, and a ratio over all of them would tie their gradients together
-    beyond one forward pass.
-
-    Args:
-        advantages: `[batch, 1]` or `[batch, seq]`.
-        policy_log_probs: `[batch, seq]`, differentiated.
-        old_log_probs: `[batch, seq]`, never differentiated.
-        response_mask: `[batch, seq]`, bool or 0/1: the tokens to average over. A row without any has ratio 1.
-        cliprange: low, and also high unless `cliprange_high` is given; the paper uses 3e-4 and 4e-4.
-        cliprange_high: high.
-
-    Returns:
-        The loss `[batch, seq]` and its details (see the module), constant along each row with one advantage;
-        `clipped` is true where the response has no gradient.
-
-    Raises:
-        ValueError: see the module; or the shape of response_mask differs.
-    """
-    _check_advantages("advantages", advantages, policy_log_probs)
-    check_shape("response_mask", response_mask, policy_log_probs)
-    mask = response_mask.bool()
-    log_ratio = _log_ratio(policy_log_probs, old_log_probs)
-    total = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).sum(dim=1, keepdim=True)
-    ratio = clamped_exp(total / mask.sum(dim=1, keepdim=True).clamp(min=1))  # [batch, 1]
-    objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
-    return -objective.expand_as(log_ratio), details(is_clipped.expand_as(mask), ratio.expand_as(log_ratio))
-
-
-def compute_cispo_loss(
-    advantages: Tensor,
-    policy_log_probs: Tensor,
-    old_log_probs: Tensor,
-    cliprange: float,
-    cliprange_high: float | None = None,
-) -> tuple[Tensor, Details]:
-    """Compute CISPO: `-stopgrad(clip(ratio, 1 - low, 1 + high)) * A * log pi`.
-
-    MiniMax-M1 (arXiv:2506.13585, Eq. 4-5): REINFORCE with a clipped importance weight. The clip bounds a
-    token's weight, and every token keeps its gradient.
-
-    Args:
-        advantages: `[batch, 1]` or `[batch, seq]`.
-        policy_log_probs: `[batch, seq]`, differentiated.
-        old_log_probs: `[batch, seq]`, never differentiated.
-        cliprange: low, and also high unless `cliprange_high` is given; from 1 on there is no lower bound.
-        cliprange_high: high.
-
-    Returns:
-        The loss `[batch, seq]` and its details (see the module); `clipped` is true where the clip changed the
-        weight.
-    """
-    _check_advantages("advantages", advantages, policy_log_probs)
-    ratio = clamped_exp(_log_ratio(policy_log_probs, old_log_probs).detach())
-    weight = _clip(ratio, cliprange, cliprange_high)
-    return -weight * advantages * policy_log_probs, details(weight != ratio, ratio)
+    return compute_policy_gradient_loss(
+        policy_log_probs, "grpo_clip", None, advantages, old_log_probs, cliprange,
+        cliprange_high=cliprange_high, dual_clip=dual_clip,
+    )  # fmt: skip
 
 
 def compute_policy_gradient_loss(
@@ -275,58 +174,118 @@ def apply_loss(
 # ---- the losses by name, in the form that a loss of the user's own has too ----
 
 
-def _reinforce(inputs: LossInputs) -> tuple[Tensor, Details]:
+def reinforce(inputs: LossInputs) -> tuple[Tensor, Details]:
+    """Compute REINFORCE; see `compute_naive_policy_gradient_loss`."""
     return compute_naive_policy_gradient_loss(inputs.advantages, inputs.policy_log_probs), {}
 
 
-def _unclipped(inputs: RatioInputs) -> tuple[Tensor, Details]:
-    return compute_unclipped_loss(inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs)
+def unclipped(inputs: RatioInputs) -> tuple[Tensor, Details]:
+    """Compute the importance-weighted policy gradient: `-ratio * A` (PPO arXiv:1707.06347, Eq. 6).
+
+    `clipped` is false everywhere.
+    """
+    ratio = clamped_exp(inputs.log_ratio)
+    return -ratio * inputs.advantages, details(torch.zeros_like(inputs.mask), ratio)
 
 
-def _grpo_clip(
+def grpo_clip(
     inputs: RatioInputs,
     *,
     cliprange: float,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Details]:
-    tensors = inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs
-    return compute_grpo_clip_loss(*tensors, cliprange, cliprange_high, dual_clip)
+    """Compute GRPO-Clip: `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`.
+
+    This is PPO's clipped surrogate (arXiv:1707.06347, Eq. 7) with group advantages: GRPO's objective
+    (arXiv:2402.03300, Eq. 3) at one token, without its KL term. A separate upper bound is DAPO's clip-higher
+    (arXiv:2503.14476, Section 3.1, Eq. 10). The dual clip (Ye et al. arXiv:1912.09729) bounds the objective
+    from below by `dual_clip * A` where A < 0; in PPO it is unbounded there as the ratio grows.
+
+    Args:
+        inputs: see the module.
+        cliprange: low, and also high unless `cliprange_high` is given.
+        cliprange_high: high.
+        dual_clip: above 1; None disables it.
+
+    Returns:
+        The loss and its details; `clipped` is true where a bound takes effect, so that the token has no
+        gradient.
+
+    Raises:
+        ValueError: dual_clip is not above 1.
+    """
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    ratio, advantages = clamped_exp(inputs.log_ratio), inputs.advantages
+    objective, is_clipped = _clipped_surrogate(ratio, advantages, cliprange, cliprange_high)
+    if dual_clip is not None:
+        is_floored = (advantages < 0) & (objective < dual_clip * advantages)
+        objective = torch.where(is_floored, dual_clip * advantages, objective)
+        is_clipped = is_clipped | is_floored
+    return -objective, details(is_clipped, ratio)
 
 
-def _gspo(
+def gspo(
     inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None
 ) -> tuple[Tensor, Details]:
-    tensors = inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs, inputs.mask
-    return compute_gspo_loss(*tensors, cliprange, cliprange_high)
+    """Compute GSPO: GRPO-Clip with one ratio per response, `exp(mean over its tokens of log(pi / pi_old))`.
+
+    Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio of the whole response's
+    likelihoods to the power 1 / length. Each token has its response's value, so that `sequence_mean` gives the
+    paper's objective. Each row has a ratio of its own, also where the branches of one episode are several rows:
+    a branch is sampled in a context of its own, and a ratio over all of them would tie their gradients together
+    beyond one forward pass. A row without tokens has ratio 1.
+
+    Args:
+        inputs: see the module.
+        cliprange: low, and also high unless `cliprange_high` is given; the paper uses 3e-4 and 4e-4.
+        cliprange_high: high.
+
+    Returns:
+        The loss and its details, constant along each row with one advantage; `clipped` is true where the
+        response has no gradient.
+    """
+    ratio = clamped_exp(row_mean(inputs.log_ratio, inputs.mask))  # [batch, 1]
+    objective, is_clipped = _clipped_surrogate(ratio, inputs.advantages, cliprange, cliprange_high)
+    shape = inputs.mask.shape
+    return -objective.expand(shape), details(is_clipped.expand(shape), ratio.expand(shape))
 
 
-def _cispo(
+def cispo(
     inputs: RatioInputs, *, cliprange: float, cliprange_high: float | None = None
 ) -> tuple[Tensor, Details]:
-    tensors = inputs.advantages, inputs.policy_log_probs, inputs.old_log_probs
-    return compute_cispo_loss(*tensors, cliprange, cliprange_high)
+    """Compute CISPO: `-stopgrad(clip(ratio, 1 - low, 1 + high)) * A * log pi`.
+
+    MiniMax-M1 (arXiv:2506.13585, Eq. 4-5): REINFORCE with a clipped importance weight. The clip bounds a
+    token's weight, and every token keeps its gradient; `clipped` is true where it changed the weight.
+
+    Args:
+        inputs: see the module.
+        cliprange: low, and also high unless `cliprange_high` is given; from 1 on there is no lower bound.
+        cliprange_high: high.
+    """
+    ratio = clamped_exp(inputs.log_ratio.detach())
+    weight = _clip(ratio, cliprange, cliprange_high)
+    return -weight * inputs.advantages * inputs.policy_log_probs, details(weight != ratio, ratio)
 
 
 # LUSPO (arXiv:2602.05261) is GSPO with a sum over each response in place of its mean: `sequence_sum`.
 LOSSES: dict[LossType, LossFn] = {
-    "no_baseline": _reinforce,
-    "reinforce_with_baseline": _reinforce,
-    "unclipped": _unclipped,
-    "grpo_clip": _grpo_clip,
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "luspo": _gspo,
+    "no_baseline": reinforce,
+    "reinforce_with_baseline": reinforce,
+    "unclipped": unclipped,
+    "grpo_clip": grpo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "luspo": gspo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "ipo": ipo,
     "sapo": sapo,
     "gmpo": gmpo,
+    "vespo": vespo,
 }
-
-
-def _log_ratio(policy_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    check_shape("old_log_probs", old_log_probs, policy_log_probs)
-    return policy_log_probs - old_log_probs.detach()
 
 
 def _clip(ratio: Tensor, cliprange: float, cliprange_high: float | None) -> Tensor:

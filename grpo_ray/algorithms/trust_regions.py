@@ -7,12 +7,17 @@ Each takes `RatioInputs`, and returns the loss `[batch, seq]` and the details `c
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.inputs import Details, RatioInputs
-from grpo_ray.algorithms.logprobs import clamped_exp
+from grpo_ray.algorithms.inputs import Details, RatioInputs, row_mean, row_sum
+from grpo_ray.algorithms.logprobs import MAX_LOG_RATIO, clamped_exp
 
 
 def dppo_tv(
-    inputs: RatioInputs, *, delta: float = 0.15, delta_high: float | None = None, cap: float = 20.0
+    inputs: RatioInputs,
+    *,
+    delta: float = 0.15,
+    delta_high: float | None = None,
+    cap: float = 20.0,
+    kl_tau: float = 0.0,
 ) -> tuple[Tensor, Details]:
     """Compute DPPO with the binary total variation `|pi - pi_old|` as its divergence.
 
@@ -20,20 +25,28 @@ def dppo_tv(
     of the trust region, that is with `pi - pi_old > delta_high` where A > 0, and with `pi_old - pi > delta`
     elsewhere. Every other token has REINFORCE's gradient times its ratio: `-stopgrad(min(ratio, cap)) * A * log
     pi`. A ratio bound cuts rare tokens off early and lets frequent ones move far; a bound on probabilities does
-    the reverse.
+    the reverse. `kl_tau` adds the pull back to pi_old of Kimi K2.5 (arXiv:2602.02276), `kl_tau * log(pi /
+    pi_old)^2`, at every token, also outside the trust region.
 
     Args:
         inputs: see the module.
         delta: the largest decrease of a token's probability, and increase unless `delta_high` is given.
         delta_high: the largest increase.
         cap: the largest weight.
+        kl_tau: weight of the squared log ratio, at least 0.
     """
     difference = _probability(inputs.policy_log_probs) - _probability(inputs.old_log_probs)
-    return _within(inputs, difference, delta, delta if delta_high is None else delta_high, cap)
+    is_outside = _leads_out(inputs, difference, delta, delta_high)
+    return _within(inputs, is_outside, cap, kl_tau)
 
 
 def dppo_kl(
-    inputs: RatioInputs, *, delta: float = 0.05, delta_high: float | None = None, cap: float = 20.0
+    inputs: RatioInputs,
+    *,
+    delta: float = 0.05,
+    delta_high: float | None = None,
+    cap: float = 20.0,
+    kl_tau: float = 0.0,
 ) -> tuple[Tensor, Details]:
     """Compute DPPO with the binary KL divergence, that of "this token or another" under old and new policy.
 
@@ -45,7 +58,25 @@ def dppo_kl(
     divergence = old * (old.clamp(min=1e-9).log() - new.clamp(min=1e-9).log())
     divergence = divergence + (1 - old) * (others_old.log() - others_new.log())
     signed = torch.where(new > old, divergence, -divergence)
-    return _within(inputs, signed, delta, delta if delta_high is None else delta_high, cap)
+    return _within(inputs, _leads_out(inputs, signed, delta, delta_high), cap, kl_tau)
+
+
+def ipo(
+    inputs: RatioInputs, *, delta: float = 0.3, cap: float = 20.0, kl_tau: float = 0.0
+) -> tuple[Tensor, Details]:
+    """Compute IPO: as `dppo_tv`, without any token with `|pi - pi_old| > delta`, whatever its advantage.
+
+    (Prime Intellect, prime-rl's default loss since August 2026; its documentation, "IPO". A token that the
+    sampler and the Learner disagree about is left out also where the update would bring them together.)
+
+    Args:
+        inputs: see the module.
+        delta: the largest change of a token's probability; prime-rl's `eps`.
+        cap: the largest weight; prime-rl has none.
+        kl_tau: see `dppo_tv`.
+    """
+    difference = _probability(inputs.policy_log_probs) - _probability(inputs.old_log_probs)
+    return _within(inputs, difference.abs() > delta, cap, kl_tau)
 
 
 def sapo(inputs: RatioInputs, *, tau: float = 1.0, tau_negative: float = 1.05) -> tuple[Tensor, Details]:
@@ -86,10 +117,38 @@ def gmpo(
     log_ratio = inputs.log_ratio
     is_up = inputs.advantages > 0
     bounded = torch.where(is_up, log_ratio.clamp(max=high), log_ratio.clamp(min=-cliprange))
-    total = bounded.masked_fill(~inputs.mask, 0.0).sum(dim=1, keepdim=True)
-    mean = clamped_exp(total / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1))  # [batch, 1]
+    mean = clamped_exp(row_mean(bounded, inputs.mask))  # [batch, 1]
     loss = (-mean * inputs.advantages).expand_as(log_ratio)
     return loss, details(bounded != log_ratio, clamped_exp(log_ratio))
+
+
+def vespo(
+    inputs: RatioInputs,
+    *,
+    k: float = 2.0,
+    decay: float = 3.0,
+    k_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> tuple[Tensor, Details]:
+    """Compute VESPO: `-stopgrad(W^k * exp(decay * (1 - W))) * A * log pi` with the response's ratio W.
+
+    Variational Sequence-level Soft Policy Optimization (Shen et al. arXiv:2602.10693): W is the product of the
+    ratios of the response's tokens, and its weight, 1 at W = 1, has its maximum at `W = k / decay` and fades on
+    both sides. `clipped` is false everywhere. The branches of an episode are rows with a W of their own, as in
+    `gspo`.
+
+    Args:
+        inputs: see the module.
+        k: exponent, at least 0.
+        decay: the paper's lambda, above 0.
+        k_negative, decay_negative: the same where the advantage is negative.
+    """
+    log_ratio = row_sum(inputs.log_ratio.detach(), inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio, is_negative = log_ratio.exp(), inputs.advantages < 0  # ratio: [batch, 1]
+    pairs = (k, decay), (k_negative, decay_negative)
+    weight, weight_negative = ((power * log_ratio + rate * (1 - ratio)).exp() for power, rate in pairs)
+    loss = -torch.where(is_negative, weight_negative, weight) * inputs.advantages * inputs.policy_log_probs
+    return loss, details(torch.zeros_like(inputs.mask), ratio.expand_as(inputs.mask))
 
 
 def details(is_clipped: Tensor, ratio: Tensor) -> Details:
@@ -101,11 +160,16 @@ def _probability(log_probs: Tensor) -> Tensor:
     return log_probs.detach().clamp(max=0.0).exp()  # rounding can leave log-probabilities above 0
 
 
-def _within(
-    inputs: RatioInputs, divergence: Tensor, low: float, high: float, cap: float
-) -> tuple[Tensor, Details]:
-    """Return REINFORCE weighted by the ratio, without the tokens that would go further out of [-low, high]."""
-    is_outside = torch.where(inputs.advantages > 0, divergence > high, divergence < -low)
+def _leads_out(inputs: RatioInputs, change: Tensor, low: float, high: float | None) -> Tensor:
+    """Return `[batch, seq]`, true where the change is outside [-low, high] on the advantage's side."""
+    return torch.where(inputs.advantages > 0, change > (low if high is None else high), change < -low)
+
+
+def _within(inputs: RatioInputs, is_outside: Tensor, cap: float, kl_tau: float) -> tuple[Tensor, Details]:
+    """Return REINFORCE weighted by the ratio, without the tokens outside, and the squared log ratio of all."""
     ratio = clamped_exp(inputs.log_ratio.detach())
     weight = ratio.clamp(max=cap).masked_fill(is_outside, 0.0)
-    return -weight * inputs.advantages * inputs.policy_log_probs, details(is_outside, ratio)
+    loss = -weight * inputs.advantages * inputs.policy_log_probs
+    if kl_tau:
+        loss = loss + kl_tau * inputs.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()
+    return loss, details(is_outside, ratio)

@@ -270,16 +270,14 @@ class ActorGroup(ServingGroup):
 
     def _start_buffer(self) -> BufferClient:
         """Start the buffer on this node, because it writes the run's rollouts into the run directory."""
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = self._host(TrajectoryBuffer, "buffer").options(
-            num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
-        )
+        actor = self._host(TrajectoryBuffer, "buffer").options(**on_this_node(), max_concurrency=10_000)
         rollouts = self._run.rollouts if self._config.run.save_rollouts else None
         handle = actor.remote(*buffer_arguments(self._config, rollouts, self._training_path))
         return cast(BufferClient, self._client(TrajectoryBuffer, "buffer", handle))
 
     def _start_weight_sync(self) -> WeightSyncClient:
-        actor = self._host(WeightSync, "weight_sync").options(num_cpus=0, max_concurrency=100)
+        """Start WeightSync on this node: the death of another would take the run back to a checkpoint."""
+        actor = self._host(WeightSync, "weight_sync").options(**on_this_node(), max_concurrency=100)
         timeout_s = self._config.weight_sync.phase_timeout_s
         generators = list(self.generators.values())
         handle = actor.remote(generators, admission_of(self._config), timeout_s, self._version, self._wires())
@@ -314,6 +312,12 @@ def serving(placement: Placement, config: Config, model: StartingModel, logs: Pa
         yield actors
     finally:
         actors.stop()
+
+
+def on_this_node() -> dict[str, Any]:
+    """Return the options of an actor that reserves nothing, and lives and dies with the driver's node."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": here}
 
 
 def _living_nodes() -> list[dict[str, Any]]:

@@ -9,21 +9,21 @@ from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, Positi
 
 from grpo_ray.config.reward import Argument
 from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section
-from grpo_ray.config.user_code import is_function_name
+from grpo_ray.config.user_code import is_function_name, one_of_or_own
 
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
 AdvantageScale = Literal["group", "batch", "whiten_responses", "whiten_tokens"]
 Std = Literal["sample", "population"]
 LossType = Literal[
     "no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv",
-    "dppo_kl", "sapo", "gmpo",
+    "dppo_kl", "ipo", "sapo", "gmpo", "vespo",
 ]  # fmt: skip
 # The losses with a ratio to old log-probabilities.
 RATIO_LOSSES: tuple[LossType, ...] = (
-    "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv", "dppo_kl", "sapo", "gmpo",
+    "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv", "dppo_kl", "ipo", "sapo", "gmpo", "vespo",
 )  # fmt: skip
 # The losses with one ratio per response, for which an advantage per token is that of the whole response.
-RESPONSE_LOSSES: tuple[LossType, ...] = ("gspo", "luspo", "gmpo")
+RESPONSE_LOSSES: tuple[LossType, ...] = ("gspo", "luspo", "gmpo", "vespo")
 Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"]
 OldLogProbs = Literal["behaviour", "proximal"]
 Correction = Literal[
@@ -34,27 +34,19 @@ WEIGHING: tuple[Correction, ...] = ("truncate_token", "truncate_sequence", "mask
 TokenSelection = Literal["none", "top_entropy", "clip_cov", "kl_cov"]
 # The advantages that keep the sign and size of rewards.
 UNCENTRED: tuple[AdvantageKind, ...] = ("max_only", "raw")
+# The advantages in units of reward.
+IN_REWARDS: tuple[AdvantageKind, ...] = ("raw", "mean", "leave_one_out", "max_only")
 KLReference = Literal["none", "initial", "ema"]
-KLPlacement = Literal["loss", "reward"]
+KLPlacement = Literal["loss", "reward", "reward_to_go"]
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "unbiased"]
 # Epsilon below and above a ratio of 1, where it is not 0.2. CISPO's ratio is a weight, capped at 5 and with no
 # floor: a floor would keep pushing down a token however improbable it has become. GMPO's is of the log ratio.
 CLIP_EPSILONS: dict[str, tuple[float, float]] = {
     "gspo": (3e-4, 4e-4), "luspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4),
 }  # fmt: skip
-AGGREGATIONS: dict[str, Aggregation] = {"cispo": "token_mean", "luspo": "sequence_sum"}  # else sequence_mean
-
-
-def _allowing(names: tuple[str, ...]) -> AfterValidator:
-    """Return the check of a name: one of `names`, or a function of the user's own."""
-
-    def known(name: str) -> str:
-        if name not in names and not is_function_name(name):
-            allowed = f"{', '.join(names)}, or a function of your own as `module:function`"
-            raise ValueError(f"{name!r} is not valid; allowed: {allowed}")
-        return name
-
-    return AfterValidator(known)
+AGGREGATIONS: dict[str, Aggregation] = {  # else sequence_mean
+    "cispo": "token_mean", "luspo": "sequence_sum", "vespo": "token_mean",
+}  # fmt: skip
 
 
 def _several(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,9 +62,9 @@ def _form(value: Any) -> str | None:
     return "names" if isinstance(value, list | tuple) else None
 
 
-AdvantageName = Annotated[str, _allowing(get_args(AdvantageKind))]
-LossName = Annotated[str, _allowing(get_args(LossType))]
-CorrectionName = Annotated[str, _allowing(("none", *get_args(Correction)))]
+AdvantageName = Annotated[str, one_of_or_own(get_args(AdvantageKind))]
+LossName = Annotated[str, one_of_or_own(get_args(LossType))]
+CorrectionName = Annotated[str, one_of_or_own(("none", *get_args(Correction)))]
 CorrectionNames = Annotated[tuple[CorrectionName, ...], AfterValidator(_several)]
 Corrections = Annotated[
     Annotated[CorrectionName, Tag("name")] | Annotated[CorrectionNames, Tag("names")],
@@ -93,7 +85,8 @@ class KLConfig(Section):
     """Weight of the KL penalty (beta); 0 only measures."""
     placement: KLPlacement = "loss"
     """Place of the penalty. `loss`: a term per token; `reward`: each response's reward is reduced by the sum of
-    its tokens' log(sampler / reference), whatever `estimator`, before rewards are compared."""
+    its tokens' log(sampler / reference), whatever `estimator`, before rewards are compared; `reward_to_go`:
+    each token's advantage is reduced by that sum from the token on (REINFORCE++)."""
     estimator: KLEstimator = "k3"
     """Estimator used for the penalty (Schulman's k1, k2, k3). As a penalty k1 has no gradient on average, k2
     has that of KL(policy || reference), and k3 that of KL(reference || policy). `k1+`, `k3+`: the value of k1
@@ -113,8 +106,10 @@ class KLConfig(Section):
     def _consistent(self) -> "KLConfig":
         if self.coefficient and self.reference == "none":
             raise ValueError("coefficient needs a reference; set reference to `initial` or `ema`")
-        if self.placement == "reward" and not self.coefficient:
-            raise ValueError("placement `reward` needs a coefficient above 0, or nothing is subtracted")
+        if self.placement != "loss" and not self.coefficient:
+            raise ValueError(
+                f"placement `{self.placement}` needs a coefficient above 0, or nothing is subtracted"
+            )
         if self.refresh_every_num_steps is not None and self.reference != "initial":
             raise ValueError("refresh_every_num_steps needs reference `initial`; an `ema` moves by itself")
         return self
@@ -163,8 +158,8 @@ class AlgorithmConfig(Section):
     """From token losses to one number. `sequence_mean`: mean over each response, then over responses;
     `token_mean`: mean over all tokens; `constant`: sum over each response divided by `sampling.max_tokens`,
     then mean over responses; `sequence_sum`: sum over each response, then mean over responses; `prompt_mean`:
-    mean over all tokens of a prompt's responses, then over prompts. Default: `token_mean` for `cispo`,
-    `sequence_sum` for `luspo`, `sequence_mean` for every other loss."""
+    mean over all tokens of a prompt's responses, then over prompts. Default: `token_mean` for `cispo` and
+    `vespo`, `sequence_sum` for `luspo`, `sequence_mean` for every other loss."""
     epochs_per_batch: PositiveInt = 1
     """Passes over each rollout batch (the handout's epochs_per_rollout_batch)."""
     train_batch_size: PositiveInt | None = None
@@ -284,17 +279,39 @@ class AlgorithmConfig(Section):
     def _kl_in_the_reward_is_possible(self) -> "AlgorithmConfig":
         if self.kl.placement == "loss":
             return self
-        if self.advantage_kind in ("max_rl", "pass_at_k"):
+        if self.kl.placement == "reward" and self.advantage_kind in ("max_rl", "pass_at_k"):
             raise ValueError(
                 f"kl.placement: `{self.advantage_kind}` is of rewards of 0 and 1, from which no penalty can be "
                 "subtracted; set it to `loss`, or choose another advantage"
             )
         if self.mask_truncated:
             raise ValueError(
-                "kl.placement: `reward` needs the KL of all responses, and mask_truncated leaves some out "
-                "before it is computed; set mask_truncated to false, or kl.placement to `loss`"
+                f"kl.placement: `{self.kl.placement}` needs the KL of all responses, and mask_truncated leaves "
+                "some out before it is computed; set mask_truncated to false, or kl.placement to `loss`"
             )
+        if self.kl.placement == "reward_to_go":
+            self._refuse_other_units()
         return self
+
+    def _refuse_other_units(self) -> None:
+        """Refuse advantages from which no reward of a token can be subtracted."""
+        kind, scale = self.advantage_kind, self.advantage_scale
+        if kind not in IN_REWARDS and not is_function_name(kind):
+            raise ValueError(
+                f"kl.placement: `reward_to_go` is subtracted from advantages in units of reward, and `{kind}` "
+                f"divides them; set advantage to one of {', '.join(IN_REWARDS)}, or kl.placement to `reward`"
+            )
+        if scale not in ("group", "whiten_tokens"):
+            raise ValueError(
+                f"advantage_scale: kl.placement `reward_to_go` gives each token an advantage of its own, and "
+                f"`{scale}` is of whole responses; set it to `whiten_tokens` or `group`"
+            )
+        if self.loss in RESPONSE_LOSSES:
+            raise ValueError(
+                f"kl.placement: `{self.loss}` gives all tokens of a response the same weight, and "
+                "`reward_to_go` each its own advantage; use a loss per token such as `grpo_clip`, or "
+                "kl.placement `reward`"
+            )
 
     @model_validator(mode="after")
     def _dual_clip_belongs_to_grpo_clip(self) -> "AlgorithmConfig":

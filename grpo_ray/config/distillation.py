@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, field_validator
 
 from grpo_ray.config.sampling import EngineConfig
 
@@ -25,3 +25,10 @@ class DistillationConfig(EngineConfig):
     """Train on the rewards' advantages as well; if false, rewards are only measured."""
     num_teachers: PositiveInt = 1
     """Teacher actors, each with its own engine."""
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_has_teachers(cls, engine: str) -> str:
+        if ":" in engine:
+            raise ValueError(f"{engine!r} is not valid; allowed: vllm, torch")
+        return engine

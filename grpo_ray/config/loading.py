@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
 
 from grpo_ray.config import Config
 from grpo_ray.config.schema import describe, field_names, nearest_name, resolve, sections_of
@@ -47,7 +48,9 @@ def make_config(data: Mapping[str, Any], overrides: Sequence[str], source: str |
     try:
         config = Config.model_validate(changed)
     except ValidationError as error:
-        problems += [_explain(detail) for detail in error.errors()]
+        # A default that is made of other fields is not made once one of them is wrong; no news about its field.
+        found = [detail for detail in error.errors() if detail["input"] is not PydanticUndefined]
+        problems += [_explain(detail) for detail in found]
     if problems:
         raise ConfigError(_message(source, problems))
     return config

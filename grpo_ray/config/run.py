@@ -6,6 +6,11 @@ from pydantic import PositiveFloat, PositiveInt
 
 from grpo_ray.config.section import NonNegativeFloat, NonNegativeInt, Section
 
+DetectorName = Literal[
+    "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
+    "satisfied_reward", "entropy_collapse", "large_lag",
+]  # fmt: skip
+
 
 class RunConfig(Section):
     name: str | None = None
@@ -18,6 +23,8 @@ class RunConfig(Section):
     """Write every trained rollout to `rollouts/step-*.parquet`."""
     if_exists: Literal["refuse", "resume"] = "refuse"
     """Behaviour of `train` if the run directory exists; `resume` lets a resubmitted job continue."""
+    silent_detectors: tuple[DetectorName, ...] = ()
+    """Detectors of failures that give no warning; the page on failures describes each."""
     on_preemption_s: PositiveFloat = 30.0
     """Seconds from SIGTERM to a written checkpoint; then the work is abandoned, and the last checkpoint counts.
     The rest of the current step must fit, and a checkpoint (`timing/checkpoint/capture_s` and `write_s`; the

@@ -1,12 +1,15 @@
 """The configuration of sampling: the distribution of responses, and the Generators that draw them."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from grpo_ray.config.engine_args import refuse_decided
 from grpo_ray.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section, refuse_no_cores
+from grpo_ray.config.user_code import one_of_or_own
+
+EngineName = Annotated[str, one_of_or_own(("vllm", "torch"))]
 
 
 class SamplingConfig(Section):
@@ -39,8 +42,9 @@ class EngineConfig(Section):
 
     _other_fields: ClassVar[Mapping[str, str]] = {}
 
-    engine: Literal["vllm", "torch"] = "vllm"
-    """`vllm` for real runs; `torch` is a plain reference implementation."""
+    engine: EngineName = "vllm"
+    """`vllm` for real runs; `torch` is a plain reference implementation. For Generators also one of your own:
+    a class as `module:name`."""
     num_gpus: NonNegativeInt = 1
     """GPUs per engine (its tensor-parallel size); 0 runs on the CPU."""
     num_cpus: NonNegativeFloat = 1
@@ -83,6 +87,10 @@ class GeneratorConfig(EngineConfig):
 
     num_generators: PositiveInt = 1
     """Generator actors, each with its own engine."""
+    max_starting: PositiveInt = 64
+    """Generators that start at the same time, at the beginning and after deaths; the others wait for their
+    turn, so that reading the model overruns no file system. Each one's `recovery.start_timeout_s` counts from
+    its turn."""
     max_model_len: PositiveInt | None = None
     """Maximum length of prompt plus response in tokens; default: longest prompt + `sampling.max_tokens`."""
     colocated: bool = False

@@ -23,7 +23,8 @@ class PlainTaskConfig(Section):
     """Fields of every kind of task except mixtures."""
 
     prompt: str = "r1_zero"
-    """Template: `question_only`, `r1_zero`, `short`, `chat` (the model's own), or a file with `{question}`."""
+    """Template: `question_only`, `r1_zero`, `short`, `few_shot_sorting` (of the sorting task), `chat` (the
+    model's own), or a file with `{question}`, which may open with examples."""
     system_prompt: str | None = None
     """System message before the question (`prompt: chat` only)."""
     reward: Reward = "r1_zero"

@@ -7,13 +7,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 
 def is_function_name(name: str) -> bool:
     """Return True for text of the form `module:function`, where the module may have dots."""
     module, colon, function = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])
+
+
+def one_of_or_own(names: tuple[str, ...]) -> AfterValidator:
+    """Return the check of a name: one of `names`, or a function or class of the user's own."""
+
+    def known(name: str) -> str:
+        if name not in names and not is_function_name(name):
+            allowed = f"{', '.join(names)}, or a function of your own as `module:function`"
+            raise ValueError(f"{name!r} is not valid; allowed: {allowed}")
+        return name
+
+    return AfterValidator(known)
 
 
 def import_function(name: str, field: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 import hashlib
 
 from grpo_ray.config import Config
+from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.base import Engine, TeacherEngine
 from grpo_ray.types import StartingModel
 
@@ -19,7 +20,7 @@ def engine_seed(run_seed: int, generator: str, version: int, num_starts: int) ->
 
 
 def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) -> Engine:
-    """Return the configured engine."""
+    """Return the configured engine; one of the user's own is called with these arguments."""
     options = config.generator, config.model.dtype
     recompute_kv = config.weight_sync.recompute_kv
     if config.generator.engine == "torch":
@@ -31,6 +32,11 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
             model_path, *options, seed, config.model.trust_remote_code, joins_requests=not is_exact,
             implementation=config.model.implementation, recompute_kv=recompute_kv,
         )  # fmt: skip
+    if ":" in config.generator.engine:
+        own: Engine = import_function(config.generator.engine, "generator.engine")(
+            config, model_path, max_model_len, seed
+        )
+        return own
     from grpo_ray.engines.vllm_engine import VllmEngine
 
     adapter = config.model.adapter if config.weight_sync.send == "adapter" else None

@@ -1,14 +1,16 @@
 """The protocol that every inference engine implements."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_ray.models.sequences import TrainSequence
+from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, SamplingSettings
+
+if TYPE_CHECKING:  # it loads torch
+    from grpo_ray.models.sequences import TrainSequence
 
 
 class EngineDied(RuntimeError):
@@ -81,7 +83,7 @@ class ReceivingEngine(Protocol):
 class TeacherEngine(Protocol):
     """An engine that judges given tokens, with weights that never change."""
 
-    async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+    async def logprobs(self, sequences: "Sequence[TrainSequence]") -> list[np.ndarray]:
         """Return the model's logprobs of each sequence's sampled tokens, `[sampled_tokens]` float32.
 
         They are of the distribution that the sampler draws from: at its temperature, and with the same tokens

@@ -13,9 +13,9 @@ from grpo_ray.config.model import AdapterConfig
 from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
+from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.shared_pages import Pages, SharedBuffer, pages_of
-from grpo_ray.transfer.wire import Meeting
 from grpo_ray.types import Completion, SamplingSettings
 
 POLL_S = 0.01  # while the workers stage weights

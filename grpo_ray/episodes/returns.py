@@ -1,4 +1,7 @@
-"""From the rewards of a group of episodes to advantages. A group's episodes begin in the same state."""
+"""From the rewards of turns and the penalties of tokens to returns, and of a group of episodes to advantages.
+
+A group's episodes begin in the same state.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +26,23 @@ def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.nda
     for turn in reversed(range(len(turn_rewards))):
         returns[turn] = later = turn_rewards[turn] + discount * later
     return returns
+
+
+def penalties_to_go(penalties: np.ndarray, turns: np.ndarray, discount: float) -> np.ndarray:
+    """Return each token's penalty plus those of all later tokens, `sum over i >= t of p_i`, float64 `[tokens]`.
+
+    (REINFORCE++ arXiv:2501.03262: `A_t = r - coefficient * sum over i >= t of KL_i`.) A later turn counts
+    `discount` times per turn in between, as its rewards do.
+
+    Args:
+        turns: `[tokens]`, the turn of each token, from 0.
+    """
+    to_go, later = np.zeros(len(penalties)), 0.0
+    for turn in reversed(range(int(turns.max(initial=-1)) + 1)):
+        own = turns == turn
+        to_go[own] = np.cumsum(penalties[own][::-1])[::-1] + discount * later
+        later = penalties[own].sum() + discount * later
+    return to_go
 
 
 def episode_advantages(

@@ -1,9 +1,10 @@
 """The time in which Generators serve: the limits of episodes do not count the time in which none does."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+
+from grpo_ray.telemetry.clock import monotonic
 
 T = TypeVar("T")
 LOOK_S = 1.0  # between two looks at a clock that stands still
@@ -12,7 +13,7 @@ LOOK_S = 1.0  # between two looks at a clock that stands still
 class ServingTime:
     """A clock that stands still while no Generator serves, since episodes can do nothing about that."""
 
-    def __init__(self, is_serving: bool = True, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, is_serving: bool = True, now: Callable[[], float] = monotonic) -> None:
         self._now = now
         self._seconds = 0.0
         self._since = now() if is_serving else None

@@ -22,8 +22,7 @@ class TrainSequence:
     prompt_token_ids: tuple[int, ...]
     response_token_ids: np.ndarray  # [response_tokens]
     behaviour_logprobs: np.ndarray  # [sampled_tokens], like all values below
-    advantage: float | np.ndarray  # an array if each turn has its own
-    has_signal: bool = True  # false if all advantages of its group are 0
+    advantage: float | np.ndarray  # an array if turns or tokens have their own
     switch: int = NEVER  # first sampled token that another version sampled than the one before it
     proximal_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
@@ -46,6 +45,12 @@ class TrainSequence:
     @property
     def num_sampled(self) -> int:
         return len(self.behaviour_logprobs)
+
+    @property
+    def has_signal(self) -> bool:
+        """True if any token has an advantage or a penalty; otherwise the loss has no gradient here."""
+        penalties = self.token_penalties
+        return bool(np.any(self.advantage != 0.0)) or (penalties is not None and bool(penalties.any()))
 
     def tokens(self, start: int = 0, end: int = NEVER) -> np.ndarray:
         """Return the tokens `[start, end)` of prompt and response together."""
@@ -75,22 +80,22 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
             advantage = float(a)
             if isinstance(c, Episode):
                 of_turns = group.turn_advantages[number] if group.turn_advantages else None
-                own = _of_episode(c, advantage, of_turns, group.has_signal, (place, number), taught)
+                own = _of_episode(c, advantage, of_turns, (place, number), taught)
                 sequences += (replace(sequence, group=place) for sequence in own)
             else:
                 switch = first_switch(c.versions)
-                values = c.token_ids, c.logprobs, advantage, group.has_signal, switch
+                values = c.token_ids, c.logprobs, advantage, switch
                 sequences.append(TrainSequence(prompt, *values, group=place, teacher_logprobs=taught))
     return sequences
 
 
 def _of_episode(
-    episode: Episode, advantage: float, of_turns: np.ndarray | None, has_signal: bool, sample: tuple[int, int],
+    episode: Episode, advantage: float, of_turns: np.ndarray | None, sample: tuple[int, int],
     taught: np.ndarray | None,
 ) -> Iterator[TrainSequence]:  # fmt: skip
     """Yield the episode's sequences; `of_turns` are the advantages `[turns]`, empty if it is left out."""
-    if of_turns is not None and not len(of_turns):
-        advantage, of_turns = 0.0, None
+    if of_turns is not None and not len(of_turns):  # without a reward, so its advantage is no turn's
+        of_turns = None
     for sequence in episode.sequences:
         own = slice(sequence.start, sequence.end)
         mask = episode.mask[own]
@@ -100,7 +105,7 @@ def _of_episode(
         logprobs, versions = (x[own][mask] for x in (episode.logprobs, episode.versions))
         yield TrainSequence(
             sequence.prompt_token_ids, episode.token_ids[own], logprobs,
-            advantage if of_turns is None else of_turns[turns[mask]], has_signal, first_switch(versions),
+            advantage if of_turns is None else of_turns[turns[mask]], first_switch(versions),
             mask=None if mask.all() else mask, turn_places=places_in_turns(turns, mask), sample=sample,
             teacher_logprobs=None if taught is None else taught[own][mask],
         )  # fmt: skip

@@ -17,6 +17,7 @@ from grpo_ray.algorithms import (
     Objective,
     correction_sums,
     effective_sample_sums,
+    gradient_sums,
     kl_sums,
     logprob_mismatch,
     loss_denominator,
@@ -182,8 +183,13 @@ class ForwardBackward:
             row_tokens=batch.sample_tokens,
             penalties=batch.token_penalties,
         )
+        log_probs.retain_grad()
         with record_function("backward"):
             torch.autograd.backward(loss)
+        has_other_terms = self._objective.kl_coefficient or batch.token_penalties is not None
+        if log_probs.grad is not None and not has_other_terms:
+            aggregated = self._objective.aggregation, denominator, batch.sample_tokens
+            counts |= gradient_sums(log_probs.grad, mask, batch.advantages, *aggregated, weights)
         with_advantage = batch.advantage_mask
         counts |= measured | _mismatch_sums(proximal, batch)
         counts |= {"entropy": (entropy.detach() * with_advantage).sum(), "entropy_tokens": with_advantage.sum()}

@@ -28,10 +28,10 @@ from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.rollout_producer import RolloutProducer
 from grpo_ray.run.stalls import StallWatch
+from grpo_ray.run.starting import until_all_ready
 from grpo_ray.run.step_metrics import StepMetrics
 from grpo_ray.run.validation import Validation
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore
-from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.telemetry.metrics_catalog import SENT
 from grpo_ray.telemetry.ranks import RANK
 from grpo_ray.telemetry.run_files import step_name
@@ -68,7 +68,7 @@ class Controller:
         self.has_begun = False  # every actor has been up, and the first step can start
         self._calls = OpenCalls()
         self._clock = StageClock(STAGES, rest="idle", on_turn=actors.show_phase)
-        context = RunContext(config, actors, self._calls, log, self._clock)
+        self._context = context = RunContext(config, actors, self._calls, log, self._clock)
         settings = training_settings(config.sampling, prepared.model.end_token_ids)
         self._pool = GeneratorPool(context, actors.weight_sync, settings, budget)
         self._producer = RolloutProducer(context, prepared.ledger, self._pool, self._version)
@@ -140,7 +140,8 @@ class Controller:
                 self._pool.start(tasks)
                 watching: asyncio.Task[None] | None = None
                 with contextlib.suppress(_Stopped):
-                    await self._unless_stopped(self._until_ready())
+                    await self._unless_stopped(until_all_ready(self._context, self._ready))
+                    self._calls.progress()
                     watching = tasks.create_task(self._stall_watch().run())
                     await self._unless_stopped(self._begin())
                     self._producer.start(tasks)
@@ -159,33 +160,6 @@ class Controller:
     def _stall_watch(self) -> StallWatch:
         limit_s, work_done = self._config.recovery.stall_timeout_s, self._actors.learner.work_done
         return StallWatch(self._calls, self._pool, self._log, limit_s, work_done)
-
-    async def _until_ready(self, notice_s: float = 60.0) -> None:
-        """Wait for every actor; if that takes long (a busy cluster), show which ones are not up yet.
-
-        Raises:
-            Stalled: they did not start within `recovery.start_timeout_s`.
-        """
-        self._log.display.status("starting the actors")
-        waits = {asyncio.ensure_future(self._ready(a)): name for name, a in self._actors.by_name().items()}
-        for ready in waits:  # an error of a second one is no news
-            ready.add_done_callback(lambda done: done.cancelled() or done.exception())
-        pending = set(waits)
-        limit_s = self._config.recovery.start_timeout_s
-        notice_s, deadline = min(notice_s, limit_s / 2), monotonic() + limit_s
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=notice_s, return_when=asyncio.FIRST_EXCEPTION)
-            for ready in done:
-                ready.result()
-            if pending:
-                waiting = sorted(waits[ready] for ready in pending)
-                names = ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if waiting[8:] else "")
-                if monotonic() >= deadline:
-                    raise Stalled(f"{names} did not start within {limit_s:g} s (recovery.start_timeout_s)")
-                self._log.display.status(
-                    f"still waiting for {names} (is the cluster busy? see {self._log.run.logs})"
-                )
-        self._calls.progress()
 
     async def _ready(self, actor: ActorClient) -> None:
         with self._calls.call(actor.name, "starts"):

@@ -56,10 +56,8 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
 
     def serve(self, serving: Mapping[str, Incarnation]) -> None:
         """Send turns to these Generators from now on."""
-        for incarnation in serving.values():
-            if incarnation not in self._numbers.values():
-                self._numbers[len(self._numbers)] = incarnation
-        self._serving = {n: g.client for n, g in self._numbers.items() if g in serving.values()}
+        self._numbers |= {incarnation.number: incarnation for incarnation in serving.values()}
+        self._serving = {incarnation.number: incarnation.client for incarnation in serving.values()}
         self._served.set(bool(self._serving))
         self._changed.set()
         self._changed = asyncio.Event()

@@ -23,9 +23,10 @@ from grpo_ray.run.dispatch import Dispatcher, Incarnation
 from grpo_ray.run.environment_pool import EnvironmentPool
 from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget, pause_s
 from grpo_ray.run.scorer_pool import ScorerPool
-from grpo_ray.run.starting import until_ready
+from grpo_ray.run.starting import turns_of, until_ready
 from grpo_ray.run.teacher_pool import TeacherPool
 from grpo_ray.telemetry.clock import monotonic
+from grpo_ray.telemetry.fan_out import FanOut
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings, Verdict
 
 Scored = tuple[Ref[RolloutGroup], Verdict, Ref[np.ndarray] | None]
@@ -64,6 +65,7 @@ class GeneratorPool:
         self.teachers = TeacherPool(context, budget)
         self._environments = EnvironmentPool(context, budget, self.retire)
         self._environments.serve(self._dispatcher.serving)
+        self._starts, self._fan_out = turns_of(context), FanOut()
         self._device_is_ours = asyncio.Event()  # cleared while a colocated Learner has the device
         self._device_is_ours.set()
         self._tasks: asyncio.TaskGroup | None = None
@@ -153,13 +155,13 @@ class GeneratorPool:
         return group, verdict.result(), logprobs.result()
 
     def _request(self, num_samples: int, request: str) -> SamplingSettings:
-        """Return the parameters of one request, with a seed for the reference engine only.
+        """Return the parameters of one request, with a seed for every engine but vLLM.
 
         The seed makes a resumed run draw the same. vLLM would sample seeded requests separately, which is slow,
         and would not reproduce them either.
         """
         seed = None
-        if self._config.generator.engine == "torch":
+        if self._config.generator.engine != "vllm":
             text = f"{self._config.run.seed}/{request}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         return replace(self._settings, num_samples=num_samples, seed=seed)
@@ -178,6 +180,7 @@ class GeneratorPool:
         try:
             async with self._dispatcher.turn(settings.num_samples, limit_s) as generator:
                 name = generator.client.name
+                await self._fan_out.turn()  # admission of a version wakes a whole batch at once
                 on_dispatch()
                 with self._calls.call(name, f"samples group {item.group_id}", is_retry=is_retry):
                     try:
@@ -246,8 +249,9 @@ class GeneratorPool:
             await asyncio.sleep(pause_s)
             await self._device_is_ours.wait()
             try:
-                client = self._actors.restart_generator(name)
-                await until_ready(client, self._context)
+                async with self._starts:
+                    client = self._actors.restart_generator(name)
+                    await until_ready(client, self._context)
                 with self._calls.call("weight_sync", f"admits {name}", is_retry=True):
                     version = await self._weight_sync.admit(client)
             except (ActorDied, EngineDied, WeightSyncError, TimeoutError) as again:

@@ -9,6 +9,7 @@ from typing import NoReturn
 from grpo_ray.algorithms import check_algorithm
 from grpo_ray.config import Config
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
+from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.engine_args import check_engine_args
 from grpo_ray.episodes.checking import check_episodes, check_room, check_template, notices_on
 from grpo_ray.models.adapters import check_adapter
@@ -96,6 +97,8 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         ValueError: names the field or file, what is wrong with it, and the fix.
     """
     check_engine_args(config.generator.engine_args)
+    if ":" in config.generator.engine:
+        import_function(config.generator.engine, "generator.engine")
     check_engine_args(config.distillation.engine_args, "distillation")
     check_algorithm(config.algorithm)
     for name, reward in config.task.rewards.items():

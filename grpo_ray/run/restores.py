@@ -14,6 +14,7 @@ from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.telemetry.background import BackgroundThread
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointStore, make_store
+from grpo_ray.telemetry.failure_watch import FailureWatch
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import Display, RunLog
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
@@ -56,7 +57,7 @@ def train_through_restores(
         checkpoint = _restore(store, run, display)
         with shown_plainly():
             prepared.ledger.load_state_dict(checkpoint.state.ledger if checkpoint else beginning, ())
-        log = RunLog(run, display, trackers)
+        log = RunLog(run, display, trackers, FailureWatch.of_run(config, run.metrics_path))
         step = checkpoint.state.step if checkpoint else 0
         trackers.resume_from(step)
         if restores.num_failures:

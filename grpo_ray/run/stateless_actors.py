@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Literal, TypeVar
@@ -13,6 +12,7 @@ from grpo_ray.errors import ActorDied
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.starting import until_ready
+from grpo_ray.telemetry.clock import monotonic
 
 ClientT = TypeVar("ClientT", bound=ActorClient)
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class StatelessActors(Generic[ClientT]):
             self.replacing[name].add_done_callback(lambda _: self.replacing.pop(name))
 
     async def _replace(self, name: str, error: str) -> None:
-        context, started = self._context, time.monotonic()
+        context, started = self._context, monotonic()
         while True:
             pause_s = self._budget.spend(name, error)
             context.log.event(f"{self._kind}_failed", name, f"{error}; it is replaced in {pause_s:g} s")
@@ -91,5 +91,5 @@ class StatelessActors(Generic[ClientT]):
                 break
             except (ActorDied, TimeoutError) as again:
                 error = str(again)
-        seconds = time.monotonic() - started
+        seconds = monotonic() - started
         context.log.event(f"{self._kind}_back", name, f"works again after {seconds:.1f} s", seconds=seconds)

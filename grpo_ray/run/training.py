@@ -21,6 +21,7 @@ from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_dige
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
 from grpo_ray.telemetry.console import RunConsole, banner
 from grpo_ray.telemetry.json_lines import JsonLines
+from grpo_ray.telemetry.memory import imports_left_alone
 from grpo_ray.telemetry.resumable_folder import changed_values
 from grpo_ray.telemetry.rollout_log import num_groups_in
 from grpo_ray.telemetry.run_files import RunDirectory, dump_config, last_logged_step
@@ -183,7 +184,7 @@ def _run_to_the_end(
     config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, placement: session.Placement
 ) -> None:
     console.print(banner(config, prepared.longest_prompt, str(run.path)))
-    with reported(run, config.algorithm.num_steps, console) as reporter:
+    with imports_left_alone(), reported(run, config.algorithm.num_steps, console) as reporter:
         for notice in prepared.notices:
             reporter.warning(notice)
 

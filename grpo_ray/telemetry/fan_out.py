@@ -5,6 +5,7 @@ event loop would delay everything else by half a second. All calls are under way
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Iterable
 from typing import TypeVar
 
@@ -27,6 +28,30 @@ async def gathered(work: Iterable[Awaitable[T]]) -> list[T | BaseException]:
         for task in begun:
             task.cancel()
         raise
+
+
+class FanOut:
+    """Turns of tasks that wake together to send a call each: `PER_TURN` go on per turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Wait for a turn of the event loop with room for one more; first come, first served."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._release, loop)
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(PER_TURN, len(self._waiting))):
+            turn = self._waiting.popleft()
+            if not turn.done():  # else it was cancelled
+                turn.set_result(None)
+        if self._waiting:
+            loop.call_soon(self._release, loop)
 
 
 async def breathe(num_begun: int) -> None:

@@ -35,6 +35,13 @@ def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
             "loss/clip_frac/low": low / ratios,
             "loss/clip_frac/high": (clipped - low) / ratios,
         }
+    if plain := got["plain_gradient_sum"]:
+        metrics |= {
+            "loss/gradient_scale": got["gradient_sum"] / plain,
+            # A clipped token has no gradient by right.
+            "loss/untrained_frac": max(0.0, got["num_without_gradient"] - got["num_clipped"])
+            / got["num_gradients"],
+        }
     if compared := got["num_weights"]:
         metrics |= {
             "mismatch/kl": got["mismatch_kl"] / compared,

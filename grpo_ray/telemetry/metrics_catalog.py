@@ -90,6 +90,16 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "loss/clip_frac/low": ("share", "the same, with a ratio below 1"),
     "loss/clip_frac/high": ("share", "the same, with a ratio above 1"),
+    "loss/gradient_scale": (
+        "",
+        "sum of the absolute derivatives of the loss by the tokens' logprobs, over that of the plain policy "
+        "gradient with the same advantages and aggregation: near 1 with ratios near 1; absent if the loss has "
+        "a KL term",
+    ),
+    "loss/untrained_frac": (
+        "share",
+        "tokens without any gradient although they have an advantage other than 0 and are not clipped",
+    ),
     "loss/kl_ref": ("nats per token", "KL of the policy to the reference, estimator k1"),
     "loss/kl_ref_k3": ("nats per token", "KL of the policy to the reference, estimator k3"),
     "loss/entropy_bonus": ("", "weight of the entropy in effect, with algorithm.entropy_target alone"),

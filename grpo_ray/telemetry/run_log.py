@@ -11,6 +11,7 @@ from grpo_ray.telemetry.background import background_thread
 from grpo_ray.telemetry.clock import wall_time
 from grpo_ray.telemetry.durable import replacing, sync_files
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
+from grpo_ray.telemetry.failure_watch import FailureWatch
 from grpo_ray.telemetry.json_lines import drop_half_line, parse_line
 from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, last_logged_step
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
@@ -44,8 +45,9 @@ class RunLog:
         run: RunDirectory,
         display: Display,
         trackers: Trackers = NO_TRACKERS,
+        failures: FailureWatch | None = None,
     ) -> None:
-        self.run, self.display, self._trackers = run, display, trackers
+        self.run, self.display, self._trackers, self._failures = run, display, trackers, failures
         self.writer = background_thread("records")
         self._num_events, num_damaged = _count_kinds(run.events_path)
         self._metrics = MetricsLog(run.metrics_path)
@@ -57,13 +59,15 @@ class RunLog:
             display.warning(f"{run.events_path}: {num_damaged} damaged lines are removed")
 
     def line(self, step: int, metrics: Metrics) -> None:
-        """Write the step's line."""
+        """Write the step's line, and report the failures that detectors see in it."""
 
         def write() -> None:
             self.warning("metrics", self._metrics.append(step, metrics))
             self._trackers.step(step, metrics)
 
         self.writer.submit(f"the line of step {step}", write)
+        for found in self._failures.step(step, metrics) if self._failures is not None else ():
+            self.event(found.kind, None, f"step {step}: {found.text}", step=step)
 
     def evaluation(self, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
         """Show a validation and send it to the trackers."""

@@ -19,6 +19,7 @@ from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import Display, Metrics
 
 EVERY_S = 0.5
+MAX_SHARE = 0.005  # of the writing thread's time: with many Generators and open calls it writes less often
 LAST_WRITE_S = 5.0  # a hanging disk delays the end of the run no longer
 MAX_WARNINGS = 8
 MAX_UNSHOWN = 10_000  # lines; later ones are not shown
@@ -209,9 +210,10 @@ def reported(run: RunDirectory, num_steps: int, display: Display) -> Iterator[Ru
 
 
 def _keep_writing(path: Path, reporter: RunReporter, ended: threading.Event, endings: list[Ending]) -> None:
-    was_written = True
+    was_written, wait_s = True, EVERY_S
     while True:
-        is_last = ended.wait(EVERY_S if was_written else 10 * EVERY_S)
+        is_last = ended.wait(wait_s)
+        began = time.thread_time()
         state = reporter.state(endings[0] if is_last else None)
         try:
             with replacing(path, fsync=False) as partial:
@@ -223,3 +225,4 @@ def _keep_writing(path: Path, reporter: RunReporter, ended: threading.Event, end
             was_written = False
         if is_last:
             return
+        wait_s = max(EVERY_S if was_written else 10 * EVERY_S, (time.thread_time() - began) / MAX_SHARE)

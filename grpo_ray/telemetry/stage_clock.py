@@ -62,7 +62,7 @@ class StageClock:
         self._turns: deque[Span] = deque(maxlen=MAX_SPANS)
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._turn = rest
-        self._read_at = self._counted_to = self._turn_began = now()
+        self._read_at = self._turn_began = now()
 
     @contextmanager
     def stage(self, stage: str, label: str = "") -> Iterator[Duration]:
@@ -91,13 +91,16 @@ class StageClock:
     @property
     def current(self) -> str:
         """The stage that time is being counted for."""
-        return next((stage for stage in self._order if self._running[stage]), self._rest)
+        for stage in self._order:
+            if self._running[stage]:
+                return stage
+        return self._rest
 
     def take(self) -> StageTimes:
         """Return the record since the last call; running stages are counted up to now."""
         with self._lock:
-            now = self._count()
-            self._end_turn(now)
+            now = self._now()
+            self._end_turn(now, self._turn)
             times = StageTimes(now - self._read_at, self._seconds, tuple(self._turns), tuple(self._spans))
             self._read_at, self._seconds = now, dict.fromkeys(self._seconds, 0.0)
             self._turns.clear()
@@ -106,25 +109,22 @@ class StageClock:
 
     def _change(self, stage: str, number: int) -> float:
         with self._lock:
-            now = self._count()
+            now = self._now()
             self._running[stage] += number
-            if self.current != self._turn:
-                self._end_turn(now)
+            # Only the first block of a stage to begin, and the last to end, can change the turn.
+            is_first_or_last = self._running[stage] == max(number, 0)
+            if is_first_or_last and (current := self.current) != self._turn:
+                self._end_turn(now, current)
                 if self._on_turn is not None:
-                    self._on_turn(self._turn)
+                    self._on_turn(current)
             return now
 
-    def _count(self) -> float:
-        now = self._now()
-        self._seconds[self._turn] += now - self._counted_to
-        self._counted_to = now
-        return now
-
-    def _end_turn(self, now: float) -> None:
+    def _end_turn(self, now: float, following: str) -> None:
+        self._seconds[self._turn] += now - self._turn_began
         if now > self._turn_began:
             start, end = self._epoch + self._turn_began, self._epoch + now
             self._turns.append(Span(self._turn, start, end, self._labels.get(self._turn, "")))
-        self._turn, self._turn_began = self.current, now
+        self._turn, self._turn_began = following, now
 
 
 @dataclass(frozen=True)

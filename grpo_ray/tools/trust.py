@@ -1,8 +1,8 @@
 """Code that a run's folder brings: run only if the command line says so, whatever the run's own files say.
 
 A run's `config.yaml` can name code in two ways: `model.trust_remote_code` runs Python that lies beside a model,
-and a reward `module:function` imports a module. `grpo-ray report`, `audit` and `evaluate` are also given runs
-of somebody else, so they believe neither.
+and a reward or an engine `module:function` imports a module. `grpo-ray report`, `audit` and `evaluate` are also
+given runs of somebody else, so they believe neither.
 """
 
 import os
@@ -47,9 +47,10 @@ def is_ignored(model: Any, trust_remote_code: bool) -> bool:
 
 
 def code_in(config: Config) -> list[tuple[str, str]]:
-    """Return the fields of a run's task that name code from elsewhere than this package, and the code."""
+    """Return the fields that name code which an evaluation would import from elsewhere than this package."""
     rewards = config.task.rewards.values()
-    named = [("task.reward", name) for reward in rewards for name in code_of(reward)]
+    named = [("generator.engine", config.generator.engine)]
+    named += [("task.reward", name) for reward in rewards for name in code_of(reward)]
     for task in config.episode_tasks.values():
         named += [("task.episode", task.episode), ("task.examples", task.examples)]
         named += [("task.warmup", task.warmup)] if task.warmup is not None else []

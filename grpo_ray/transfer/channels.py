@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.nccl_channel import NcclChannel
-from grpo_ray.transfer.wire import Channel, GlooChannel, Meeting
+from grpo_ray.transfer.wire import Channel, GlooChannel
 
 
 def join(meeting: Meeting, rank: int, device: torch.device) -> Channel:

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.shared_pages import shared_memory
-from grpo_ray.transfer.wire import GlooChannel, Meeting, WireError, receive
+from grpo_ray.transfer.wire import GlooChannel, receive
 
 
 class Inbox:

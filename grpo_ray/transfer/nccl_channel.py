@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from grpo_ray.transfer.wire import SENDER, Meeting, WireError
+from grpo_ray.transfer.meeting import Meeting, WireError
+from grpo_ray.transfer.wire import SENDER
 
 POLL_S = 0.0005
 

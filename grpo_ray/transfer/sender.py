@@ -12,9 +12,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.config import Config
 from grpo_ray.transfer.chunks import CHUNK_BYTES
+from grpo_ray.transfer.meeting import Backend, Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import NamedWeights, pack
-from grpo_ray.transfer.wire import SENDER, Backend, Channel, Meeting, WireError, send
+from grpo_ray.transfer.wire import SENDER, Channel, send
 
 
 class Sender:

@@ -27,11 +27,12 @@ from vllm.platforms import current_platform
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
 from grpo_ray.transfer.device_buffer import gpu_of, open_shared
+from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import DeviceHandle, TensorSpec, WeightSnapshot
 from grpo_ray.transfer.shadow_model import ShadowModel
 from grpo_ray.transfer.shared_pages import Pages, map_pages
 from grpo_ray.transfer.snapshot import unpack_weights
-from grpo_ray.transfer.wire import Channel, Meeting, receive
+from grpo_ray.transfer.wire import Channel, receive
 
 BACKEND = "grpo_ray"
 WORKER = f"{__name__}.StagingWorker"

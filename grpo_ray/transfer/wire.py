@@ -8,48 +8,18 @@ one arrives. A header goes ahead of them: both ends must mean the same version i
 import socket
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo
 
-from grpo_ray.transfer.chunks import CHUNK_BYTES, Chunk, chunks
+from grpo_ray.transfer.chunks import Chunk, chunks
+from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot
 
-Backend = Literal["gloo", "nccl"]
 SENDER = 0  # the Learner's rank in every wire; the receivers follow
-
-
-class WireError(RuntimeError):
-    """A failure of a wire: its other end is gone or silent, or sent something else than was expected."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """The place where both ends of a wire find each other: a key in the Learner's store."""
-
-    host: str
-    port: int
-    key: str
-    backend: Backend
-    num_receivers: int
-    timeout_s: float  # for joining, and for each transfer
-    chunk_bytes: int = CHUNK_BYTES
-
-    def store(self) -> PrefixStore:
-        """Connect to the Learner's store, and return the part of it that is this wire's.
-
-        Raises:
-            WireError: the Learner did not answer within `timeout_s`.
-        """
-        limit = timedelta(seconds=self.timeout_s)
-        try:
-            return PrefixStore(self.key, TCPStore(self.host, self.port, timeout=limit))
-        except RuntimeError as error:
-            raise WireError(f"no store at {self.host}:{self.port}: {error}") from error
 
 
 class Channel(Protocol):

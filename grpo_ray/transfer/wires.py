@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from grpo_ray.transfer.wire import Meeting
+from grpo_ray.transfer.meeting import Meeting
 
 GRACE_S = 5.0  # for the Generator's own error, after the Learner's that follows from it
 

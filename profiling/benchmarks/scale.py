@@ -1,25 +1,30 @@
-"""The controller at 64, 256 and 1,024 engines: CPU time per group, on simulated actors in virtual time.
+"""Control at 64, 256 and 1,024 engines: CPU time per group and per step, on simulated actors in virtual time.
 
 All actors share the process with the controller. Their own CPU time is measured and left out; the time of their
-clients and of the event loop counts as the controller's.
+clients and of the event loop counts as the controller's. *Control* is the controller, WeightSync and the buffer
+together: all of their CPU time is an upper bound of the time by which they can lengthen a step.
 """
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from benchmarks.results import Options, Row
 from benchmarks.tiny_learner import QUICKSTART
 from grpo_ray.config.loading import load_config
+from grpo_ray.telemetry.memory import imports_left_alone
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.simulate import Watch, simulate
 from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
 
-TITLE = "the controller at scale: CPU time per group of 8, with 64, 256 and 1,024 simulated engines"
+TITLE = "control at scale: CPU time per group of 8 and per step, with 64, 256 and 1,024 simulated engines"
 SIZES, SMALL_SIZES = (64, 256, 1024), (2, 4, 8)
 GROUPS, SMALL_GROUPS = 1024, 8  # per step
 FIRST_STEPS, MEASURED_STEPS = 2, 4  # the first ones start the actors, and fill the queue
+SPEEDS = Speeds(train_s=16.0)  # with the tokens of 1,024 groups a step takes about 60 s
+CONTROL = "weight_sync", "buffer"  # the actors that are no work of the model
 CHANGES = [
     "algorithm.samples_per_prompt=8",
     "sampling.max_tokens=2048",
@@ -31,44 +36,59 @@ CHANGES = [
 ]
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """CPU seconds of the measured steps, and how long those steps were."""
+
+    controller_s: float
+    control_s: float
+    actors_s: float
+    step_s: float  # mean, in virtual time
+
+
 def run(options: Options) -> list[Row]:
     sizes = SMALL_SIZES if options.quick else SIZES
     groups = SMALL_GROUPS if options.quick else GROUPS
-    seconds: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
-    for _ in range(options.rounds or (1 if options.quick else 3)):
-        for size in sizes:
-            seconds[size].append(_measure(size, groups))
+    measured: dict[int, list[_Measured]] = {size: [] for size in sizes}
+    with imports_left_alone():  # as in a run
+        for _ in range(options.rounds or (1 if options.quick else 3)):
+            for size in sizes:
+                measured[size].append(_measure(size, groups))
+    return [_row(size, measured[size], f"{sizes[0]:,} engines", groups) for size in sizes]
+
+
+def _row(size: int, rounds: list[_Measured], baseline: str, groups: int) -> Row:
     work = groups * MEASURED_STEPS
-    return [
-        Row(
-            f"{size:,} engines",
-            tuple(own for own, _ in seconds[size]),
-            f"{sizes[0]:,} engines",
-            work,
-            "groups",
-            {
-                "controller_ms_per_group": 1000 * median(own for own, _ in seconds[size]) / work,
-                "actors_ms_per_group": 1000 * median(actors for _, actors in seconds[size]) / work,
-            },
-        )
-        for size in sizes
-    ]
+    steps_s = MEASURED_STEPS * median(each.step_s for each in rounds)
+    controller_s, control_s = median(r.controller_s for r in rounds), median(r.control_s for r in rounds)
+    actors_s = median(r.actors_s for r in rounds)
+    facts = {
+        "controller_ms_per_group": 1000 * controller_s / work,
+        "actors_ms_per_group": 1000 * actors_s / work,
+        "all_ms_per_group": 1000 * (controller_s + actors_s) / work,
+        "step_s": steps_s / MEASURED_STEPS,
+        "controller_share_of_step": controller_s / steps_s,
+        "control_share_of_step": control_s / steps_s,
+    }
+    return Row(f"{size:,} engines", tuple(r.controller_s for r in rounds), baseline, work, "groups", facts)
 
 
-def _measure(num_generators: int, groups: int) -> tuple[float, float]:
-    """Return the CPU seconds of the measured steps: the controller's, and those of all actors."""
+def _measure(num_generators: int, groups: int) -> _Measured:
     num_steps = FIRST_STEPS + MEASURED_STEPS
     sizes = [f"generator.num_generators={num_generators}", f"algorithm.prompts_per_step={groups}"]
     config = load_config(QUICKSTART, [*CHANGES, *sizes, f"algorithm.num_steps={num_steps}"])
     meter, of_actors = CpuMeter(), {}
 
     def note(step: int) -> None:
-        of_actors[step] = sum(meter.seconds.values())
+        of_actors[step] = dict(meter.seconds)
 
     watch = Watch(on_step=note)
     with tempfile.TemporaryDirectory() as folder:
         run_dir, lengths = RunDirectory(Path(folder) / "run"), LognormalLengths(512.0, 1.0)
-        simulate(config, run_dir, Speeds(), lengths, meter=meter, watch=watch)
+        simulated = simulate(config, run_dir, SPEEDS, lengths, meter=meter, watch=watch)
     first, last = FIRST_STEPS, num_steps
-    actors_s = of_actors[last] - of_actors[first]
-    return watch.cpu_s[last] - watch.cpu_s[first] - actors_s, actors_s
+    spent = {kind: of_actors[last][kind] - of_actors[first][kind] for kind in of_actors[first]}
+    actors_s = sum(spent.values())
+    controller_s = watch.cpu_s[last] - watch.cpu_s[first] - actors_s
+    step_s = fmean(row["timing/step_s"] for row in simulated.steps[first:])
+    return _Measured(controller_s, controller_s + sum(spent[kind] for kind in CONTROL), actors_s, step_s)

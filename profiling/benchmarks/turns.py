@@ -1,4 +1,7 @@
-"""Cases that take turns, so that a drift in the machine's speed affects all of them equally."""
+"""Cases that take turns, so that a drift in the machine's speed affects all of them equally.
+
+Every second round has the opposite order, so that no case always follows the same one.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +13,8 @@ def take_turns(
     """Return each case's seconds in each round; warm-up rounds are left out."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(num_warmups + rounds):
-        for name, run in cases.items():
+        order = list(cases.items())
+        for name, run in order if number % 2 else reversed(order):
             started = time.perf_counter()
             run()
             if number >= num_warmups:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,17 +28,16 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_spread(axis: Axes, index: int, label: str, points: Points, has_markers: bool = False) -> None:
-    """Draw the mean over runs as a line, and their range as a band."""
+    """Draw the mean over runs as a line, and one sample standard deviation on either side as a band."""
     if not points:
         return
     color, dash = STYLES[index % len(STYLES)]
-    x = [at for at, _ in points]
-    axis.fill_between(
-        x, [min(values) for _, values in points], [max(values) for _, values in points],
-        color=color, alpha=0.13, linewidth=0,
-    )  # fmt: skip
+    x, means = [at for at, _ in points], [fmean(values) for _, values in points]
+    deviations = [stdev(values) if len(values) > 1 else 0.0 for _, values in points]
+    low, high = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
+    axis.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
     axis.plot(
-        x, [fmean(values) for _, values in points], dash, color=color, label=label, linewidth=2,
+        x, means, dash, color=color, label=label, linewidth=2,
         marker=MARKERS[index % len(MARKERS)] if has_markers else None, markersize=6,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from grpo_ray.telemetry.metrics_catalog import METRICS
 from grpo_ray.tools.drawing.figures import Points, draw_spread, legend_beside, new_figure, save, tidy
 from grpo_ray.tools.experiments.table import VariantResult
 
-LEGEND = "line: mean of the seeds\nband: lowest to highest"
+LEGEND = "line: mean of the seeds\nband: ± sample standard deviation"
 NUM_COLUMNS = 3
 
 
@@ -54,7 +54,7 @@ def plot_metrics(results: Sequence[VariantResult], metrics: Sequence[str], title
 def _plot_metric(axis: Axes, results: Sequence[VariantResult], metric: str) -> None:
     values: list[float] = []
     for index, result in enumerate(results):
-        points = _by_step([outcome.series(metric) for outcome in result.results])
+        points = by_step([outcome.series(metric) for outcome in result.results])
         draw_spread(axis, index, result.label, points)
         values += [value for _, at_step in points for value in at_step]
     if not values:
@@ -68,18 +68,19 @@ def _plot_metric(axis: Axes, results: Sequence[VariantResult], metric: str) -> N
 
 
 def _rewards(result: VariantResult) -> Points:
-    return _by_step([outcome.evaluations for outcome in result.results])
+    return by_step([outcome.evaluations for outcome in result.results])
 
 
 def _rewards_over_seconds(result: VariantResult) -> Points:
     """Return the runs' rewards at each evaluated step, placed at the mean of their seconds."""
     timed = [outcome for outcome in result.results if outcome.seconds is not None]
-    seconds = _by_step([[(step, o.seconds_at(step)) for step, _ in o.evaluations] for o in timed])
-    rewards = _by_step([outcome.evaluations for outcome in timed])
+    seconds = by_step([[(step, o.seconds_at(step)) for step, _ in o.evaluations] for o in timed])
+    rewards = by_step([outcome.evaluations for outcome in timed])
     return [(fmean(times), values) for (_, times), (_, values) in zip(seconds, rewards, strict=True)]
 
 
-def _by_step(courses: Sequence[Sequence[tuple[int, float]]]) -> Points:
+def by_step(courses: Sequence[Sequence[tuple[int, float]]]) -> Points:
+    """Return the values of all runs at each step that any of them has."""
     values: dict[int, list[float]] = defaultdict(list)
     for course in courses:
         for step, value in course:

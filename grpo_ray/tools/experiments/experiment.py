@@ -1,7 +1,7 @@
 """The definition of an experiment, and finding one by name."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from grpo_ray.config.loading import ConfigError
@@ -20,6 +20,7 @@ class Experiment:
     metrics: tuple[str, ...]  # compared in addition to the validation reward
     common: tuple[str, ...] = ()  # overrides of every variant; a user's overrides come after them
     problem: int | None = None  # of the course handout
+    telling: Mapping[str, str] = field(default_factory=dict)  # variant -> the metric that shows its difference
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variants", MappingProxyType(dict(self.variants)))

@@ -1,13 +1,14 @@
 """The outcome of a run, read from its own files."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
 
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
+from grpo_ray.telemetry.failure_watch import detections
 from grpo_ray.telemetry.run_files import last_of_each_step
 from grpo_ray.tools.experiments.experiment_plan import PlannedRun
 
@@ -27,6 +28,7 @@ class Outcome:
     reason: str  # of a divergence or failure; otherwise empty
     evaluations: Sequence[tuple[int, float]]
     rows: Sequence[dict[str, Any]]
+    detected: Mapping[str, int] = field(default_factory=dict)  # the first step at which each detector warns
 
     @property
     def is_over(self) -> bool:
@@ -105,7 +107,8 @@ def _read(run: PlannedRun, error: str | None) -> Outcome:
         if row["reward"] is not None
     ]
     status, reason = _status(run, rows, evaluations, error)
-    return Outcome(run.variant, run.seed, num_steps, status, reason, evaluations, rows)
+    detected = {str(found.name): found.step for found in reversed(detections(run.config, rows))}
+    return Outcome(run.variant, run.seed, num_steps, status, reason, evaluations, rows, detected)
 
 
 def _status(

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def _csv_row(result: VariantResult, metrics: Sequence[str]) -> dict[str, str | f
     row["seconds_per_step_mean"] = _mean(result.seconds_per_step)
     row["lag_max"] = result.largest_lag
     row |= {f"{metric}_last_quarter_mean": _mean(result.last_quarter(metric)) for metric in metrics}
+    row["warnings"] = _warnings(result)
     return row | {"diverged": result.count("diverged"), "failed": _num_failed(result)}
 
 
@@ -105,14 +107,15 @@ def comparison_table(results: Sequence[VariantResult], metrics: Sequence[str]) -
     headings = ["variant", "final validation reward", "best", "at half the steps"]
     headings += [f"steps to {threshold}" for threshold in THRESHOLDS]
     headings += ["seconds", "seconds per step", *metrics]
-    headings += ["largest lag"] * ("lag/max" not in metrics) + ["diverged", "failed"]
+    headings += ["largest lag"] * ("lag/max" not in metrics) + ["warnings", "diverged", "failed"]
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1)]
     lines += [_markdown_row(result, metrics) for result in results]
     notes = (
         "Mean ± sample standard deviation over the runs (seeds). Steps to a reward: the first validation that "
         "reached it, and the number of runs that did, if not all. Metrics: mean over the last quarter of the "
         "steps (lag/max: the largest). Seconds: total of all steps, without startup; seconds per step: mean "
-        "without the first step."
+        "without the first step. Warnings: the detectors that see a failure (docs/failures.md), and the first "
+        "step at which each does, run by run."
     )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{notes}\n"
 
@@ -125,7 +128,21 @@ def _markdown_row(result: VariantResult, metrics: Sequence[str]) -> list[str]:
     lag = short(result.largest_lag)
     cells += [lag if metric == "lag/max" else short(_mean(result.last_quarter(metric))) for metric in metrics]
     cells += [lag] * ("lag/max" not in metrics)
-    return [*cells, str(result.count("diverged")), str(_num_failed(result))]
+    return [*cells, _warnings(result), str(result.count("diverged")), str(_num_failed(result))]
+
+
+def _warnings(result: VariantResult) -> str:
+    """Return the detectors that warn in any run, with the first step at which each does, run by run."""
+    steps: dict[str, list[int]] = defaultdict(list)
+    for outcome in result.results:
+        for name, step in outcome.detected.items():
+            steps[name].append(step)
+    num_runs = len(result.results)
+    found = []
+    for name, at in sorted(steps.items()):
+        share = "" if len(at) == num_runs else f" ({len(at)} of {num_runs} runs)"
+        found.append(f"{name} at {', '.join(map(str, at))}{share}")
+    return "; ".join(found) or "none"
 
 
 def _steps_cell(result: VariantResult, threshold: float) -> str:

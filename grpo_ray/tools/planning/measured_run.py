@@ -30,7 +30,7 @@ class MeasuredRun:
     trained_tokens_per_s: float
     """Rate of the Learner, with all its ranks, while it trains, in response tokens."""
     trained_frac: float
-    """Share of the response tokens that get a gradient; groups without signal get none."""
+    """Share of the response tokens that get a gradient; those without an advantage get none."""
     sync_s: float
     """Seconds of a weight sync, in which Generators are paused."""
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo_ray.telemetry.failure_watch import is_detection
 from grpo_ray.telemetry.readable_rollouts import readable_rollouts
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
@@ -25,14 +26,18 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
         print_line(f"\nSamples at step {step}:")
         for sample in readable_rollouts(read_groups(run.evaluations / f"{step_name(step)}.parquet"), 3):
             print_line(f"  reward {sample.reward:g}  {sample.prompt!r} -> {sample.response!r}")
-    _print_set_aside(print_line, run)
+    _print_events(print_line, run)
     print_line(f"\nReward curve   {curve}")
     print_line(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")
     _print_commands(print_line, run)
 
 
-def _print_set_aside(print_line: Callable[[str], None], run: RunDirectory) -> None:
+def _print_events(print_line: Callable[[str], None], run: RunDirectory) -> None:
+    """Print the warnings of detectors, and the groups that were given up."""
     events = read_metrics(run.events_path) if run.events_path.exists() else []
+    for event in events:
+        if is_detection(event["kind"]):
+            print_line(f"\nWarning at {event['text']}")
     group_ids = sorted({event["group_id"] for event in events if event["kind"] == "set_aside"})
     if group_ids:
         print_line(

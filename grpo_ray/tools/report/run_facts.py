@@ -1,9 +1,12 @@
 """A run in a few facts, for the top of the web page."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.telemetry.failure_watch import KIND, is_detection
+from grpo_ray.telemetry.json_lines import parse_line
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.report.panels import REWARD
 from grpo_ray.tools.report.rollout_sample import StepFiles
@@ -51,9 +54,18 @@ def run_facts(
         facts["trained"] = f"{totals.tokens / totals.seconds:,.0f} tokens/s"
     if totals.largest_lag is not None:
         facts["largest lag"] = f"{totals.largest_lag:g}"
+    if warnings := _warnings(run.events_path):
+        facts["warnings"] = "; ".join(warnings)
     if num_events := _num_lines(run.events_path):
         facts["events"] = f"{num_events:,}, see {run.events_path.name}"
     return facts
+
+
+def _warnings(path: Path) -> list[str]:
+    """Return the texts of detectors' warnings."""
+    with path.open("rb") if path.exists() else nullcontext(()) as lines:
+        rows = [row for line in lines if KIND.encode() in line and (row := parse_line(line)) is not None]
+    return [str(row.get("text")) for row in rows if is_detection(str(row.get("kind")))]
 
 
 def _num_lines(path: Path) -> int:

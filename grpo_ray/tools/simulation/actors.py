@@ -11,17 +11,19 @@ from typing import Any
 from grpo_ray.actors.generator import Generator as GeneratorActor
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
-from grpo_ray.cluster.placement import generator_names, scorer_names
+from grpo_ray.cluster.placement import environment_names, generator_names, scorer_names, teacher_names
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed
 from grpo_ray.errors import ActorDied
 from grpo_ray.telemetry.checkpoint import Checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.simulation.account import Account
+from grpo_ray.tools.simulation.cores import Cores, cores_of
 from grpo_ray.tools.simulation.cpu_meter import CpuMeter
 from grpo_ray.tools.simulation.engine import SimulatedEngine
+from grpo_ray.tools.simulation.environments import SimulatedEnvironmentWorker
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
-from grpo_ray.tools.simulation.workers import SimulatedLearner, SimulatedScorer
+from grpo_ray.tools.simulation.workers import SimulatedLearner, SimulatedScorer, SimulatedTeacher
 from grpo_ray.types import StartingModel, methods_with_bulk
 
 Trace = Callable[[str], object]
@@ -63,17 +65,36 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+class Dispatch:
+    """The driver's own work for each group that it gives to a Generator, one after another."""
+
+    def __init__(self, cores: Cores, work_s: float) -> None:
+        self._cores, self._work_s = cores, work_s
+        self._turn = asyncio.Lock()
+
+    async def __call__(self) -> None:
+        async with self._turn:
+            await self._cores.work(self._work_s)
+
+
 class SimulatedClient:
     """A client like `remote_actor.Client`, of an asynchronous object in this process, which can die."""
 
     def __init__(
-        self, name: str, actor: Any, trace: Trace | None = None, meter: CpuMeter | None = None
+        self,
+        name: str,
+        actor: Any,
+        trace: Trace | None = None,
+        meter: CpuMeter | None = None,
+        dispatch: Dispatch | None = None,
     ) -> None:
         """
         Args:
             trace: receives a line per call and per death.
+            dispatch: what a call of `generate` waits for; default: nothing.
         """
         self.name, self._actor, self._trace, self._meter = name, actor, trace, meter
+        self._dispatch = dispatch
         self.death: ActorDied | None = None
         self._calls: set[asyncio.Task[Any]] = set()
         self._bulk_methods = _bulk_methods(actor.__class__)
@@ -103,6 +124,8 @@ class SimulatedClient:
         if self.death is not None:
             raise self.death
         values = [await arg if isinstance(arg, Answer | Part) else arg for arg in args]
+        if self._dispatch is not None and method == "generate":
+            await self._dispatch()
         work = getattr(self._actor, method)(*values)
         return await (work if self._meter is None else self._meter.metered(self.name, work))
 
@@ -134,15 +157,18 @@ class SimulatedActors:
     ) -> None:
         self._config, self._speeds, self._lengths = config, speeds, lengths
         self._trace, self._meter = trace, meter
+        self._cores = cores_of(speeds.cores)
+        self._dispatch = Dispatch(self._cores, speeds.dispatch_s) if speeds.dispatch_s else None
         self._version = checkpoint.state.step if checkpoint else 0
         self._num_starts: dict[str, int] = {}
         training = checkpoint.training_path if checkpoint else None
         rollouts = RunDirectory(run_dir).rollouts if config.run.save_rollouts else None
         self.generators: dict[str, Any] = {name: self._new_generator(name) for name in generator_names(config)}
         self.scorers: dict[str, Any] = {name: self._new_scorer(name) for name in scorer_names(config)}
-        self.environments: dict[str, Any] = {}
-        self.teachers: dict[str, Any] = {}
-        self.learner: Any = self._client("learner", SimulatedLearner(config, speeds, account, self._version))
+        self.environments: dict[str, Any] = {n: self._new_environment(n) for n in environment_names(config)}
+        self.teachers: dict[str, Any] = {name: self._new_teacher(name) for name in teacher_names(config)}
+        learner = SimulatedLearner(config, speeds, account, self._version, self._cores)
+        self.learner: Any = self._client("learner", learner)
         self.buffer: Any = self._client(
             "buffer", TrajectoryBuffer(*buffer_arguments(config, rollouts, training))
         )
@@ -154,26 +180,40 @@ class SimulatedActors:
 
     def by_name(self) -> dict[str, Any]:
         others = (self.learner, self.buffer, self.weight_sync)
-        return {**self.generators, **self.scorers, **{client.name: client for client in others}}
+        by_name = {client.name: client for client in others}
+        return {**self.generators, **self.scorers, **self.teachers, **self.environments, **by_name}
 
     def _client(self, name: str, actor: Any) -> SimulatedClient:
-        return SimulatedClient(name, actor, self._trace, self._meter)
+        return SimulatedClient(name, actor, self._trace, self._meter, self._dispatch)
 
     def _new_generator(self, name: str) -> SimulatedClient:
-        num_starts = self._num_starts.get(name, 0)
-        self._num_starts[name] = num_starts + 1
+        num_starts = self._count_start(name)
         seed = engine_seed(self._config.run.seed, name, self._version, num_starts)
         recompute_kv, max_num_seqs = self._config.weight_sync.recompute_kv, self._config.generator.max_num_seqs
-        engine = SimulatedEngine(self._speeds, self._lengths, max_num_seqs, seed, recompute_kv)
+        engine = SimulatedEngine(self._speeds, self._lengths, max_num_seqs, seed, recompute_kv, self._cores)
         if self._meter is not None:
             engine.on_timer = self._meter.timer(name, engine.on_timer)
         return self._client(
             name, GeneratorActor(name, engine, self._config.generator.slowdown_s, self._version)
         )
 
+    def _count_start(self, name: str) -> int:
+        """Return the number of earlier starts of an actor, each of which has a life of its own."""
+        num_starts = self._num_starts.get(name, 0)
+        self._num_starts[name] = num_starts + 1
+        return num_starts
+
     def _new_scorer(self, name: str) -> SimulatedClient:
-        scorer = SimulatedScorer(self._speeds, self._config.scorer.num_workers, self._config.run.seed)
-        return self._client(name, scorer)
+        return self._client(name, SimulatedScorer(self._config, self._speeds, self._cores))
+
+    def _new_teacher(self, name: str) -> SimulatedClient:
+        return self._client(name, SimulatedTeacher(self._speeds, self._cores))
+
+    def _new_environment(self, name: str) -> SimulatedClient:
+        worker = SimulatedEnvironmentWorker(name, self._config, self._speeds, self._count_start(name))
+        client = self._client(name, worker)
+        worker.on_death = client.die
+        return client
 
     def restart_generator(self, name: str) -> Any:
         self.generators[name].die("it was replaced")
@@ -181,9 +221,15 @@ class SimulatedActors:
         return self.generators[name]
 
     def restart_worker(self, name: str) -> Any:
-        self.scorers[name].die("it was replaced")
-        self.scorers[name] = self._new_scorer(name)
-        return self.scorers[name]
+        kinds: tuple[tuple[dict[str, Any], Callable[[str], SimulatedClient]], ...] = (
+            (self.scorers, self._new_scorer),
+            (self.teachers, self._new_teacher),
+            (self.environments, self._new_environment),
+        )
+        clients, make = next(kind for kind in kinds if name in kind[0])
+        clients[name].die("it was replaced")
+        clients[name] = make(name)
+        return clients[name]
 
     async def fetch(self, reference: Any) -> Any:
         return await reference

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from grpo_ray.engines.base import EngineDied
+from grpo_ray.tools.simulation.cores import Cores, OwnCores, Timer
 from grpo_ray.tools.simulation.speeds import Lengths, Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.types import Completion, SamplingSettings
@@ -53,19 +54,28 @@ class SimulatedEngine:
     """An engine behind the protocol of engines/base.py that only waits, on the event loop's clock."""
 
     def __init__(
-        self, speeds: Speeds, lengths: Lengths, max_num_seqs: int, seed: int, recompute_kv: bool = True
+        self,
+        speeds: Speeds,
+        lengths: Lengths,
+        max_num_seqs: int,
+        seed: int,
+        recompute_kv: bool = True,
+        cores: Cores | None = None,
     ) -> None:
         """
         Args:
             max_num_seqs: sequences that run at the same time; later ones wait in the order of their arrival.
             seed: of the lengths, and of the engine's death.
             recompute_kv: a sync discards the keys and values of running sequences, which are computed again.
+            cores: shared with other actors; default: its own.
         """
         self._speeds, self._lengths, self._max_num_seqs = speeds, lengths, max_num_seqs
         self._recompute_kv = recompute_kv
+        self._cores = cores or OwnCores()
+        self._is_busy = False
         self._rng = np.random.default_rng(seed)
-        self._position, self._at = 0.0, 0.0  # and the time at which it was the position
-        self._prefill_s = 0.0  # work before the next token of any sequence
+        self._position, self._at = 0.0, 0.0  # and the work time at which it was the position
+        self._prefill_s = 0.0  # seconds of work before the next token of any sequence
         self._running: list[tuple[float, int, _Sequence]] = []  # a heap by end; the number breaks ties
         self._waiting: deque[_Sequence] = deque()
         self._num_started = 0
@@ -73,7 +83,7 @@ class SimulatedEngine:
         """Position and new version of each, since the oldest sequence began."""
         self._version = 0
         self._is_paused = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         self._death: asyncio.TimerHandle | None = None
         self._is_dead = False
         self.on_timer = self._end_sequences
@@ -81,7 +91,7 @@ class SimulatedEngine:
 
     async def start(self, version: int) -> None:
         await asyncio.sleep(self._speeds.start_s)
-        self._version, self._at = version, self._now()
+        self._version, self._at = version, self._cores.work_time()
         if self._speeds.generator_life_s is not None:
             life_s = float(self._rng.exponential(self._speeds.generator_life_s))
             self._death = asyncio.get_running_loop().call_later(life_s, self._die)
@@ -112,7 +122,7 @@ class SimulatedEngine:
 
     async def stage(self, snapshot: WeightSnapshot) -> None:
         self._check_alive()
-        await asyncio.sleep(self._speeds.stage_s)
+        await self._cores.work(self._speeds.stage_s)
         self._check_alive()
 
     async def pause(self) -> None:
@@ -121,11 +131,11 @@ class SimulatedEngine:
         self._advance()
         self._is_paused = True
         self._continue()
-        await asyncio.sleep(token_s)  # the current token ends
+        await self._cores.work(token_s)  # the current token ends
 
     async def load(self) -> None:
         self._check_alive()
-        await asyncio.sleep(self._speeds.load_s)
+        await self._cores.work(self._speeds.load_s)
 
     async def finish(self, version: int) -> None:
         self._check_alive()
@@ -139,7 +149,7 @@ class SimulatedEngine:
 
     async def resume(self) -> None:
         self._check_alive()
-        self._is_paused, self._at = False, self._now()
+        self._is_paused, self._at = False, self._cores.work_time()
         self._continue()
 
     async def sleep(self) -> None:
@@ -153,12 +163,9 @@ class SimulatedEngine:
 
     # Continuous batching
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
     def _advance(self) -> None:
         """Bring the position up to now."""
-        now = self._now()
+        now = self._cores.work_time()
         elapsed, self._at = now - self._at, now
         if self._is_paused or not self._running:
             return
@@ -171,20 +178,25 @@ class SimulatedEngine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._is_paused:
-            return
-        while self._waiting and len(self._running) < self._max_num_seqs:
+        while not self._is_paused and self._waiting and len(self._running) < self._max_num_seqs:
             self._join(self._waiting.popleft())
-        if not self._running:
-            self._prefill_s = 0.0
+        self._set_busy(bool(self._running) and not self._is_paused)
+        if not self._is_busy:
+            self._prefill_s = self._prefill_s if self._running else 0.0
             return
         num_tokens = max(0.0, self._running[0][0] - self._position)
         delay_s = self._prefill_s + num_tokens * self._speeds.token_s(len(self._running))
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self.on_timer)
+        self._timer = self._cores.call_later(delay_s, self.on_timer)
+
+    def _set_busy(self, is_busy: bool) -> None:
+        if is_busy != self._is_busy:
+            self._is_busy = is_busy
+            self._cores.change_busy(self._speeds.engine_cores * (1 if is_busy else -1))
 
     def _join(self, sequence: _Sequence) -> None:
         if not sequence.request.is_prefilled:
             sequence.request.is_prefilled = True
+            self._prefill_s += self._speeds.request_s
             self._prefill_s += self._speeds.prefill_token_s * sequence.request.num_prompt_tokens
         sequence.start, sequence.first_version = self._position, self._version
         self._num_started += 1
@@ -233,6 +245,7 @@ class SimulatedEngine:
             if not request.done.done():
                 request.done.set_exception(EngineDied("the simulated engine has died"))
         self._running, self._waiting = [], deque()
+        self._set_busy(False)
 
 
 def _requests(sequences: Sequence[_Sequence]) -> list[_Request]:

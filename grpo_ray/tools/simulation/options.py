@@ -6,6 +6,7 @@ from typing import Annotated
 from grpo_ray.tools.arguments import ConfigFile, Option, Overrides, above_zero, natural, non_negative, positive
 
 RESPONSES = "Lengths of the responses"
+SPEEDS = "Speeds of the actors"
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,23 @@ class SimulateOptions:
         str | None,
         Option("RUN", "draw the lengths of a run's responses instead (its rollouts/)", group=RESPONSES),
     ] = None
+    replay: Annotated[
+        str | None,
+        Option("RUN", "give each group the lengths of a run's group, in the run's order", group=RESPONSES),
+    ] = None
     speeds: Annotated[
-        str | None, Option("FILE", "JSON with speeds of the actors in seconds; see docs/scale.md")
+        str | None, Option("FILE", "JSON with speeds of the actors in seconds; see docs/scale.md", group=SPEEDS)
+    ] = None
+    calibrate: Annotated[
+        tuple[str, ...],
+        Option("RUN", "fit the speeds to a finished run instead; may be repeated", group=SPEEDS),
+    ] = ()
+    cores: Annotated[
+        float | None,
+        Option("N", "with --calibrate: cores that all actors share", type=above_zero, group=SPEEDS),
+    ] = None
+    save_speeds: Annotated[
+        str | None, Option("FILE", "with --calibrate: write the speeds for --speeds", group=SPEEDS)
     ] = None
     out: Annotated[str | None, Option("DIR", "keep the run's records in this folder, which must be free")] = (
         None

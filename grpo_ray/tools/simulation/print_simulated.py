@@ -20,8 +20,8 @@ def print_simulated(simulated: Simulated) -> None:
 
 def lines_of(simulated: Simulated) -> Iterator[str]:
     """Yield the lines of the summary."""
-    config, watch, faults = simulated.config, simulated.watch, simulated.faults
-    rows = watch.steps[FIRST_STEPS:] or watch.steps
+    config, steps, faults = simulated.config, simulated.steps, simulated.faults
+    rows = steps[FIRST_STEPS:] or steps
     seconds = [row["timing/step_s"] for row in rows]
     tenths = quantiles(seconds, n=10) if len(seconds) > 1 else seconds * 9
     groups = config.algorithm.num_steps * config.algorithm.prompts_per_step
@@ -48,10 +48,10 @@ def lines_of(simulated: Simulated) -> Iterator[str]:
         f"faults          {faults.num_stale} groups too old, {faults.num_lost} prompts lost, "
         f"{faults.num_repeated} repeated"
     )
-    last = watch.steps[-1]
+    last = steps[-1]
     yield (
         f"recovery        {last['recovery/restarts']:.0f} restarts, {last['recovery/restores']:.0f} restores, "
-        f"{sum(row['rollout/retried_groups'] for row in watch.steps):.0f} groups sampled again"
+        f"{sum(row['rollout/retried_groups'] for row in steps):.0f} groups sampled again"
     )
     yield f"memory          {_memory(simulated)}"
     yield f"CPU time        {1000 * simulated.cpu_s / groups:.2f} ms per group, simulated actors included"

@@ -1,7 +1,8 @@
 """A whole run in virtual time: the run's own controller, producer, buffer, weight sync, ledger and recovery.
 
-Only the engines, the Learner (all its ranks as one) and the Scorers are simulated (engine.py, workers.py). No
-model, text or transport of weights is there, so checkpoints hold no weights, and rewards mean nothing.
+Only the engines, the Learner (all its ranks as one), Scorers, Teachers and EnvironmentWorkers are simulated
+(engine.py, workers.py, environments.py). No model, text or transport of weights is there, so checkpoints hold
+no weights, and rewards mean nothing.
 """
 
 import asyncio
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_ray.config import Config
-from grpo_ray.errors import RunError
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restores import train_through_restores
@@ -25,7 +25,7 @@ from grpo_ray.tasks.prompts import Prompter, TextTemplate, make_items
 from grpo_ray.telemetry.clock import simulated_by
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.memory import ProcessFamily
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_files import RunDirectory, last_of_each_step
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.tools.simulation.account import Account, Faults
 from grpo_ray.tools.simulation.actors import SimulatedActors, Trace
@@ -40,10 +40,9 @@ END_TOKEN = 0
 
 @dataclass
 class Watch:
-    """The display of a simulated run: it keeps the steps' metrics, and the process's memory and CPU time."""
+    """The display of a simulated run: it notes the process's memory and CPU time, and keeps no metrics."""
 
     warnings: list[str] = field(default_factory=list)
-    steps: list[Metrics] = field(default_factory=list)
     memory_bytes: dict[int, int] = field(default_factory=dict)
     """Resident memory of the whole process, by step."""
     cpu_s: dict[int, float] = field(default_factory=dict)
@@ -57,7 +56,6 @@ class Watch:
     def evaluation(self, summary: EvaluationSummary) -> None: ...
 
     def step(self, step: int, metrics: Metrics) -> None:
-        self.steps.append(dict(metrics))
         self.memory_bytes[step] = self._family.resident_bytes(with_children=False)
         self.cpu_s[step] = time.process_time()
         if self.on_step is not None:
@@ -73,23 +71,13 @@ class Simulated:
 
     config: Config
     watch: Watch
+    steps: list[Metrics]
+    """Metrics of the steps, as in `metrics.jsonl`."""
     account: Account
     faults: Faults
     virtual_s: float
     cpu_s: float
     peak_bytes: int
-
-
-def check_can_be_simulated(config: Config) -> None:
-    """Refuse what the simulated actors cannot stand for.
-
-    Raises:
-        RunError: names the field.
-    """
-    if config.episode_tasks:
-        raise RunError("task: episodes are not simulated yet; give a configuration of a single-turn task")
-    if config.distillation.teacher is not None:
-        raise RunError("distillation.teacher: a teacher is not simulated yet; set it to null")
 
 
 def simulate(
@@ -108,13 +96,12 @@ def simulate(
         meter: receives the CPU time of the actors.
 
     Raises:
-        RunError: the configuration cannot be simulated, or the run ended with an error.
+        RunError: the run ended with an error.
     """
-    check_can_be_simulated(config)
     run.create(config)
     clock, account = VirtualClock(), Account(config.max_token_age)
     watch = watch or Watch()
-    prepared = _prepared(config, speeds)
+    prepared = prepared_for(config, speeds)
     lives: list[SimulatedActors] = []  # one between two restores
 
     @contextmanager
@@ -142,10 +129,12 @@ def simulate(
         train_through_restores(config, prepared, run, watch, host, drive)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     faults = account.faults(prepared.ledger)
-    return Simulated(config, watch, account, faults, clock.now, time.process_time() - began, peak_bytes)
+    cpu_s = time.process_time() - began
+    steps = last_of_each_step(run.metrics_path)
+    return Simulated(config, watch, steps, account, faults, clock.now, cpu_s, peak_bytes)
 
 
-def _prepared(config: Config, speeds: Speeds) -> Prepared:
+def prepared_for(config: Config, speeds: Speeds) -> Prepared:
     """Return a ledger of prompts that all have the same length, and one validation prompt."""
     fresh = config.algorithm.num_steps * config.fresh_per_step
     parts = {name: min(MAX_EXAMPLES, fresh) for name in parts_of(config.task)}

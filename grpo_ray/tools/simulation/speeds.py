@@ -1,13 +1,14 @@
 """The speeds of simulated actors, and the lengths of simulated responses."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import pyarrow.parquet as pq
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_ray.config.section import NonNegativeFloat, Section
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -28,8 +29,14 @@ class Speeds(Section):
     """More seconds per running sequence."""
     prefill_token_s: NonNegativeFloat = 2e-5
     """Seconds per prompt token, while the engine's other sequences wait. A group's prompt counts once."""
+    request_s: NonNegativeFloat = 0.0
+    """Seconds per group that its prompt's length does not change, while the engine's other sequences wait."""
     prompt_tokens: PositiveInt = 256
     """Length of every prompt."""
+    dispatch_s: NonNegativeFloat = 0.0
+    """Seconds of the driver to give a group to a Generator; groups are given one after another."""
+    gather_s: NonNegativeFloat = 0.0
+    """Seconds from a batch's last scored group until the Learner trains on the batch."""
     start_s: NonNegativeFloat = 60.0
     """Seconds until an engine or the Learner is up."""
     stage_s: NonNegativeFloat = 3.0
@@ -40,14 +47,29 @@ class Speeds(Section):
     """Seconds to leave a device to a colocated actor, or to take it back."""
     score_s: NonNegativeFloat = 0.1
     """Seconds to grade a group."""
+    teacher_s: NonNegativeFloat = 1.0
+    """Seconds of a Teacher for a group, one group at a time."""
+    episode_turns: PositiveFloat = 4.0
+    """Mean of the replies of an episode before its limits, of at least 1: nearly geometric."""
+    environment_s: NonNegativeFloat = 1.0
+    """Mean of the seconds of an environment between two replies: exponential."""
+    answer_tokens: NonNegativeInt = 64
+    """Tokens of an environment's answer to a reply."""
     train_s: NonNegativeFloat = 2.0
     """Seconds of a Learner's step that do not depend on its tokens."""
     train_token_s: NonNegativeFloat = 1e-5
     """More seconds per response token."""
     snapshot_s: NonNegativeFloat = 1.0
     """Seconds in which the Learner copies its weights, or its state for a checkpoint."""
+    cores: PositiveFloat | None = None
+    """Cores that all actors share, each busy one an equal part: the other speeds are then seconds of work on a
+    core that nothing else uses. null: every actor has its own device or cores, as on a cluster."""
+    engine_cores: PositiveFloat = 1.0
+    """Cores that an engine keeps busy while it samples; counts only with `cores`."""
     generator_life_s: PositiveFloat | None = None
     """Mean of the exponential distribution of the seconds until an engine dies; null: it never does."""
+    environment_life_s: PositiveFloat | None = None
+    """The same for an EnvironmentWorker."""
     learner_life_s: PositiveFloat | None = None
     """The same for the Learner, after which the run restores its last checkpoint."""
 
@@ -103,6 +125,49 @@ class RecordedLengths:
     def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
         drawn: np.ndarray = rng.choice(self.lengths, num_samples)
         return drawn
+
+
+class ReplayedLengths:
+    """Lengths of a real run's groups, in the order in which they were dispatched; then from the first again.
+
+    A request of another size, such as one of a validation, gets lengths drawn with replacement.
+    """
+
+    def __init__(self, groups: Sequence[np.ndarray]) -> None:
+        self._size = len(groups[0])
+        self._groups = itertools.cycle(groups)
+        self._others = RecordedLengths(np.concatenate(groups))
+
+    def draw(self, rng: np.random.Generator, num_samples: int) -> np.ndarray:
+        return next(self._groups) if num_samples == self._size else self._others.draw(rng, num_samples)
+
+
+def replayed_lengths(path: str, num_samples: int) -> ReplayedLengths:
+    """Return the lengths of a run's groups, in the order of their ids.
+
+    Raises:
+        ValueError: the folder holds no rollouts, or its groups are not of `num_samples`.
+    """
+    groups = lengths_by_group(RunDirectory(path))
+    if not groups:
+        raise ValueError(f"--replay {path}: there are no rollouts in it; give a run with run.save_rollouts")
+    sizes = {len(lengths) for lengths in groups.values()}
+    if sizes != {num_samples}:
+        raise ValueError(
+            f"--replay {path}: its groups have {sorted(sizes)} samples; set algorithm.samples_per_prompt, "
+            f"which is {num_samples}, to that number, or draw with --recorded"
+        )
+    return ReplayedLengths([groups[group_id] for group_id in sorted(groups)])
+
+
+def lengths_by_group(run: RunDirectory) -> dict[int, np.ndarray]:
+    """Return the lengths of the responses of each group, int64 `[samples]`, by its id."""
+    found: dict[int, np.ndarray] = {}
+    for file in sorted(run.rollouts.glob("step-*.parquet")):
+        table = pq.read_table(file, columns=["group_id", "num_tokens"])
+        ids, lengths = (table[name].to_numpy().astype(np.int64) for name in ("group_id", "num_tokens"))
+        found |= {int(group_id): lengths[ids == group_id] for group_id in np.unique(ids)}
+    return found
 
 
 def recorded_lengths(path: str) -> RecordedLengths:

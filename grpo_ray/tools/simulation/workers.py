@@ -1,4 +1,4 @@
-"""The Learner and the Scorer of a simulation: they take time, and give answers that a run can work with."""
+"""Learner, Scorer and Teacher of a simulation: they take time, and give answers that a run can work with."""
 
 import asyncio
 import json
@@ -11,9 +11,10 @@ from grpo_ray.actors.staleness import lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.tools.simulation.account import Account
+from grpo_ray.tools.simulation.cores import Cores
 from grpo_ray.tools.simulation.speeds import Speeds
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import RolloutGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
+from grpo_ray.types import Episode, RolloutGroup, StepReport, TrainBatch, Verdict, bulk_and_facts
 
 STAGES = ("train", "optimizer", "logprobs", "snapshot", "capture", "move")
 ANSWER_S = 0.001  # of virtual time, or a whole step could pass in none, and have no rates
@@ -23,12 +24,12 @@ NO_BYTES = np.empty(0, np.uint8)
 class SimulatedLearner:
     """A Learner with steps that take `train_s + train_token_s * tokens`; its calls run one at a time."""
 
-    def __init__(self, config: Config, speeds: Speeds, account: Account, version: int) -> None:
+    def __init__(self, config: Config, speeds: Speeds, account: Account, version: int, cores: Cores) -> None:
         """
         Args:
             account: keeps the batches; steps after `version` are forgotten.
         """
-        self._config, self._speeds, self._account = config, speeds, account
+        self._config, self._speeds, self._account, self._cores = config, speeds, account, cores
         self.version = version
         account.rewind(version)
         self._turn = asyncio.Lock()
@@ -59,9 +60,10 @@ class SimulatedLearner:
                 lags = lag_metrics(batch.groups, self.version, self._config)
             finally:
                 self._account.note(self.version, batch.groups[:num_fresh], batch.groups[num_fresh:])
+            await self._cores.work(self._speeds.gather_s)
             num_tokens = sum(c.num_tokens for group in batch.groups for c in group.rollout.completions)
             with self._clock.stage("train", f"step {self.version + 1}") as duration:
-                await asyncio.sleep(self._speeds.train_s + self._speeds.train_token_s * num_tokens)
+                await self._cores.work(self._speeds.train_s + self._speeds.train_token_s * num_tokens)
             self.version += 1
             self._num_done += 1
             metrics = {
@@ -82,7 +84,7 @@ class SimulatedLearner:
     async def snapshot(self) -> tuple[WeightSnapshot, int]:
         async with self._turn:
             with self._clock.stage("snapshot"):
-                await asyncio.sleep(self._speeds.snapshot_s)
+                await self._cores.work(self._speeds.snapshot_s)
             return WeightSnapshot(self.version, (), NO_BYTES), self.version
 
     @bulk_and_facts
@@ -98,12 +100,12 @@ class SimulatedLearner:
     async def _move(self) -> None:
         async with self._turn:
             with self._clock.stage("move"):
-                await asyncio.sleep(self._speeds.move_s)
+                await self._cores.work(self._speeds.move_s)
 
     async def capture(self) -> StepReport | None:
         async with self._turn:
             with self._clock.stage("capture"):
-                await asyncio.sleep(self._speeds.snapshot_s)
+                await self._cores.work(self._speeds.snapshot_s)
             return self._report
 
     async def write_captured(self, folder: Path) -> dict[str, int]:
@@ -115,13 +117,9 @@ class SimulatedLearner:
 class SimulatedScorer:
     """A Scorer that takes `score_s` per group, and gives rewards of 0 and 1 by chance."""
 
-    def __init__(self, speeds: Speeds, num_workers: int, seed: int) -> None:
-        """
-        Args:
-            num_workers: groups that are scored at the same time.
-        """
-        self._speeds, self._seed = speeds, seed
-        self._workers = asyncio.Semaphore(num_workers)
+    def __init__(self, config: Config, speeds: Speeds, cores: Cores) -> None:
+        self._config, self._speeds, self._cores = config, speeds, cores
+        self._workers = asyncio.Semaphore(config.scorer.num_workers)
         self._clock = StageClock(("score",), rest="wait_for_groups")
 
     async def ready(self) -> bool:
@@ -131,12 +129,44 @@ class SimulatedScorer:
         return ActorStats(self._clock.take(), 0)
 
     async def score(self, group: RolloutGroup) -> Verdict:
-        """Return rewards that depend on the group alone; the chance of a 1 is uniform over groups."""
+        """Return the rewards of episodes, or some by chance: a group's share of 1 is uniform over groups."""
         async with self._workers:
             with self._clock.stage("score"):
-                await asyncio.sleep(self._speeds.score_s)
-        rng = random.Random(f"{self._seed}/{group.item.group_id}/{group.item.num_cuts}")
+                await self._cores.work(self._speeds.score_s)
+        episodes = [each for each in group.completions if isinstance(each, Episode)]
+        if episodes:
+            from grpo_ray.episodes.returns import (
+                verdict_on,  # loads torch, which a plain simulation does without
+            )
+
+            return verdict_on(episodes, self._config.algorithm, self._config.episodes.turn_discount)
+        rng = random.Random(f"{self._config.run.seed}/{group.item.group_id}/{group.item.num_cuts}")
         pass_rate = rng.random()
         draws = [float(rng.random() < pass_rate) for _ in group.completions]
         rewards = np.array(draws, np.float32)
         return Verdict(rewards, np.ones_like(rewards), rewards, rewards - rewards.mean())
+
+
+class SimulatedTeacher:
+    """A Teacher that takes `teacher_s` per group, one at a time."""
+
+    def __init__(self, speeds: Speeds, cores: Cores) -> None:
+        self._speeds, self._cores = speeds, cores
+        self._turn = asyncio.Lock()
+        self._clock = StageClock(("look_up",), rest="wait_for_groups")
+
+    async def ready(self) -> bool:
+        await asyncio.sleep(self._speeds.start_s)
+        return True
+
+    async def take_stats(self) -> ActorStats:
+        return ActorStats(self._clock.take(), 0)
+
+    @bulk_and_facts
+    async def look_up(self, group: RolloutGroup) -> tuple[np.ndarray, int]:
+        """Return logprobs of the group's tokens, float32 `[group_tokens]`, and the number of sampled ones."""
+        async with self._turn:
+            with self._clock.stage("look_up"):
+                await self._cores.work(self._speeds.teacher_s)
+        num_tokens = sum(len(completion.token_ids) for completion in group.completions)
+        return np.broadcast_to(np.float32(-1), num_tokens), sum(c.num_tokens for c in group.completions)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from grpo_ray.algorithms import compute_unclipped_loss
+from grpo_ray.algorithms import compute_policy_gradient_loss
 from grpo_ray.algorithms.logprobs import clamped_exp
 
 LECTURE_W = 2.0
@@ -19,7 +19,9 @@ Ratio = Callable[[Tensor, Tensor], Tensor]
 def frozen(log_p: Tensor, log_p_old: Tensor) -> Tensor:
     """Return `p / p_old` with a constant p_old, which the package's loss detaches. `[n]` to `[n]`."""
     ones = torch.ones(len(log_p), 1)
-    loss, _ = compute_unclipped_loss(ones, log_p[:, None], log_p_old[:, None])
+    loss, _ = compute_policy_gradient_loss(
+        log_p[:, None], "unclipped", advantages=ones, old_log_probs=log_p_old[:, None]
+    )
     return -loss[:, 0]
 
 

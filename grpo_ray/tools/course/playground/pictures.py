@@ -53,7 +53,7 @@ def plot_runs(
     legend_beside(
         figure,
         rewards,
-        f"line: mean of {num_seeds} seed{'s' if num_seeds > 1 else ''}\nband: lowest to highest",
+        f"line: mean of {num_seeds} seed{'s' if num_seeds > 1 else ''}\nband: ± sample standard deviation",
     )
     save(figure, path)
 

@@ -1,0 +1,227 @@
+"""Detectors of failures that show in a run's metrics; docs/failures.md has a section on each.
+
+A detector is a pure function of the first steps of a run and of the latest ones. It returns None if it sees
+nothing, or if a metric that it needs was not measured. Its thresholds lie well outside of what good runs show,
+so it misses mild cases: a warning that is often wrong is one that is not read.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.config.run import DetectorName
+
+NUM_STEPS = 3  # at the start of a run, and at its end so far: a single odd step gives no warning
+
+LENGTH, ANSWER, REWARD = "rollout/response_tokens/mean", "reward/answer", "reward/mean"
+ENTROPY, NO_SIGNAL = "policy/entropy", "rollout/zero_variance_groups"
+UNTRAINED, SCALE, CLIPPED = "loss/untrained_frac", "loss/gradient_scale", "loss/clip_frac"
+KL, ESS = "mismatch/kl", "mismatch/ess_frac"
+MEAN_LAG, MAX_LAG, NUM_UPDATES = "lag/mean", "lag/max", "optim/num_updates"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The part of a configuration that thresholds depend on."""
+
+    fresh_groups: int
+    """Groups sampled per step."""
+    clip_epsilon: float
+    """The narrower side of the clip range."""
+
+    @classmethod
+    def of(cls, config: Config) -> "Setup":
+        return cls(config.fresh_per_step, min(config.algorithm.clip_epsilons))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The first steps of a run and the latest ones, as rows of metrics: up to NUM_STEPS of each."""
+
+    setup: Setup
+    first: Sequence[Row]
+    latest: Sequence[Row]
+
+    def at_first(self, metric: str) -> float | None:
+        """Return the median over the first steps; None unless each has a finite value."""
+        return _median(self.first, metric)
+
+    def now(self, metric: str) -> float | None:
+        """Return the median over the latest steps; None unless each has a finite value."""
+        return _median(self.latest, metric)
+
+    def newest(self, metric: str) -> float | None:
+        """Return the value at the newest step; None unless it is finite."""
+        rows = self.latest or self.first
+        return _finite(rows[-1], metric) if rows else None
+
+
+def _median(rows: Sequence[Row], metric: str) -> float | None:
+    values = [value for row in rows if (value := _finite(row, metric)) is not None]
+    return median(values) if len(values) == NUM_STEPS else None
+
+
+def _finite(row: Row, metric: str) -> float | None:
+    value = row.get(metric)  # null in a file stands for nan and infinities
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _short_outputs(window: Window) -> str | None:
+    """Find responses that became half as long while no more of them are right.
+
+    A policy that learns to answer briefly also gets shorter, but more of its answers are right.
+    """
+    before, now = window.at_first(LENGTH), window.now(LENGTH)
+    right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
+    if before is None or now is None or right_before is None or right_now is None:
+        return None
+    if now > 0.5 * before or right_now > right_before + 0.05:
+        return None
+    return (
+        f"responses shrank from {before:.1f} to {now:.1f} tokens ({LENGTH}) and {right_now:.0%} are right, "
+        f"{right_before:.0%} at the start: the reward may pay for short outputs"
+    )
+
+
+def _wrong_mask(window: Window) -> str | None:
+    """Find tokens that should have a gradient and have none. In a right loss only clipped ones have none."""
+    share = window.newest(UNTRAINED)
+    if share is None or share < 0.02:
+        return None
+    return f"{share:.1%} of the tokens with an advantage have no gradient ({UNTRAINED}): check the loss's mask"
+
+
+def _mismatched_logprobs(window: Window) -> str | None:
+    """Find logprobs of the sampler that are not those of the trained tokens, while both have the same weights.
+
+    In a good run both differ by rounding alone: 1e-5 nats in float32, a few 1e-3 in bfloat16.
+    """
+    kl, lag = window.newest(KL), window.newest(MAX_LAG)
+    if kl is None or lag != 0 or abs(kl) < 0.05:
+        return None
+    return (
+        f"sampler and Learner have the same weights and differ by {kl:.2f} nats per token ({KL}): the logprobs "
+        "may be of other tokens than those that are trained"
+    )
+
+
+def _wrong_normalizer(window: Window) -> str | None:
+    """Find a gradient of another size than the aggregation gives; clipping and ratios change it by far less."""
+    scale, clipped = window.newest(SCALE), window.newest(CLIPPED) or 0.0
+    if scale is None or clipped > 0.1 or 0.5 < scale < 2:
+        return None
+    return (
+        f"the loss's gradient is {scale:.2g} times that of its aggregation over the whole batch ({SCALE}): "
+        "check what each micro-batch divides by"
+    )
+
+
+def _stale_old_logprobs(window: Window) -> str | None:
+    """Find ratios far from 1 in the only update on a batch, although sampler and policy agree on it.
+
+    Good runs clip up to 2% of their tokens there, and with tokens of a lag of 2 up to 6%: such batches are left
+    out, as are losses with a clip range of less than 0.1, such as GSPO, which clip many tokens by design.
+    """
+    clipped, ess, updates = window.newest(CLIPPED), window.newest(ESS), window.newest(NUM_UPDATES)
+    lag = window.newest(MAX_LAG)
+    if clipped is None or ess is None or lag is None or window.setup.clip_epsilon < 0.1:
+        return None
+    if updates != 1 or lag > 1 or clipped < 0.05 or ess < 0.9:
+        return None
+    return (
+        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) in the only update on their batch, although "
+        f"sampler and Learner agree ({ESS} {ess:.2f}): the loss may use the logprobs of an earlier batch, or "
+        "the learning rate is too large"
+    )
+
+
+def _satisfied_reward(window: Window) -> str | None:
+    """Find a reward that nearly every response earned from the first steps on."""
+    reward, no_signal = window.at_first(REWARD), window.at_first(NO_SIGNAL)
+    if reward is None or no_signal is None or reward < 0.9 or no_signal < 0.9 * window.setup.fresh_groups:
+        return None
+    return (
+        f"the first steps' reward was {reward:.2f}, and {no_signal:.0f} of {window.setup.fresh_groups} groups "
+        f"gave no signal ({NO_SIGNAL}): an empty response may earn the reward too"
+    )
+
+
+def _entropy_collapse(window: Window) -> str | None:
+    """Find a policy that has stopped exploring without having learned.
+
+    Its entropy fell to a fifth and its answers are hardly better; or most groups have come to hold equal
+    responses, and its answers are no better. A policy that has solved its task has both, and right answers.
+    """
+    before, now = window.at_first(ENTROPY), window.now(ENTROPY)
+    right_before, right_now = window.at_first(ANSWER), window.now(ANSWER)
+    if before is None or now is None or right_before is None or right_now is None:
+        return None
+    equal_before, equal_now = window.at_first(NO_SIGNAL), window.now(NO_SIGNAL)
+    groups = window.setup.fresh_groups
+    has_fallen = now <= 0.2 * before and right_now <= right_before + 0.1
+    become_equal = (
+        equal_before is not None
+        and equal_now is not None
+        and equal_before <= 0.4 * groups
+        and equal_now >= 0.6 * groups
+        and right_now <= right_before
+    )
+    if not has_fallen and not become_equal:
+        return None
+    equal = "" if equal_now is None else f", {equal_now:.0f} of {groups} groups give no signal ({NO_SIGNAL})"
+    return (
+        f"the entropy went from {before:.3g} to {now:.3g} nats per token ({ENTROPY}){equal}, and "
+        f"{right_now:.0%} of the responses are right, {right_before:.0%} at the start: the policy no longer "
+        "explores"
+    )
+
+
+def _large_lag(window: Window) -> str | None:
+    """Find tokens so old that many are clipped, or that half of the batch's weight is lost.
+
+    One version behind a good run clips about 1% of its tokens with a range of 0.2, and loses almost no weight.
+    """
+    ess, lag, clipped = window.now(ESS), window.now(MEAN_LAG), window.now(CLIPPED) or 0.0
+    if ess is None or lag is None or lag < 1.5:
+        return None
+    clips_many = clipped >= 0.05 and window.setup.clip_epsilon >= 0.1
+    if ess > 0.5 and not clips_many:
+        return None
+    return (
+        f"tokens are {lag:.1f} versions old ({MEAN_LAG}), {clipped:.0%} of them are clipped ({CLIPPED}), and a "
+        f"batch is worth {ess:.0%} of a fresh one ({ESS}): the policy moves too far within that lag"
+    )
+
+
+@dataclass(frozen=True)
+class Detector:
+    """A detector by its name in `run.silent_detectors`."""
+
+    find: Callable[[Window], str | None]
+    metrics: tuple[str, ...]
+    """The metrics that it needs."""
+    anchor: str
+    """The section of docs/failures.md."""
+
+    @property
+    def address(self) -> str:
+        return f"docs/failures.md#{self.anchor}"
+
+
+DETECTORS: Mapping[DetectorName, Detector] = {
+    "short_outputs": Detector(_short_outputs, (LENGTH, ANSWER), "short-outputs"),
+    "wrong_mask": Detector(_wrong_mask, (UNTRAINED,), "a-wrong-mask"),
+    "mismatched_logprobs": Detector(_mismatched_logprobs, (KL, MAX_LAG), "re-tokenized-logprobs"),
+    "wrong_normalizer": Detector(_wrong_normalizer, (SCALE, CLIPPED), "a-wrong-normalizer"),
+    "stale_old_logprobs": Detector(
+        _stale_old_logprobs, (CLIPPED, ESS, NUM_UPDATES, MAX_LAG), "stale-old-logprobs"
+    ),
+    "satisfied_reward": Detector(_satisfied_reward, (REWARD, NO_SIGNAL), "a-reward-that-the-prompt-satisfies"),
+    "entropy_collapse": Detector(_entropy_collapse, (ENTROPY, ANSWER, NO_SIGNAL), "entropy-collapse"),
+    "large_lag": Detector(_large_lag, (ESS, MEAN_LAG, CLIPPED), "too-large-a-lag"),
+}

@@ -1,0 +1,140 @@
+"""The driver of one run on real Ray with simulated engines; profiling/ray_scale.py starts it.
+
+    python profiling/ray_scale_driver.py PLAN RUN
+
+PLAN is a JSON file (`Plan`), and RUN the run's folder, which receives `measured.json` as the run ends.
+"""
+
+import asyncio
+import contextlib
+import cProfile
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray_scale_actors import ScaleActors
+from ray_scale_plan import Measured, Plan
+from ray_scale_processes import account_path, read_account
+
+from grpo_ray.cluster import session
+from grpo_ray.config.loading import load_config
+from grpo_ray.run.controller import Controller
+from grpo_ray.run.restores import train_through_restores
+from grpo_ray.telemetry.loop_lag import LoopLag
+from grpo_ray.telemetry.memory import ProcessFamily
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
+from grpo_ray.telemetry.run_state import reported
+from grpo_ray.tools.simulation.simulate import Watch, prepared_for
+from grpo_ray.tools.simulation.speeds import LognormalLengths, Speeds
+
+
+class _Stopwatch:
+    """The measurements of the driver, from the moment that training begins to its end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self.lag = plan, LoopLag()
+        self.created_at = time.monotonic()
+        self.began_at = self.cpu_s = 0.0
+        self.start_s = 0.0
+
+    def drive(self, controller: Controller) -> None:
+        """Run the controller to its end, or until the training's time is over."""
+
+        async def main() -> None:
+            timing = asyncio.create_task(self._time(controller))
+            try:
+                await controller.run()
+            finally:
+                timing.cancel()
+
+        if self._plan.profile is None:
+            asyncio.run(main())
+            return
+        profile = cProfile.Profile()
+        try:
+            profile.runcall(asyncio.run, main())
+        finally:
+            profile.dump_stats(self._plan.profile)
+
+    async def _time(self, controller: Controller) -> None:
+        while not controller.has_begun:
+            await asyncio.sleep(0.01)
+        if not self.began_at:
+            self.began_at, self.cpu_s = time.monotonic(), time.process_time()
+            self.start_s = self.began_at - self.created_at
+        self.lag.start()
+        await asyncio.sleep(self.began_at + self._plan.training_s - time.monotonic())
+        controller.stop()
+
+
+def measure(plan: Plan, run: RunDirectory) -> Measured:
+    """Run to the end of the training's time, on the cluster at RAY_ADDRESS."""
+    config = load_config(plan.config, [*plan.overrides])
+    speeds, lengths = Speeds.model_validate(plan.speeds), LognormalLengths(plan.length_mean, 1.0)
+    prepared = prepared_for(config, speeds)
+    run.create(config)
+    measured, watch = Measured(), Watch()
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(session.connected())
+        _wait_for_nodes(1 + plan.num_nodes)
+        placement = stack.enter_context(session.placed(config))
+        measured.nodes_s, stopwatch = time.monotonic() - began, _Stopwatch(plan)
+
+        @contextlib.contextmanager
+        def host(*args: Any) -> Iterator[ScaleActors]:
+            actors = ScaleActors(placement, *args, speeds=speeds, lengths=lengths, per_process=plan.per_process)
+            try:
+                yield actors
+                measured.process_bytes = actors.memory_bytes()
+            finally:
+                actors.stop()
+
+        def drive(controller: Controller) -> None:
+            reporter.follow(controller.live_status)
+            stopwatch.drive(controller)
+            measured.training_s = time.monotonic() - stopwatch.began_at
+            measured.driver_cpu_s = time.process_time() - stopwatch.cpu_s
+
+        with reported(run, config.algorithm.num_steps, watch) as reporter:
+            train_through_restores(config, prepared, run, reporter, host, drive)
+    account = read_account(account_path(run.path), config)
+    faults = account.faults(prepared.ledger)
+    measured.num_stale, measured.num_lost = faults.num_stale, faults.num_lost
+    measured.num_repeated = faults.num_repeated
+    measured.num_steps, measured.num_groups = len(account.trained), sum(map(len, account.trained))
+    measured.start_s, measured.loop_lag_s = stopwatch.start_s, stopwatch.lag.take()["perf/loop_lag_s"]
+    rows = list(read_metrics(run.metrics_path))
+    measured.step_lags_s = [row["perf/loop_lag_s"] for row in rows]
+    measured.driver_bytes = ProcessFamily().resident_bytes(with_children=False)
+    measured.num_retried = int(sum(row["rollout/retried_groups"] for row in rows))
+    if rows:
+        last = rows[-1]
+        measured.num_restarts, measured.num_restores = (
+            int(last["recovery/restarts"]),
+            int(last["recovery/restores"]),
+        )
+    measured.lag_shares = account.lag_shares()
+    return measured
+
+
+def _wait_for_nodes(number: int) -> None:
+    """Wait for all nodes, or the first ones would get all processes."""
+    while sum(node["Alive"] for node in ray.nodes()) < number:
+        time.sleep(0.2)
+
+
+def main() -> None:
+    plan_path, run_path = sys.argv[1:]
+    plan, run = Plan(**json.loads(Path(plan_path).read_text())), RunDirectory(Path(run_path))
+    measured = measure(plan, run)
+    (run.path / "measured.json").write_text(json.dumps(asdict(measured), indent=1))
+
+
+if __name__ == "__main__":
+    main()
