@@ -51,7 +51,7 @@ FAILURES: dict[DetectorName, tuple[list[Mapping[str, Any]], int]] = {  # with th
     "wrong_mask": (course({}, {"loss/untrained_frac": 0.06}), 4),
     "mismatched_logprobs": (course({**FIRST, "mismatch/kl": 0.4}, {"mismatch/kl": 0.4}), 1),
     "wrong_normalizer": (course({}, {"loss/gradient_scale": 4.7}), 4),
-    "stale_old_logprobs": (course({}, {"loss/clip_frac": 0.3}), 4),
+    "stale_old_logprobs": (course({}, {"loss/clip_frac": 0.3}), 6),
     "satisfied_reward": (course({"reward/mean": 1.0, "rollout/zero_variance_groups": 16.0}, {}), 3),
     "entropy_collapse": (course({}, {"policy/entropy": 0.01}), 6),
     "large_lag": (course({}, {"lag/mean": 9.0, "mismatch/ess_frac": 0.3}), 6),

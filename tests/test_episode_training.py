@@ -259,9 +259,13 @@ def test_sequences_of_an_episode_by_hand() -> None:
     assert (batch.num_prompt_tokens, batch.num_padding_tokens) == (2 + 2 + 4, 4)
 
 
-def test_an_episode_left_out_of_the_baseline_has_no_advantage() -> None:
-    group = replace(two_turns_and_a_branch(), turn_advantages=(np.zeros(0, np.float32), np.float32([4])))
-    assert [s.advantage for s in sequences_of([group])[:2]] == [0.0, 0.0]
+def test_an_episode_without_a_reward_has_its_own_advantage_in_place_of_those_of_its_turns() -> None:
+    """The Scorer gives it 0; NaN marks it while a batch is whitened."""
+    for own in (0.0, np.nan):
+        no_turns, other = np.zeros(0, np.float32), np.float32([4])
+        advantages = np.array([own, -0.5], np.float32)
+        group = replace(two_turns_and_a_branch(), advantages=advantages, turn_advantages=(no_turns, other))
+        assert np.array_equal([s.advantage for s in sequences_of([group])[:2]], [own, own], equal_nan=True)
 
 
 def test_truncated_episodes_and_those_without_samples_yield_nothing() -> None:

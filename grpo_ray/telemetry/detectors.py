@@ -127,8 +127,8 @@ def _stale_old_logprobs(window: Window) -> str | None:
     Good runs clip up to 2% of their tokens there, and with tokens of a lag of 2 up to 6%: such batches are left
     out, as are losses with a clip range of less than 0.1, such as GSPO, which clip many tokens by design.
     """
-    clipped, ess, updates = window.newest(CLIPPED), window.newest(ESS), window.newest(NUM_UPDATES)
-    lag = window.newest(MAX_LAG)
+    clipped, ess = window.now(CLIPPED), window.now(ESS)  # one batch of a few tokens may clip many of them
+    updates, lag = window.now(NUM_UPDATES), window.now(MAX_LAG)
     if clipped is None or ess is None or lag is None or window.setup.clip_epsilon < 0.1:
         return None
     if updates != 1 or lag > 1 or clipped < 0.05 or ess < 0.9:
