@@ -219,7 +219,8 @@ def test_a_fork_that_the_system_refuses_is_told_and_succeeds_later() -> None:
         kind, why = ask()
         assert (kind, "temporarily unavailable" in why) == ("refused", True)
     os.kill(fork_server, signal.SIGUSR1)
-    assert ask()[0] == "ready"
+    answers = (ask()[0] for _ in range(10))  # the signal comes on its own way, perhaps after the next request
+    assert "ready" in answers
     control.close()
     os.waitpid(fork_server, 0)
 
