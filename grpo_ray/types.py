@@ -99,7 +99,7 @@ class Completion:
     @property
     def num_tokens(self) -> int:
         """Number of sampled tokens."""
-        return int(np.count_nonzero(self.mask))
+        return int(np.count_nonzero(self.versions != CONTEXT))
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,16 @@ class RolloutGroup:
         return _unpacked_group, (self.item, self.generator, kind, bounds, arrays, others)
 
     @property
+    def sampled_versions(self) -> np.ndarray:
+        """The version of each sampled token, int32 `[sampled_tokens]`, one completion after the other."""
+        versions: np.ndarray = np.concatenate([completion.versions for completion in self.completions])
+        sampled: np.ndarray = versions[versions != CONTEXT]
+        return sampled
+
+    @property
     def oldest_version(self) -> int:
         """The smallest version that sampled any token of the group; NO_VERSION if none was sampled."""
-        sampled = np.concatenate([c.versions[c.mask] for c in self.completions])
-        return int(sampled.min(initial=NO_VERSION))
+        return int(self.sampled_versions.min(initial=NO_VERSION))
 
     @property
     def is_of_episodes(self) -> bool:

@@ -76,7 +76,7 @@ def lag_metrics(groups: Sequence[ScoredGroup], version: int, config: Config) -> 
     Raises:
         StaleBatchError: a token is older than the schedule allows.
     """
-    versions = np.concatenate([c.versions[c.mask] for group in groups for c in group.rollout.completions])
+    versions = np.concatenate([group.rollout.sampled_versions for group in groups])
     if not len(versions):
         return {"lag/mean": 0.0, "lag/max": 0.0}
     max_age = config.max_token_age

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_ray.telemetry.episode_metrics import episode_metrics, episodes_in
-from grpo_ray.types import GroupOutcome, ScoredGroup
+from grpo_ray.types import CONTEXT, GroupOutcome, ScoredGroup
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:
@@ -16,8 +16,9 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
     """
     completions = [completion for group in groups for completion in group.rollout.completions]
     lengths = np.array([completion.num_tokens for completion in completions])
-    sampled = np.concatenate([completion.logprobs[completion.mask] for completion in completions])
-    finite = sampled[np.isfinite(sampled)]
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
+    versions = np.concatenate([completion.versions for completion in completions])
+    finite = logprobs[np.isfinite(logprobs) & (versions != CONTEXT)]
     # Under the sampling policy the mean of -log p is the entropy, up to the noise of the sample.
     entropy = {"policy/entropy": float(-finite.mean(dtype=np.float64))} if len(finite) else {}
     means = np.array([group.rewards.mean() for group in groups])

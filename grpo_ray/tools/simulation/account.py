@@ -44,8 +44,7 @@ class Account:
         """Note the batch that the Learner trains on at `version`."""
         lags: Counter[int] = Counter()
         for group in (*fresh, *replayed):
-            versions = np.concatenate([c.versions[c.mask] for c in group.rollout.completions])
-            found, counts = np.unique(version - versions, return_counts=True)
+            found, counts = np.unique(version - group.rollout.sampled_versions, return_counts=True)
             lags.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
             self.num_stale += bool(found.max(initial=0) > self.max_age)
         self.trained.append(array("q", (group.group_id for group in fresh)))
