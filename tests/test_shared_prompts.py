@@ -140,7 +140,7 @@ def test_gradient_and_sums_equal_the_padded_path(
     algorithm: dict[str, Any], tiny_config: Config, policy: PolicyModel
 ) -> None:
     sequences = random_sequences(1, SHAPES)
-    sequences[2] = replace(sequences[2], has_signal=False, advantage=0.0)
+    sequences[2] = replace(sequences[2], advantage=0.0)
     sequences[4].behaviour_logprobs[0] = np.nan
     found = {}
     for share_prompts, micro_batch_tokens in (("never", 60), ("auto", 1000), ("auto", 25), ("auto", 1)):
