@@ -27,6 +27,8 @@ from grpo_ray.types import ScoredGroup, TrainBatch
 
 EXACT = 1e-6
 SMOOTH = {"learner": {"adam_eps": 1e-2, "learning_rate": 1e-3}}  # an update in proportion to the gradient
+NO_CLIP = {"algorithm": {"cliprange": 99.0}}
+"""A token at the clip's edge has a gradient or none, by a rounding of bfloat16; without a clip nothing jumps."""
 
 
 COUNTED = ("lag/", "loss/clip_frac", "optim/lr", "optim/num", "optim/skipped", "throughput/trained_tokens")
@@ -287,7 +289,7 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
     tmp_path: Path,
 ) -> None:
     """Train 2 steps, write a checkpoint, and train 2 more, with the same number of ranks or another."""
-    of_one = changed(tiny_config, **merged(SMOOTH, CONTINUED[name]))
+    of_one = changed(tiny_config, **merged(SMOOTH, NO_CLIP, CONTINUED[name]))
     model = str(tiny_model())
 
     def run(size: int, batches: Sequence[Sequence[ScoredGroup]], *folders: Path | None) -> dict[str, Any]:
@@ -309,8 +311,8 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close(
             assert np.array_equal(continued["exact"], whole_run[after]["exact"]), (before, after)
             assert np.array_equal(continued["gradients"], whole_run[after]["gradients"][2:]), (before, after)
         else:
-            far = 1e-6 if of_one.model.dtype == "float32" else 1e-3
-            assert np.abs(continued["exact"] - whole_run[1]["exact"]).max() < far, (before, after)
+            apart = continued["exact"] - whole_run[1]["exact"]
+            assert np.abs(apart).max() < (1e-6 if of_one.model.dtype == "float32" else 1e-3), (before, after)
 
 
 def late(seat: Seat) -> list[int]:
