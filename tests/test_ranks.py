@@ -28,7 +28,7 @@ from grpo_ray.types import ScoredGroup, TrainBatch
 EXACT = 1e-6
 SMOOTH = {"learner": {"adam_eps": 1e-2, "learning_rate": 1e-3}}  # an update in proportion to the gradient
 NO_CLIP = {"algorithm": {"cliprange": 99.0}}
-"""A token at the clip's edge has a gradient or none, by a rounding of bfloat16; without a clip nothing jumps."""
+"""A token at the clip's edge has a gradient or none, by a rounding of bfloat16; without one nothing jumps."""
 
 
 COUNTED = ("lag/", "loss/clip_frac", "optim/lr", "optim/num", "optim/skipped", "throughput/trained_tokens")
