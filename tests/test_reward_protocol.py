@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -19,8 +18,6 @@ from hostile_rewards import FORGERIES
 
 from grpo_ray.errors import RunError
 from grpo_ray.rewards.isolation import processes
-from grpo_ray.rewards.isolation.confinement import Confinement
-from grpo_ray.rewards.isolation.fork_server import _ForkServer
 from grpo_ray.rewards.isolation.messages import Garbage, read_message
 from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
 from grpo_ray.rewards.isolation.processes import WorkerProcess
@@ -187,23 +184,25 @@ def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
 # ---- a system that refuses a process or a file ----
 
 
+REFUSED_FORKS = """
+import os, resource, signal, socket, sys
+from grpo_ray.rewards.isolation.confinement import Confinement
+from grpo_ray.rewards.isolation.fork_server import _ForkServer
+os.setgid({nobody})
+os.setuid({nobody})
+_, most = resource.getrlimit(resource.RLIMIT_NPROC)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, most))
+signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)))
+_ForkServer(socket.socket(fileno=int(sys.argv[1])), {{}}, Confinement(0.25), 0.25).run()
+"""
+
+
 @slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only another user than root has a limit of processes")
 def test_a_fork_that_the_system_refuses_is_told_and_succeeds_later() -> None:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _, most = resource.getrlimit(resource.RLIMIT_NPROC)
-    fork_server = os.fork()
-    if fork_server == 0:
-        try:
-            control.close()
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            resource.setrlimit(resource.RLIMIT_NPROC, (0, most))
-            raised = (resource.RLIMIT_NPROC, (most, most))
-            signal.signal(signal.SIGUSR1, lambda *_: resource.setrlimit(*raised))
-            _ForkServer(theirs, {}, Confinement(0.25), 0.25).run()
-        finally:
-            os._exit(0)
+    command = [sys.executable, "-c", REFUSED_FORKS.format(nobody=NOBODY), str(theirs.fileno())]
+    fork_server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
 
     def ask() -> list[Any]:
@@ -216,13 +215,13 @@ def test_a_fork_that_the_system_refuses_is_told_and_succeeds_later() -> None:
         return message
 
     for _ in range(3):
-        kind, why = ask()
-        assert (kind, "temporarily unavailable" in why) == ("refused", True)
-    os.kill(fork_server, signal.SIGUSR1)
+        kind, why, *_ = ask()
+        assert (kind, "temporarily unavailable" in why) == ("refused", True), why
+    fork_server.send_signal(signal.SIGUSR1)
     answers = (ask()[0] for _ in range(10))  # the signal comes on its own way, perhaps after the next request
     assert "ready" in answers
     control.close()
-    os.waitpid(fork_server, 0)
+    assert fork_server.wait(30) == 0
 
 
 FILES = """
