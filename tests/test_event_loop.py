@@ -147,7 +147,18 @@ def test_an_actors_cpu_time_is_that_of_its_calls_and_of_the_tasks_that_they_crea
         assert await asyncio.ensure_future(meter.metered("generator-3", call())) == "done"
         await own
 
+    async def counted() -> str:
+        burn(0.03)
+        return await meter.metered("generator-3", call())
+
+    async def through_a_client() -> None:
+        asyncio.get_running_loop().set_task_factory(meter.make_task)
+        assert await meter.metered("client", counted()) == "done"
+
     meter = CpuMeter()
     VirtualClock().run(main())
     assert meter.seconds.keys() == {"generator"}
     assert meter.seconds["generator"] == pytest.approx(0.1, abs=0.015)
+    meter = CpuMeter()
+    VirtualClock().run(through_a_client())
+    assert meter.seconds == pytest.approx({"generator": 0.1, "client": 0.03}, abs=0.015)

@@ -112,6 +112,15 @@ class SimulatedClient:
             task.cancel()
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
+        if self._meter is None:
+            return self._begin(method, args)
+        begun = self._meter.begin()
+        try:
+            return self._begin(method, args)
+        finally:
+            self._meter.end("client", begun)
+
+    def _begin(self, method: str, args: Sequence[Any]) -> Any:
         self._note(method)
         work = self._work(method, args)  # in a context of its own, as in another process
         task = asyncio.get_running_loop().create_task(work, context=Context())
@@ -121,6 +130,10 @@ class SimulatedClient:
         return (Part(answer, 0), Part(answer, 1)) if method in self._bulk_methods else answer
 
     async def _work(self, method: str, args: Sequence[Any]) -> Any:
+        work = self._serve(method, args)
+        return await (work if self._meter is None else self._meter.metered("client", work))
+
+    async def _serve(self, method: str, args: Sequence[Any]) -> Any:
         if self.death is not None:
             raise self.death
         values = [await arg if isinstance(arg, Answer | Part) else arg for arg in args]

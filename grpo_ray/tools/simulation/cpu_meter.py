@@ -1,4 +1,4 @@
-"""The CPU time of simulated actors, which share one thread with the controller: the rest is its own."""
+"""The CPU time of simulated actors and their clients, in one thread with the controller: the rest is its own."""
 
 import asyncio
 import time
@@ -12,10 +12,24 @@ _actor: ContextVar[str | None] = ContextVar("actor", default=None)
 
 
 class CpuMeter:
-    """CPU seconds by kind of actor: `generator`, `scorer`, `buffer`, `weight_sync` or `learner`."""
+    """CPU seconds by kind of actor (`generator`, `scorer`, `buffer`, ...), and of all their clients (`client`).
+
+    Each second counts once: work within other work is not that other work's.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._counted = 0.0  # seconds, of all kinds
+
+    def begin(self) -> tuple[float, float]:
+        """Begin to count; `end` takes what this returns."""
+        return time.thread_time(), self._counted
+
+    def end(self, kind: str, begun: tuple[float, float]) -> None:
+        """Count the CPU time since `begin`, without what was counted meanwhile."""
+        spent = time.thread_time() - begun[0]
+        self.seconds[kind] += spent - (self._counted - begun[1])
+        self._counted = begun[1] + spent
 
     def metered(self, name: str, work: Awaitable[Any]) -> "_Metered":
         """Return an actor's work, of which the time counts while it runs, not while it waits."""
@@ -38,9 +52,9 @@ class CpuMeter:
         kind = name.partition("-")[0]
 
         def run() -> None:
-            began = time.thread_time()
+            begun = self.begin()
             callback()
-            self.seconds[kind] += time.thread_time() - began
+            self.end(kind, begun)
 
         return run
 
@@ -54,13 +68,13 @@ class _Metered:
         steps: Any = self._work.__await__()
         resume, value = steps.send, None
         while True:
-            began = time.thread_time()
+            begun = self._meter.begin()
             try:
                 waits_for = resume(value)
             except StopIteration as end:
                 return end.value
             finally:
-                self._meter.seconds[self._kind] += time.thread_time() - began
+                self._meter.end(self._kind, begun)
             try:
                 value = yield waits_for
                 resume = steps.send
