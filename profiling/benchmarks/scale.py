@@ -2,8 +2,8 @@
 
 All actors share the process with the controller. Their own CPU time is measured and left out, as is that of
 their simulated clients, which stand for Ray's; all else in the process, the event loop included, counts as the
-controller's. *Control* is the controller, the clients, WeightSync and the buffer together: all of their CPU time
-is an upper bound of the time by which they can lengthen a step.
+controller's. *Control* is the controller, the clients, WeightSync and the buffer together: all of their CPU
+time is an upper bound of the time by which they can lengthen a step.
 """
 
 import tempfile

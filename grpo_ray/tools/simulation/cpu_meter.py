@@ -1,4 +1,4 @@
-"""The CPU time of simulated actors and their clients, in one thread with the controller: the rest is its own."""
+"""The CPU time of simulated actors and their clients, in one thread with the controller; the rest is its."""
 
 import asyncio
 import time
