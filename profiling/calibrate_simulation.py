@@ -151,7 +151,7 @@ def _print_row(name: str, real: Measured, speeds: Speeds, num_cores: int) -> Non
     with tempfile.TemporaryDirectory() as folder:
         simulated = simulate(config, RunDirectory(f"{folder}/run"), speeds, lengths)
     rows = [run.steps[step] for step in run.measured]
-    same = [simulated.watch.steps[step - 1] for step in run.measured]
+    same = [simulated.steps[step - 1] for step in run.measured]
     real_s, simulated_s = _seconds(rows), _seconds(same)
     shares = "; ".join(
         f"{what} {_share(rows, key):.0%} -> {_share(same, key):.0%}" for what, key in SHARES.items()
