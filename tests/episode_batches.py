@@ -12,7 +12,7 @@ from builders import ENDS, make_completion, make_group, make_item, plain_logprob
 from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 
 from grpo_ray.config import Config
-from grpo_ray.config.algorithm import RATIO_LOSSES
+from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.types import Episode, EpisodeSequence, ScoredGroup
 

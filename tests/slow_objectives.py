@@ -79,7 +79,11 @@ def slow_loss(
     advantages: Sequence[float],
     kept: Sequence[int],
 ) -> tuple[dict[int, Any], int]:
-    """Return the loss of each kept token of one response, and how many of them a bound changes."""
+    """Return the loss of each kept token of one response, and how many of them a bound changes.
+
+    Written from the papers, per token. Where a paper has one ratio per response, a token has its value and only
+    its own gradient, so that advantages and factors may differ along the response.
+    """
     name, options = algorithm.loss, dict(algorithm.loss_options)
     below, above = {
         "gspo": (3e-4, 4e-4), "luspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4)
@@ -106,8 +110,9 @@ def slow_loss(
             is_clipped = weight != ratio.item()
             losses[t] = -weight * a * new[t]
         elif name in ("grpo_clip", "gspo", "luspo"):
-            if name != "grpo_clip":
-                ratio = torch.exp(sum(new[u] - old[u] for u in kept) / len(kept))
+            if name != "grpo_clip":  # GSPO-token, arXiv:2507.18071, Eq. 13-14
+                of_response = math.exp(sum(new[u].item() - old[u] for u in kept) / len(kept))
+                ratio = of_response * torch.exp(new[t]) / math.exp(new[t].item())
             bounded = min(max(ratio, constant(1 - low)), constant(1 + high))
             objective = min(ratio * a, bounded * a)
             is_clipped = bool(bounded * a < ratio * a)
@@ -117,12 +122,13 @@ def slow_loss(
                 objective = max(objective, lowest)
             losses[t] = -objective
         elif name == "gmpo":
-            logs = []
+            logs = {}
             for u in kept:
                 log = new[u] - old[u]
-                logs.append(min(log, constant(high)) if advantages[u] > 0 else max(log, constant(-low)))
-            is_clipped = bool(logs[kept.index(t)] != new[t] - old[t])
-            losses[t] = -torch.exp(sum(logs) / len(kept)) * a
+                logs[u] = min(log, constant(high)) if advantages[u] > 0 else max(log, constant(-low))
+            is_clipped = bool(logs[t] != new[t] - old[t])
+            of_response = math.exp(sum(log.item() for log in logs.values()) / len(kept))
+            losses[t] = -of_response * torch.exp(logs[t]) / math.exp(logs[t].item()) * a
         elif name == "sapo":
             tau = options.get("tau", 1.0) if a > 0 else options.get("tau_negative", 1.05)
             losses[t] = -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * a

@@ -8,10 +8,13 @@ import torch
 
 from grpo_ray.algorithms import (
     RATIO_LOSSES,
+    AlgorithmConfig,
     LossType,
+    Objective,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
+    grpo_microbatch_train_step,
 )
 
 CLIPRANGE = 0.2
@@ -157,7 +160,6 @@ def test_the_optional_bounds_reach_the_loss(loss_type):
         ("no_baseline", "raw_rewards"),
         ("reinforce_with_baseline", "advantages"),
         *((loss_type, name) for loss_type in RATIO_LOSSES for name in ("advantages", "old_log_probs")),
-        *((loss_type, "cliprange") for loss_type in ("grpo_clip", "gspo", "cispo")),
         ("gspo", "response_mask"),
     ],
 )
@@ -172,6 +174,63 @@ def test_a_missing_argument_is_named(loss_type, missing):
     }
     with pytest.raises(ValueError, match=f"'{loss_type}' needs {missing}"):
         compute_policy_gradient_loss(column, loss_type, **(arguments | {missing: None}))
+
+
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_what_is_left_out_is_as_in_a_configuration(loss_type):
+    """By the function, by an Objective of the name alone, and by that of a configuration."""
+    torch.manual_seed(0)
+    policy, old = -3 * torch.rand(4, 5), -3 * torch.rand(4, 5)
+    tensors = torch.ones(4, 5, dtype=torch.bool), torch.tensor([[1.0], [-1.0], [0.5], [-2.0]])
+    configured = Objective.from_config(AlgorithmConfig(loss=loss_type))
+    assert Objective(loss_type) == configured
+    expected, _ = configured.policy_gradient_loss(policy, *tensors, old)
+    mask, advantages = tensors
+    arguments = {
+        "raw_rewards": advantages,
+        "advantages": advantages,
+        "old_log_probs": old,
+        "response_mask": mask,
+    }
+    loss, _ = compute_policy_gradient_loss(policy, loss_type, **arguments)
+    assert torch.equal(loss, expected)
+
+
+def test_options_reach_the_loss_and_misspelt_ones_are_refused():
+    policy, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.1]])
+    arguments = {"advantages": torch.ones(1, 1), "old_log_probs": old}
+    found = [
+        compute_policy_gradient_loss(policy, "dppo_tv", **arguments, delta=delta)[1]["clipped"].tolist()
+        for delta in (0.01, 0.1, 0.5)
+    ]
+    assert found == [[[True, True]], [[True, False]], [[False, False]]]
+    misspelt = Objective("dppo_tv", loss_options={"dleta": 0.01})
+    with pytest.raises(
+        ValueError, match=r"dppo_tv has no option 'dleta'; it takes cap, delta, delta_high, kl_tau"
+    ):
+        misspelt.policy_gradient_loss(policy, torch.ones(1, 2), torch.ones(1, 1), old)
+    with pytest.raises(ValueError, match="has no option 'tua'"):
+        compute_policy_gradient_loss(policy, "sapo", **arguments, tua=1.0)
+    with pytest.raises(ValueError, match="has no option 'tua'"):
+        grpo_microbatch_train_step(policy, torch.ones(1, 2), 1, "sapo", **arguments, tua=1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_type": "ppo"}, "unknown loss 'ppo'; allowed: no_baseline"),
+        ({"aggregation": "mean"}, "unknown aggregation 'mean'; allowed: sequence_mean"),
+        ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'"),
+        ({"selection": "top"}, "unknown token selection 'top'"),
+        ({"loss_type": "dppo_tv", "cliprange": 0.2}, "cliprange: the loss `dppo_tv` has no clip range"),
+        ({"loss_type": "sapo", "cliprange_high": 0.2}, "cliprange_high: the loss `sapo` has no clip range"),
+        ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip belongs to `grpo_clip`"),
+    ],
+    ids=str,
+)
+def test_an_objective_refuses_what_it_would_ignore(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(**({"loss_type": "grpo_clip"} | arguments))
 
 
 def test_an_unknown_loss_type_lists_the_allowed():

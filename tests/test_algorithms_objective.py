@@ -15,11 +15,17 @@ from grpo_ray.algorithms import (
     loss_denominator,
     policy_gradient_step,
 )
-from grpo_ray.config.algorithm import RESPONSE_LOSSES
+from grpo_ray.config.losses import LOSS_RECORDS
 
 LOSS_TYPES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
 NAN = float("nan")
 CLIPPING = set(RATIO_LOSSES) - {"unclipped", "sapo", "vespo"}
+RESPONSE_LOSSES = {name for name, record in LOSS_RECORDS.items() if record.is_of_responses}
+
+
+def ranges(loss_type: LossType) -> tuple[float, ...]:
+    """Return a clip range of 0.8 to 1.3 for the losses that have one."""
+    return () if LOSS_RECORDS[loss_type].epsilons is None else (0.2, 0.3)
 
 
 def example(batch: int = 6, seq: int = 5, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -50,7 +56,8 @@ PER_TOKEN = [name for name in example() if name not in ("advantages", "response_
 def full(loss_type: LossType, aggregation: Aggregation = "sequence_mean") -> Objective:
     """Return an objective with every term."""
     dual_clip = 1.3 if loss_type == "grpo_clip" else None
-    return Objective(loss_type, aggregation, 0.2, 0.3, dual_clip, kl_coefficient=0.5, entropy_bonus=0.1)
+    terms = {"dual_clip": dual_clip, "kl_coefficient": 0.5, "entropy_bonus": 0.1}
+    return Objective(loss_type, aggregation, *ranges(loss_type), **terms)
 
 
 def step(tensors, objective, denominator=None):
@@ -182,7 +189,7 @@ def test_losses_without_a_ratio_ignore_old_log_probs(loss_type):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_terms_add_up_and_only_the_first_is_weighted(loss_type, estimator):
     tensors = example()
-    plain = Objective(loss_type, "constant", 0.2)
+    plain = Objective(loss_type, "constant", *ranges(loss_type)[:1])
     full_objective = replace(plain, kl_coefficient=0.5, kl_estimator=estimator, entropy_bonus=0.1)
     mask = tensors["response_mask"]
     loss, grads, _ = step(tensors, full_objective, 1.0)

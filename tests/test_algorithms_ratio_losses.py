@@ -9,6 +9,7 @@ from grpo_ray.algorithms import (
     Objective,
     compute_grpo_clip_loss,
     compute_policy_gradient_loss,
+    policy_gradient_step,
 )
 from grpo_ray.config.algorithm import AlgorithmConfig
 
@@ -125,10 +126,34 @@ def test_gspo_by_hand():
     ratios = torch.tensor([[math.exp(0.2)] * 3, [math.exp(1.5)] * 3], dtype=torch.float64)
     torch.testing.assert_close(details["ratio"], ratios)
     assert details["clipped"].tolist() == [[False] * 3, [True] * 3]
-    loss[:, 0].sum().backward()  # the loss of one token depends on every token of the response
-    torch.testing.assert_close(
-        policy.grad, torch.tensor([[row / 2, row / 2, 0.0], [0.0] * 3], dtype=torch.float64)
-    )
+    # The response's value at each token, and the token's own gradient: of two tokens with weights 1 and 0, one.
+    (loss * torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0]])).sum().backward()
+    torch.testing.assert_close(policy.grad, torch.tensor([[row, 0.0, 0.0], [0.0] * 3], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["reinforce_with_baseline", "grpo_clip", "gspo", "luspo", "gmpo", "vespo"])
+def test_turns_of_one_row_keep_their_own_advantages(name):
+    """Two turns of two tokens with advantages +1 and -1, on policy: each token is pushed its own way."""
+    old = torch.tensor([[-1.0, -0.5, -2.0, -0.3]])
+    policy = old.clone().requires_grad_()
+    loss, _ = policy_gradient_step(
+        policy, torch.ones(1, 4), objective=Objective(name, "sequence_mean"),
+        advantages=torch.tensor([[1.0, 1.0, -1.0, -1.0]]), old_log_probs=old,
+    )  # fmt: skip
+    loss.backward()
+    torch.testing.assert_close(-policy.grad, torch.tensor([[0.25, 0.25, -0.25, -0.25]]))
+
+
+@pytest.mark.parametrize("name", ["grpo_clip", "gspo", "luspo", "gmpo", "vespo"])
+def test_a_token_with_weight_zero_is_not_trained_and_no_other_takes_its_share(name):
+    old = torch.tensor([[-1.0, -0.5, -2.0, -0.3]])
+    policy = old.clone().requires_grad_()
+    loss, _ = policy_gradient_step(
+        policy, torch.ones(1, 4), objective=Objective(name, "sequence_mean"),
+        advantages=torch.ones(1, 1), old_log_probs=old, weights=torch.tensor([[1.0, 1.0, 0.0, 1.0]]),
+    )  # fmt: skip
+    loss.backward()
+    torch.testing.assert_close(-policy.grad, torch.tensor([[0.25, 0.25, 0.0, 0.25]]))
 
 
 def test_gspo_of_an_empty_row_and_of_a_mask_that_does_not_fit():
@@ -193,11 +218,13 @@ def test_values_and_gradients_against_a_slow_loop(name):
 
 @pytest.mark.parametrize("name", ["unclipped", "grpo_clip", "dual_clip", "gspo"])
 def test_gradients_match_finite_differences(name):
+    """Of each response's mean: a token of `gspo` has its own gradient alone, and their sum is the response's."""
     advantages, policy, old, mask = batch_of(seed=1)
     policy = policy.requires_grad_()
 
     def loss(policy_log_probs: torch.Tensor) -> torch.Tensor:
-        return ratio_loss(name, advantages, policy_log_probs, old, mask)[0][mask]
+        per_token = ratio_loss(name, advantages, policy_log_probs, old, mask)[0]
+        return (per_token * mask).sum(1) / mask.sum(1)
 
     assert torch.autograd.gradcheck(loss, (policy,), eps=1e-7, atol=1e-6)
 

@@ -6,7 +6,14 @@ from collections import defaultdict
 import pytest
 import torch
 
-from grpo_ray.algorithms import Objective, grpo_microbatch_train_step, loss_denominator, policy_gradient_step
+from grpo_ray.algorithms import (
+    CorrectionInputs,
+    Objective,
+    get_response_log_probs,
+    grpo_microbatch_train_step,
+    loss_denominator,
+    policy_gradient_step,
+)
 
 CLIPRANGE = 0.2
 LOSS_TYPES = ["no_baseline", "reinforce_with_baseline", "grpo_clip"]
@@ -224,9 +231,69 @@ def test_bad_arguments_are_refused():
         grpo_microbatch_train_step(
             log_probs, torch.ones(2, 3), 1, "grpo_clip", advantages=column, cliprange=0.2
         )
-    with pytest.raises(ValueError, match="'grpo_clip' needs cliprange"):
-        grpo_microbatch_train_step(
-            log_probs, torch.ones(2, 3), 1, "grpo_clip", advantages=column, old_log_probs=log_probs
-        )
     with pytest.raises(ValueError, match="'no_baseline' needs raw_rewards"):
         grpo_microbatch_train_step(log_probs, torch.ones(2, 3), 1, "no_baseline", advantages=column)
+
+
+# ---- what the library refuses instead of ignoring it, and what it works out ----
+
+
+def test_corrections_without_weights_are_refused():
+    policy, behaviour, mask = torch.zeros(1, 2), torch.tensor([[-1.0, 0.0]]), torch.ones(1, 2)
+    advantages = torch.ones(1, 1)
+    objective = Objective("reinforce_with_baseline", corrections=("truncate_token",))
+    arguments = {"objective": objective, "advantages": advantages}
+    with pytest.raises(ValueError, match=r"truncate_token act through weights.*objective.correction_weights"):
+        policy_gradient_step(policy, mask, **arguments)
+    inputs = CorrectionInputs.of(policy, behaviour, mask, advantages)
+    weights, _ = objective.correction_weights(inputs)
+    assert weights.tolist() == [[2.0, 1.0]]  # e, at most the cap of 2
+    policy_gradient_step(policy, mask, **arguments, weights=weights)
+    misspelt = Objective("grpo_clip", corrections=("truncate_token",), correction_options={"cpa": 2.0})
+    with pytest.raises(ValueError, match=r"\(truncate_token\) has no option 'cpa'; it takes cap, floor"):
+        misspelt.correction_weights(inputs)
+
+
+def test_an_entropy_without_gradient_is_refused():
+    logits = torch.nn.Embedding(5, 5)
+    ids = torch.tensor([[0, 1, 2]])
+    found = get_response_log_probs(logits, ids, ids, return_token_entropy=True)
+    arguments = {"advantages": torch.ones(1, 1), "entropy": found["token_entropy"]}
+    with pytest.raises(ValueError, match=r"needs an entropy with a gradient.*compute_entropy\(logits\)"):
+        policy_gradient_step(
+            found["log_probs"], torch.ones(1, 3),
+            objective=Objective("reinforce_with_baseline", entropy_bonus=1.0), **arguments,
+        )  # fmt: skip
+    with torch.no_grad():  # a loss to look at
+        policy_gradient_step(
+            found["log_probs"].detach(), torch.ones(1, 3),
+            objective=Objective("reinforce_with_baseline", entropy_bonus=1.0), **arguments,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("row_tokens", [None, [3, 3, 2, 2]])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "sequence_sum", "prompt_mean"])
+def test_without_a_denominator_the_rows_are_the_whole_batch(aggregation, row_tokens):
+    """Four rows of 1, 2, 2 and 0 tokens; or two units of 3 and 2 tokens in two rows each."""
+    mask = torch.tensor([[1, 0], [1, 1], [1, 1], [0, 0]])
+    policy, advantages = torch.rand(4, 2), torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+    counts = None if row_tokens is None else torch.tensor(row_tokens)
+    arguments = {"advantages": advantages, "row_tokens": counts}
+    arguments["objective"] = Objective("reinforce_with_baseline", aggregation)
+    if row_tokens is None and aggregation == "prompt_mean":
+        with pytest.raises(ValueError, match="prompt_mean needs row_tokens"):
+            policy_gradient_step(policy, mask, **arguments)
+        return
+    units = 4 if row_tokens is None else 2
+    expected = policy_gradient_step(
+        policy, mask, denominator=loss_denominator(aggregation, units, 5, 8, units), **arguments
+    )
+    assert policy_gradient_step(policy, mask, **arguments)[0] == expected[0]
+
+
+def test_a_constant_needs_its_denominator():
+    objective = Objective("reinforce_with_baseline", "constant")
+    with pytest.raises(ValueError, match=r"maximum response length.*loss_denominator\('constant'"):
+        policy_gradient_step(
+            torch.zeros(1, 2), torch.ones(1, 2), objective=objective, advantages=torch.ones(1, 1)
+        )

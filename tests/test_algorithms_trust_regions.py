@@ -225,7 +225,8 @@ def test_gradients_match_finite_differences(name: str) -> None:
     options = {"cliprange": 0.4} if name == "gmpo" else {}
 
     def loss_of(policy: torch.Tensor) -> torch.Tensor:
-        return LOSSES[name](RatioInputs(policy, advantages, old < 1, old), **options)[0]  # type: ignore[index]
+        per_token = LOSSES[name](RatioInputs(policy, advantages, old < 1, old), **options)[0]  # type: ignore[index]
+        return per_token.mean(dim=1)  # of a response: a token of `gmpo` has its own gradient alone
 
     policy = (old + 0.3 * torch.randn(2, 3, generator=generator, dtype=torch.float64)).requires_grad_()
     assert torch.autograd.gradcheck(loss_of, (policy,))

@@ -25,7 +25,7 @@ from episode_batches import make_episode, random_batch, slow_gradient
 from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.staleness import StaleBatchError, lag_metrics
 from grpo_ray.config import Config
-from grpo_ray.config.algorithm import Aggregation, LossType
+from grpo_ray.config.losses import Aggregation, LossType
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.sequences import NEVER, minibatches, samples_of, sequences_of
 from grpo_ray.policy.log_probs import ResponseLogProbs

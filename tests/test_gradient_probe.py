@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_ray.algorithms import Objective, RatioInputs, gradient_sums, loss_denominator, policy_gradient_step
-from grpo_ray.config.algorithm import Aggregation
+from grpo_ray.config.losses import Aggregation
 from grpo_ray.telemetry.learner_metrics import add, mean_metrics
 from grpo_ray.tools.experiments.broken import losses
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from grpo_ray.config import Config, SamplingConfig
-from grpo_ray.config.algorithm import LossType
+from grpo_ray.config.losses import LossType
 from grpo_ray.models.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.policy_model import PolicyModel

@@ -18,7 +18,12 @@ from grpo_ray.algorithms.advantages import (
     group_advantages,
     overlong_penalties,
 )
-from grpo_ray.algorithms.aggregation import aggregate_loss, loss_denominator, masked_mean, masked_normalize
+from grpo_ray.algorithms.aggregation import (
+    aggregate_loss,
+    loss_denominator,
+    masked_mean,
+    masked_normalize,
+)
 from grpo_ray.algorithms.checking import check_algorithm
 from grpo_ray.algorithms.chunked import chunked_log_probs
 from grpo_ray.algorithms.comparison import advantages_of, compare_group, shaped_rewards, spread
@@ -40,6 +45,7 @@ from grpo_ray.algorithms.logprobs import (
 )
 from grpo_ray.algorithms.losses import (
     LOSSES,
+    apply_loss,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
@@ -48,13 +54,13 @@ from grpo_ray.algorithms.objective import Objective
 from grpo_ray.algorithms.selection import SELECTIONS
 from grpo_ray.algorithms.train_step import grpo_microbatch_train_step, policy_gradient_step
 from grpo_ray.config.algorithm import (
-    RATIO_LOSSES,
     AdvantageKind,
-    Aggregation,
+    AlgorithmConfig,
     Correction,
+    KLConfig,
     KLEstimator,
-    LossType,
 )
+from grpo_ray.config.losses import RATIO_LOSSES, Aggregation, LossType
 
 __all__ = [
     "ADVANTAGES",
@@ -65,8 +71,10 @@ __all__ = [
     "AdvantageInputs",
     "AdvantageKind",
     "Aggregation",
+    "AlgorithmConfig",
     "Correction",
     "CorrectionInputs",
+    "KLConfig",
     "KLEstimator",
     "LossInputs",
     "LossType",
@@ -74,6 +82,7 @@ __all__ = [
     "RatioInputs",
     "advantages_of",
     "aggregate_loss",
+    "apply_loss",
     "check_algorithm",
     "chunked_log_probs",
     "compare_group",

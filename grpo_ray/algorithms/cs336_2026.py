@@ -13,7 +13,7 @@ from grpo_ray.algorithms import losses
 from grpo_ray.algorithms.advantages import group_advantages
 from grpo_ray.algorithms.aggregation import aggregate_loss, masked_normalize
 from grpo_ray.algorithms.logprobs import check_shape, get_response_log_probs, tokenize_prompt_and_output
-from grpo_ray.config.algorithm import LossType
+from grpo_ray.config.losses import LossType
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from grpo_ray.algorithms.aggregation import aggregate_loss
-from grpo_ray.config.algorithm import Aggregation
+from grpo_ray.config.losses import Aggregation
 
 
 def gradient_sums(

@@ -4,7 +4,7 @@ A function of the user's own has the same form as the package's.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_type_hints
@@ -122,6 +122,20 @@ def uses_ratio(loss_fn: LossFn) -> bool:
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters after the first, by name."""
     return dict(list(inspect.signature(function).parameters.items())[1:])
+
+
+def refuse_unknown(what: str, functions: Sequence[Callable[..., Any]], given: Mapping[str, Any]) -> None:
+    """Refuse a keyword argument that none of the functions takes.
+
+    Raises:
+        ValueError: names it, and those that they take.
+    """
+    parameters = [parameter for function in functions for parameter in parameters_of(function).values()]
+    names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    if len(names) < len({p.name for p in parameters}):  # one takes any
+        return
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(f"{what} has no option {unknown[0]!r}; it takes {', '.join(sorted(names)) or 'none'}")
 
 
 def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

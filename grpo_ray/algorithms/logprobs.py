@@ -97,6 +97,7 @@ def get_response_log_probs(
     input_ids: Tensor,
     labels: Tensor,
     return_token_entropy: bool,
+    temperature: float = 1.0,
 ) -> dict[str, Tensor]:
     """Return the log-probability that the model assigns to each label, and optionally the entropy there.
 
@@ -109,6 +110,7 @@ def get_response_log_probs(
         input_ids: `[batch, seq]`, right-padded.
         labels: `[batch, seq]`, the next token ids.
         return_token_entropy: add `token_entropy`, which is for logging and has no gradient.
+        temperature: that of the sampler, above 0; both results are of `softmax(logits / temperature)`.
 
     Returns:
         `log_probs` `[batch, seq]` float32 and, if requested, `token_entropy` `[batch, seq]`. Prompt and padding
@@ -116,10 +118,10 @@ def get_response_log_probs(
     """
     output = model(input_ids, use_cache=False) if _is_transformers_model(model) else model(input_ids)
     logits = output.logits if hasattr(output, "logits") else output
-    result = {"log_probs": token_log_probs(logits, labels)}
+    result = {"log_probs": token_log_probs(logits, labels, temperature)}
     if return_token_entropy:
         with torch.no_grad():
-            result["token_entropy"] = compute_entropy(logits)
+            result["token_entropy"] = compute_entropy(logits if temperature == 1.0 else logits / temperature)
     return result
 
 

@@ -24,12 +24,22 @@ from grpo_ray.algorithms.inputs import (
     RatioInputs,
     arguments_of,
     parameters_of,
+    refuse_unknown,
     row_mean,
     uses_ratio,
 )
 from grpo_ray.algorithms.logprobs import check_shape, clamped_exp
-from grpo_ray.algorithms.trust_regions import details, dppo_kl, dppo_tv, gmpo, ipo, sapo, vespo
-from grpo_ray.config.algorithm import RESPONSE_LOSSES, LossType
+from grpo_ray.algorithms.trust_regions import (
+    details,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    ipo,
+    sapo,
+    token_form,
+    vespo,
+)
+from grpo_ray.config.losses import LossType, clip_epsilons, loss_record
 
 T = TypeVar("T")
 
@@ -92,11 +102,12 @@ def compute_policy_gradient_loss(
     response_mask: Tensor | None = None,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
+    **loss_options: Any,
 ) -> tuple[Tensor, Details]:
     """Compute the per-token loss named by `loss_type` from the arguments that it needs, ignoring the others.
 
-    `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs,
-    those that clip a cliprange, and those with a ratio per response response_mask.
+    `no_baseline` needs raw_rewards, every other loss advantages. The ratio losses also need old_log_probs, and
+    those with a ratio per response response_mask.
 
     Args:
         policy_log_probs: `[batch, seq]`.
@@ -104,21 +115,25 @@ def compute_policy_gradient_loss(
         raw_rewards: `[batch, 1]` or `[batch, seq]`.
         advantages: `[batch, 1]` or `[batch, seq]`.
         old_log_probs: `[batch, seq]`.
-        cliprange: low, and also high unless `cliprange_high` is given.
+        cliprange: low, and also high unless `cliprange_high` is given; None: the loss's own, as in a
+            configuration (0.2 for most).
         response_mask: `[batch, seq]`.
         cliprange_high: high.
         dual_clip: see `compute_grpo_clip_loss`.
+        loss_options: further keyword arguments of the loss, such as `delta` of `dppo_tv`.
 
     Returns:
         The loss `[batch, seq]` and its details (see the module; empty except for the ratio losses).
 
     Raises:
-        ValueError: an argument that the loss needs is missing, or the loss type is unknown.
+        ValueError: an argument that the loss needs is missing, the loss type is unknown, or it takes no such
+            option.
     """
     if loss_type not in LOSSES:
         raise ValueError(f"unknown loss_type {loss_type!r}; allowed: {', '.join(LOSSES)}")
-    if loss_type in RESPONSE_LOSSES:
+    if loss_record(loss_type).is_of_responses:
         _required("response_mask", response_mask, loss_type)
+    low, high = clip_epsilons(loss_type, cliprange, cliprange_high)
     if response_mask is None:
         response_mask = torch.ones_like(policy_log_probs, dtype=torch.bool)
     return apply_loss(
@@ -128,7 +143,8 @@ def compute_policy_gradient_loss(
         response_mask,
         raw_rewards if loss_type == "no_baseline" else advantages,
         old_log_probs,
-        {"cliprange": cliprange, "cliprange_high": cliprange_high, "dual_clip": dual_clip},
+        {"cliprange": low, "cliprange_high": high, "dual_clip": dual_clip},
+        loss_options,
     )
 
 
@@ -139,9 +155,10 @@ def apply_loss(
     mask: Tensor,
     advantages: Tensor | None,
     old_log_probs: Tensor | None,
-    given: Mapping[str, Any],
+    offered: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Details]:
-    """Call a loss function with the dataclass that it is annotated with, and those of `given` that it takes.
+    """Call a loss function with the dataclass that it is annotated with, and its keyword arguments.
 
     Args:
         loss_fn: one of `LOSSES`, or the user's own.
@@ -149,11 +166,14 @@ def apply_loss(
         policy_log_probs, mask: `[batch, seq]`.
         advantages: `[batch, 1]` or `[batch, seq]`; the raw rewards for `no_baseline`.
         old_log_probs: `[batch, seq]`, for the ratio losses.
-        given: keyword arguments; None stands for an argument that is not given.
+        offered: keyword arguments, of which the loss gets those that it takes; None stands for one that is not
+            given.
+        options: keyword arguments that it has to take.
 
     Raises:
-        ValueError: an argument that the loss needs is missing, or a shape differs.
+        ValueError: an argument that the loss needs is missing, a shape differs, or it takes no such option.
     """
+    refuse_unknown(f"the loss {name}", [loss_fn], options or {})
     advantages = _required("raw_rewards" if name == "no_baseline" else "advantages", advantages, name)
     _check_advantages("advantages", advantages, policy_log_probs)
     check_shape("response_mask", mask, policy_log_probs)
@@ -162,11 +182,11 @@ def apply_loss(
         old_log_probs = _required("old_log_probs", old_log_probs, name)
         check_shape("old_log_probs", old_log_probs, policy_log_probs)
         inputs = RatioInputs(policy_log_probs, advantages, mask.bool(), old_log_probs)
-    options = arguments_of(loss_fn, given)
+    given = arguments_of(loss_fn, {**offered, **(options or {})})
     for parameter in parameters_of(loss_fn).values():
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-            _required(parameter.name, options.get(parameter.name), name)
-    loss, found = loss_fn(inputs, **options)
+            _required(parameter.name, given.get(parameter.name), name)
+    loss, found = loss_fn(inputs, **given)
     check_shape(f"the loss of {name}", loss, policy_log_probs)
     return loss, found
 
@@ -232,10 +252,11 @@ def gspo(
     """Compute GSPO: GRPO-Clip with one ratio per response, `exp(mean over its tokens of log(pi / pi_old))`.
 
     Group Sequence Policy Optimization (arXiv:2507.18071, Eq. 5-7): the ratio of the whole response's
-    likelihoods to the power 1 / length. Each token has its response's value, so that `sequence_mean` gives the
-    paper's objective. Each row has a ratio of its own, also where the branches of one episode are several rows:
-    a branch is sampled in a context of its own, and a ratio over all of them would tie their gradients together
-    beyond one forward pass. A row without tokens has ratio 1.
+    likelihoods to the power 1 / length. It is in the token form of Section 4.3 (GSPO-token): each token has its
+    response's value and its own gradient, so factors and advantages may differ along the response. With one
+    advantage, `sequence_mean` gives the paper's objective and gradient. Each row has a ratio of its own, also
+    where the branches of one episode are several rows: a branch is sampled in a context of its own. A row
+    without tokens has ratio 1.
 
     Args:
         inputs: see the module.
@@ -243,13 +264,13 @@ def gspo(
         cliprange_high: high.
 
     Returns:
-        The loss and its details, constant along each row with one advantage; `clipped` is true where the
-        response has no gradient.
+        The loss and its details, constant along each row with one advantage; `clipped` is true at tokens
+        without a gradient, which with one advantage are those of the whole response.
     """
-    ratio = clamped_exp(row_mean(inputs.log_ratio, inputs.mask))  # [batch, 1]
+    mean = row_mean(inputs.log_ratio.detach(), inputs.mask)  # [batch, 1]
+    ratio = token_form(mean, inputs.policy_log_probs)
     objective, is_clipped = _clipped_surrogate(ratio, inputs.advantages, cliprange, cliprange_high)
-    shape = inputs.mask.shape
-    return -objective.expand(shape), details(is_clipped.expand(shape), ratio.expand(shape))
+    return -objective, details(is_clipped, ratio)
 
 
 def cispo(

@@ -2,26 +2,34 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
 from grpo_ray.algorithms.correction import correction_weights
-from grpo_ray.algorithms.inputs import CorrectionInputs, Details, arguments_of, uses_ratio
+from grpo_ray.algorithms.inputs import CorrectionInputs, Details, arguments_of, refuse_unknown, uses_ratio
 from grpo_ray.algorithms.losses import apply_loss
 from grpo_ray.algorithms.registry import correction_function, loss_function
-from grpo_ray.config.algorithm import Aggregation, AlgorithmConfig, KLEstimator, TokenSelection
+from grpo_ray.config.algorithm import AlgorithmConfig, KLEstimator, TokenSelection
+from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, clip_epsilons, loss_record, refuse_clip_range
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Everything about the loss except the data."""
+    """Everything about the loss except the data.
+
+    `Objective(name)` is the objective of a configuration with that loss: what is left out has the same defaults.
+
+    Raises:
+        ValueError: a name is unknown, or a clip range is given to a loss that has none.
+    """
 
     loss_type: str
     """One of `LossType`, or the user's own as `module:function`."""
-    aggregation: Aggregation
-    cliprange: float | None = 0.2
-    """Epsilon below 1, and also above unless `cliprange_high` is given; None for losses that do not clip."""
+    aggregation: Aggregation = None  # type: ignore[assignment]  # until __post_init__
+    """None: the loss's own."""
+    cliprange: float | None = None
+    """Epsilon below 1, and also above unless `cliprange_high` is given; None: the loss's own."""
     cliprange_high: float | None = None
     dual_clip: float | None = None
     kl_coefficient: float = 0.0
@@ -40,26 +48,45 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> "Objective":
-        low, high = config.clip_epsilons
+        functions = [correction_function(name) for name in config.corrections]
+        limits = {"cap": config.correction_cap, "band": config.correction_band}
+        taken = {name: value for f in functions for name, value in arguments_of(f, limits).items()}
         return cls(
             loss_type=config.loss,
             aggregation=config.loss_aggregation,
-            cliprange=low,
-            cliprange_high=high,
+            cliprange=config.cliprange,
+            cliprange_high=config.cliprange_high,
             dual_clip=config.dual_clip,
             kl_coefficient=config.kl.loss_coefficient,
             kl_estimator=config.kl.estimator,
             entropy_bonus=config.entropy_bonus,
             loss_options=config.loss_options,
             corrections=config.corrections,
-            correction_options={
-                **config.correction_options,
-                "cap": config.correction_cap,
-                "band": config.correction_band,
-            },
+            correction_options={**config.correction_options, **taken},
             selection=config.token_selection,
             selection_options=config.selection_options,
         )
+
+    def __post_init__(self) -> None:
+        own = [self.loss_type] if ":" in self.loss_type else []
+        for what, name, allowed in (
+            ("loss", self.loss_type, (*LOSS_RECORDS, *own)),
+            ("aggregation", self.aggregation, get_args(Aggregation)),
+            ("KL estimator", self.kl_estimator, get_args(KLEstimator)),
+            ("token selection", self.selection, get_args(TokenSelection)),
+        ):
+            if name is not None and name not in allowed:
+                raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(allowed)}")
+        low, high = clip_epsilons(self.loss_type, self.cliprange, self.cliprange_high)
+        if loss_record(self.loss_type).epsilons is None:
+            refuse_clip_range(self.loss_type, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
+        else:
+            object.__setattr__(self, "cliprange", low)
+            object.__setattr__(self, "cliprange_high", high)
+        if self.dual_clip is not None and self.loss_type not in ("grpo_clip", *own):
+            raise ValueError(f"dual_clip belongs to `grpo_clip`, and the loss is `{self.loss_type}`")
+        if self.aggregation is None:
+            object.__setattr__(self, "aggregation", loss_record(self.loss_type).aggregation)
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -83,10 +110,15 @@ class Objective:
             "dual_clip": self.dual_clip,
         }
         tensors = policy_log_probs, mask, advantages, old_log_probs
-        given = {**self.loss_options, **ranges}
-        return apply_loss(loss_function(self.loss_type), self.loss_type, *tensors, given)
+        function = loss_function(self.loss_type)
+        return apply_loss(function, self.loss_type, *tensors, ranges, self.loss_options)
 
     def correction_weights(self, inputs: CorrectionInputs) -> tuple[Tensor, Tensor]:
-        """Return the weights of this objective's corrections and where they intervened; see correction.py."""
-        functions = map(correction_function, self.corrections)
+        """Return the weights of this objective's corrections and where they intervened; see correction.py.
+
+        Raises:
+            ValueError: no correction takes one of `correction_options`.
+        """
+        functions = [correction_function(name) for name in self.corrections]
+        refuse_unknown(f"the corrections ({', '.join(self.corrections)})", functions, self.correction_options)
         return correction_weights(inputs, [(f, arguments_of(f, self.correction_options)) for f in functions])

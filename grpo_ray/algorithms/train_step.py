@@ -1,13 +1,17 @@
 """From one micro-batch to its scalar loss: the Learner's function, and the handout's, which calls it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from grpo_ray.algorithms.aggregation import aggregate_loss
+from grpo_ray.algorithms.aggregation import aggregate_loss, batch_denominator
+from grpo_ray.algorithms.inputs import arguments_of
 from grpo_ray.algorithms.kl import kl_estimate, kl_sums
 from grpo_ray.algorithms.logprobs import check_shape
+from grpo_ray.algorithms.losses import LOSSES
 from grpo_ray.algorithms.objective import Objective
-from grpo_ray.config.algorithm import LossType
+from grpo_ray.config.losses import LossType
 
 
 def policy_gradient_step(
@@ -15,7 +19,7 @@ def policy_gradient_step(
     response_mask: Tensor,
     *,
     objective: Objective,
-    denominator: float,
+    denominator: float | None = None,
     advantages: Tensor | None,
     old_log_probs: Tensor | None = None,
     weights: Tensor | None = None,
@@ -36,12 +40,14 @@ def policy_gradient_step(
         response_mask: `[batch, seq]`, bool or 0/1, true where the token belongs to the response.
         objective: the loss, its aggregation and the terms added to it.
         denominator: the WHOLE batch's count (`loss_denominator`); for `token_mean`, of the tokens that
-            are kept.
+            are kept. None: these rows are the whole batch.
         advantages: `[batch, 1]` or `[batch, seq]`; for `no_baseline` the raw rewards.
         old_log_probs: `[batch, seq]`, for the ratio losses; others ignore it.
-        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated (`correction_weights`).
+        weights: `[batch, seq]`, for the policy-gradient term only; never differentiated. An objective with
+            corrections needs those of `objective.correction_weights`.
         reference_log_probs: `[batch, seq]`, nats; never differentiated.
-        entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus.
+        entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus. That of
+            `get_response_log_probs` has no gradient; `compute_entropy` and `chunked_log_probs` give one that has.
         row_tokens: `[batch]`, see `aggregate_loss`.
         penalties: `[batch, seq]`, coefficients of `|log(pi / pi_old)|`, which is added; needs old_log_probs.
 
@@ -52,8 +58,9 @@ def policy_gradient_step(
         them, and `num_clipped_low` of those, with a ratio below 1.
 
     Raises:
-        ValueError: an argument that the objective needs is missing, or a shape differs; see also
-            `compute_policy_gradient_loss`, `kl_estimate` and `aggregate_loss`.
+        ValueError: an argument that the objective needs is missing, a shape differs, or the entropy of an
+            entropy_bonus has no gradient; see also `compute_policy_gradient_loss`, `kl_estimate` and
+            `aggregate_loss`.
     """
     for name, tensor in (
         ("response_mask", response_mask),
@@ -65,6 +72,11 @@ def policy_gradient_step(
     ):
         if tensor is not None:
             check_shape(name, tensor, policy_log_probs)
+    if objective.corrections and weights is None:
+        raise ValueError(
+            f"the corrections {', '.join(objective.corrections)} act through weights, and weights is None; give "
+            "objective.correction_weights(CorrectionInputs.of(first, behaviour, mask, advantages))[0]"
+        )
     mask = response_mask.bool()
     if objective.needs_old_log_probs and old_log_probs is not None:
         mask = mask & old_log_probs.isfinite()
@@ -94,8 +106,16 @@ def policy_gradient_step(
     if objective.entropy_bonus:
         if entropy is None:
             raise ValueError(f"entropy_bonus {objective.entropy_bonus} needs entropy")
+        if policy_log_probs.requires_grad and not entropy.requires_grad:
+            raise ValueError(
+                f"entropy_bonus {objective.entropy_bonus} needs an entropy with a gradient, and this one has "
+                "none; compute it by compute_entropy(logits) outside of torch.no_grad()"
+            )
         per_token_loss = per_token_loss - objective.entropy_bonus * entropy
-    return aggregate_loss(per_token_loss, mask, objective.aggregation, denominator, row_tokens), sums
+    aggregation = objective.aggregation
+    if denominator is None:
+        denominator = batch_denominator(aggregation, mask, row_tokens)
+    return aggregate_loss(per_token_loss, mask, aggregation, denominator, row_tokens), sums
 
 
 def grpo_microbatch_train_step(
@@ -109,6 +129,7 @@ def grpo_microbatch_train_step(
     cliprange: float | None = None,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
+    **loss_options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute and backpropagate the loss of one of `gradient_accumulation_steps` micro-batches of equal size.
 
@@ -124,10 +145,12 @@ def grpo_microbatch_train_step(
     """
     if gradient_accumulation_steps < 1:
         raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}")
+    given = {"cliprange": cliprange, "cliprange_high": cliprange_high, "dual_clip": dual_clip}
+    ranges = arguments_of(LOSSES[loss_type], given) if loss_type in LOSSES else {}
     loss, sums = policy_gradient_step(
         policy_log_probs,
         response_mask,
-        objective=Objective(loss_type, "sequence_mean", cliprange, cliprange_high, dual_clip),
+        objective=Objective(loss_type, "sequence_mean", **ranges, loss_options=loss_options),
         denominator=policy_log_probs.shape[0] * gradient_accumulation_steps,
         advantages=raw_rewards if loss_type == "no_baseline" else advantages,
         old_log_probs=old_log_probs,

@@ -104,9 +104,10 @@ def gmpo(
     """Compute GMPO: `-(geometric mean over the response of its clipped ratios) * A`.
 
     Geometric-Mean Policy Optimization (arXiv:2507.20673): each log ratio is bounded by `cliprange_high`
-    where A > 0 and by `-cliprange` elsewhere, then averaged. Each token has its response's value, so that
-    `sequence_mean` gives the paper's objective. The branches of an episode are rows with a mean of their own,
-    as in `gspo`; so are turns with different advantages bounded by their own signs.
+    where A > 0 and by `-cliprange` elsewhere, then averaged. As in `gspo`, each token has its response's value
+    and its own gradient, which is 0 where it is bounded; with one advantage, `sequence_mean` gives the paper's
+    objective and gradient. The branches of an episode are rows with a mean of their own, and turns with
+    different advantages are bounded by their own signs.
 
     Args:
         inputs: see the module.
@@ -117,8 +118,8 @@ def gmpo(
     log_ratio = inputs.log_ratio
     is_up = inputs.advantages > 0
     bounded = torch.where(is_up, log_ratio.clamp(max=high), log_ratio.clamp(min=-cliprange))
-    mean = clamped_exp(row_mean(bounded, inputs.mask))  # [batch, 1]
-    loss = (-mean * inputs.advantages).expand_as(log_ratio)
+    mean = row_mean(bounded.detach(), inputs.mask)  # [batch, 1]
+    loss = -token_form(mean, bounded) * inputs.advantages
     return loss, details(bounded != log_ratio, clamped_exp(log_ratio))
 
 
@@ -149,6 +150,21 @@ def vespo(
     weight, weight_negative = ((power * log_ratio + rate * (1 - ratio)).exp() for power, rate in pairs)
     loss = -torch.where(is_negative, weight_negative, weight) * inputs.advantages * inputs.policy_log_probs
     return loss, details(torch.zeros_like(inputs.mask), ratio.expand_as(inputs.mask))
+
+
+def token_form(log_ratio: Tensor, log_values: Tensor) -> Tensor:
+    """Return the response's ratio at each token, with the gradient of the token's own `log_values` alone.
+
+    (GSPO-token, arXiv:2507.18071, Section 4.3, Eq. 14.) The gradient of the mean over a response is that of its
+    geometric mean, while a factor that differs along the response reaches the tokens that it belongs to.
+
+    Args:
+        log_ratio: `[batch, 1]`, without gradient; beyond [-20, 20] the result has none either.
+        log_values: `[batch, seq]`; -inf has no gradient.
+    """
+    own = log_values.clamp(min=torch.finfo(log_values.dtype).min)  # -inf minus itself would be NaN
+    own = (own - own.detach()).masked_fill(log_ratio.abs() > MAX_LOG_RATIO, 0.0)
+    return clamped_exp(log_ratio) * own.exp()
 
 
 def details(is_clipped: Tensor, ratio: Tensor) -> Details:

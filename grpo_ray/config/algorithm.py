@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
+from grpo_ray.config.losses import Aggregation, LossType, clip_epsilons, loss_record, refuse_clip_range
 from grpo_ray.config.reward import Argument
 from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import is_function_name, one_of_or_own
@@ -14,17 +15,6 @@ from grpo_ray.config.user_code import is_function_name, one_of_or_own
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "max_only", "raw", "max_rl", "pass_at_k", "gdpo"]
 AdvantageScale = Literal["group", "batch", "whiten_responses", "whiten_tokens"]
 Std = Literal["sample", "population"]
-LossType = Literal[
-    "no_baseline", "reinforce_with_baseline", "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv",
-    "dppo_kl", "ipo", "sapo", "gmpo", "vespo",
-]  # fmt: skip
-# The losses with a ratio to old log-probabilities.
-RATIO_LOSSES: tuple[LossType, ...] = (
-    "unclipped", "grpo_clip", "gspo", "cispo", "luspo", "dppo_tv", "dppo_kl", "ipo", "sapo", "gmpo", "vespo",
-)  # fmt: skip
-# The losses with one ratio per response, for which an advantage per token is that of the whole response.
-RESPONSE_LOSSES: tuple[LossType, ...] = ("gspo", "luspo", "gmpo", "vespo")
-Aggregation = Literal["sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean"]
 OldLogProbs = Literal["behaviour", "proximal"]
 Correction = Literal[
     "truncate_token", "truncate_sequence", "mask_band", "mask_product", "mask_geometric", "veto", "opsm"
@@ -39,14 +29,6 @@ IN_REWARDS: tuple[AdvantageKind, ...] = ("raw", "mean", "leave_one_out", "max_on
 KLReference = Literal["none", "initial", "ema"]
 KLPlacement = Literal["loss", "reward", "reward_to_go"]
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "unbiased"]
-# Epsilon below and above a ratio of 1, where it is not 0.2. CISPO's ratio is a weight, capped at 5 and with no
-# floor: a floor would keep pushing down a token however improbable it has become. GMPO's is of the log ratio.
-CLIP_EPSILONS: dict[str, tuple[float, float]] = {
-    "gspo": (3e-4, 4e-4), "luspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4),
-}  # fmt: skip
-AGGREGATIONS: dict[str, Aggregation] = {  # else sequence_mean
-    "cispo": "token_mean", "luspo": "sequence_sum", "vespo": "token_mean",
-}  # fmt: skip
 
 
 def _several(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -219,7 +201,7 @@ class AlgorithmConfig(Section):
     @property
     def loss_aggregation(self) -> Aggregation:
         """The aggregation in effect: that of CISPO's paper divides by tokens, that of LUSPO's sums them."""
-        return self.aggregation or AGGREGATIONS.get(self.loss, "sequence_mean")
+        return self.aggregation or loss_record(self.loss).aggregation
 
     @property
     def corrections(self) -> tuple[str, ...]:
@@ -235,9 +217,7 @@ class AlgorithmConfig(Section):
     @property
     def clip_epsilons(self) -> tuple[float, float]:
         """Epsilon below and above a ratio of 1."""
-        low, high = CLIP_EPSILONS.get(self.loss, (0.2, 0.2))
-        low = self.cliprange or low
-        return low, self.cliprange_high or (self.cliprange or high)
+        return clip_epsilons(self.loss, self.cliprange, self.cliprange_high)
 
     @model_validator(mode="after")
     def _group_has_baseline(self) -> "AlgorithmConfig":
@@ -306,15 +286,10 @@ class AlgorithmConfig(Section):
                 f"advantage_scale: kl.placement `reward_to_go` gives each token an advantage of its own, and "
                 f"`{scale}` is of whole responses; set it to `whiten_tokens` or `group`"
             )
-        if self.loss in RESPONSE_LOSSES:
-            raise ValueError(
-                f"kl.placement: `{self.loss}` gives all tokens of a response the same weight, and "
-                "`reward_to_go` each its own advantage; use a loss per token such as `grpo_clip`, or "
-                "kl.placement `reward`"
-            )
 
     @model_validator(mode="after")
-    def _dual_clip_belongs_to_grpo_clip(self) -> "AlgorithmConfig":
+    def _clip_range_belongs_to_the_loss(self) -> "AlgorithmConfig":
+        refuse_clip_range(self.loss, cliprange=self.cliprange, cliprange_high=self.cliprange_high)
         if self.dual_clip is not None and self.loss != "grpo_clip":
             raise ValueError(f"dual_clip belongs to `grpo_clip`, and loss is `{self.loss}`; set it to null")
         _, high = self.clip_epsilons
@@ -330,7 +305,7 @@ class AlgorithmConfig(Section):
         low, high = self.correction_band or (None, None)
         if low is not None and high is not None and low >= high:
             raise ValueError(f"correction_band is ({low:g}, {high:g}): the first must be the smaller")
-        self.refuse_two_ratios(self.loss in RATIO_LOSSES)
+        self.refuse_two_ratios(loss_record(self.loss).has_ratio and not is_function_name(self.loss))
         return self
 
     def refuse_two_ratios(self, uses_ratio: bool) -> None:

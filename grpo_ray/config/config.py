@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from grpo_ray.config.algorithm import RESPONSE_LOSSES, AlgorithmConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig
@@ -337,11 +337,6 @@ class Config(Section):
         distillation, algorithm, sampling = self.distillation, self.algorithm, self.sampling
         if distillation.teacher is None:
             return self
-        if algorithm.loss in RESPONSE_LOSSES:
-            raise ValueError(
-                f"algorithm.loss: `{algorithm.loss}` gives all tokens of a response the same weight, and a "
-                "teacher judges each token by itself; use a loss per token such as `grpo_clip`"
-            )
         if algorithm.dynamic_sampling_tries:
             raise ValueError(
                 "algorithm.dynamic_sampling_tries: it replaces groups without signal, and with "
