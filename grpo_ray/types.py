@@ -274,6 +274,13 @@ class ScoredGroup:
         advantages = self.turn_advantages or (self.advantages,)
         return self.teacher_logprobs is not None or any(np.any(each != 0.0) for each in advantages)
 
+    def varies_in(self, metric: str) -> bool:
+        """Return True if the group has the signal of `algorithm.dynamic_sampling_metric`."""
+        if metric == "advantage":
+            return self.has_signal
+        values = self.rewards if metric == "reward" else self.answer_rewards
+        return len({value for sample, value in enumerate(values.tolist()) if sample not in self.errors}) > 1
+
     @property
     def teacher_rows(self) -> list[np.ndarray | None]:
         """The Teacher's logprobs for each completion, `[response_tokens]`."""

@@ -35,7 +35,8 @@ def with_batch_advantages(
 
     Args:
         groups: the whole batch, as the Scorer left it.
-        sequences: `sequences_of` the groups; with the reference's log-probabilities for a KL in the reward.
+        sequences: `sequences_of` the groups; for a KL in the reward with the reference's log-probabilities, and
+            with the policy's own if tokens of an earlier version are among them.
     """
     algorithm, metrics = config.algorithm, {}
     scale, placement = algorithm.advantage_scale, algorithm.kl.placement
@@ -56,7 +57,12 @@ def with_batch_advantages(
     if is_by_token:  # NaN marks what was not graded until every token has its advantage
         groups = [replace(g, advantages=np.where(_is_graded(g), g.advantages, np.nan)) for g in groups]
     final = [
-        replace(new, reference_logprobs=old.reference_logprobs)
+        replace(
+            new,
+            reference_logprobs=old.reference_logprobs,
+            proximal_logprobs=old.proximal_logprobs,
+            entropies=old.entropies,
+        )
         for new, old in zip(sequences_of(groups, algorithm.mask_truncated), sequences, strict=True)
     ]
     if placement == "reward_to_go":
@@ -74,24 +80,29 @@ def with_batch_advantages(
 def kl_penalties(
     groups: Sequence[ScoredGroup], sequences: Sequence[TrainSequence], coefficient: float
 ) -> list[list[np.ndarray]]:
-    """Return `coefficient * log(sampler / reference)` of each completion's sampled tokens, float64, by group.
+    """Return `coefficient * log(policy / reference)` of each completion's sampled tokens, float64, by group.
 
-    (k1, as in TRL's RLOO and in Stiennon et al. arXiv:2009.01325, Section 3.4.) A token without a finite
-    logprob of the sampler costs nothing.
+    (k1, as in TRL's RLOO and in Stiennon et al. arXiv:2009.01325, Section 3.4.) The policy is the one before
+    the batch's first update. Sequences without its logprobs were sampled by it, so the sampler's are taken. A
+    token without a finite logprob costs nothing.
 
     Args:
         sequences: of all completions, in order, with the reference's log-probabilities.
     """
     reference = np.concatenate([s.reference_logprobs for s in sequences if s.reference_logprobs is not None])
+    of_policy = np.concatenate(
+        [s.behaviour_logprobs if s.proximal_logprobs is None else s.proximal_logprobs for s in sequences]
+    )
     penalties: list[list[np.ndarray]] = []
     start = 0
     for group in groups:
         penalties.append([])
         for completion in group.rollout.completions:
-            logprobs = completion.logprobs[completion.mask].astype(np.float64)
-            log_ratio = logprobs - reference[start : start + len(logprobs)]
+            own = slice(start, start + completion.num_tokens)
+            logprobs = of_policy[own].astype(np.float64)
+            log_ratio = logprobs - reference[own]
             penalties[-1].append(coefficient * np.where(np.isfinite(logprobs), log_ratio, 0.0))
-            start += len(logprobs)
+            start = own.stop
     assert start == len(reference), "sequences of all completions have the reference's logprobs"
     return penalties
 

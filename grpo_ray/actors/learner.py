@@ -24,7 +24,7 @@ from grpo_ray.models.adapters import (
 from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
 from grpo_ray.models.loading import cast_parameters, load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.sequences import TrainSequence, minibatches, samples_of, sequences_of, with_teacher
+from grpo_ray.models.sequences import TrainSequence, minibatches, samples_of, sequences_of
 from grpo_ray.models.sharded import whole
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
@@ -240,18 +240,22 @@ class Learner:
             with self._clock.stage("logprobs", "reference"), self._reference.in_use() as reference:
                 look_up = partial(self._forward_backward.with_reference, reference)
                 sequences = self._memory.retry(look_up, sequences)
-        of_batch: dict[str, float] = {}
-        if needs_batch(algorithm):
-            sequences, of_batch = with_batch_advantages(groups, sequences, self._config)
-        sequences = with_teacher(sequences, self._config.distillation)
         dealing_seed = f"{self._config.run.seed}/minibatches/{self.version}"
         size, num_epochs = algorithm.train_batch_size, algorithm.epochs_per_batch
         is_single = num_epochs == 1 and (size is None or size >= len(samples_of(sequences)))
         passes = self._forward_backward
-        if passes.selects_tokens or (not is_single and passes.needs_proximal):
+        # Of tokens of an older policy the sampler's logprobs would make the KL in the reward that policy's.
+        is_kl_of_old = algorithm.kl.placement != "loss" and any(
+            group.rollout.oldest_version < self.version for group in groups
+        )
+        if passes.selects_tokens or is_kl_of_old or (not is_single and passes.needs_proximal):
             with self._clock.stage("logprobs", "before the first update"):
                 look_up = partial(passes.with_proximal, self.model)
                 sequences = self._memory.retry(look_up, sequences)
+        of_batch: dict[str, float] = {}
+        if needs_batch(algorithm):
+            sequences, of_batch = with_batch_advantages(groups, sequences, self._config)
+        sequences = passes.with_selection(sequences)
         updates: list[dict[str, float]] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
             of_this = self._memory.retry(self.accumulate_gradient, minibatch)

@@ -12,6 +12,7 @@ from grpo_ray.actors.batch_queue import BatchQueue
 from grpo_ray.actors.replay import ReplayedGroup, ReplayMemory
 from grpo_ray.actors.staleness import oldest_allowed, version_trained_at
 from grpo_ray.config import Config
+from grpo_ray.config.algorithm import SamplingMetric
 from grpo_ray.telemetry.batch_metrics import (
     cut_metrics,
     error_of_all,
@@ -50,6 +51,7 @@ class TrajectoryBuffer:
         checkpoint: Path | None = None,
         cut_max_lag: int | None = None,
         masks_old: bool = False,
+        sampling_metric: SamplingMetric = "advantage",
     ) -> None:
         """
         Args:
@@ -57,11 +59,13 @@ class TrajectoryBuffer:
             checkpoint: the training folder to restore from.
             cut_max_lag: if given, groups that would be older than this lag in the next batch are cut off.
             masks_old: keep old groups of episodes, and mask their old tokens.
+            sampling_metric: the signal without which a group may be dropped.
         """
         self._queue, self._memory = queue, memory
         self._max_bytes = max_bytes
         self._cut_max_lag = cut_max_lag
         self._masks_old = masks_old
+        self._sampling_metric = sampling_metric
         self._oldest_kept = 0
         self._groups: dict[int, ScoredGroup] = {}  # in the order of their arrival
         self._has_signal: dict[int, bool] = {}  # of the same groups
@@ -226,7 +230,7 @@ class TrajectoryBuffer:
 
     def _add(self, group: ScoredGroup) -> None:
         self._groups[group.group_id] = group
-        self._has_signal[group.group_id] = group.has_signal
+        self._has_signal[group.group_id] = group.varies_in(self._sampling_metric)
         self._num_bytes += group.num_bytes
 
     def _remove(self, group_id: int) -> ScoredGroup:
@@ -291,4 +295,5 @@ def buffer_arguments(config: Config, rollouts_folder: Path | None, checkpoint: P
     max_bytes = int(config.buffer.max_gib * 2**30)
     cut_max_lag = config.weight_sync.max_lag if is_cut else None
     masks_old = config.episodes.over_age == "mask"
-    return queue, memory, max_bytes, rollouts_folder, checkpoint, cut_max_lag, masks_old
+    metric = config.algorithm.dynamic_sampling_metric
+    return queue, memory, max_bytes, rollouts_folder, checkpoint, cut_max_lag, masks_old, metric

@@ -24,7 +24,7 @@ from grpo_ray.algorithms.aggregation import (
     masked_mean,
     masked_normalize,
 )
-from grpo_ray.algorithms.checking import check_algorithm
+from grpo_ray.algorithms.checking import acts_without_advantage, check_algorithm, notices_on_loss
 from grpo_ray.algorithms.chunked import chunked_log_probs
 from grpo_ray.algorithms.comparison import advantages_of, compare_group, shaped_rewards, spread
 from grpo_ray.algorithms.correction import (
@@ -36,7 +36,7 @@ from grpo_ray.algorithms.correction import (
 )
 from grpo_ray.algorithms.gradient_probe import gradient_sums
 from grpo_ray.algorithms.inputs import AdvantageInputs, CorrectionInputs, LossInputs, RatioInputs
-from grpo_ray.algorithms.kl import kl_estimate, kl_sums, logprob_mismatch
+from grpo_ray.algorithms.kl import kl_estimate, kl_sums, logprob_mismatch, teacher_term
 from grpo_ray.algorithms.logprobs import (
     compute_entropy,
     get_response_log_probs,
@@ -80,6 +80,7 @@ __all__ = [
     "LossType",
     "Objective",
     "RatioInputs",
+    "acts_without_advantage",
     "advantages_of",
     "aggregate_loss",
     "apply_loss",
@@ -105,10 +106,12 @@ __all__ = [
     "loss_denominator",
     "masked_mean",
     "masked_normalize",
+    "notices_on_loss",
     "overlong_penalties",
     "policy_gradient_step",
     "shaped_rewards",
     "spread",
+    "teacher_term",
     "token_log_probs",
     "tokenize_prompt_and_output",
 ]

@@ -210,7 +210,8 @@ def group_advantages(
         raise ValueError(f"unknown std {std!r}; allowed: {', '.join(get_args(Std))}")
     function, no_parts = ADVANTAGES[kind], torch.zeros_like(rewards)
     fields = arguments_of(function, {"eps": advantage_eps, "std": std})
-    return function(AdvantageInputs(rewards, no_parts, no_parts), **fields, **options)
+    inputs = AdvantageInputs(rewards, no_parts, no_parts, torch.ones_like(rewards))
+    return function(inputs, **fields, **options)
 
 
 def compute_group_normalized_rewards(

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from grpo_ray.algorithms.comparison import compare_group
+from grpo_ray.algorithms.correction import CORRECTIONS
 from grpo_ray.algorithms.inputs import CorrectionInputs, uses_ratio
 from grpo_ray.algorithms.objective import Objective
 from grpo_ray.algorithms.registry import advantage_function, correction_function, loss_function
 from grpo_ray.algorithms.selection import SELECTIONS
-from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config import Config
+from grpo_ray.config.algorithm import WEIGHING, AlgorithmConfig
 from grpo_ray.config.user_code import check_arguments, keyword_parameters
 
 ADVANTAGE_FIELDS = {"eps": "advantage_eps", "std": "std"}
@@ -46,6 +48,44 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         )
 
 
+def notices_on_loss(config: Config) -> tuple[str, ...]:
+    """Return a notice if the loss takes tokens of an older policy for the policy's own."""
+    algorithm = config.algorithm
+    if uses_ratio(loss_function(algorithm.loss)):
+        return ()
+    causes = {
+        f"algorithm asks for {config.num_updates} updates per batch": config.num_updates > 1,
+        f"weight_sync.max_lag is {config.weight_sync.max_lag}": config.weight_sync.max_lag > 0,
+        f"buffer.replay.frac is {config.buffer.replay.frac:g}": config.replayed_per_step > 0,
+    }
+    found = [cause for cause, is_so in causes.items() if is_so]
+    is_corrected = any(name in WEIGHING or name not in CORRECTIONS for name in algorithm.corrections)
+    if not found or (is_corrected and config.num_updates == 1):
+        return ()
+    cure = "set weight_sync.max_lag to 0, or algorithm.off_policy_correction to `truncate_sequence`"
+    if config.num_updates > 1:
+        cure = "ask for one update, or choose a loss with a ratio such as `unclipped`"
+    return (
+        f"algorithm.loss: `{algorithm.loss}` has no ratio, so nothing corrects for tokens of an older policy "
+        f"({'; '.join(found)}): {cure}",
+    )
+
+
+def acts_without_advantage(objective: Objective) -> bool:
+    """Return True if the loss has a gradient also at tokens with advantage 0, tried on a few ratios.
+
+    Such is a loss with a term of its own: a pull to the old policy (`kl_tau`), or supervision of some tokens.
+    """
+    policy = torch.tensor(LOG_PROBS, requires_grad=True)
+    old = policy.detach() + torch.tensor(((0.0, 0.05, -3.0), (-0.5, 0.5, 3.0)))
+    inputs = torch.ones_like(MASK), torch.zeros_like(ADVANTAGES), old
+    loss, _ = objective.policy_gradient_loss(policy, *inputs)
+    if not loss.requires_grad:
+        return False
+    (gradient,) = torch.autograd.grad(loss.sum(), policy, allow_unused=True)
+    return gradient is not None and bool((gradient != 0).any())
+
+
 def _check_advantage(config: AlgorithmConfig) -> None:
     kind = config.advantage_kind
     what = f"algorithm.advantage: {kind}"
@@ -63,7 +103,8 @@ def _check_advantage(config: AlgorithmConfig) -> None:
         alone = np.ones(1)  # as if the grader had failed on the others
         for rewards in (np.arange(size) % 2, np.zeros(size), alone):
             try:
-                found = compare_group(rewards, np.ones(len(rewards), bool), config, rewards, rewards)
+                are_graded, lengths = np.ones(len(rewards), bool), np.arange(1, len(rewards) + 1)
+                found = compare_group(rewards, are_graded, config, rewards, rewards, lengths)
             except Exception as error:  # the function is the user's: show whatever it raises
                 raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error
             if not np.isfinite(found).all():

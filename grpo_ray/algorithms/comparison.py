@@ -29,7 +29,7 @@ def advantages_of(
         format_rewards, answer_rewards: `[G]`; None: 0.
     """
     shaped = shaped_rewards(rewards, lengths, algorithm, max_tokens)
-    return compare_group(shaped, is_graded, algorithm, format_rewards, answer_rewards)
+    return compare_group(shaped, is_graded, algorithm, format_rewards, answer_rewards, lengths)
 
 
 def shaped_rewards(
@@ -49,10 +49,12 @@ def compare_group(
     algorithm: AlgorithmConfig,
     format_rewards: np.ndarray | None = None,
     answer_rewards: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the configured advantages of a group's rewards as they are, `[G]` float32.
 
     Responses that were not graded, through no fault of theirs, get 0; the others are compared among themselves.
+    Parts of the rewards that are not given are 0, and lengths 1.
 
     Raises:
         ValueError: a function of the user's own returns another shape than `[1, responses]`.
@@ -64,6 +66,7 @@ def compare_group(
         return advantages
     parts = (rewards, format_rewards, answer_rewards)
     rows = [np.zeros(len(rewards)) if part is None else part for part in parts]
+    rows.append(np.ones(len(rewards)) if lengths is None else lengths)
     inputs = AdvantageInputs(*(torch.tensor(row[is_graded][None], dtype=torch.float32) for row in rows))
     function = advantage_function(kind)
     fields = arguments_of(function, {"eps": algorithm.advantage_eps, "std": algorithm.std})

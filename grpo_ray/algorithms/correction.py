@@ -53,10 +53,11 @@ def mask_product(inputs: CorrectionInputs, *, band: Band = (None, 3.0)) -> tuple
     return _dropping(inputs, _outside(_product(inputs), band))
 
 
-def mask_geometric(inputs: CorrectionInputs, *, band: Band = (0.99, 1.01)) -> tuple[Tensor, Tensor]:
+def mask_geometric(inputs: CorrectionInputs, *, band: Band = (0.999, 1.001)) -> tuple[Tensor, Tensor]:
     """Drop responses of which the ratios' geometric mean is outside the band, whatever their length.
 
-    (The same source; unlike the product it does not favour short responses.)
+    (The same source; unlike the product it does not favour short responses. The band is that of the author's
+    presets in verl.)
     """
     return _dropping(inputs, _outside(clamped_exp(row_mean(inputs.log_ratio, inputs.mask)), band))
 

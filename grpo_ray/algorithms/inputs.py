@@ -24,6 +24,7 @@ class AdvantageInputs:
     rewards: Tensor  # float [groups, G], penalties for length or KL subtracted
     format_rewards: Tensor  # float [groups, G], 0 or 1; of an episode 1 if it finished by itself
     answer_rewards: Tensor  # float [groups, G], 0 or 1; of an episode 1 if its reward is positive
+    lengths: Tensor  # float [groups, G], sampled tokens; of an episode those of all its turns
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,24 @@ def kl_estimate(
 
 
 @torch.no_grad()
+def teacher_term(teacher_log_probs: Tensor, policy_log_probs: Tensor, max_gap: float) -> Tensor:
+    """Return `log(teacher / policy)` at tokens of the policy's responses, bounded to [-max_gap, max_gap].
+
+    As a term of the advantage it estimates the gradient of the negative reverse KL, -KL(policy || teacher), at
+    the sampled token: on-policy distillation (GKD, arXiv:2306.13649, with the student's samples and reverse KL)
+    as a policy gradient with discount 0 (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). The
+    policy is the current one, whichever sampled the tokens. With the sampler in its place the objective would
+    be -KL(policy || teacher) + KL(policy || sampler), which rewards distance from an old sampler.
+
+    Args:
+        teacher_log_probs: nats; -inf where the teacher rules the token out.
+        policy_log_probs: of the same shape, nats, of the current policy.
+        max_gap: nats, above 0.
+    """
+    return (teacher_log_probs - policy_log_probs).clamp(-max_gap, max_gap)
+
+
+@torch.no_grad()
 def kl_sums(policy_log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sum the k1 and k3 estimates over the tokens of a micro-batch, to measure the distance to a reference.
 

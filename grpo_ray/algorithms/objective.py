@@ -18,7 +18,7 @@ from grpo_ray.config.losses import LOSS_RECORDS, Aggregation, clip_epsilons, los
 class Objective:
     """Everything about the loss except the data.
 
-    `Objective(name)` is the objective of a configuration with that loss: what is left out has the same defaults.
+    `Objective(name)` is the objective of a configuration with that loss: its defaults are the same.
 
     Raises:
         ValueError: a name is unknown, or a clip range is given to a loss that has none.

@@ -42,7 +42,7 @@ def clip_cov(
     """
     covariance = _covariance(log_probs, advantages)
     candidates = np.flatnonzero((covariance > low) & (covariance < high))
-    num_left_out = min(len(candidates), max(1, round(share * len(log_probs))))
+    num_left_out = min(len(candidates), max(1, int(share * len(log_probs))))
     weights = np.ones(len(log_probs), np.float32)
     weights[rng.permutation(candidates)[:num_left_out]] = 0.0
     return weights, np.zeros_like(weights)
@@ -61,7 +61,7 @@ def kl_cov(
 
     (The same paper: KL-Cov.)
     """
-    num_held = max(1, round(share * len(log_probs)))
+    num_held = max(1, int(share * len(log_probs)))
     penalties = np.zeros(len(log_probs), np.float32)
     penalties[np.argsort(-_covariance(log_probs, advantages), kind="stable")[:num_held]] = coefficient
     return np.ones_like(penalties), penalties

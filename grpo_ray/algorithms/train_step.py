@@ -46,8 +46,8 @@ def policy_gradient_step(
         weights: `[batch, seq]`, for the policy-gradient term only; never differentiated. An objective with
             corrections needs those of `objective.correction_weights`.
         reference_log_probs: `[batch, seq]`, nats; never differentiated.
-        entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus. That of
-            `get_response_log_probs` has no gradient; `compute_entropy` and `chunked_log_probs` give one that has.
+        entropy: `[batch, seq]`, nats, differentiated; ignored without an entropy_bonus. The entropy of
+            `get_response_log_probs` has no gradient; those of `compute_entropy` and `chunked_log_probs` have.
         row_tokens: `[batch]`, see `aggregate_loss`.
         penalties: `[batch, seq]`, coefficients of `|log(pi / pi_old)|`, which is added; needs old_log_probs.
 
@@ -74,8 +74,8 @@ def policy_gradient_step(
             check_shape(name, tensor, policy_log_probs)
     if objective.corrections and weights is None:
         raise ValueError(
-            f"the corrections {', '.join(objective.corrections)} act through weights, and weights is None; give "
-            "objective.correction_weights(CorrectionInputs.of(first, behaviour, mask, advantages))[0]"
+            f"the corrections {', '.join(objective.corrections)} act through weights, and weights is None; "
+            "give objective.correction_weights(CorrectionInputs.of(first, behaviour, mask, advantages))[0]"
         )
     mask = response_mask.bool()
     if objective.needs_old_log_probs and old_log_probs is not None:

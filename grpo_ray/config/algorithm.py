@@ -21,6 +21,7 @@ Correction = Literal[
 ]
 # The corrections that weigh a token by proximal / behaviour; the other ones keep or drop a whole response.
 WEIGHING: tuple[Correction, ...] = ("truncate_token", "truncate_sequence", "mask_band")
+SamplingMetric = Literal["advantage", "reward", "answer"]
 TokenSelection = Literal["none", "top_entropy", "clip_cov", "kl_cov"]
 # The advantages that keep the sign and size of rewards.
 UNCENTRED: tuple[AdvantageKind, ...] = ("max_only", "raw")
@@ -162,7 +163,7 @@ class AlgorithmConfig(Section):
     """Largest truncated weight."""
     correction_band: tuple[NonNegativeFloat | None, PositiveFloat | None] | None = None
     """Smallest and largest ratio that a mask keeps; null for either: no bound. Default: 0.5 and 5 for
-    `mask_band`, none and 3 for `mask_product`, 0.99 and 1.01 for `mask_geometric`."""
+    `mask_band`, none and 3 for `mask_product`, 0.999 and 1.001 for `mask_geometric`."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the token entropies, which are maximised; they are aggregated like the loss."""
     entropy_target: NonNegativeFloat | None = None
@@ -188,6 +189,9 @@ class AlgorithmConfig(Section):
     are left out of the loss's denominator as well."""
     dynamic_sampling_tries: NonNegativeInt = 0
     """Replace groups without signal by further prompts (DAPO), at most N batches of them per step."""
+    dynamic_sampling_metric: SamplingMetric = "advantage"
+    """Signal that dynamic sampling looks for: an `advantage` other than 0, or different `reward`s (before the
+    penalty of overlong responses) or `answer` rewards. DAPO's filter is by `answer`."""
     oversample_frac: NonNegativeFloat = 0.0
     """Extra groups to keep in flight, as a share of the groups sampled per step; the last to finish are cut off
     and sampled again later."""
@@ -248,6 +252,11 @@ class AlgorithmConfig(Section):
                 f"dynamic_sampling_tries: it drops groups in which each advantage is 0, and with `{kind}` "
                 f"`{scale}` would give those one; set it to 0, or advantage to `mean`"
             )
+        if self.dynamic_sampling_metric != "advantage" and not self.dynamic_sampling_tries:
+            raise ValueError(
+                f"dynamic_sampling_metric: `{self.dynamic_sampling_metric}` has no effect without dynamic "
+                "sampling; set dynamic_sampling_tries, or leave it out"
+            )
         if kind == "max_rl" and self.overlong_buffer_tokens:
             raise ValueError(
                 "overlong_buffer_tokens: `max_rl` divides by the mean reward, which penalties can bring near "
@@ -259,10 +268,15 @@ class AlgorithmConfig(Section):
     def _kl_in_the_reward_is_possible(self) -> "AlgorithmConfig":
         if self.kl.placement == "loss":
             return self
-        if self.kl.placement == "reward" and self.advantage_kind in ("max_rl", "pass_at_k"):
+        kind = self.advantage_kind
+        if self.kl.placement == "reward" and kind not in IN_REWARDS and not is_function_name(kind):
+            reason = "divides by the group's spread, which between equal rewards is that of the KL itself: the "
+            reason += "coefficient would have no effect"
+            if kind in ("max_rl", "pass_at_k"):
+                reason = "is of rewards of 0 and 1, from which no penalty can be subtracted"
             raise ValueError(
-                f"kl.placement: `{self.advantage_kind}` is of rewards of 0 and 1, from which no penalty can be "
-                "subtracted; set it to `loss`, or choose another advantage"
+                f"kl.placement: `{kind}` {reason}; set advantage to one of {', '.join(IN_REWARDS)} "
+                "(advantage_scale `batch` or `whiten_responses` gives them a scale), or kl.placement to `loss`"
             )
         if self.mask_truncated:
             raise ValueError(

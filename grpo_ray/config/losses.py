@@ -30,8 +30,8 @@ class LossRecord:
     """Default aggregation."""
 
 
-# GSPO's ratio is averaged over a response, GMPO's range is of the log ratio. CISPO's ratio is a weight, capped at
-# 5 and with no floor: a floor would keep pushing down a token however improbable it has become.
+# GSPO's ratio is averaged over a response, GMPO's range is of the log ratio. CISPO's ratio is a weight, capped
+# at 5 and with no floor: a floor would keep pushing down a token however improbable it has become.
 LOSS_RECORDS: dict[LossType, LossRecord] = {
     "no_baseline": LossRecord(has_ratio=False, epsilons=None),
     "reinforce_with_baseline": LossRecord(has_ratio=False, epsilons=None),

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_ray.algorithms import compare_group
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.types import Episode, Verdict
+from grpo_ray.types import CONTEXT, Episode, Verdict
 
 
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
@@ -50,6 +50,7 @@ def episode_advantages(
     algorithm: AlgorithmConfig,
     format_rewards: np.ndarray | None = None,
     answer_rewards: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
 ) -> np.ndarray:
     """Compare each episode's reward with its group's, float32 `[G]`; see `compare_group`.
 
@@ -58,7 +59,7 @@ def episode_advantages(
     """
     is_graded = np.array([reward is not None for reward in rewards], bool)
     known = np.array([0.0 if reward is None else reward for reward in rewards], np.float32)
-    return compare_group(known, is_graded, algorithm, format_rewards, answer_rewards)
+    return compare_group(known, is_graded, algorithm, format_rewards, answer_rewards, lengths)
 
 
 def turn_advantages(
@@ -114,7 +115,11 @@ def compare_episodes(
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Return a group's advantages `[G]`, and those of its turns if an episode has rewards per turn."""
     compare = partial(
-        episode_advantages, algorithm=algorithm, format_rewards=format_rewards, answer_rewards=answer_rewards
+        episode_advantages,
+        algorithm=algorithm,
+        format_rewards=format_rewards,
+        answer_rewards=answer_rewards,
+        lengths=np.array([np.count_nonzero(episode.turns != CONTEXT) for episode in episodes]),
     )
     advantages = compare([episode.reward for episode in episodes])
     per_turn = turn_rewards_of(episodes)

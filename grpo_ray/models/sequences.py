@@ -7,7 +7,6 @@ from itertools import chain
 
 import numpy as np
 
-from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.models.families import Family, families_of
 from grpo_ray.telemetry.flops import Lengths
 from grpo_ray.types import CONTEXT, Episode, ScoredGroup
@@ -35,6 +34,7 @@ class TrainSequence:
     sample_tokens: int | None = None
     """Tokens that the loss's mean is over, if they are not this sequence's alone: of all its sample's
     sequences, or with `prompt_mean` of all its group's."""
+    entropies: np.ndarray | None = None  # nats, of the policy before the first update, for a token selection
     token_weights: np.ndarray | None = None  # of a token selection: factors of the losses, and
     token_penalties: np.ndarray | None = None  # coefficients of |log(pi / pi_old)|
     group: int = 0  # place of its group in the batch
@@ -48,9 +48,9 @@ class TrainSequence:
 
     @property
     def has_signal(self) -> bool:
-        """True if any token has an advantage or a penalty; otherwise the loss has no gradient here."""
-        penalties = self.token_penalties
-        return bool(np.any(self.advantage != 0.0)) or (penalties is not None and bool(penalties.any()))
+        """True if any token has an advantage, a penalty or a teacher's word; else the loss has no gradient."""
+        has_penalty = self.token_penalties is not None and bool(self.token_penalties.any())
+        return has_penalty or self.teacher_logprobs is not None or bool(np.any(self.advantage != 0.0))
 
     def tokens(self, start: int = 0, end: int = NEVER) -> np.ndarray:
         """Return the tokens `[start, end)` of prompt and response together."""
@@ -109,25 +109,6 @@ def _of_episode(
             mask=None if mask.all() else mask, turn_places=places_in_turns(turns, mask), sample=sample,
             teacher_logprobs=None if taught is None else taught[own][mask],
         )  # fmt: skip
-
-
-def with_teacher(sequences: Sequence[TrainSequence], config: DistillationConfig) -> Sequence[TrainSequence]:
-    """Add the teacher's term to the advantage of each token, or put it in the place of the reward's.
-
-    The term is the coefficient times log(teacher / sampler), which estimates the negative reverse KL at the
-    sampled token: on-policy distillation (GKD, arXiv:2306.13649, with the student's samples and reverse KL) as
-    a policy gradient with discount 0 (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). A token
-    without a finite behaviour logprob has no term.
-    """
-    if config.teacher is None:
-        return sequences
-    taught = []
-    for s in sequences:
-        assert s.teacher_logprobs is not None, "with a teacher, no group enters the buffer without them"
-        gap = s.teacher_logprobs - s.behaviour_logprobs
-        term = config.coefficient * np.where(np.isfinite(gap), gap, np.float32(0))
-        taught.append(replace(s, advantage=(s.advantage if config.use_reward else 0.0) + term))
-    return taught
 
 
 def places_in_turns(turns: np.ndarray, mask: np.ndarray) -> np.ndarray | None:

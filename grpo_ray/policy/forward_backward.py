@@ -15,6 +15,7 @@ from grpo_ray.algorithms import (
     SELECTIONS,
     CorrectionInputs,
     Objective,
+    acts_without_advantage,
     correction_sums,
     effective_sample_sums,
     gradient_sums,
@@ -22,6 +23,7 @@ from grpo_ray.algorithms import (
     logprob_mismatch,
     loss_denominator,
     policy_gradient_step,
+    teacher_term,
 )
 from grpo_ray.config import Config
 from grpo_ray.models.policy_model import PolicyModel
@@ -53,6 +55,7 @@ class ForwardBackward:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
         self._ranks = ranks or Ranks()
         self._objective = Objective.from_config(config.algorithm)
+        self._acts_without_advantage = acts_without_advantage(self._objective)
         self.entropy_bonus = EntropyBonus(config.algorithm)
         self._layout: Layout | None = None  # chosen in the first pass, when the model is on the device
         self._obstacle: str | None = None
@@ -75,22 +78,25 @@ class ForwardBackward:
         return obstacle
 
     def with_proximal(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-        """Add the model's current log-probabilities to the sequences."""
+        """Add the model's current log-probabilities to the sequences, and its entropies for a selection."""
         found = self._look_up(model, sequences)
-        sequences = [replace(s, proximal_logprobs=found[index][0]) for index, s in enumerate(sequences)]
-        if not self.selects_tokens or not sequences:
-            return sequences
-        return self._selected(sequences, np.concatenate([found[index][1] for index in range(len(sequences))]))
+        with_log_probs = [replace(s, proximal_logprobs=found[n][0]) for n, s in enumerate(sequences)]
+        if not self.selects_tokens:
+            return with_log_probs
+        return [replace(s, entropies=found[n][1]) for n, s in enumerate(with_log_probs)]
 
     @property
     def selects_tokens(self) -> bool:
-        """True if `with_proximal` also chooses tokens over the whole batch."""
+        """True if tokens are chosen over the whole batch."""
         return self._objective.selection != "none"
 
-    def _selected(self, sequences: Sequence[TrainSequence], entropies: np.ndarray) -> list[TrainSequence]:
-        """Add the token selection's weights and penalties; `entropies` are of all sampled tokens."""
+    def with_selection(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """Add the token selection's weights and penalties to sequences that `with_proximal` returned."""
+        if not self.selects_tokens or not sequences:
+            return sequences
         log_probs = np.concatenate([s.proximal_logprobs for s in sequences if s.proximal_logprobs is not None])
-        advantages = np.concatenate([np.broadcast_to(s.advantage, s.num_sampled) for s in sequences])
+        entropies = np.concatenate([s.entropies for s in sequences if s.entropies is not None])
+        advantages = np.concatenate([self._first_advantages(s) for s in sequences])
         seed = 0  # of the tokens, as log-probabilities differ in their rounding between numbers of ranks
         for s in sequences:
             seed = zlib.crc32(np.asarray(s.response_token_ids).tobytes(), seed)
@@ -100,6 +106,26 @@ class ForwardBackward:
         ends = np.cumsum([s.num_sampled for s in sequences])[:-1]
         own = zip(sequences, *(np.split(values, ends) for values in chosen), strict=True)
         return [replace(s, token_weights=w, token_penalties=p) for s, w, p in own]
+
+    def _first_advantages(self, s: TrainSequence) -> np.ndarray:
+        """Return each token's advantage before the first update, with a teacher's term."""
+        given = np.broadcast_to(s.advantage, s.num_sampled)
+        if s.teacher_logprobs is None or s.proximal_logprobs is None:
+            return given
+        values = torch.tensor(given), torch.tensor(s.teacher_logprobs), torch.tensor(s.proximal_logprobs)
+        taught: np.ndarray = self._taught(*values).numpy()
+        return taught
+
+    def _taught(
+        self, advantages: torch.Tensor, teacher: torch.Tensor | None, policy: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the teacher's term to the advantages, or put it in their place."""
+        distillation = self._config.distillation
+        if distillation.teacher is None:
+            return advantages
+        assert teacher is not None, "with a teacher, no group enters the buffer without them"
+        term = distillation.coefficient * teacher_term(teacher, policy, distillation.max_gap)
+        return advantages + term if distillation.use_reward else term
 
     def with_reference(self, reference: PolicyModel, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Add the reference's log-probabilities to the sequences."""
@@ -124,10 +150,12 @@ class ForwardBackward:
         """Add the gradient of one update on all of `sequences` to `.grad`; return summed metrics.
 
         Denominators count all samples. Sequences without signal have no gradient from the policy-gradient loss,
-        and are computed only if the objective has other terms.
+        and are computed only if the objective has other terms, or the loss a term of its own there.
         """
         config = self._config
-        has_other_terms = config.algorithm.kl.loss_coefficient or self.entropy_bonus.weight
+        has_other_terms = (
+            config.algorithm.kl.loss_coefficient or self.entropy_bonus.weight or self._acts_without_advantage
+        )
         aggregation, max_tokens = self._objective.aggregation, config.sampling.max_tokens
         is_of_prompts = aggregation == "prompt_mean"
         samples = samples_of(sequences)
@@ -142,9 +170,9 @@ class ForwardBackward:
             computed = []
         sums = DeviceSums()
         omitted = [s for s in sequences if not (s.has_signal or has_other_terms)]
-        measured = [s for s in omitted if s.reference_logprobs is not None]
+        measured = [s for s in omitted if s.reference_logprobs is not None or self._steers_entropy]
         for _, batch in self._batches(model, measured):
-            sums.add(self._measure_kl(model, batch))
+            sums.add(self._measure(model, batch))
         counts: Sums = {"loss": 0.0}
         for indices, batch in self._batches(model, computed):
             sums.add(self._backward(model, batch, denominator))
@@ -157,18 +185,41 @@ class ForwardBackward:
         return {**total, "trained_tokens": float(sum(s.num_sampled for s in computed))}
 
     @torch.no_grad()
-    def _measure_kl(self, model: PolicyModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Measure the distance to the reference on responses without signal, which have no backward pass."""
-        assert batch.reference_logprobs is not None
-        log_probs, _ = self._log_probs(model, batch)
-        sums = kl_sums(log_probs, batch.reference_logprobs, batch.response_mask)
-        return sums | {"kl_tokens": batch.response_mask.sum()}
+    def _measure(self, model: PolicyModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Measure responses without signal, which have no backward pass: the KL to a reference, the entropy."""
+        log_probs, entropy = self._log_probs(model, batch)
+        sums: dict[str, torch.Tensor] = {}
+        if batch.reference_logprobs is not None:
+            sums |= kl_sums(log_probs, batch.reference_logprobs, batch.response_mask)
+            sums["kl_tokens"] = batch.response_mask.sum()
+        return sums | self._entropy_sums(entropy, batch)
+
+    @property
+    def _steers_entropy(self) -> bool:
+        return self._config.algorithm.entropy_target is not None
+
+    def _entropy_sums(self, entropy: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Sum the entropies of tokens with an advantage; with a target, of all that the bonus acts on."""
+        mask = batch.advantage_mask
+        if self._steers_entropy:
+            mask = batch.response_mask
+            if self._omits_without_behaviour:
+                mask = mask & batch.behaviour_logprobs.isfinite()
+        return {"entropy": entropy.detach().masked_fill(~mask, 0.0).sum(), "entropy_tokens": mask.sum()}
+
+    @property
+    def _omits_without_behaviour(self) -> bool:
+        """True if a token without a finite logprob of the sampler has no ratio, and so is not in the loss."""
+        return self._objective.needs_old_log_probs and self._config.algorithm.old_log_probs == "behaviour"
 
     def _backward(self, model: PolicyModel, batch: MicroBatch, denominator: float) -> dict[str, torch.Tensor]:
         algorithm, mask = self._config.algorithm, batch.response_mask
         log_probs, entropy = self._log_probs(model, batch)  # [batch, resp]
         # None stored: this is the only update, so the current policy is the one before the first update.
         proximal = log_probs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+        if batch.teacher_logprobs is not None:
+            advantages = self._taught(batch.advantages, batch.teacher_logprobs, log_probs.detach())
+            batch = replace(batch, advantages=advantages)
         weights, measured = self._weights(proximal, log_probs.detach(), batch)
         loss, counts = policy_gradient_step(
             log_probs,
@@ -190,9 +241,7 @@ class ForwardBackward:
         if log_probs.grad is not None and not has_other_terms:
             aggregated = self._objective.aggregation, denominator, batch.sample_tokens
             counts |= gradient_sums(log_probs.grad, mask, batch.advantages, *aggregated, weights)
-        with_advantage = batch.advantage_mask
-        counts |= measured | _mismatch_sums(proximal, batch)
-        counts |= {"entropy": (entropy.detach() * with_advantage).sum(), "entropy_tokens": with_advantage.sum()}
+        counts |= measured | _mismatch_sums(proximal, batch) | self._entropy_sums(entropy, batch)
         return counts | {"kl_tokens": counts["num_tokens"], "loss": loss.detach()}
 
     def _weights(
@@ -261,7 +310,7 @@ class ForwardBackward:
 
     def _num_counted(self, sequence: TrainSequence) -> int:
         """Count the sampled tokens in the loss: a ratio needs a finite old logprob."""
-        if self._objective.needs_old_log_probs and self._config.algorithm.old_log_probs == "behaviour":
+        if self._omits_without_behaviour:
             return int(np.isfinite(sequence.behaviour_logprobs).sum())
         return sequence.num_sampled
 

@@ -41,6 +41,7 @@ class MicroBatch:
     sample_tokens: torch.Tensor | None = None  # int64 [batch], see TrainSequence
     proximal_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
     reference_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
+    teacher_logprobs: torch.Tensor | None = None  # float32 [batch, resp]
     token_weights: torch.Tensor | None = None  # float32 [batch, resp]
     token_penalties: torch.Tensor | None = None  # float32 [batch, resp]
 
@@ -160,6 +161,7 @@ def _of_responses(sequences: Sequence[TrainSequence]) -> dict[str, Any]:
         "sample_tokens": torch.tensor(counts) if counts else None,
         "proximal_logprobs": per_token([s.proximal_logprobs for s in sequences]),
         "reference_logprobs": per_token([s.reference_logprobs for s in sequences]),
+        "teacher_logprobs": per_token([s.teacher_logprobs for s in sequences]),
         "token_weights": per_token([s.token_weights for s in sequences]),
         "token_penalties": per_token([s.token_penalties for s in sequences]),
     }

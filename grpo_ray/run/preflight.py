@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NoReturn
 
-from grpo_ray.algorithms import check_algorithm
+from grpo_ray.algorithms import check_algorithm, notices_on_loss
 from grpo_ray.config import Config
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
@@ -114,7 +114,8 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         examples = load_examples(config.task, config.run.seed)
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
-    notices = examples.notices + (protection_here().notices if is_isolated else ()) + notices_on(config)
+    notices = examples.notices + (protection_here().notices if is_isolated else ())
+    notices += notices_on(config) + notices_on_loss(config)
     task = TaskData(examples.train, examples.validation, templates, notices)
     if config.distillation.teacher is not None and is_local(config.distillation.teacher):
         check_local_model(config.distillation.teacher, "distillation.teacher")

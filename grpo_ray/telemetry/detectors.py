@@ -198,6 +198,22 @@ def _large_lag(window: Window) -> str | None:
     )
 
 
+def _narrow_clip(window: Window) -> str | None:
+    """Find a range for ratios of whole responses so narrow that it clips most of them.
+
+    The mean log ratio of a response spreads by 1 / sqrt(length), and GSPO's range was published for responses of
+    thousands of tokens: on short ones the noise between two engines alone is outside of it.
+    """
+    clipped = window.now(CLIPPED)
+    if clipped is None or clipped <= 0.5 or window.setup.clip_epsilon >= 0.1:
+        return None
+    return (
+        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.setup.clip_epsilon:g}: widen "
+        "algorithm.cliprange for responses of this length, or set old_log_probs to `proximal`, with several "
+        "updates per batch and `mask_geometric`"
+    )
+
+
 @dataclass(frozen=True)
 class Detector:
     """A detector by its name in `run.silent_detectors`."""
@@ -223,5 +239,6 @@ DETECTORS: Mapping[DetectorName, Detector] = {
     ),
     "satisfied_reward": Detector(_satisfied_reward, (REWARD, NO_SIGNAL), "a-reward-that-the-prompt-satisfies"),
     "entropy_collapse": Detector(_entropy_collapse, (ENTROPY, ANSWER, NO_SIGNAL), "entropy-collapse"),
+    "narrow_clip": Detector(_narrow_clip, (CLIPPED,), "a-clip-range-narrower-than-the-noise"),
     "large_lag": Detector(_large_lag, (ESS, MEAN_LAG, CLIPPED), "too-large-a-lag"),
 }

@@ -183,9 +183,12 @@ def audit_comparison(members: Sequence[Row], config: Config) -> Iterator[str]:
     formats, answers = (
         np.array([row[name] for row in members], np.float32) for name in ("format_reward", "answer_reward")
     )
+    turns = [_expanded(row["turns"], "turn") for row in members]
+    lengths = np.array([0 if own is None else np.count_nonzero(own != CONTEXT) for own in turns])
     compare = partial(
-        episode_advantages, algorithm=config.algorithm, format_rewards=formats, answer_rewards=answers
-    )
+        episode_advantages, algorithm=config.algorithm, format_rewards=formats, answer_rewards=answers,
+        lengths=lengths,
+    )  # fmt: skip
     expected = compare([row["episode_reward"] for row in members])
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
