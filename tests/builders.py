@@ -22,6 +22,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.replay import ReplayMemory
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer
 from grpo_ray.config import Config
+from grpo_ray.config.losses import loss_record
 from grpo_ray.config.schedule import ReplayConfig
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, SamplingSettings, ScoredGroup, Verdict
 
@@ -184,6 +185,11 @@ def tiny_mixture(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
 # ---- Learners ----
 
 ENDS = (0, 17)
+
+
+def clip_range(loss: str, low: float) -> dict[str, float]:
+    """Return the field `cliprange` for the losses that have one."""
+    return {"cliprange": low} if loss_record(loss).epsilons is not None else {}
 
 
 def changed(config: Config, **changes: dict[str, Any]) -> Config:

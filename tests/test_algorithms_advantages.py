@@ -222,7 +222,9 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     formats, answers = torch.tensor([[1.0, 1.0, 0.0, 1.0]]), torch.tensor([[0.0, 1.0, 1.0, 0.0]])
     weights = {"reward_weight": 2.0, "format_weight": 0.5, "answer_weight": 0.25}
-    found = ADVANTAGES["gdpo"](AdvantageInputs(rewards, formats, answers), **weights, eps=1e-4)
+    found = ADVANTAGES["gdpo"](
+        AdvantageInputs(rewards, formats, answers, torch.ones_like(rewards)), **weights, eps=1e-4
+    )
 
     def trl(rows, given):
         """Return TRL's `normalize_then_sum` for one group, in plain loops: sample std, eps 1e-4."""
@@ -234,7 +236,9 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
 
     rows = [rewards[0].tolist(), formats[0].tolist(), answers[0].tolist()]
     assert found[0].tolist() == pytest.approx(trl(rows, weights.values()), rel=1e-5)
-    by_default = ADVANTAGES["gdpo"](AdvantageInputs(rewards, formats, answers), eps=1e-4)
+    by_default = ADVANTAGES["gdpo"](
+        AdvantageInputs(rewards, formats, answers, torch.ones_like(rewards)), eps=1e-4
+    )
     assert by_default[0].tolist() == pytest.approx(trl(rows[:2], (1, 1)), rel=1e-5)
 
 

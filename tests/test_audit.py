@@ -116,7 +116,7 @@ SCHEDULES = [
     ("weight_sync.max_lag=0", "algorithm.dynamic_sampling_tries=3", "algorithm.samples_per_prompt=3"),
     ("algorithm.overlong_buffer_tokens=3", "algorithm.advantage=leave_one_out"),
     ("algorithm.loss=no_baseline", "algorithm.epochs_per_batch=2"),
-    (*MIXED, "algorithm.kl={reference: ema, coefficient: 0.1, placement: reward}"),
+    (*MIXED, "algorithm.kl={reference: ema, coefficient: 0.1, placement: reward}", "algorithm.advantage=mean"),
     (*MIXED, "algorithm.advantage=gdpo", "algorithm.advantage_scale=whiten_responses"),
     ("algorithm.advantage=max_rl", "algorithm.samples_per_prompt=3", "algorithm.advantage_scale=whiten_tokens"),
     ("task.reward=[{reward: exact_match, weight: 0.1}, {reward: exact_match, weight: 7000}]",),  # not float32

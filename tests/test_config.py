@@ -216,10 +216,10 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         ),
         (
             [*KL_IN_THE_REWARD, "algorithm.advantage=max_rl"],
-            ["algorithm: kl.placement: `max_rl` is of rewards of 0 and 1", "set it to `loss`"],
+            ["algorithm: kl.placement: `max_rl` is of rewards of 0 and 1", "kl.placement to `loss`"],
         ),
         (
-            [*KL_IN_THE_REWARD, "algorithm.mask_truncated=true"],
+            [*KL_IN_THE_REWARD, "algorithm.advantage=mean", "algorithm.mask_truncated=true"],
             ["algorithm: kl.placement: `reward` needs the KL of all responses", "mask_truncated to false"],
         ),
         (
@@ -231,9 +231,19 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["algorithm: advantage_scale: kl.placement `reward_to_go`", "to `whiten_tokens` or `group`"],
         ),
         (
-            [*KL_TO_GO, "algorithm.advantage=raw", "algorithm.loss=vespo"],
-            ["algorithm: kl.placement: `vespo` gives all tokens", "kl.placement `reward`"],
+            [*KL_IN_THE_REWARD],
+            [
+                "kl.placement: `mean_std` divides by the group's spread",
+                "coefficient would have no effect",
+                "raw, mean",
+            ],
         ),
+        (
+            [*KL_IN_THE_REWARD, "algorithm.advantage=gdpo"],
+            ["kl.placement: `gdpo` divides by the group's spread"],
+        ),
+        (["algorithm.loss=ipo", "algorithm.cliprange=0.2"], ["cliprange: the loss `ipo` has no clip range"]),
+        (["algorithm.dynamic_sampling_metric=answer"], ["dynamic_sampling_metric: `answer` has no effect"]),
         (
             [*KL_TO_GO, "algorithm.advantage=raw", "algorithm.mask_truncated=true"],
             ["algorithm: kl.placement: `reward_to_go` needs the KL of all responses"],

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,8 +37,10 @@ GOOD = {
 FIRST = {"lag/mean": 0.0, "lag/max": 0.0}
 
 
-def watched(rows: list[Mapping[str, Any]], silent: tuple[DetectorName, ...] = ()) -> list[Detection]:
-    watch = FailureWatch(SETUP, silent)
+def watched(
+    rows: list[Mapping[str, Any]], silent: tuple[DetectorName, ...] = (), setup: Setup = SETUP
+) -> list[Detection]:
+    watch = FailureWatch(setup, silent)
     return [found for step, row in enumerate(rows, 1) for found in watch.step(step, row)]
 
 
@@ -55,17 +58,23 @@ FAILURES: dict[DetectorName, tuple[list[Mapping[str, Any]], int]] = {  # with th
     "satisfied_reward": (course({"reward/mean": 1.0, "rollout/zero_variance_groups": 16.0}, {}), 3),
     "entropy_collapse": (course({}, {"policy/entropy": 0.01}), 6),
     "large_lag": (course({}, {"lag/mean": 9.0, "mismatch/ess_frac": 0.3}), 6),
+    "narrow_clip": (course({}, {"loss/clip_frac": 0.88}), 6),
 }
+
+
+def setup_of(name: str) -> Setup:
+    """Return the setup in which a failure shows: `narrow_clip` is one of a narrow range."""
+    return replace(SETUP, clip_epsilon=3e-4) if name == "narrow_clip" else SETUP
 
 
 @pytest.mark.parametrize("name", get_args(DetectorName))
 def test_a_detector_warns_once_of_its_failure_and_of_no_other(name: DetectorName) -> None:
     rows, step = FAILURES[name]
-    (found,) = watched(rows)
+    (found,) = watched(rows, setup=setup_of(name))
     assert (found.name, found.step, found.kind) == (name, step, f"detected_{name}")
     assert found.text.endswith(f"; see {DETECTORS[name].address}")
     assert any(metric in found.text for metric in DETECTORS[name].metrics)
-    assert watched(rows, silent=(name,)) == []
+    assert watched(rows, silent=(name,), setup=setup_of(name)) == []
 
 
 @pytest.mark.parametrize(
@@ -82,11 +91,12 @@ def test_a_detector_warns_once_of_its_failure_and_of_no_other(name: DetectorName
         ("satisfied_reward", {"reward/mean": 1.0, "rollout/zero_variance_groups": 16.0}),  # learned
         ("entropy_collapse", {"policy/entropy": 0.01, "reward/answer": 0.95}),
         ("large_lag", {"lag/mean": 9.0, "mismatch/ess_frac": 0.8}),
+        ("narrow_clip", {"loss/clip_frac": 0.5}),
     ],
 )
 def test_what_looks_like_a_failure_and_is_none(name: DetectorName, after: Mapping[str, Any]) -> None:
     others = tuple(other for other in get_args(DetectorName) if other != name)
-    assert watched(course({}, after), silent=others) == []
+    assert watched(course({}, after), silent=others, setup=setup_of(name)) == []
 
 
 def test_many_clipped_tokens_are_a_failure_unless_the_clip_range_is_narrow() -> None:
@@ -144,7 +154,7 @@ def recorded(kind: str) -> Iterator[Any]:
 
 
 OWN = {
-    "gspo": "algorithm.loss=gspo",
+    "narrow-clip": "algorithm.loss=gspo",
     "cispo": "algorithm.loss=cispo",
     "replay": "buffer.replay.frac=0.5",
     "arithmetic": "algorithm.prompts_per_step=8",
@@ -165,7 +175,8 @@ def test_the_recorded_failure_is_found(path: Path) -> None:
         "stale-old-logprobs": "stale_old_logprobs",
     }
     name = expected.get(path.stem, path.stem.replace("-", "_"))
-    found = detections(make_config("algorithm.prompts_per_step=16"), read_metrics(path))
+    own = [OWN[path.stem]] if path.stem in OWN else []
+    found = detections(make_config("algorithm.prompts_per_step=16", *own), read_metrics(path))
     assert name in [each.name for each in found]
 
 

@@ -1,5 +1,6 @@
 """Distillation in the Learner, the buffer and the files: the teacher's term of each token's advantage."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from builders import (
     ENDS,
     changed,
+    clip_range,
     gradient,
     make_batch,
     make_completion,
@@ -25,13 +27,14 @@ from episode_groups import make_episode_group, random_episode
 from small_run import QUICKSTART
 
 from grpo_ray.actors.learner import Learner
+from grpo_ray.algorithms import SELECTIONS, Objective, policy_gradient_step, teacher_term
 from grpo_ray.config import Config
-from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.models.loading import load_tokenizer
-from grpo_ray.models.sequences import TrainSequence, sequences_of, with_teacher
+from grpo_ray.models.sequences import sequences_of
 from grpo_ray.models.teacher import check_teacher
 from grpo_ray.models.tiny import train_tokenizer
+from grpo_ray.policy.microbatch import collate_padded
 from grpo_ray.telemetry.batch_metrics import teacher_metrics
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts
 from grpo_ray.tools.audit.teacher import audit_teacher, teacher_kl
@@ -45,51 +48,65 @@ def taught(group: ScoredGroup, seed: int = 0) -> ScoredGroup:
     return replace(group, teacher_logprobs=np.where(masks, -rng.random(len(masks)), 0).astype(np.float32))
 
 
-def config_of(**values: Any) -> DistillationConfig:
-    return DistillationConfig.model_validate({"teacher": "somewhere", **values})
-
-
 # ---- advantages ----
 
 
-@pytest.mark.parametrize(
-    ("use_reward", "advantage", "expected"),
-    [(True, 0.5, [0.5 + 2.0, 0.5 - 4.0, 0.5]), (False, 0.5, [2.0, -4.0, 0.0])],
-)
-def test_the_term_is_the_coefficient_times_the_log_ratio(
-    use_reward: bool, advantage: float, expected: list[float]
-) -> None:
-    """A token that the sampler gave no logprob has no term."""
-    behaviour, teacher = np.float32([-3.0, -1.0, np.nan]), np.float32([-2.0, -3.0, -1.0])
-    sequence = TrainSequence((1,), np.array([5, 6, 7]), behaviour, advantage, teacher_logprobs=teacher)
-    (found,) = with_teacher([sequence], config_of(coefficient=2.0, use_reward=use_reward))
-    assert isinstance(found.advantage, np.ndarray)
-    assert found.advantage.tolist() == expected
+def test_the_term_is_the_bounded_log_ratio_to_the_current_policy() -> None:
+    teacher = torch.tensor([-2.0, -3.0, -torch.inf, -40.0, 0.0])
+    policy = torch.tensor([-3.0, -1.0, -1.0, -1.0, -40.0], requires_grad=True)
+    term = teacher_term(teacher, policy, 10.0)
+    assert term.tolist() == [1.0, -2.0, -10.0, -10.0, 10.0]
+    assert not term.requires_grad
 
 
-def test_without_a_teacher_nothing_changes() -> None:
-    sequences = sequences_of([simple_group(0)])
-    assert with_teacher(sequences, DistillationConfig()) is sequences
+@pytest.mark.parametrize("loss", ["unclipped", "cispo", "grpo_clip"])
+@pytest.mark.parametrize(("lag", "num_updates"), [(0, 1), (8, 1), (0, 16)])
+def test_the_policy_comes_to_the_teacher_from_old_tokens_too(loss: str, lag: int, num_updates: int) -> None:
+    """Exact expectations over eight tokens: with the sampler in the term's place KL would end at 0.7 to 2.5."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random_logits(scale: float) -> torch.Tensor:
+        return scale * torch.randn(8, generator=generator, dtype=torch.float64)
+
+    teacher, logits = random_logits(2.0).log_softmax(0), random_logits(1.0)
+    objective, versions, distances = Objective(loss, "token_mean", **clip_range(loss, 0.2)), [], []
+    for step in range(300):
+        versions.append(logits.log_softmax(0))
+        sampler = versions[max(0, step - lag)][:, None]
+        for _ in range(num_updates):
+            logits.requires_grad_()
+            policy = logits.log_softmax(0)[:, None]
+            taught, _ = policy_gradient_step(
+                policy, torch.ones(8, 1), objective=objective, denominator=1.0,
+                advantages=teacher_term(teacher[:, None], policy, 10.0), old_log_probs=sampler,
+                weights=sampler.exp(),
+            )  # fmt: skip
+            (slope,) = torch.autograd.grad(taught, logits)
+            logits = logits.detach() - slope
+        policy = logits.log_softmax(0)
+        distances.append(float((policy.exp() * (policy - teacher)).sum()))
+    assert distances[0] > 0.01
+    assert max(distances[-50:]) < 1e-3
 
 
-def test_an_episode_has_the_term_of_each_sampled_token_beside_the_advantage_of_its_turn() -> None:
+def test_an_episode_has_the_teachers_logprob_of_each_sampled_token() -> None:
     rng = np.random.default_rng(2)
     episodes = [random_episode(rng, branch=0.5, with_turn_rewards=True) for _ in range(5)]
     group = taught(make_episode_group(0, episodes))
-    assert group.teacher_logprobs is not None
-    plain, both = sequences_of([group]), with_teacher(sequences_of([group]), config_of())
-    rows = iter(group.teacher_rows)
     expected = []
-    for episode, row in zip(episodes, rows, strict=True):
+    for episode, row in zip(episodes, group.teacher_rows, strict=True):
         for part in episode.sequences:
             own = slice(part.start, part.end)
             mask = episode.mask[own]
             if mask.any():
                 assert row is not None
-                expected.append((row[own] - episode.logprobs[own])[mask])
-    assert len(expected) == len(plain) > len(episodes) - 2
-    for before, after, term in zip(plain, both, expected, strict=True):
-        np.testing.assert_allclose(after.advantage - before.advantage, term, atol=1e-6)
+                expected.append(row[own][mask])
+    sequences = sequences_of([group])
+    assert len(expected) == len(sequences) > len(episodes) - 2
+    batch = collate_padded(sequences)
+    assert batch.teacher_logprobs is not None
+    found = batch.teacher_logprobs[batch.response_mask]
+    np.testing.assert_array_equal(found.numpy(), np.concatenate(expected))
 
 
 def test_tokens_that_are_too_old_have_no_term() -> None:
@@ -97,26 +114,47 @@ def test_tokens_that_are_too_old_have_no_term() -> None:
     episodes = [random_episode(rng, version=1, max_lag=1) for _ in range(8)]
     group = taught(make_episode_group(0, episodes))
     masked = replace(group, rollout=group.rollout.masked_before(1))
-    num_sampled = [
-        sum(s.num_sampled for s in with_teacher(sequences_of([g]), config_of())) for g in (group, masked)
-    ]
+    num_sampled = [sum(s.num_sampled for s in sequences_of([g])) for g in (group, masked)]
     assert 0 < num_sampled[1] < num_sampled[0]
-    for sequence in with_teacher(sequences_of([masked]), config_of()):
-        assert np.shape(sequence.advantage) == (sequence.num_sampled,)
+    for sequence in sequences_of([masked]):
+        assert np.shape(sequence.teacher_logprobs) == (sequence.num_sampled,)
+
+
+def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(
+    tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    algorithm = {"token_selection": "clip_cov", "selection_options": {"share": 0.2, "low": 0.0, "high": 1e9}}
+    distillation = {"teacher": "somewhere", "engine": "torch", "coefficient": 2.0, "use_reward": False}
+    learner = Learner(
+        str(tiny_model()), changed(tiny_config, algorithm=algorithm, distillation=distillation), ENDS
+    )
+    passes = learner._forward_backward
+    sequences = passes.with_proximal(learner.model, sequences_of([taught(make_batch(learner)[3])]))
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def select(log_probs: Any, entropies: Any, advantages: Any, rng: Any, **_: Any) -> Any:
+            seen["advantages"] = advantages
+            return np.ones_like(log_probs), np.zeros_like(log_probs)
+
+        patch.setitem(SELECTIONS, "clip_cov", select)
+        passes.with_selection(sequences)
+    gaps = [s.teacher_logprobs - s.proximal_logprobs for s in sequences]
+    np.testing.assert_allclose(seen["advantages"], 2 * np.concatenate(gaps), rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["reinforce_with_baseline", "no_baseline", "grpo_clip", "cispo", "unclipped"])
-@pytest.mark.parametrize("use_reward", [True, False])
+@pytest.mark.parametrize(("use_reward", "noise"), [(True, 0.0), (False, 0.0), (True, 0.3)])
 def test_the_gradient_is_that_of_the_plain_policy_gradient(
-    tiny_config: Config, tiny_model: Callable[..., Path], loss: str, use_reward: bool
+    tiny_config: Config, tiny_model: Callable[..., Path], loss: str, use_reward: bool, noise: float
 ) -> None:
-    """On-policy, whatever the loss: - mean over tokens of advantage * log pi."""
+    """On-policy, whatever the loss: - mean over tokens of advantage * log pi; else times the loss's weight."""
     algorithm = {"prompts_per_step": 4, "samples_per_prompt": 3, "loss": loss, "aggregation": "token_mean"}
     distillation = {"teacher": "somewhere", "engine": "torch", "coefficient": 0.5, "use_reward": use_reward}
     config = changed(tiny_config, algorithm=algorithm, distillation=distillation)
     learner = Learner(str(tiny_model()), config, ENDS)
-    groups = [taught(group, seed) for seed, group in enumerate(make_batch(learner, noise=0.0))]
-    learner.accumulate_gradient(with_teacher(sequences_of(groups), config.distillation))
+    groups = [taught(group, seed) for seed, group in enumerate(make_batch(learner, noise=noise))]
+    learner.accumulate_gradient(sequences_of(groups))
     found = gradient(learner)
 
     total, num_tokens = torch.zeros(()), 0
@@ -127,8 +165,14 @@ def test_the_gradient_is_that_of_the_plain_policy_gradient(
             logprobs = own_logprobs(plain, group.rollout.item.prompt_token_ids, completion.token_ids.tolist())
             for place in range(len(completion.token_ids)):
                 assert row is not None
-                gap = float(row[place] - completion.logprobs[place])
-                total = total - ((advantage if use_reward else 0.0) + 0.5 * gap) * logprobs[place]
+                current = logprobs[place].item()
+                gap = float(row[place]) - current
+                worth = (advantage if use_reward else 0.0) + 0.5 * gap
+                ratio = math.exp(current - completion.logprobs[place])
+                if loss == "grpo_clip" and (ratio - 1) * np.sign(worth) > 0.2:
+                    ratio = 0.0  # no gradient
+                weight = 1.0 if loss in ("reinforce_with_baseline", "no_baseline") else ratio
+                total = total - weight * worth * logprobs[place]
                 num_tokens += 1
     (total / num_tokens).backward()
     assert relative_difference(found, gradient(plain)) < 1e-4
@@ -203,8 +247,6 @@ def test_the_audit_finds_what_is_missing_or_not_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.loss=gmpo"], "algorithm.loss: `gmpo` gives all tokens"),
-        (["algorithm.loss=gspo"], "algorithm.loss: `gspo` gives all tokens of a response the same weight"),
         (["algorithm.dynamic_sampling_tries=2"], "algorithm.dynamic_sampling_tries: .* set it to 0"),
         (["task.curriculum={}"], "task.curriculum: .* remove it"),
         (["distillation.engine=vllm", "sampling.temperature=0.7"], "sampling.temperature is 0.7, and vLLM"),

@@ -12,6 +12,7 @@ import torch
 from builders import (
     ENDS,
     changed,
+    clip_range,
     gradient,
     make_completion,
     make_group,
@@ -40,8 +41,10 @@ def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callab
     """Return `make_learner(algorithm={...}, ...)` of Learners with clips that take effect."""
 
     def make(**changes: dict[str, Any]) -> Learner:
-        options = {"cliprange": 0.2, "prompts_per_step": 3, "samples_per_prompt": 3}
-        config = changed(tiny_config, algorithm=options | changes.pop("algorithm", {}))
+        given = changes.pop("algorithm", {})
+        sizes = {"prompts_per_step": 3, "samples_per_prompt": 3}
+        clip = clip_range(given.get("loss", "grpo_clip"), 0.2)
+        config = changed(tiny_config, algorithm=sizes | clip | given)
         return Learner(str(tiny_model()), changed(config, **changes), ENDS)
 
     return make

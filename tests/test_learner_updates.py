@@ -15,6 +15,7 @@ import torch
 from builders import (
     ENDS,
     changed,
+    clip_range,
     flat_weights,
     gradient,
     make_batch,
@@ -32,23 +33,11 @@ from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 from grpo_ray.actors.learner import Learner
 from grpo_ray.algorithms import group_advantages
 from grpo_ray.config import Config
+from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.types import ScoredGroup, TrainBatch
 
-RATIO_LOSSES = (
-    "unclipped",
-    "grpo_clip",
-    "gspo",
-    "cispo",
-    "luspo",
-    "dppo_tv",
-    "dppo_kl",
-    "ipo",
-    "sapo",
-    "gmpo",
-    "vespo",
-)
 LOSSES = ("no_baseline", "reinforce_with_baseline", *RATIO_LOSSES)
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sequence_sum", "prompt_mean")
 CORRECTIONS = ("truncate_token", "truncate_sequence", "mask_band")
@@ -212,7 +201,7 @@ def test_every_update_is_the_formula_at_its_own_weights(
     make_learner: Callable[..., Learner], loss: str
 ) -> None:
     """Ratios use the sampler's logprobs at every update."""
-    options = {"loss": loss, "cliprange": 0.2, "epochs_per_batch": 2, "train_batch_size": 6}
+    options = {"loss": loss, **clip_range(loss, 0.2), "epochs_per_batch": 2, "train_batch_size": 6}
     learner = make_learner(algorithm=options, sampling={"temperature": 0.7})
     updates, metrics = updates_of(learner, all_with_signal(make_batch(learner)))
     for update in updates:
@@ -407,7 +396,7 @@ def test_correction_weights_are_the_first_policy_over_the_sampler(
     make_learner: Callable[..., Learner], loss: str, correction: str, epochs: int
 ) -> None:
     options = {
-        "loss": loss, "cliprange": 0.2, "off_policy_correction": correction, "old_log_probs": "proximal",
+        "loss": loss, **clip_range(loss, 0.2), "off_policy_correction": correction, "old_log_probs": "proximal",
         "epochs_per_batch": epochs, "correction_cap": 1.1, "correction_band": (0.8, 1.25),
     }  # fmt: skip
     learner = make_learner(algorithm=options)

@@ -122,7 +122,7 @@ def test_a_kl_in_the_reward_is_compared_by_it(tiny_config: Config) -> None:
 
 
 def test_the_packages_own_take_the_same_form() -> None:
-    inputs = AdvantageInputs(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2), torch.zeros(1, 2))
+    inputs = AdvantageInputs(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
     for name, function in ADVANTAGES.items():
         options = {"k": 1} if name == "pass_at_k" else {}
         assert function(inputs, **options).shape == (1, 2)

@@ -648,11 +648,13 @@ def test_buffer_is_made_as_the_configuration_says(tiny_config: Config) -> None:
             data[section] |= fields
         return buffer_arguments(Config.model_validate(data), Path("rollouts"), Path("training"))
 
-    queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag, masks_old = arguments(buffer={"max_gib": 0.5})
+    queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag, masks_old, metric = arguments(
+        buffer={"max_gib": 0.5}
+    )
     assert (vars(queue)["_size"], queue.window(), queue.batch([2, 1, 0])) == (3, [0, 1, 2], (0, 1, 2))
     assert queue.drop({0: False, 1: False}) == ()
     assert (max_bytes, rollouts, checkpoint, cut_max_lag) == (2**29, Path("rollouts"), Path("training"), None)
-    assert not masks_old
+    assert (masks_old, metric) == (False, "advantage")
     memory.add([simple_group(0)])
     assert len(memory) == 0
 
@@ -663,8 +665,9 @@ def test_buffer_is_made_as_the_configuration_says(tiny_config: Config) -> None:
     assert len(memory.draw(1)) == 1
 
     changes = {"oversample_frac": 0.5, "dynamic_sampling_tries": 2}
-    queue, *_, cut_max_lag, _ = arguments(algorithm=changes, weight_sync={"max_lag": 1})
-    assert cut_max_lag == 1
+    changes |= {"dynamic_sampling_metric": "answer"}
+    queue, *_, cut_max_lag, _, metric = arguments(algorithm=changes, weight_sync={"max_lag": 1})
+    assert (cut_max_lag, metric) == (1, "answer")
     assert queue.batch([7, 5, 9]) == (5, 7, 9)
     assert len(queue.drop(dict.fromkeys(range(20), False))) == 6
 

@@ -201,16 +201,16 @@ def _large_lag(window: Window) -> str | None:
 def _narrow_clip(window: Window) -> str | None:
     """Find a range for ratios of whole responses so narrow that it clips most of them.
 
-    The mean log ratio of a response spreads by 1 / sqrt(length), and GSPO's range was published for responses of
-    thousands of tokens: on short ones the noise between two engines alone is outside of it.
+    The mean log ratio of a response spreads by 1 / sqrt(length), and GSPO's range was published for responses
+    of thousands of tokens: on short ones the noise between two engines alone is outside of it.
     """
     clipped = window.now(CLIPPED)
     if clipped is None or clipped <= 0.5 or window.setup.clip_epsilon >= 0.1:
         return None
     return (
-        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.setup.clip_epsilon:g}: widen "
-        "algorithm.cliprange for responses of this length, or set old_log_probs to `proximal`, with several "
-        "updates per batch and `mask_geometric`"
+        f"{clipped:.0%} of the tokens are clipped ({CLIPPED}) by a range of {window.setup.clip_epsilon:g}: "
+        "widen algorithm.cliprange for responses of this length, or set old_log_probs to `proximal`, with "
+        "several updates per batch and `mask_geometric`"
     )
 
 

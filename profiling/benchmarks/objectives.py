@@ -9,7 +9,12 @@ from benchmarks.turns import take_turns
 
 TITLE = "a Learner's step with every loss, advantage, KL, entropy bonus, several updates (quickstart's shapes)"
 PLAIN = "one update"
-IN_REWARD = ["algorithm.kl.reference=ema", "algorithm.kl.coefficient=0.1", "algorithm.kl.placement=reward"]
+IN_REWARD = [
+    "algorithm.kl.reference=ema",
+    "algorithm.kl.coefficient=0.1",
+    "algorithm.kl.placement=reward",
+    "algorithm.advantage=mean",
+]
 VARIANTS: dict[str, list[str]] = {
     PLAIN: [],
     "reinforce_with_baseline": ["algorithm.loss=reinforce_with_baseline"],
