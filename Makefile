@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 # Each process of the tests would compile this package, and rewrite the assertions of all tests, again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test quick lint format docs environments clean
+.PHONY: quickstart test quick campaign lint format docs environments clean
 
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
@@ -17,11 +17,15 @@ quickstart: $(READY)
 # Everything, in two processes. A file's tests stay together, as they share what is expensive to start;
 # tests/conftest.py puts the files that take longest first.
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) -m "not campaign"
 
 # What needs neither Ray nor vLLM, but for tests that are slow by nature: many whole runs, a browser, real waits.
 quick: $(READY)
-	$(PYTEST) -m "not ray and not vllm and not slow"
+	$(PYTEST) -m "not ray and not vllm and not slow and not campaign"
+
+# What takes long and is run before a release: whole tables of combinations.
+campaign: $(READY)
+	$(PYTEST) -m campaign
 
 lint: $(READY)
 	$(BIN)/ruff check .

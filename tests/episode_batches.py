@@ -14,7 +14,7 @@ from slow_objectives import slow_kl, slow_loss, slow_product, slow_total
 from grpo_ray.config import Config
 from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.episodes.segments import Segments
-from grpo_ray.types import Episode, EpisodeSequence, ScoredGroup
+from grpo_ray.types import Completion, Episode, EpisodeSequence, ScoredGroup
 
 VOCAB = 280
 
@@ -28,6 +28,8 @@ class Turn:
     logprobs: list[float]
     advantage: float = 0.0
     sequence: int = 0  # of its episode's sequences, the one that trains it
+    weights: list[float] | None = None  # factor of each token's loss
+    teacher: list[float] | None = None  # the teacher's logprobs
 
 
 def to_episode(segments: Segments, finish_reason: str = "stop", reward: float | None = 0.0) -> Episode:
@@ -130,6 +132,32 @@ def random_batch(
     return groups, samples
 
 
+def teach(groups: Sequence[ScoredGroup], samples: Sequence[Sequence[Turn]], seed: int) -> list[ScoredGroup]:
+    """Give each sampled token a random logprob of a teacher, which rules a few out."""
+    rng = np.random.default_rng(seed)
+    for turns in samples:
+        for turn in turns:
+            drawn = rng.choice([-0.5, -2.0, -4.0, -np.inf], len(turn.reply), p=[0.4, 0.3, 0.2, 0.1])
+            turn.teacher = drawn.tolist()
+    places, taught = iter(samples), []
+    for group in groups:
+        rows = []
+        for completion in group.rollout.completions:
+            row, turns = np.zeros(len(completion.token_ids), np.float32), next(places)
+            row[completion.mask] = np.concatenate([_in_order(turns, completion)])
+            rows.append(row)
+        taught.append(replace(group, teacher_logprobs=np.concatenate(rows)))
+    return taught
+
+
+def _in_order(turns: Sequence[Turn], completion: Completion) -> list[float]:
+    """Return the teacher's logprobs of a sample in the order of the completion's sampled tokens."""
+    if not isinstance(completion, Episode):
+        return turns[0].teacher or []
+    order = dict.fromkeys(completion.turns[completion.mask].tolist())  # a turn's tokens stand together
+    return [logprob for turn in order for logprob in turns[turn].teacher or []]
+
+
 def _joined(turns: Sequence[Turn], versions: int) -> Episode:
     """Return the turns as an episode; note in each which sequence trains it."""
     segments = Segments()
@@ -170,16 +198,25 @@ def slow_losses(model: Any, config: Config, turns: Sequence[Turn], reference: An
 def _losses_of_sequence(model: Any, config: Config, turns: Sequence[Turn], reference: Any) -> list[Any]:
     algorithm = config.algorithm
     rows, new, behaviour, advantages, of_reference = [], [], [], [], []
+    factors: list[float] = []
+    teacher: list[float] = []
     for turn in turns:
         of_turn = plain_rows(model, turn.prompt, turn.reply, *distribution(config))
         rows += of_turn
         new += [row[token] for row, token in zip(of_turn, turn.reply, strict=True)]
         behaviour += turn.logprobs
-        advantages += [turn.advantage] * len(turn.reply)
+        given = 0.0 if turn.teacher and not config.distillation.use_reward else turn.advantage
+        advantages += [given] * len(turn.reply)
+        factors += turn.weights or [1.0] * len(turn.reply)
+        teacher += turn.teacher or []
         if reference is not None:
             with torch.no_grad():
                 of_reference += list(plain_logprobs(reference, turn.prompt, turn.reply, *distribution(config)))
     first = [value.item() for value in new]
+    for t, taught in enumerate(teacher):
+        bound = config.distillation.max_gap
+        gap = min(max(taught - first[t], -bound), bound)
+        advantages[t] += config.distillation.coefficient * gap
     old = first if algorithm.old_log_probs == "proximal" else behaviour
     kept = [t for t in range(len(new)) if algorithm.loss not in RATIO_LOSSES or math.isfinite(old[t])]
     logs = [a - b if math.isfinite(b) else None for a, b in zip(first, behaviour, strict=True)]
@@ -187,7 +224,7 @@ def _losses_of_sequence(model: Any, config: Config, turns: Sequence[Turn], refer
     of_loss, _ = slow_loss(algorithm, new, old, advantages, kept)
     losses = []
     for t in kept:
-        loss = weights[t] * of_loss[t]
+        loss = factors[t] * weights[t] * of_loss[t]
         if reference is not None:
             loss = loss + algorithm.kl.coefficient * slow_kl(
                 algorithm.kl.estimator, new[t], of_reference[t], old[t]

@@ -297,3 +297,14 @@ def test_a_constant_needs_its_denominator():
         policy_gradient_step(
             torch.zeros(1, 2), torch.ones(1, 2), objective=objective, advantages=torch.ones(1, 1)
         )
+
+
+def test_a_token_without_an_old_logprob_has_no_penalty_in_a_loss_without_a_ratio():
+    policy = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss, _ = policy_gradient_step(
+        policy, torch.ones(1, 2), objective=Objective("reinforce_with_baseline"), advantages=torch.ones(1, 1),
+        old_log_probs=torch.tensor([[math.nan, -1.5]]), penalties=torch.tensor([[3.0, 3.0]]),
+    )  # fmt: skip
+    assert loss.item() == (1.0 + 2.0 + 3 * 0.5) / 2
+    loss.backward()
+    assert policy.grad.tolist() == [[-0.5, (-1.0 - 3.0) / 2]]

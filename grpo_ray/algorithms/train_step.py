@@ -87,7 +87,8 @@ def policy_gradient_step(
     if weights is not None:
         per_token_loss = per_token_loss * weights.detach().masked_fill(~mask, 0.0)
     if penalties is not None and old_log_probs is not None:
-        drift = (policy_log_probs - old_log_probs.detach()).abs()
+        known = old_log_probs.isfinite()  # a loss without a ratio keeps the others, which have not drifted
+        drift = (policy_log_probs - torch.where(known, old_log_probs, policy_log_probs).detach()).abs()
         per_token_loss = per_token_loss + penalties.detach().masked_fill(~mask, 0.0) * drift
     sums = {"num_tokens": mask.sum()}
     if "clipped" in details and "ratio" in details and advantages is not None:

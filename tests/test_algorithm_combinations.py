@@ -1,0 +1,267 @@
+"""Every loss in every combination against slow loops per token, written from the papers' formulas.
+
+Tensors are in float64, whole updates of a small model in float32. A sample of the combinations runs always, all
+of them with `make campaign`.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from builders import ENDS, changed, clip_range, gradient, plain_rows, relative_difference
+from episode_batches import Turn, distribution, random_batch, slow_gradient, teach
+from rank_workers import meeting, on_ranks
+from slow_objectives import slow_loss, slow_total
+
+from grpo_ray.actors.learner import Learner
+from grpo_ray.algorithms import Objective, loss_denominator, policy_gradient_step
+from grpo_ray.config import Config
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.losses import RATIO_LOSSES, Aggregation, LossType
+from grpo_ray.models.sequences import sequences_of
+from grpo_ray.models.sharded import whole
+from grpo_ray.policy.ranks import Seat
+from grpo_ray.types import ScoredGroup
+
+LOSSES, AGGREGATIONS = get_args(LossType), get_args(Aggregation)
+MAX_TOKENS = 8
+
+# ---- tensors ----
+
+FEATURES = ("factors", "turns", "branches", "masked", "micro_batches")
+SUBSETS = [s for size in range(len(FEATURES) + 1) for s in itertools.combinations(FEATURES, size)]
+LENGTHS = (5, 2, 1, 4, 3, 5)
+ROWS = range(len(LENGTHS))
+PROMPT_OF_SAMPLE = {True: (0, 0, 1), False: (0, 0, 0, 1, 1, 1)}  # with branches, and without
+
+
+class Batch:
+    """Six ragged rows: six responses, or with `branches` three samples of one to three rows."""
+
+    def __init__(self, features: Sequence[str], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.old = -3 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
+        shift = torch.tensor([0.5, -0.5, 0.0, 0.0, -0.2, 0.2])[:, None]  # of whole responses
+        self.policy = (self.old + 0.3 * noise(6, 5) + shift).clamp(max=-0.02)
+        self.mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+        self.advantages = noise(6, 5 if "turns" in features else 1)
+        self.factors = torch.ones(6, 5, dtype=torch.float64)
+        if "factors" in features:
+            self.factors = 2 * torch.rand(6, 5, generator=generator, dtype=torch.float64)
+            self.factors[0, 1] = self.factors[3, 0] = 0.0  # dropped tokens
+        if "masked" in features:
+            self.old[0, 3], self.old[5, 0] = -torch.inf, torch.nan
+            self.mask[3, 1] = False
+        has_branches = "branches" in features
+        self.samples = [[0, 1], [2], [3, 4, 5]] if has_branches else [[row] for row in ROWS]
+        self.prompts = PROMPT_OF_SAMPLE[has_branches]
+        self.parts = [[0], [1, 2, 5], [3, 4]] if "micro_batches" in features else [list(ROWS)]
+
+    def kept(self, loss: str) -> torch.Tensor:
+        return self.mask & self.old.isfinite() if loss in RATIO_LOSSES else self.mask
+
+
+def fast_gradient(config: AlgorithmConfig, batch: Batch) -> tuple[float, torch.Tensor]:
+    """Return loss and gradient by the package, part by part."""
+    objective, aggregation = Objective.from_config(config), config.loss_aggregation
+    counts = batch.kept(config.loss).sum(dim=1)
+    row_tokens = torch.zeros(6, dtype=torch.int64)
+    for sample, rows in enumerate(batch.samples):
+        own = [sample]
+        if aggregation == "prompt_mean":
+            own = [s for s, prompt in enumerate(batch.prompts) if prompt == batch.prompts[sample]]
+        row_tokens[rows] = counts[[row for s in own for row in batch.samples[s]]].sum()
+    num_samples, num_prompts = len(batch.samples), len(set(batch.prompts))
+    denominator = loss_denominator(aggregation, num_samples, int(counts.sum()), MAX_TOKENS, num_prompts)
+    policy, total = batch.policy.clone().requires_grad_(), 0.0
+    for rows in batch.parts:
+        loss, _ = policy_gradient_step(
+            policy[rows], batch.mask[rows], objective=objective, denominator=denominator,
+            advantages=batch.advantages[rows], old_log_probs=batch.old[rows], weights=batch.factors[rows],
+            row_tokens=row_tokens[rows],
+        )  # fmt: skip
+        loss.backward()
+        total += loss.item()
+    assert policy.grad is not None
+    return total, policy.grad
+
+
+def loop_gradient(config: AlgorithmConfig, batch: Batch) -> tuple[float, torch.Tensor]:
+    """Return loss and gradient by a loop over samples, rows and tokens."""
+    policy = batch.policy.clone().requires_grad_()
+    advantages, kept = batch.advantages.expand(6, 5), batch.kept(config.loss)
+    per_sample = []
+    for rows in batch.samples:
+        losses: list[Any] = []
+        for row in rows:
+            places = [t for t in range(5) if kept[row, t]]
+            values = list(policy[row]), batch.old[row].tolist(), advantages[row].tolist()
+            of_row, _ = slow_loss(config, *values, places)
+            losses += [batch.factors[row, t].item() * of_row[t] for t in places]
+        per_sample.append(losses)
+    total = slow_total(config, per_sample, batch.prompts, MAX_TOKENS)
+    (slope,) = torch.autograd.grad(total, policy)
+    return total.item(), slope
+
+
+def compare(loss: str, aggregation: str, features: Sequence[str], seed: int) -> None:
+    options = {"loss_options": {"kl_tau": 0.3}} if loss in ("dppo_kl", "ipo") else {}
+    config = AlgorithmConfig(loss=loss, aggregation=aggregation, **clip_range(loss, 0.2), **options)  # type: ignore[arg-type]
+    batch = Batch(features, seed)
+    total, slope = fast_gradient(config, batch)
+    expected_total, expected = loop_gradient(config, batch)
+    assert expected.norm() > 1e-3  # otherwise any gradient would pass
+    case = f"{loss}, {aggregation}, {features}, seed {seed}"
+    assert relative_difference(slope, expected) < 1e-6, case
+    assert total == pytest.approx(expected_total, rel=1e-6, abs=1e-9), case
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_sample_of_combinations_of_a_loss(loss: str) -> None:
+    drawn = random.Random(loss)
+    for aggregation, features in zip(AGGREGATIONS, drawn.sample(SUBSETS, len(AGGREGATIONS)), strict=True):
+        compare(loss, aggregation, features, drawn.randrange(100))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_combinations_of_a_loss(loss: str, aggregation: str) -> None:
+    for features in SUBSETS:
+        for seed in range(2):
+            compare(loss, aggregation, features, seed)
+
+
+# ---- whole updates: episodes with branches, turns and plain responses in one batch, some tokens masked ----
+
+LAYOUTS = {
+    "packed": {"micro_batch_tokens": 4096},
+    "packed, several micro-batches": {"micro_batch_tokens": 40},
+    "packed, one sequence each": {"micro_batch_tokens": 1},
+    "padded, several micro-batches": {"share_prompts": "never", "micro_batch_tokens": 60},
+}
+SHARE = 0.4
+TAUGHT = {"teacher": "somewhere", "engine": "torch", "coefficient": 0.5}
+BAND = {"old_log_probs": "proximal", "off_policy_correction": "mask_band", "correction_band": (0.8, 1.2)}
+FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "mask_band": {"algorithm": BAND},
+    "top_entropy": {"algorithm": {"token_selection": "top_entropy", "selection_options": {"share": SHARE}}},
+    "teacher": {"distillation": TAUGHT},
+    "teacher alone": {"distillation": {**TAUGHT, "use_reward": False}},
+}
+UPDATES = list(itertools.product(LAYOUTS, FACTORS))
+
+
+def config_of(base: Config, loss: str, layout: str, factor: str) -> Config:
+    algorithm = {"loss": loss, "prompts_per_step": 3, "samples_per_prompt": 3, **clip_range(loss, 0.2)}
+    algorithm |= FACTORS[factor].get("algorithm", {})
+    distillation = FACTORS[factor].get("distillation", {})
+    return changed(base, algorithm=algorithm, learner=LAYOUTS[layout], distillation=distillation)
+
+
+def batch_of(model: torch.nn.Module, config: Config, seed: int) -> tuple[list[ScoredGroup], list[list[Turn]]]:
+    """Return a random batch for both sides, with the configuration's teacher and selection of tokens."""
+    groups, samples = random_batch(seed, model, config)
+    if config.distillation.teacher is not None:
+        groups = teach(groups, samples, seed)
+    if config.algorithm.token_selection == "top_entropy":
+        turns = [turn for own in samples for turn in own]
+        entropies = [list(_entropies(model, config, turn)) for turn in turns]
+        bound = np.quantile(np.concatenate(entropies), 1 - SHARE)
+        for turn, own in zip(turns, entropies, strict=True):
+            turn.weights = [float(entropy >= bound) for entropy in own]
+    return groups, samples
+
+
+@torch.no_grad()
+def _entropies(model: torch.nn.Module, config: Config, turn: Turn) -> Iterator[float]:
+    for row in plain_rows(model, turn.prompt, turn.reply, *distribution(config)):
+        possible = row[row.isfinite()]
+        yield -float((possible.exp() * possible).sum())
+
+
+def gradient_of(learner: Learner, groups: Sequence[ScoredGroup]) -> tuple[float, torch.Tensor]:
+    """Return loss and gradient of the whole batch's update, as a step computes them."""
+    passes, sequences = learner._forward_backward, sequences_of(groups)
+    if passes.selects_tokens:
+        sequences = list(passes.with_selection(passes.with_proximal(learner.model, sequences)))
+    sums = learner.accumulate_gradient(sequences)
+    if learner._ranks.size == 1:
+        return sums["loss"], gradient(learner)
+    of_each = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.masters.parameters]
+    return sums["loss"], torch.cat([whole(each).flatten() for each in of_each])
+
+
+def check_update(base: Config, model: str, loss: str, layout: str, factor: str, seed: int) -> None:
+    config = config_of(base, loss, layout, factor)
+    learner = Learner(model, config, ENDS)
+    groups, samples = batch_of(learner.model, config, seed)
+    expected_loss, expected = slow_gradient(learner.model, config, samples)
+    found_loss, found = gradient_of(learner, groups)
+    case = f"{loss}, {layout}, {factor}, seed {seed}"
+    assert expected.norm() > 1e-3, case
+    assert relative_difference(found, expected) < 1e-5, case
+    assert found_loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), case
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_sample_of_updates_with_a_loss(
+    loss: str, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    drawn = random.Random(loss)
+    for layout, factor in drawn.sample(UPDATES, 2):
+        check_update(tiny_config, str(tiny_model()), loss, layout, factor, drawn.randrange(100))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("layout", "factor"), UPDATES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_updates_with_a_loss(
+    loss: str, layout: str, factor: str, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    check_update(tiny_config, str(tiny_model()), loss, layout, factor, UPDATES.index((layout, factor)))
+
+
+def ranks_gradients(
+    seat: Seat, ports: Sequence[int], model: str, cases: Sequence[tuple[Config, Sequence[ScoredGroup]]]
+) -> list[tuple[float, np.ndarray]]:
+    """Return loss and gradient of each case on several ranks, which meet at a port for each."""
+    torch.set_num_threads(1)
+    found = []
+    for port, (config, groups) in zip(ports, cases, strict=True):
+        learner = Learner(model, config, ENDS, seat=replace(seat, port=port))
+        total, slope = gradient_of(learner, groups)
+        found.append((total, slope.numpy()))  # a tensor would be shared memory of a process that ends
+        learner._ranks.close()
+    return found
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("factor", FACTORS)
+def test_two_ranks_give_the_gradient_of_the_loop(
+    factor: str, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    """Every loss, one micro-batch per sequence: the branches of an episode are on both ranks."""
+    model, cases, expected = str(tiny_model()), [], []
+    for number, loss in enumerate(LOSSES):
+        config = config_of(tiny_config, loss, "packed, one sequence each", factor)
+        alone = Learner(model, config, ENDS)
+        groups, samples = batch_of(alone.model, config, number)
+        expected.append(slow_gradient(alone.model, config, samples))
+        cases.append((changed(config, learner={"num_ranks": 2}), groups))
+    stores = [meeting() for _ in cases]
+    found = on_ranks(2, ranks_gradients, [store.port for store in stores], model, cases)[0]
+    for loss, (total, slope), (expected_total, expected_slope) in zip(LOSSES, found, expected, strict=True):
+        assert relative_difference(torch.from_numpy(slope), expected_slope) < 1e-5, loss
+        assert total == pytest.approx(expected_total, rel=1e-4, abs=1e-6), loss
