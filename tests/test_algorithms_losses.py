@@ -5,16 +5,19 @@ from typing import get_args
 
 import pytest
 import torch
+from local_runs import make_config
 
 from grpo_ray.algorithms import (
     RATIO_LOSSES,
     AlgorithmConfig,
     LossType,
     Objective,
+    acts_without_advantage,
     compute_grpo_clip_loss,
     compute_naive_policy_gradient_loss,
     compute_policy_gradient_loss,
     grpo_microbatch_train_step,
+    notices_on_loss,
 )
 
 CLIPRANGE = 0.2
@@ -270,3 +273,31 @@ def test_advantages_per_token_are_those_of_each_column_alone(loss_type):
         assert torch.equal(loss[:, column], expected[:, column])
         for name in {"clipped", "ratio"} & details.keys():
             assert torch.equal(details[name][:, column], expected_details[name][:, column])
+
+
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_only_a_pull_to_the_old_policy_acts_where_the_advantage_is_zero(loss_type):
+    assert not acts_without_advantage(Objective(loss_type))
+    if loss_type in ("dppo_tv", "dppo_kl", "ipo"):
+        assert acts_without_advantage(Objective(loss_type, loss_options={"kl_tau": 1e-3}))
+
+
+RATIO_FREE = ["algorithm.loss=reinforce_with_baseline"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([], ()),
+        (RATIO_FREE, ("weight_sync.max_lag is 1", "set weight_sync.max_lag to 0, or", "truncate_sequence")),
+        ([*RATIO_FREE, "weight_sync.max_lag=0"], ()),
+        ([*RATIO_FREE, "algorithm.off_policy_correction=truncate_sequence"], ()),
+        ([*RATIO_FREE, "algorithm.off_policy_correction=veto"], ("weight_sync.max_lag is 1",)),
+        ([*RATIO_FREE, "weight_sync.max_lag=0", "algorithm.epochs_per_batch=2"], ("2 updates", "ask for one")),
+        ([*RATIO_FREE, "buffer.replay.frac=0.5"], ("max_lag is 1; buffer.replay.frac is 0.5",)),
+    ],
+)
+def test_a_loss_without_a_ratio_is_remarked_where_tokens_are_old(overrides, parts):
+    notices = notices_on_loss(make_config(*overrides))
+    assert len(notices) == bool(parts)
+    assert all(part in notices[0] for part in parts)

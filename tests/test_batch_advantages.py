@@ -381,6 +381,31 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Le
     assert relative_difference(of_update, gradient(without)) < 1e-5
 
 
+@pytest.mark.parametrize("kl", [KL, TO_GO])
+def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
+    make_learner: Callable[..., Learner], kl: dict[str, Any]
+) -> None:
+    """Sampled by version 0 and trained at version 1, without the sampler's logprobs anywhere in the penalty."""
+    learner = make_learner({"kl": kl, "advantage": "mean"})
+    learner.train_step(TrainBatch(tuple(make_batch(learner))))
+    groups = make_batch(learner, seed=1, versions=0)
+    assert learner._reference is not None
+    sampling, penalties = learner._config.sampling, []
+    for group in groups:
+        for c in group.rollout.completions:
+            given = group.rollout.item.prompt_token_ids, c.token_ids.tolist(), sampling.temperature
+            with torch.no_grad():
+                policy, reference = (
+                    plain_logprobs(model, *given, sampling.min_tokens, ENDS)
+                    for model in (learner.model, learner._reference.model)
+                )
+            penalties.append(0.5 * float((policy - reference).sum()))
+    _, _, metrics = update(learner, groups)
+    assert metrics["lag/max"] == 1
+    assert max(map(abs, penalties)) > 1e-3
+    assert metrics["reward/kl_penalty"] == pytest.approx(fmean(penalties), rel=1e-3, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

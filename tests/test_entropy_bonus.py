@@ -10,7 +10,10 @@ from builders import changed, flat_weights, make_batch, written
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.models.sequences import sequences_of
 from grpo_ray.policy.entropy_bonus import EntropyBonus
+from grpo_ray.policy.log_probs import ResponseLogProbs
+from grpo_ray.policy.microbatch import collate_padded
 from grpo_ray.types import TrainBatch
 
 ENDS = (0, 17)
@@ -59,3 +62,23 @@ def test_a_learner_follows_the_target_and_resumes(
                 assert resumed.train_step(batch).metrics["loss/entropy_bonus"] == weights[target][-1]
         assert torch.equal(flat_weights(straight.model), flat_weights(resumed.model))
     assert weights == {5.0: [0.0] * 4, 6.0: pytest.approx([0.0, 0.4, 0.5, 0.6])}
+
+
+def test_with_a_target_the_entropy_is_that_of_all_tokens_that_the_bonus_acts_on(
+    tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    """Two of the four groups have no advantage; without a target the metric leaves them out."""
+    found = {}
+    for target in (None, 5.0):
+        config = changed(tiny_config, algorithm={"entropy_target": target})
+        learner = Learner(str(tiny_model()), config, ENDS)
+        groups = make_batch(learner)
+        sequences = sequences_of(groups)
+        with torch.no_grad():
+            batch = collate_padded(sequences)
+            _, entropies = ResponseLogProbs(config.sampling, ENDS)(learner.model, batch)
+        mask = batch.advantage_mask if target is None else batch.response_mask
+        found[target] = learner.train_step(TrainBatch(tuple(groups))).metrics
+        assert found[target]["policy/entropy/exact"] == pytest.approx(entropies[mask].mean().item(), rel=1e-5)
+    assert found[None]["throughput/trained_tokens"] == found[5.0]["throughput/trained_tokens"]
+    assert found[None]["policy/entropy/exact"] != pytest.approx(found[5.0]["policy/entropy/exact"], rel=1e-5)

@@ -213,6 +213,31 @@ def test_every_update_is_the_formula_at_its_own_weights(
     assert metrics["optim/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
 
 
+LEASH = """
+from grpo_ray.algorithms import RatioInputs
+def leash(inputs: RatioInputs):
+    return -inputs.log_ratio.exp() * inputs.advantages + inputs.log_ratio.square(), {}
+"""
+
+
+def test_a_loss_with_a_term_of_its_own_is_computed_where_the_advantage_is_zero(
+    make_learner: Callable[..., Learner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups 1 and 3 have no advantages; `kl_tau` and an own pull to the old policy act on them too."""
+    (tmp_path / "my_leash_4712.py").write_text(LEASH)
+    monkeypatch.syspath_prepend(tmp_path)
+    learner = make_learner(algorithm={"loss": "ipo", "loss_options": {"kl_tau": 0.5}})
+    groups = make_batch(learner)
+    whole = sum(s.num_sampled for s in sequences_of(groups))
+    updates, metrics = updates_of(learner, groups)
+    updates[0].check()
+    assert metrics["throughput/trained_tokens"] == whole
+    own = make_learner(algorithm={"loss": "my_leash_4712:leash"})
+    assert step(own, [groups[1], groups[3]])["optim/grad_norm"] > 0
+    plain = make_learner(algorithm={"loss": "ipo"})
+    assert step(plain, groups)["throughput/trained_tokens"] < whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
 def test_later_updates_compare_with_the_policy_before_the_first(

@@ -1,6 +1,7 @@
 """Advantages of the user's own: found by import path, checked before a run, and applied."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from builders import changed, make_completion, make_group, make_item
+from episode_batches import make_episode
 from local_runs import train
 from small_run import QUICKSTART, SMALL
 
@@ -16,6 +18,7 @@ from grpo_ray.algorithms import ADVANTAGES, AdvantageInputs, advantages_of, chec
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.loading import load_config
+from grpo_ray.episodes.returns import verdict_on
 from grpo_ray.models.sequences import sequences_of
 from grpo_ray.run.preflight import check_files
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -33,6 +36,9 @@ def median(inputs: AdvantageInputs, *, factor: float = 1.0, eps: float):
 
 def parts(inputs: AdvantageInputs):
     return inputs.rewards + 10 * inputs.format_rewards + 100 * inputs.answer_rewards
+def opo(inputs: AdvantageInputs):
+    weights = inputs.lengths / inputs.lengths.sum(dim=1, keepdim=True)
+    return inputs.rewards - (weights * inputs.rewards).sum(dim=1, keepdim=True)
 def needing(inputs: AdvantageInputs, *, tau: float): return inputs.rewards * tau
 def means(inputs: AdvantageInputs): return inputs.rewards.mean(dim=1)
 def raising(inputs: AdvantageInputs): raise KeyError("no")
@@ -119,6 +125,18 @@ def test_a_kl_in_the_reward_is_compared_by_it(tiny_config: Config) -> None:
         object.__setattr__(s, "reference_logprobs", np.array([-2.0]))
     found, _ = with_batch_advantages(groups, sequences, config)  # KL 1, 0 and -1
     assert [s.advantage for s in found] == pytest.approx([-1, 0, 1])
+
+
+def test_lengths_reach_an_advantage_of_responses_and_of_episodes() -> None:
+    """OPO's baseline of rewards 1, 0, 1 and lengths 1, 2, 5 is 6 / 8; without the ungraded third, 1 / 3."""
+    rewards, lengths = np.float32([1, 0, 1]), np.array([1, 2, 5])
+    found = advantages_of(rewards, lengths, np.ones(3, bool), config_of(":opo"), max_tokens=8)
+    assert found.tolist() == [0.25, -0.75, 0.25]
+    found = advantages_of(rewards, lengths, np.array([True, True, False]), config_of(":opo"), max_tokens=8)
+    assert found.tolist() == pytest.approx([2 / 3, -1 / 3, 0])
+    turns = [([1, 2], [5]), ([1, 2, 5, 6], [7, 8])]
+    episodes = [replace(make_episode(turns[:n]), reward=float(n == 1)) for n in (1, 2)]  # of 1 and 3 tokens
+    assert verdict_on(episodes, config_of(":opo"), 1.0).advantages.tolist() == [0.75, -0.25]
 
 
 def test_the_packages_own_take_the_same_form() -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from builders import (
+    changed,
     file_size_limit,
     make_buffer,
     make_completion,
@@ -21,7 +23,7 @@ from builders import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.trajectory_buffer import buffer_arguments
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.config import Config
 from grpo_ray.telemetry.batch_metrics import cut_metrics, rollout_metrics
 from grpo_ray.telemetry.metrics_catalog import check_names
@@ -301,6 +303,34 @@ def test_groups_without_signal_give_their_slots_to_others(tmp_path: Path) -> Non
         path = tmp_path / f"step-00000{step}.parquet"
         assert read_uses(path) == [1, 1, 0, 0]
         assert ids(read_groups(path)) == [*fresh, *dropped]
+
+
+@pytest.mark.parametrize(("metric", "kept"), [("advantage", [0, 1, 2]), ("reward", [1, 2]), ("answer", [2])])
+def test_dynamic_sampling_looks_for_the_configured_signal(
+    tiny_config: Config, metric: str, kept: list[int]
+) -> None:
+    """All right, with an overlong one; all right, with rewards that differ by the format; one right."""
+    groups = [
+        replace(simple_group(0), rewards=np.float32([1, 1]), answer_rewards=np.float32([1, 1])),
+        replace(simple_group(1), rewards=np.float32([1, 0.9]), answer_rewards=np.float32([1, 1])),
+        replace(simple_group(2), rewards=np.float32([1, 0]), answer_rewards=np.float32([1, 0])),
+    ]
+    algorithm = {"prompts_per_step": 1, "dynamic_sampling_tries": 9, "dynamic_sampling_metric": metric}
+    config = changed(tiny_config, algorithm=algorithm)
+
+    async def run() -> None:
+        buffer = TrajectoryBuffer(*buffer_arguments(config, None, None))
+        for group in groups:
+            await buffer.put(*parts(group))
+        taken = [(await buffer.take(step + 1, 0))[1].group_ids for step in range(len(kept))]
+        assert [group_id for ids in taken for group_id in ids] == kept
+
+    asyncio.run(run())
+
+
+def test_a_response_that_was_not_graded_gives_no_signal() -> None:
+    group = replace(simple_group(0), rewards=np.float32([1, 0]), errors={1: "too slow"})
+    assert not group.varies_in("reward")
 
 
 def test_setting_a_group_aside_can_make_the_drop_of_another_certain() -> None:
