@@ -65,8 +65,7 @@ async def main() -> None:
     logits = policy(input_ids=tokens[:, :-1], use_cache=False).logits  # [batch, seq, vocab]
     log_probs = token_log_probs(logits, tokens[:, 1:], settings.temperature)  # [batch, seq]
     loss, sums = policy_gradient_step(
-        log_probs, mask, objective=Objective("grpo_clip", "sequence_mean", cliprange=0.2),
-        denominator=len(rows), advantages=advantages.view(-1, 1), old_log_probs=old,
+        log_probs, mask, objective=Objective("grpo_clip"), advantages=advantages.view(-1, 1), old_log_probs=old,
     )  # fmt: skip
     loss.backward()  # the loss is about 0, its gradient not: every ratio is 1, and advantages sum to 0
     optimizer.step()

@@ -138,7 +138,7 @@ def make_tensors(seed: int) -> dict[str, Tensor]:
 def config_of(case: Case) -> Config:
     """Return the quickstart's configuration with the case's algorithm; TRL adds 1e-4 to what it divides by."""
     config = load_config(QUICKSTART, [])
-    algorithm = {"advantage_eps": 1e-4, "samples_per_prompt": SIZE, "cliprange": 0.2, **case.ours}
+    algorithm = {"advantage_eps": 1e-4, "samples_per_prompt": SIZE, **case.ours}
     data = config.model_dump()
     data["algorithm"] |= algorithm
     data["sampling"] |= {"max_tokens": OVERLONG[0]}

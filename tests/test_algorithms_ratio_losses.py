@@ -218,7 +218,7 @@ def test_values_and_gradients_against_a_slow_loop(name):
 
 @pytest.mark.parametrize("name", ["unclipped", "grpo_clip", "dual_clip", "gspo"])
 def test_gradients_match_finite_differences(name):
-    """Of each response's mean: a token of `gspo` has only its own gradient; their sum is the response's."""
+    """A token of `gspo` has only its own gradient; the mean over a response has that of the formula."""
     advantages, policy, old, mask = batch_of(seed=1)
     policy = policy.requires_grad_()
 

@@ -1,11 +1,12 @@
 """The mkdocs hook that fills in comments of pages.
 
 `<!-- configuration reference -->` and `<!-- metrics reference -->` become tables made from the code,
-`<!-- one step -->` the text of docs/one_step.py.
+`<!-- one step -->` and `<!-- own loop -->` the texts of docs/one_step.py and docs/own_loop.py.
 """
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -26,10 +27,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
-def one_step() -> str:
-    """Return docs/one_step.py as a block of code."""
-    text = (Path(__file__).parents[1] / "one_step.py").read_text()
-    return f'```python title="docs/one_step.py"\n{text}```'
+def script(name: str) -> str:
+    """Return a script of docs/ as a block of code."""
+    text = (Path(__file__).parents[1] / name).read_text()
+    return f'```python title="docs/{name}"\n{text}```'
 
 
 # ---- the configuration ----
@@ -127,5 +128,6 @@ def metrics_reference() -> str:
 CONTENTS = {
     "<!-- configuration reference -->": configuration_reference,
     "<!-- metrics reference -->": metrics_reference,
-    "<!-- one step -->": one_step,
+    "<!-- one step -->": partial(script, "one_step.py"),
+    "<!-- own loop -->": partial(script, "own_loop.py"),
 }

@@ -68,7 +68,7 @@ class KLConfig(Section):
     """Weight of the KL penalty (beta); 0 only measures."""
     placement: KLPlacement = "loss"
     """Place of the penalty. `loss`: a term per token; `reward`: each response's reward is reduced by the sum of
-    its tokens' log(sampler / reference), whatever `estimator`, before rewards are compared; `reward_to_go`:
+    its tokens' log(policy / reference), whatever `estimator`, before rewards are compared; `reward_to_go`:
     each token's advantage is reduced by that sum from the token on (REINFORCE++)."""
     estimator: KLEstimator = "k3"
     """Estimator used for the penalty (Schulman's k1, k2, k3). As a penalty k1 has no gradient on average, k2

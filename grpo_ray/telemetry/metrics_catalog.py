@@ -116,7 +116,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/entropy/exact": (
         "nats per token",
         "mean entropy of the Learner's next-token distributions at the tokens with an advantage other than 0, "
-        "over all updates",
+        "with algorithm.entropy_target at all tokens in the loss, over all updates",
     ),
     "optim/grad_norm": ("", "gradient norm before clipping"),
     "optim/lr": ("", "learning rate of the step"),
