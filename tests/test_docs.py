@@ -257,7 +257,9 @@ def test_what_the_algorithms_page_says_to_set_is_valid() -> None:
     settings = [re.findall(r"`([a-z_.]+): (.+?)`", line) for line in table.splitlines()]
     assert sum(map(bool, settings)) > 5
     for row in settings:
-        load_config(ROOT / "configs/quickstart.yaml", [f"algorithm.{key}={value}" for key, value in row])
+        places = [key if key.split(".")[0] in Config.model_fields else f"algorithm.{key}" for key, _ in row]
+        overrides = [f"{place}={value}" for place, (_, value) in zip(places, row, strict=True)]
+        load_config(ROOT / "configs/quickstart.yaml", overrides)
 
 
 # ---- extending ----

@@ -135,9 +135,9 @@ def _check_loss(config: AlgorithmConfig) -> None:
     if ":" in config.loss:
         log_probs = torch.tensor(LOG_PROBS, requires_grad=True)
         try:
-            loss, _ = Objective.from_config(config).policy_gradient_loss(
-                log_probs, MASK, ADVANTAGES, log_probs.detach() - 0.1
-            )
+            objective = Objective.from_config(config)
+            loss, _ = objective.policy_gradient_loss(log_probs, MASK, ADVANTAGES, log_probs.detach() - 0.1)
+            acts_without_advantage(objective)
             is_right = loss.requires_grad and bool(loss[MASK].isfinite().all())
         except Exception as error:  # the function is the user's: show whatever it raises
             raise ValueError(f"{what} fails on a small batch: {type(error).__name__}: {error}") from error

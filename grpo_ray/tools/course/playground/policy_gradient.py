@@ -76,7 +76,7 @@ def compute_loss(
     objective = Objective(
         LOSS_TYPES[settings.loss],
         "sequence_mean",
-        cliprange=settings.clip,
+        cliprange=settings.clip if settings.loss == "clipped" else None,
         kl_coefficient=settings.kl
         * num_positions,  # the penalty is on a response's KL, the sum over its tokens
     )
