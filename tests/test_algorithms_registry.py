@@ -3,16 +3,18 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from builders import changed, gradient, make_batch, relative_difference
 
 from grpo_ray.actors.learner import Learner
-from grpo_ray.algorithms import Objective, check_algorithm
+from grpo_ray.algorithms import LOSSES, Objective, check_algorithm
+from grpo_ray.algorithms.inputs import parameters_of, uses_ratio
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.losses import LOSS_RECORDS, LossType
 from grpo_ray.models.sequences import sequences_of
 from grpo_ray.run.preflight import check_files
 
@@ -190,3 +192,11 @@ def test_a_learner_trains_with_ones_own_as_with_a_builtin(
     assert found[0][0] == pytest.approx(found[1][0], nan_ok=True)
     assert relative_difference(found[0][1], found[1][1]) < 1e-6
     assert found[0][1].norm() > 0
+
+
+def test_the_records_of_losses_say_what_their_functions_do() -> None:
+    assert tuple(LOSS_RECORDS) == get_args(LossType) == tuple(LOSSES)
+    for name, function in LOSSES.items():
+        record, parameters = LOSS_RECORDS[name], parameters_of(function)
+        assert record.has_ratio == uses_ratio(function), name
+        assert (record.epsilons is not None) == ("cliprange" in parameters), name
