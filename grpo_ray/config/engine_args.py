@@ -30,9 +30,7 @@ DECIDED: Mapping[str, str] = {
     "load_format": "nothing: weights are read from safetensors, never from a pickle",
     "skip_tokenizer_init": "nothing: stop strings need the tokenizer",
     "disable_log_stats": "nothing: the run reports its own metrics",
-    **dict.fromkeys(
-        ("revision", "code_revision", "tokenizer_revision"), f"nothing: {_ONE_MODEL}"
-    ),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), f"nothing: {_ONE_MODEL}"),
     **dict.fromkeys(
         ("generation_config", "override_generation_config", "logits_processors", "watermark_config"),
         f"nothing: {_DISTRIBUTION}",

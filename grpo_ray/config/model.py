@@ -108,8 +108,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the served weights and of the Learner's forward pass (master weights are float32)."""
     head_dtype: HeadDtype = "model"
-    """Data type in which the output layer computes logits, in the Learner, the engines and the teacher:
-    `float32` casts its inputs and its weights, which stay in `dtype`. It changes nothing with `dtype: float32`."""
+    """Data type in which the Learner, the engines and the teacher compute logits: `float32` casts the output
+    layer's inputs and weights, which stay in `dtype`. It changes nothing with `dtype: float32`."""
     attention: Attention = "auto"
     """Kernel of the Learner's attention: `sdpa` is torch's scaled_dot_product_attention, `varlen` torch's
     FlashAttention for packed rows, `flash_attention_2` and `flash_attention_3` the packages of those names.

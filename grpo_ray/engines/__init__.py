@@ -59,6 +59,4 @@ def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
         return TorchTeacher(config, start.end_token_ids)
     from grpo_ray.engines.vllm_teacher import VllmTeacher
 
-    return VllmTeacher(
-        config.distillation, config.model.dtype, start.max_model_len, config.model.head_dtype
-    )
+    return VllmTeacher(config.distillation, config.model.dtype, start.max_model_len, config.model.head_dtype)

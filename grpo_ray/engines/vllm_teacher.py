@@ -19,7 +19,9 @@ class VllmTeacher:
     vLLM reads no cached prefix for such requests, so a prompt is computed once per completion.
     """
 
-    def __init__(self, config: DistillationConfig, dtype: str, max_model_len: int, head_dtype: HeadDtype = "model") -> None:
+    def __init__(
+        self, config: DistillationConfig, dtype: str, max_model_len: int, head_dtype: HeadDtype = "model"
+    ) -> None:
         common = common_arguments(config, dtype, head_dtype)  # first: it sets the environment
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

@@ -8,7 +8,7 @@ from grpo_ray.models.policy_model import PolicyModel
 
 
 class Float32Head(nn.Linear):
-    """A linear layer whose product is computed in float32; its weights and their gradients keep their dtype."""
+    """A linear layer with a product in float32; its weights and their gradients keep their dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
@@ -24,8 +24,8 @@ def with_head_dtype(model: PolicyModel, head_dtype: HeadDtype) -> PolicyModel:
     if head_dtype == "float32":
         if type(layer) is not nn.Linear:
             raise ValueError(
-                f"model.head_dtype: the output layer of {type(model).__name__} is a {type(layer).__name__}, and "
-                "only a linear layer can be computed in float32; set it to model"
+                f"model.head_dtype: the output layer of {type(model).__name__} is a {type(layer).__name__}, "
+                "and only a linear layer can be computed in float32; set it to model"
             )
         layer.__class__ = Float32Head  # not a new layer: it may share its weights with the embeddings
     return model

@@ -67,8 +67,9 @@ def choose_layout(
         padded.log_probs.is_chunked = False
         reason = _difference(model, padded, ranks, dtype)
     if reason is not None:
-        name = type(model).__name__.removeprefix("FSDP")
-        raise ValueError(f"model.path: {name} cannot be trained in padded rows: {reason}; use another model")
+        raise ValueError(
+            f"model.path: {_name(model)} cannot be trained in padded rows: {reason}; use another model"
+        )
     if config.learner.share_prompts == "never":
         return padded, None
     reason = tree_obstacle(model)
@@ -110,11 +111,12 @@ def _difference(model: PolicyModel, layout: Layout, ranks: Ranks, dtype: torch.d
     for row, sequence in enumerate(sequences):
         response = torch.from_numpy(sequence.response_token_ids).long()
         tokens = torch.cat([torch.tensor(sequence.prompt_token_ids), response])[None].to(model.device)
-        logits = model(input_ids=tokens, use_cache=False).logits[:, -len(response) - 1 : -1]
+        # Without the last token, which none of these may depend on.
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, -len(response) :]
         if is_float32 and logits.dtype != torch.float32:
             raise ValueError(
-                f"model.head_dtype: {type(model).__name__.removeprefix('FSDP')} computes logits in {logits.dtype} "
-                "whatever its output layer does; set it to model"
+                f"model.head_dtype: {_name(model)} computes logits in {logits.dtype} whatever its output layer "
+                "does; set it to model"
             )
         if reason is None:
             own = token_log_probs(logits, tokens[:, -len(response) :])[0]
@@ -123,6 +125,10 @@ def _difference(model: PolicyModel, layout: Layout, ranks: Ranks, dtype: torch.d
                 reason = f"its log-probabilities would differ there by {difference:.2g}"
     ranks.end_lookup(model)
     return next(filter(None, ranks.gathered(reason)), None)
+
+
+def _name(model: PolicyModel) -> str:
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _a_few_sequences(vocab: int) -> list[TrainSequence]:

@@ -16,7 +16,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = (
     "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier",
 )  # fmt: skip
-"""Fields of transformers' configurations that cap or scale logits, with small ones often by less than rounding."""
+"""Fields of transformers' configurations that cap or scale logits; small ones change by less than rounding."""
 
 
 class ResponseLogProbs:
