@@ -364,6 +364,21 @@ def test_a_model_that_later_tokens_change_is_refused(
         choose_layout(model, config, ENDS)
 
 
+def test_a_model_that_sees_the_next_token_is_refused(tiny_config: Config, policy: Any) -> None:
+    """Its own log-probabilities of a whole sequence are the same in every layout, and no sampler has them."""
+
+    def base_model(*args: Any, tree: object = None, attention_mask: object = None, **kwargs: Any) -> Any:
+        hidden = policy.base_model(*args, **kwargs).last_hidden_state
+        return SimpleNamespace(last_hidden_state=hidden + hidden.roll(-1, dims=1))
+
+    class Peeking(_Wrapped):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return SimpleNamespace(logits=policy.lm_head(base_model(*args, **kwargs).last_hidden_state))
+
+    with pytest.raises(ValueError, match="Peeking cannot be trained in padded rows: its log-probabilities"):
+        choose_layout(Peeking(policy, base_model), tiny_config, ENDS)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("option", "value"), [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("softcap", None)])
 def test_an_option_of_attention_that_a_tree_would_ignore(
     option: str, value: object, tiny_config: Config, tiny_model: Callable[..., Path]
