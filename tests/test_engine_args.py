@@ -39,6 +39,7 @@ def test_overrides_reach_into_the_mapping_and_nest() -> None:
     [
         ("model", "set model.path"),
         ("dtype", "set model.dtype"),
+        ("hf_overrides", "set model.head_dtype for its head_dtype"),
         ("seed", "set run.seed"),
         ("max_model_len", "set generator.max_model_len"),
         ("tensor_parallel_size", "set generator.num_gpus"),
@@ -51,6 +52,16 @@ def test_overrides_reach_into_the_mapping_and_nest() -> None:
 def test_what_the_run_decides_is_refused_by_name(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=rf"generator.engine_args: {name} is decided by the run.*{remedy}"):
         quickstart(f"generator.engine_args.{name}=1")
+
+
+def test_an_own_engine_has_no_float32_head() -> None:
+    own = ["generator.engine=my_engines:Mine", "model.head_dtype=float32"]
+    with pytest.raises(
+        ConfigError, match=r"model.head_dtype: `float32` .*generator.engine is `my_engines:Mine`"
+    ):
+        quickstart(*own, "model.dtype=bfloat16")
+    assert quickstart(*own, "model.dtype=float32").model.head_dtype == "float32"  # as every head is then
+    assert quickstart("model.head_dtype=float32", "model.dtype=bfloat16").model.head_dtype == "float32"
 
 
 def test_the_torch_engine_takes_none() -> None:

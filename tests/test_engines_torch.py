@@ -128,6 +128,23 @@ def test_serving_in_bfloat16_rounds_parameters_and_no_buffers(tiny_model: Callab
     assert served.lm_head.weight is served.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_float32_head_over_bfloat16(tiny_model: Callable[..., Path], own: bool) -> None:
+    path, options = str(tiny_model(own=own)), GeneratorConfig(engine="torch", num_gpus=0)
+    engine = TorchEngine(
+        path, options, "bfloat16", 0, implementation="grpo_ray" if own else "transformers", head_dtype="float32"
+    )
+    tokens = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        hidden = engine._model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, -1]
+        logits = hidden.double() @ engine._model.get_output_embeddings().weight.double().T
+    assert hidden.dtype == torch.bfloat16
+    ((*group,),) = generate(engine, make_settings(num_samples=20, max_tokens=1), PROMPTS[2:])
+    for completion in group:
+        expected = logits.log_softmax(-1)[completion.token_ids[0]].item()
+        assert completion.logprobs[0] == pytest.approx(expected, abs=1e-5)
+
+
 def test_request_seed_gives_the_same_tokens_whatever_the_neighbours(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:

@@ -23,7 +23,8 @@ from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.models.adapters import served_weights
 from grpo_ray.models.hub_format import in_hub_format
-from grpo_ray.models.loading import load_policy, load_tokenizer
+from grpo_ray.models.loading import cast_parameters, load_policy, load_tokenizer
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.transfer.kept_weights import KeptWeights
@@ -43,6 +44,7 @@ SEEDED = make_settings(num_samples=2, max_tokens=12, seed=7)
 DETOKENIZED = make_settings(num_samples=2, max_tokens=12, seed=7, stop=("no response has this text",))
 # For evaluation alone: their tokens cannot be trained on.
 GREEDY = make_settings(temperature=0.0, max_tokens=12, end_token_ids=ENDS)
+ONE_TOKEN = make_settings(num_samples=100, max_tokens=1)
 NUCLEUS = make_settings(num_samples=200, top_p=0.2, max_tokens=1)
 
 Groups = list[tuple[Completion, ...]]
@@ -286,3 +288,50 @@ def test_top_p_draws_from_the_nucleus_alone(record: Record) -> None:
 
 def test_snapshot_without_a_tensor_is_refused(record: Record) -> None:
     assert "nothing for ['model.norm.weight']" in record.refusal
+
+
+# ---- the output layer in float32 ----
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_float32_head_over_bfloat16_before_and_after_a_sync(
+    tiny_model: Callable[..., Path], tied: bool
+) -> None:
+    pytest.importorskip("vllm")
+    path = tiny_model(tied=tied, hidden_size=64)
+    models = [with_head_dtype(load_policy(str(path)), "float32") for _ in range(2)]
+    perturb(models[1], seed=1, scale=0.1)
+    for model in models:
+        cast_parameters(model.parameters(), torch.bfloat16)
+    config = Config.model_validate(
+        {
+            "model": {"tiny": {}, "dtype": "bfloat16", "head_dtype": "float32"},
+            "task": {"kind": "sorting"},
+            "generator": {"num_gpus": 0, "kv_cache_gib": 0.05, "gpu_memory_utilization": 0.2},
+        }
+    )
+
+    async def record() -> list[Groups]:
+        engine = make_engine(config, str(path), max_model_len=384, seed=0)
+        try:
+            await engine.start(0)
+            first = await _generate(engine, ONE_TOKEN)
+            served = in_hub_format(models[1], served_weights(models[1]))
+            await _load(engine, pack_weights(served, 1, torch.bfloat16))
+            return [first, await _generate(engine, ONE_TOKEN)]
+        finally:
+            await engine.shutdown()
+
+    for version, groups in enumerate(asyncio.run(record())):
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            logprobs = {int(c.token_ids[0]): float(c.logprobs[0]) for c in group}
+            assert len(logprobs) > 10
+            apart = np.diff(np.array(list(logprobs.values()))) * 2**10
+            # Logits of 1/8 and more are multiples of this in bfloat16, and so are their differences.
+            assert np.mean(np.abs(apart - apart.round()) < 0.02) < 0.3
+            errors = {
+                v: np.mean([logprob_error(models[v], prompt, c, ONE_TOKEN).max() for c in group])
+                for v in (0, 1)
+            }
+            assert errors[version] < 0.05
+            assert errors[1 - version] > 2 * errors[version]

@@ -23,6 +23,7 @@ from grpo_ray.config.model import ModelConfig, TinyModelConfig
 from grpo_ray.models.attention import NAME as ATTENTION
 from grpo_ray.models.attention import BlockAttention, VarlenAttention
 from grpo_ray.models.loading import cast_parameters
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.segments import SegmentTree
 from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.models.tiny import build_model, tiny_tokenizer
@@ -318,6 +319,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
         ("bfloat16", False, 320, 2**28, {}),
         ("bfloat16", False, 8192, 2**22, {}),
         ("bfloat16", True, 8192, 2**28, {}),
+        ("bfloat16", True, 8192, 2**28, {"head_dtype": "float32"}),
+        ("bfloat16", False, 8192, 2**22, {"head_dtype": "float32"}),
     ],
 )
 def test_a_micro_batch_takes_what_is_planned(
@@ -326,7 +329,10 @@ def test_a_micro_batch_takes_what_is_planned(
 ) -> None:  # fmt: skip
     num_groups, num_prompt, num_response = 2, 8, 40
     config = plan_config(
-        model={"dtype": dtype, "implementation": options.get("implementation", "transformers")},
+        model={
+            "dtype": dtype, "implementation": options.get("implementation", "transformers"),
+            "head_dtype": options.get("head_dtype", "model"),
+        },
         sampling={"max_tokens": num_response},
         algorithm={"entropy_bonus": options.get("entropy_bonus", 0.0), "prompts_per_step": num_groups},
         learner={
@@ -340,7 +346,7 @@ def test_a_micro_batch_takes_what_is_planned(
     model: Any = made if config.model.implementation == "transformers" else TransformerLM(made.config)
     if model is made:
         model.set_attn_implementation(ATTENTION)
-    cast_parameters(model.parameters(), getattr(torch, dtype))
+    cast_parameters(with_head_dtype(model, config.model.head_dtype).parameters(), getattr(torch, dtype))
     if recomputation:
         model.train()
         model.gradient_checkpointing_enable()

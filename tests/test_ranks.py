@@ -26,6 +26,7 @@ from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
 from grpo_ray.types import ScoredGroup, TrainBatch
 
 EXACT = 1e-6
+DTYPES = ("float32", "bfloat16")
 SMOOTH = {"learner": {"adam_eps": 1e-2, "learning_rate": 1e-3}}  # an update in proportion to the gradient
 NO_CLIP = {"algorithm": {"cliprange": 99.0}}
 """A token at the clip's edge has a gradient or none, by a rounding of bfloat16; without one nothing jumps."""
@@ -233,16 +234,23 @@ def test_untied_and_own_models(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["full", "lora", "dora", "4 bits"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "head_dtype"),
+    [
+        *((kind, dtype, "model") for kind in ("full", "lora", "dora", "4 bits") for dtype in DTYPES),
+        ("full", "bfloat16", "float32"),
+        ("lora", "bfloat16", "float32"),
+    ],
+)
 def test_adapters_and_dtypes(
     kind: str,
     dtype: str,
+    head_dtype: str,
     tiny_config: Config,
     tiny_model: Callable[..., Path],
     batches: list[list[ScoredGroup]],
 ) -> None:
-    model: dict[str, Any] = {"dtype": dtype}
+    model: dict[str, Any] = {"dtype": dtype, "head_dtype": head_dtype}
     if kind != "full":
         model["adapter"] = {"rank": 4, "dora": kind == "dora"}
     if kind == "4 bits":

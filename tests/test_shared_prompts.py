@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -13,10 +14,13 @@ from builders import changed, plain_logprobs
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     CohereConfig,
+    DogeConfig,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -25,15 +29,18 @@ from transformers import (
 )
 
 from grpo_ray.config import Config, SamplingConfig
+from grpo_ray.config.learner import Recomputation
 from grpo_ray.config.losses import LossType
 from grpo_ray.models.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
-from grpo_ray.models.loading import load_policy
+from grpo_ray.models.blocks import recompute_in_backward
+from grpo_ray.models.loading import cast_parameters, load_policy
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.segments import SegmentTree
 from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.layout import Layout, choose_layout
-from grpo_ray.policy.log_probs import ResponseLogProbs
+from grpo_ray.policy.log_probs import ResponseLogProbs, model_inputs
 
 ENDS = (0, 17)
 VOCAB = 280
@@ -243,6 +250,7 @@ SHARING = [
     GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     CohereConfig(**SIZES, logit_scale=0.25),
     GPTNeoXConfig(**{**SIZES, "num_key_value_heads": None}),
+    GraniteConfig(**SIZES, logits_scaling=4.0),
 ]  # fmt: skip
 PADDED = [
     (MistralConfig(**SIZES, sliding_window=8), "sliding window"),
@@ -284,7 +292,9 @@ def test_architectures_that_share_prompts(architecture: PreTrainedConfig, tiny_c
     layout, reason = logprobs_of_layout(random_model(architecture), config)
     assert reason is None
     assert layout.shares_prompts
-    assert layout.log_probs.is_chunked == (architecture.model_type != "cohere")  # its logits have a scale
+    assert layout.log_probs.is_chunked == (
+        architecture.model_type not in ("cohere", "granite")
+    )  # logits are scaled
 
 
 @pytest.mark.parametrize(("architecture", "reason"), PADDED, ids=lambda case: getattr(case, "model_type", case))
@@ -308,6 +318,137 @@ def test_an_attention_that_ignores_the_tree_is_noticed(tiny_config: Config, poli
     assert "would differ there by" in str(reason)
 
 
+CAPPED = Gemma2Config(
+    **SIZES, final_logit_softcapping=30.0, attn_logit_softcapping=None, tie_word_embeddings=False,
+    layer_types=["full_attention"] * 2, use_sliding_window=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("architecture", "is_chunked"),
+    [
+        (CAPPED, False),
+        (Gemma2Config(**{**CAPPED.to_dict(), "final_logit_softcapping": None}), True),
+        (CohereConfig(**SIZES, logit_scale=1.001), False),
+        (CohereConfig(**SIZES, logit_scale=1.0), True),
+    ],
+    ids=["cap", "no cap", "scale", "scale of 1"],
+)
+def test_a_cap_or_scale_of_small_logits_is_read_from_the_configuration(
+    architecture: PreTrainedConfig, is_chunked: bool, dtype: torch.dtype, tiny_config: Config
+) -> None:
+    """Logits of 0.1 are far below the cap, so that no comparison of log-probabilities finds it."""
+    model = random_model(architecture).to(dtype)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.02)
+    layout, _ = choose_layout(model, tiny_config, ENDS)
+    assert layout.log_probs.is_chunked == is_chunked
+
+
+@pytest.mark.parametrize("share_prompts", ["auto", "never"])
+@pytest.mark.parametrize(
+    "architecture", [DogeConfig(**SIZES, keep_window_size=4), BertConfig(**SIZES)], ids=["Doge", "Bert"]
+)
+def test_a_model_that_later_tokens_change_is_refused(
+    architecture: PreTrainedConfig, share_prompts: str, tiny_config: Config
+) -> None:
+    """A new Doge keeps keys of equal scores, and which ones depends on the row's length; Bert has no mask."""
+    config = changed(tiny_config, learner={"share_prompts": share_prompts})
+    model = random_model(architecture)
+    for name, parameter in model.named_parameters():
+        if name.endswith("self_attn.A"):
+            torch.nn.init.zeros_(parameter)
+    with pytest.raises(
+        ValueError, match=r"model.path: (Doge|Bert)\w+ cannot be trained in padded rows: its log-prob"
+    ):
+        choose_layout(model, config, ENDS)
+
+
+def test_a_model_that_sees_the_next_token_is_refused(tiny_config: Config, policy: Any) -> None:
+    """Its own log-probabilities of a whole sequence are the same in every layout, and no sampler has them."""
+
+    def base_model(*args: Any, tree: object = None, attention_mask: object = None, **kwargs: Any) -> Any:
+        hidden = policy.base_model(*args, **kwargs).last_hidden_state
+        return SimpleNamespace(last_hidden_state=hidden + hidden.roll(-1, dims=1))
+
+    class Peeking(_Wrapped):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return SimpleNamespace(logits=policy.lm_head(base_model(*args, **kwargs).last_hidden_state))
+
+    with pytest.raises(ValueError, match="Peeking cannot be trained in padded rows: its log-probabilities"):
+        choose_layout(Peeking(policy, base_model), tiny_config, ENDS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("option", "value"), [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("softcap", None)])
+def test_an_option_of_attention_that_a_tree_would_ignore(
+    option: str, value: object, tiny_config: Config, tiny_model: Callable[..., Path]
+) -> None:
+    policy: Any = load_policy(str(tiny_model()))
+    forward = policy.base_model
+
+    def with_option(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs, **{option: value})  # which transformers hands on to attention
+
+    layout, reason = choose_layout(_Wrapped(policy, with_option), tiny_config, ENDS)  # type: ignore[arg-type]
+    assert layout.shares_prompts == (value is None)
+    if value is not None:
+        assert f"ValueError: attention over a tree has no {option}" in str(reason)
+
+
+# ---- the output layer in float32 ----
+
+
+@pytest.mark.parametrize("share_prompts", ["auto", "never"])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_float32_head_in_bfloat16(
+    policy: PolicyModel, is_plain: bool, share_prompts: str, tiny_config: Config
+) -> None:
+    """Logprobs are those of float32 products over the model's own hidden states, computed in either way."""
+    model = {"dtype": "bfloat16", "head_dtype": "float32"}
+    learner, sampling = {"share_prompts": share_prompts}, {"min_tokens": 0}
+    config = changed(tiny_config, model=model, learner=learner, sampling=sampling)
+    cast_parameters(with_head_dtype(policy, "float32").parameters(), torch.bfloat16)
+    layout, _ = choose_layout(policy, config, ENDS)
+    assert layout.log_probs.is_chunked
+    assert layout.shares_prompts == (share_prompts == "auto")
+    layout.log_probs.is_chunked = not is_plain
+    batch = layout.collate(random_sequences(0, SHAPES))
+    found, _ = layout.log_probs(policy, batch)
+    hidden = policy.base_model(**model_inputs(batch)).last_hidden_state.flatten(0, 1)[batch.sources]
+    assert hidden.dtype == torch.bfloat16
+    logits = hidden.double() @ policy.get_output_embeddings().weight.double().T
+    expected = logits.log_softmax(-1).gather(-1, batch.labels[:, None])[:, 0]
+    torch.testing.assert_close(found[batch.response_mask].double(), expected, atol=1e-5, rtol=0)
+    found.sum().backward()
+    gradient = policy.get_output_embeddings().weight.grad
+    assert gradient is not None
+    assert gradient.dtype == torch.bfloat16
+
+
+def test_a_float32_head_changes_nothing_in_float32(policy: PolicyModel, tiny_config: Config) -> None:
+    sequences = random_sequences(1, SHAPES)
+    _, expected = gradient_of(tiny_config, policy, sequences)
+    _, found = gradient_of(tiny_config, with_head_dtype(policy, "float32"), sequences)
+    assert torch.equal(found, expected)
+
+
+def test_a_model_without_a_linear_output_layer_has_no_float32_head(policy: Any) -> None:
+    policy.lm_head = torch.nn.Sequential(policy.lm_head)
+    with pytest.raises(ValueError, match=r"model.head_dtype: the output layer of \w+ is a Sequential"):
+        with_head_dtype(policy, "float32")
+
+
+def test_a_model_that_rounds_its_logits_has_no_float32_head(policy: Any, tiny_config: Config) -> None:
+    cast_parameters(with_head_dtype(policy, "float32").parameters(), torch.bfloat16)
+
+    class Rounding(_Wrapped):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return SimpleNamespace(logits=self._policy(*args, **kwargs).logits.bfloat16())
+
+    with pytest.raises(ValueError, match=r"model.head_dtype: Rounding computes logits in torch.bfloat16"):
+        choose_layout(Rounding(policy, policy.base_model), tiny_config, ENDS)  # type: ignore[arg-type]
+
+
 class _Wrapped:
     """A policy with another `base_model`."""
 
@@ -328,3 +469,14 @@ def test_the_reason_is_told_once(tiny_config: Config) -> None:
     passes.backward(model, random_sequences(4, SHAPES[:2]))
     assert passes.take_obstacle() == "its attention has a sliding window"
     assert passes.take_obstacle() is None
+
+
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_recomputation_leaves_dropout_off(which: Recomputation, tiny_config: Config) -> None:
+    model = random_model(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    sequences = random_sequences(2, SHAPES)
+    _, expected = gradient_of(tiny_config, model, sequences)
+    recompute_in_backward(model, which)
+    assert [type(module).__name__ for module in model.modules() if module.training] != []
+    _, found = gradient_of(tiny_config, model, sequences)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -28,6 +28,7 @@ def chunked_log_probs(
     ruled_out: Sequence[int] = (),
     is_ruled_out: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return `log softmax(hidden @ weight.T / temperature)` at the labels, and each distribution's entropy.
 
@@ -42,6 +43,8 @@ def chunked_log_probs(
         ruled_out: token ids that the sampler could not draw at the positions of `is_ruled_out`.
         is_ruled_out: `[tokens]` bool.
         chunk_bytes: size of the float32 logits of the positions that are computed together.
+        in_float32: compute the products of forward and backward pass in float32, whatever the dtype of
+            `hidden` and `weight`, which is that of their gradients.
 
     Returns:
         Log-probabilities and entropies, `[tokens]` float32, in nats.
@@ -51,23 +54,29 @@ def chunked_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    layer = _OutputLayer(weight.shape[0], temperature, tuple(ruled_out), chunk_bytes)
+    layer = _OutputLayer(weight.shape[0], temperature, tuple(ruled_out), chunk_bytes, in_float32)
     return _apply(hidden, weight, labels, is_ruled_out, layer)
 
 
 class _OutputLayer:
     """The distributions of a chunk of positions."""
 
-    def __init__(self, vocab: int, temperature: float, ruled_out: tuple[int, ...], chunk_bytes: int) -> None:
-        self._temperature, self._ruled_out = temperature, list(ruled_out)
+    def __init__(
+        self, vocab: int, temperature: float, ruled_out: tuple[int, ...], chunk_bytes: int, in_float32: bool
+    ) -> None:
+        self._temperature, self._ruled_out, self._in_float32 = temperature, list(ruled_out), in_float32
         self._rows = max(1, chunk_bytes // (4 * vocab))
 
     def chunks(self, num_tokens: int) -> list[slice]:
         return [slice(first, first + self._rows) for first in range(0, num_tokens, self._rows)]
 
+    def operand(self, weight: Tensor) -> Tensor:
+        """Return the weight in the dtype of the products."""
+        return weight.float() if self._in_float32 else weight
+
     def logits(self, hidden: Tensor, weight: Tensor, is_ruled_out: Tensor | None) -> Tensor:
         """Return a chunk's logits, `[rows, vocab]` float32."""
-        logits = linear(hidden, weight).float()
+        logits = linear(hidden.to(weight.dtype), weight).float()
         if self._temperature != 1.0:
             logits /= self._temperature
         if is_ruled_out is not None and self._ruled_out:
@@ -87,9 +96,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         normaliser = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_probs, entropy = torch.empty_like(normaliser), torch.empty_like(normaliser)
-        chunks = layer.chunks(len(labels))
+        chunks, operand = layer.chunks(len(labels)), layer.operand(weight)
         for rows in chunks:
-            logits = layer.logits(hidden[rows], weight, None if is_ruled_out is None else is_ruled_out[rows])
+            logits = layer.logits(hidden[rows], operand, None if is_ruled_out is None else is_ruled_out[rows])
             normaliser[rows] = logits.logsumexp(-1)
             all_log_probs = logits.sub_(normaliser[rows, None])
             log_probs[rows] = all_log_probs.gather(-1, labels[rows, None])[:, 0]
@@ -106,7 +115,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, is_ruled_out, normaliser, entropy, only = ctx.saved_tensors
-        hidden_grad = torch.empty_like(hidden)
+        operand = ctx.layer.operand(weight)
+        hidden_grad = torch.empty_like(hidden, dtype=operand.dtype)
         # None: the output layer is frozen, as under an adapter.
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if log_probs_grad is None:
@@ -115,21 +125,23 @@ class _ChunkedLogProbs(torch.autograd.Function):
             all_log_probs = only
             if all_log_probs is None:
                 ruled_out = None if is_ruled_out is None else is_ruled_out[rows]
-                all_log_probs = ctx.layer.logits(hidden[rows], weight, ruled_out).sub_(normaliser[rows, None])
+                all_log_probs = ctx.layer.logits(hidden[rows], operand, ruled_out)
+                all_log_probs.sub_(normaliser[rows, None])
             grad = _logits_grad(all_log_probs, labels[rows], log_probs_grad[rows])
             if entropy_grad is not None:
                 grad -= _entropy_part(all_log_probs, entropy[rows], entropy_grad[rows])
-            grad = ctx.layer.scale_gradient(grad).to(weight.dtype)
-            torch.mm(grad, weight, out=hidden_grad[rows])
+            grad = ctx.layer.scale_gradient(grad).to(operand.dtype)
+            torch.mm(grad, operand, out=hidden_grad[rows])
             if weight_grad is None:
                 continue
-            if weight.dtype == torch.float32:
-                weight_grad.addmm_(grad.T, hidden[rows])
+            if operand.dtype == torch.float32:
+                weight_grad.addmm_(grad.T, hidden[rows].float())
             else:
                 weight_grad += grad.T @ hidden[rows]
+        del operand  # memory for the cast
         if weight_grad is not None:
             weight_grad = weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None
+        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None
 
 
 _apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogProbs.apply

@@ -371,3 +371,13 @@ class Config(Section):
                 f"sampling.max_tokens ({max_tokens})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _own_engine_has_no_head_dtype(self) -> "Config":
+        model, engine = self.model, self.generator.engine
+        if model.head_dtype != "model" and model.dtype != model.head_dtype and ":" in engine:
+            raise ValueError(
+                f"model.head_dtype: `{model.head_dtype}` is set in vLLM and in the reference engine, and "
+                f"generator.engine is `{engine}`, which may compute other logits; set it to `model`"
+            )
+        return self

@@ -11,6 +11,7 @@ DECIDED: Mapping[str, str] = {
     **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path"), "model.path"),
     "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
+    "hf_overrides": f"model.head_dtype for its head_dtype, and nothing for others: {_ONE_MODEL}",
     "seed": "run.seed",
     "max_model_len": "generator.max_model_len",
     "max_num_seqs": "generator.max_num_seqs",
@@ -29,9 +30,7 @@ DECIDED: Mapping[str, str] = {
     "load_format": "nothing: weights are read from safetensors, never from a pickle",
     "skip_tokenizer_init": "nothing: stop strings need the tokenizer",
     "disable_log_stats": "nothing: the run reports its own metrics",
-    **dict.fromkeys(
-        ("hf_overrides", "revision", "code_revision", "tokenizer_revision"), f"nothing: {_ONE_MODEL}"
-    ),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), f"nothing: {_ONE_MODEL}"),
     **dict.fromkeys(
         ("generation_config", "override_generation_config", "logits_processors", "watermark_config"),
         f"nothing: {_DISTRIBUTION}",

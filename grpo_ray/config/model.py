@@ -9,6 +9,7 @@ from grpo_ray.config.section import Section
 
 Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"]
 Implementation = Literal["transformers", "grpo_ray"]
+HeadDtype = Literal["model", "float32"]
 
 
 class WarmupConfig(Section):
@@ -106,6 +107,9 @@ class ModelConfig(Section):
     which computes any plain Llama."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the served weights and of the Learner's forward pass (master weights are float32)."""
+    head_dtype: HeadDtype = "model"
+    """Data type in which the Learner, the engines and the teacher compute logits: `float32` casts the output
+    layer's inputs and weights, which stay in `dtype`. It changes nothing with `dtype: float32`."""
     attention: Attention = "auto"
     """Kernel of the Learner's attention: `sdpa` is torch's scaled_dot_product_attention, `varlen` torch's
     FlashAttention for packed rows, `flash_attention_2` and `flash_attention_3` the packages of those names.

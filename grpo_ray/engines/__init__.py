@@ -31,6 +31,7 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
         return TorchEngine(
             model_path, *options, seed, config.model.trust_remote_code, joins_requests=not is_exact,
             implementation=config.model.implementation, recompute_kv=recompute_kv,
+            head_dtype=config.model.head_dtype,
         )  # fmt: skip
     if ":" in config.generator.engine:
         own: Engine = import_function(config.generator.engine, "generator.engine")(
@@ -41,8 +42,9 @@ def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) 
 
     adapter = config.model.adapter if config.weight_sync.send == "adapter" else None
     return VllmEngine(
-        model_path, *options, max_model_len, seed, config.model.trust_remote_code, adapter, recompute_kv
-    )
+        model_path, *options, max_model_len, seed, config.model.trust_remote_code, adapter, recompute_kv,
+        config.model.head_dtype,
+    )  # fmt: skip
 
 
 def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
@@ -57,4 +59,4 @@ def make_teacher_engine(config: Config, start: StartingModel) -> TeacherEngine:
         return TorchTeacher(config, start.end_token_ids)
     from grpo_ray.engines.vllm_teacher import VllmTeacher
 
-    return VllmTeacher(config.distillation, config.model.dtype, start.max_model_len)
+    return VllmTeacher(config.distillation, config.model.dtype, start.max_model_len, config.model.head_dtype)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 import torch
 
 from grpo_ray.config import GeneratorConfig
-from grpo_ray.config.model import Implementation
+from grpo_ray.config.model import HeadDtype, Implementation
 from grpo_ray.engines.sampling_batch import SamplingBatch, Sequence, new_sequences
 from grpo_ray.models.hub_format import in_hub_format, load_hub_format, model_tensors
 from grpo_ray.models.loading import cast_parameters, load_policy, load_tokenizer
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.transfer.kept_weights import KeptWeights
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -33,6 +34,7 @@ class TorchEngine:
     def __init__(
         self, model_path: str, config: GeneratorConfig, dtype: str, seed: int, trust_remote_code: bool = False,
         joins_requests: bool = True, implementation: Implementation = "transformers", recompute_kv: bool = True,
+        head_dtype: HeadDtype = "model",
     ) -> None:  # fmt: skip
         device = "cuda" if config.num_gpus else "cpu"
         if device == "cpu":
@@ -40,7 +42,7 @@ class TorchEngine:
             hold_to_cores(config.cpu_cores)
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
         model = load_policy(model_path, trust_remote_code, implementation)
-        self._model = model.to(device)
+        self._model = with_head_dtype(model.to(device), head_dtype)
         cast_parameters(self._model.parameters(), getattr(torch, dtype))
         self._version = 0
         self._staged: dict[str, torch.Tensor] = {}

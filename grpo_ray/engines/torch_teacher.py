@@ -8,6 +8,7 @@ import torch
 
 from grpo_ray.config import Config
 from grpo_ray.models.loading import cast_parameters, load_policy
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import ForwardBackward
@@ -26,7 +27,7 @@ class TorchTeacher:
         if device.type == "cpu":
             torch.set_num_threads(teacher.num_threads)
             hold_to_cores(teacher.cpu_cores)
-        self._model = load_policy(teacher.teacher).to(device)
+        self._model = with_head_dtype(load_policy(teacher.teacher).to(device), config.model.head_dtype)
         cast_parameters(self._model.parameters(), getattr(torch, config.model.dtype))
         self._forward = ForwardBackward(config, end_token_ids, device)
         self._turn = asyncio.Lock()

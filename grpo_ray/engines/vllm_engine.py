@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.config import GeneratorConfig
-from grpo_ray.config.model import AdapterConfig
+from grpo_ray.config.model import AdapterConfig, HeadDtype
 from grpo_ray.config.sampling import EngineConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_adapter import ServedAdapter
@@ -27,6 +27,7 @@ class VllmEngine:
     def __init__(
         self, model_path: str, config: GeneratorConfig, dtype: str, max_model_len: int, seed: int,
         trust_remote_code: bool = False, adapter: AdapterConfig | None = None, recompute_kv: bool = True,
+        head_dtype: HeadDtype = "model",
     ) -> None:  # fmt: skip
         """
         Args:
@@ -39,7 +40,7 @@ class VllmEngine:
         self._adapter = None if adapter is None else ServedAdapter(adapter)
         self._sleeps = config.colocated and config.num_gpus > 0  # vLLM can only free GPU memory
         self._lacks_cache = False
-        common = common_arguments(config, dtype)  # first: it sets the environment
+        common = common_arguments(config, dtype, head_dtype)  # first: it sets the environment
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -162,7 +163,7 @@ class VllmEngine:
             self._adapter.close()
 
 
-def common_arguments(config: EngineConfig, dtype: str) -> dict[str, Any]:
+def common_arguments(config: EngineConfig, dtype: str, head_dtype: HeadDtype) -> dict[str, Any]:
     """Set this process's environment for vLLM; return the arguments that all of a run's engines have."""
     on_cpu = config.num_gpus == 0
     _set_environment(config if on_cpu else None)
@@ -172,6 +173,7 @@ def common_arguments(config: EngineConfig, dtype: str) -> dict[str, Any]:
         **config.engine_args,
         "load_format": "safetensors",  # never a pickle
         "dtype": dtype,
+        **({"hf_overrides": {"head_dtype": head_dtype}} if head_dtype != "model" else {}),
         "max_num_seqs": config.max_num_seqs,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30) if on_cpu else None,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_ray.config.distillation import DistillationConfig
+from grpo_ray.config.model import HeadDtype
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_engine import common_arguments
 from grpo_ray.models.sequences import TrainSequence
@@ -18,8 +19,10 @@ class VllmTeacher:
     vLLM reads no cached prefix for such requests, so a prompt is computed once per completion.
     """
 
-    def __init__(self, config: DistillationConfig, dtype: str, max_model_len: int) -> None:
-        common = common_arguments(config, dtype)  # first: it sets the environment
+    def __init__(
+        self, config: DistillationConfig, dtype: str, max_model_len: int, head_dtype: HeadDtype = "model"
+    ) -> None:
+        common = common_arguments(config, dtype, head_dtype)  # first: it sets the environment
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -17,6 +17,7 @@ from torch import nn
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.models.hub_format import ExactBuffer, persistent_buffers
 from grpo_ray.models.loading import cast_parameters, load_policy
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.quantization import dequantized, is_quantized, quantize_linear_layers
 from grpo_ray.models.sharded import sharded_like
@@ -42,10 +43,11 @@ def load_trained(path: str, config: ModelConfig, device: torch.device, seed: int
         seed: of a new adapter's random values.
 
     Raises:
-        ValueError: the model, or the adapter in `model.adapter.path`, cannot be used.
+        ValueError: the model, the adapter in `model.adapter.path`, or `model.head_dtype` cannot be used.
     """
     if config.adapter is None:
-        return load_policy(path, config.trust_remote_code, config.implementation).to(device)
+        model = load_policy(path, config.trust_remote_code, config.implementation).to(device)
+        return with_head_dtype(model, config.head_dtype)
     dtype = getattr(torch, config.dtype)
     model = load_policy(path, config.trust_remote_code, config.implementation, dtype)
     if config.base_quantization != "none":
@@ -54,7 +56,7 @@ def load_trained(path: str, config: ModelConfig, device: torch.device, seed: int
     add_adapter(model, config.adapter, path)
     if config.adapter.path is not None:
         load_adapter(model, Path(config.adapter.path))
-    return model.to(device)
+    return with_head_dtype(model.to(device), config.head_dtype)
 
 
 def add_adapter(model: PolicyModel, config: AdapterConfig, base: str) -> None:

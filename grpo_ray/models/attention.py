@@ -22,6 +22,8 @@ from grpo_ray.models.segments import NO_PARENT, SegmentTree, concatenated, padde
 NAME = "grpo_ray"
 FULLEST = 0.75
 """Segments shorter than this share of a block's longest begin a new block."""
+HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions"})
+"""Options that transformers hands on to attention, none of which changes its result."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,16 @@ def _forward(
 
     Returns:
         `[batch, seq, heads, head_dim]`, and no attention weights.
+
+    Raises:
+        ValueError: with a tree, an option that would be ignored; names it.
     """
     if tree is None:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
         )
+    if ignored := [name for name, value in options.items() if value is not None and name not in HARMLESS]:
+        raise ValueError(f"attention over a tree has no {', '.join(ignored)}")
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
     return tree(queries, keys, values, scaling)[None], None
 

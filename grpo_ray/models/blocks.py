@@ -23,8 +23,9 @@ def recompute_in_backward(model: PolicyModel, which: Recomputation) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if which == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
-    model.train()  # transformers checkpoints in training mode only; the models have no dropout
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    for module in model.modules():  # transformers checkpoints in training mode only; dropout inside stays off
+        module.training = getattr(module, "gradient_checkpointing", False)
 
 
 def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

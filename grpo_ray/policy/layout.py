@@ -10,6 +10,7 @@ from grpo_ray.algorithms import token_log_probs
 from grpo_ray.config import Config, SamplingConfig
 from grpo_ray.models.attention import BlockAttention, tree_obstacle
 from grpo_ray.models.attention_kernels import make_varlen
+from grpo_ray.models.output_layer import Float32Head
 from grpo_ray.models.policy_model import PolicyModel, TreeAttention
 from grpo_ray.models.segments import SegmentTree
 from grpo_ray.models.sequences import TrainSequence, plan
@@ -53,12 +54,22 @@ def choose_layout(
     """Return the best layout that gives the model's own log-probabilities, tried on a few tokens.
 
     Also return the reason that it does not share prompts, unless the configuration says so.
+
+    Raises:
+        ValueError: none does, on every rank; or the model computes no float32 logits with `model.head_dtype`.
     """
     sampling, ranks = config.sampling, ranks or Ranks()
+    dtype = getattr(torch, config.model.dtype)
     is_chunked = has_plain_output_layer(model)
     padded = Layout(ResponseLogProbs(sampling, end_token_ids, is_chunked), None)
-    if is_chunked and _difference(model, padded, ranks):
+    reason = _difference(model, padded, ranks, dtype)
+    if reason is not None and is_chunked:
         padded.log_probs.is_chunked = False
+        reason = _difference(model, padded, ranks, dtype)
+    if reason is not None:
+        raise ValueError(
+            f"model.path: {_name(model)} cannot be trained in padded rows: {reason}; use another model"
+        )
     if config.learner.share_prompts == "never":
         return padded, None
     reason = tree_obstacle(model)
@@ -68,19 +79,24 @@ def choose_layout(
     for make_attention in (varlen, BlockAttention.of):
         if make_attention is not None:
             layout = Layout(padded.log_probs, make_attention)
-            reason = _difference(model, layout, ranks)
+            reason = _difference(model, layout, ranks, dtype)
             if reason is None:
                 return layout, None
     return padded, reason
 
 
 @torch.no_grad()
-def _difference(model: PolicyModel, layout: Layout, ranks: Ranks) -> str | None:
+def _difference(model: PolicyModel, layout: Layout, ranks: Ranks, dtype: torch.dtype) -> str | None:
     """Return how the layout's log-probabilities differ from the model's own on a few tokens, or None.
 
     All ranks do as many passes, whatever they find, and return what the first of them found.
+
+    Args:
+        dtype: of the hidden states; logits are in the same unless the output layer is in float32.
     """
-    sequences = _a_few_sequences(model.get_output_embeddings().weight.shape[0])
+    output = model.get_output_embeddings()
+    is_float32 = isinstance(output, Float32Head)
+    sequences = _a_few_sequences(output.weight.shape[0])
     reason: str | None = None
     found = torch.empty(0)
     try:
@@ -95,14 +111,24 @@ def _difference(model: PolicyModel, layout: Layout, ranks: Ranks) -> str | None:
     for row, sequence in enumerate(sequences):
         response = torch.from_numpy(sequence.response_token_ids).long()
         tokens = torch.cat([torch.tensor(sequence.prompt_token_ids), response])[None].to(model.device)
-        logits = model(input_ids=tokens, use_cache=False).logits[:, -len(response) - 1 : -1]
+        # Without the last token, which none of these may depend on.
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, -len(response) :]
+        if is_float32 and logits.dtype != torch.float32:
+            raise ValueError(
+                f"model.head_dtype: {_name(model)} computes logits in {logits.dtype} whatever its output layer "
+                "does; set it to model"
+            )
         if reason is None:
             own = token_log_probs(logits, tokens[:, -len(response) :])[0]
             difference = float((found[row, : len(response)] - own).abs().max())
-            if not difference <= TOLERANCE.get(logits.dtype, 0.3):
+            if not difference <= TOLERANCE.get(dtype if is_float32 else logits.dtype, 0.3):
                 reason = f"its log-probabilities would differ there by {difference:.2g}"
     ranks.end_lookup(model)
     return next(filter(None, ranks.gathered(reason)), None)
+
+
+def _name(model: PolicyModel) -> str:
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _a_few_sequences(vocab: int) -> list[TrainSequence]:

@@ -1,6 +1,6 @@
 """The policy's log-probabilities of response tokens, under the distribution that the sampler drew from."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,15 @@ from torch import Tensor, nn
 from grpo_ray.algorithms import chunked_log_probs, compute_entropy, token_log_probs
 from grpo_ray.algorithms.chunked import RULED_OUT
 from grpo_ray.config import SamplingConfig
+from grpo_ray.models.output_layer import Float32Head
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.policy.microbatch import MicroBatch
+
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALES = (
+    "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier",
+)  # fmt: skip
+"""Fields of transformers' configurations that cap or scale logits; small ones change by less than rounding."""
 
 
 class ResponseLogProbs:
@@ -38,12 +45,13 @@ class ResponseLogProbs:
     def _chunked(
         self, model: PolicyModel, batch: MicroBatch, too_early: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        weight = model.get_output_embeddings().weight
+        layer = model.get_output_embeddings()
         hidden = model.base_model(**model_inputs(batch)).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, batch.sources)
         return chunked_log_probs(
-            hidden, weight, batch.labels, self._sampling.temperature, self._end_token_ids, too_early
-        )
+            hidden, layer.weight, batch.labels, self._sampling.temperature, self._end_token_ids, too_early,
+            in_float32=isinstance(layer, Float32Head),
+        )  # fmt: skip
 
     def _plain(self, model: PolicyModel, batch: MicroBatch, too_early: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = model(**model_inputs(batch)).logits.flatten(0, 1).index_select(0, batch.sources).float()
@@ -56,9 +64,14 @@ class ResponseLogProbs:
 
 
 def has_plain_output_layer(model: PolicyModel) -> bool:
-    """Return whether the output layer has a weight alone; the rest of the model may still change its result."""
-    layer = model.get_output_embeddings()
-    return type(layer) is nn.Linear and layer.bias is None
+    """Return whether the output layer has a weight alone, and the configuration names no change of logits.
+
+    The rest of the model may still change its result.
+    """
+    layer, config = model.get_output_embeddings(), cast(Any, model).config.get_text_config()
+    is_capped = any(getattr(config, name, None) is not None for name in CAPS)
+    is_scaled = any(getattr(config, name, None) not in (None, 1) for name in SCALES)
+    return type(layer) in (nn.Linear, Float32Head) and layer.bias is None and not (is_capped or is_scaled)
 
 
 def model_inputs(batch: MicroBatch) -> dict[str, Any]:

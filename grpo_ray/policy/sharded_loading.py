@@ -9,6 +9,7 @@ import torch.distributed as dist
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.models.adapters import add_adapter, load_trained
 from grpo_ray.models.loading import cast_parameters, skeleton
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.quantization import is_quantized
 from grpo_ray.models.sharded import sharded_like
@@ -44,6 +45,7 @@ def load_in_shards(
         if is_quantizing:
             _receive_quantized_layers(model, complete, ranks, device)
         add_adapter(model, config.adapter, path)
+    with_head_dtype(model, config.head_dtype)
     if kept_dtype is not None:
         cast_parameters(model.parameters(), kept_dtype)
     ranks.shard(model, getattr(torch, config.dtype))

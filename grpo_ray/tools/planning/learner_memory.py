@@ -203,7 +203,8 @@ def _kept_selectively(shape: ModelShape, width: int) -> int:
 
 def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
     """Return the peak of algorithms/chunked.py: a chunk's logits, and gradients of weights and inputs."""
-    width, vocab = served_width(config), shape.vocab_size
+    served, vocab = served_width(config), shape.vocab_size
+    width = FLOAT32 if config.model.head_dtype == "float32" else served
     rows = min(tokens.responses, max(1, CHUNK_BYTES // (FLOAT32 * vocab)))
     is_frozen = config.model.adapter is not None  # its weights have no gradient
     weights = 0 if is_frozen else FLOAT32 * shape.embedding
@@ -215,6 +216,8 @@ def _output_layer(shape: ModelShape, config: Config, tokens: Tokens) -> Item:
     peak = copies * chunk + weights
     if width < FLOAT32:  # the weights' gradient is summed in float32, with one narrow term at a time
         peak = max(peak, (1 + width_ratio) * (chunk + weights))
-    states = 2 * width * tokens.responses * shape.hidden_size
+    states = (served + width) * tokens.responses * shape.hidden_size
+    if width > served:  # the weights and a chunk's states are cast
+        peak += width * (shape.embedding + rows * shape.hidden_size)
     note = f"a chunk of {rows:,} x {vocab:,} logits{'' if is_frozen else ', and the gradient of its weights'}"
     return Item("output layer", peak + states, note)

@@ -9,6 +9,7 @@ import torch
 
 from grpo_ray.config import Config
 from grpo_ray.models.loading import check_local_model, end_token_ids, load_policy, load_tokenizer
+from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.sequences import TrainSequence, places_in_turns
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.telemetry.adapter_files import is_adapter
@@ -43,6 +44,7 @@ def log_ratios(
     else:
         check_local_model(path)
         model = load_policy(path, model_config.trust_remote_code, model_config.implementation)
+    with_head_dtype(model, model_config.head_dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ends = end_token_ids(path, load_tokenizer(path, model_config.trust_remote_code))
     sequences = [_sequence(row, max_tokens) for row in rows]
