@@ -48,9 +48,7 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> "Objective":
-        functions = [correction_function(name) for name in config.corrections]
-        limits = {"cap": config.correction_cap, "band": config.correction_band}
-        taken = {name: value for f in functions for name, value in arguments_of(f, limits).items()}
+        limits: dict[str, Any] = {"cap": config.correction_cap, "band": config.correction_band}
         return cls(
             loss_type=config.loss,
             aggregation=config.loss_aggregation,
@@ -62,7 +60,7 @@ class Objective:
             entropy_bonus=config.entropy_bonus,
             loss_options=config.loss_options,
             corrections=config.corrections,
-            correction_options={**config.correction_options, **taken},
+            correction_options={**config.correction_options, **(limits if config.corrections else {})},
             selection=config.token_selection,
             selection_options=config.selection_options,
         )
@@ -120,5 +118,6 @@ class Objective:
             ValueError: no correction takes one of `correction_options`.
         """
         functions = [correction_function(name) for name in self.corrections]
-        refuse_unknown(f"the corrections ({', '.join(self.corrections)})", functions, self.correction_options)
+        own = {name: value for name, value in self.correction_options.items() if name not in ("cap", "band")}
+        refuse_unknown(f"the corrections ({', '.join(self.corrections)})", functions, own)
         return correction_weights(inputs, [(f, arguments_of(f, self.correction_options)) for f in functions])

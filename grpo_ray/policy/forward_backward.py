@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -55,7 +55,6 @@ class ForwardBackward:
         self._config, self._end_token_ids, self._device = config, end_token_ids, device
         self._ranks = ranks or Ranks()
         self._objective = Objective.from_config(config.algorithm)
-        self._acts_without_advantage = acts_without_advantage(self._objective)
         self.entropy_bonus = EntropyBonus(config.algorithm)
         self._layout: Layout | None = None  # chosen in the first pass, when the model is on the device
         self._obstacle: str | None = None
@@ -71,6 +70,11 @@ class ForwardBackward:
         algorithm = self._config.algorithm
         is_old = algorithm.old_log_probs == "proximal" and self._objective.needs_old_log_probs
         return is_old or bool(algorithm.corrections)
+
+    @cached_property
+    def _acts_without_advantage(self) -> bool:
+        # Not before the first backward pass: commands that only look log-probabilities up run no user's loss.
+        return acts_without_advantage(self._objective)
 
     def take_obstacle(self) -> str | None:
         """Return once why the model cannot share prompts; None if it can or need not."""
