@@ -114,7 +114,7 @@ class ForwardBackward:
     def _first_advantages(self, s: TrainSequence) -> np.ndarray:
         """Return each token's advantage before the first update, with a teacher's term."""
         given = np.broadcast_to(s.advantage, s.num_sampled)
-        if s.teacher_logprobs is None or s.proximal_logprobs is None:
+        if self._config.distillation.teacher is None or s.teacher_logprobs is None:
             return given
         values = torch.tensor(given), torch.tensor(s.teacher_logprobs), torch.tensor(s.proximal_logprobs)
         taught: np.ndarray = self._taught(*values).numpy()
@@ -125,8 +125,6 @@ class ForwardBackward:
     ) -> torch.Tensor:
         """Add the teacher's term to the advantages, or put it in their place."""
         distillation = self._config.distillation
-        if distillation.teacher is None:
-            return advantages
         assert teacher is not None, "with a teacher, no group enters the buffer without them"
         term = distillation.coefficient * teacher_term(teacher, policy, distillation.max_gap)
         return advantages + term if distillation.use_reward else term
@@ -221,7 +219,7 @@ class ForwardBackward:
         log_probs, entropy = self._log_probs(model, batch)  # [batch, resp]
         # None stored: this is the only update, so the current policy is the one before the first update.
         proximal = log_probs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
-        if batch.teacher_logprobs is not None:
+        if self._config.distillation.teacher is not None:
             advantages = self._taught(batch.advantages, batch.teacher_logprobs, log_probs.detach())
             batch = replace(batch, advantages=advantages)
         weights, measured = self._weights(proximal, log_probs.detach(), batch)
