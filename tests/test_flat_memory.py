@@ -158,7 +158,7 @@ def container_bytes() -> Sizes:
         # Not isinstance: it asks the object for its class, and the proxies of a library that another test has
         # imported (openai's, with vLLM) would import what they stand for, in the middle of a measurement.
         if not issubclass(type(each), NOT_COUNTED):
-            sizes[type(each).__name__] += sys.getsizeof(each)
+            sizes[type(each).__name__] += sys.getsizeof(each, 0)  # 0: one that tells no size
     return sizes
 
 

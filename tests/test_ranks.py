@@ -152,6 +152,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "KL in the reward, whitened": {
         "algorithm": {
             "kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.5, "placement": "reward"},
+            "advantage": "mean",
             "advantage_scale": "whiten_tokens",
         }
     },
