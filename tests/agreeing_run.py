@@ -24,7 +24,7 @@ def metrics_of_agreeing_run(folder: Path, *overrides: str) -> list[dict[str, Any
         "algorithm.prompts_per_step=8", "learner.learning_rate=1e-2", "weight_sync.max_lag=0",
         "task.num_validation_prompts=8", "evaluation.every_num_steps=1000", *overrides,
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, timeout=400)
+    done = subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
     metrics = read_metrics(run.metrics_path)

@@ -112,7 +112,7 @@ def browsing() -> Iterator[Browser]:
                 yield Browser(socket)
         finally:
             process.terminate()
-            process.wait(timeout=20)
+            process.wait(timeout=600)
 
 
 def _port(process: "subprocess.Popen[bytes]", file: Path) -> int:

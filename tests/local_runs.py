@@ -63,7 +63,7 @@ def train(config: Config, folder: Path, meddle: Watcher | None = None) -> Record
                 if meddling.done():
                     meddling.result()
                 meddling.cancel()
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 600)
 
         asyncio.run(main())
 

@@ -15,7 +15,7 @@ PROGRAM = str(Path(__file__).with_name("any_reward_cli.py"))
 EVERY_THIRD = "checkpoint.every_num_steps=3"
 
 
-def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], timeout_s: float = 240) -> None:
+def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], timeout_s: float = 600) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()[0]
@@ -23,7 +23,7 @@ def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], ti
         time.sleep(0.02)
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 90) -> None:
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, timeout_s: float = 600) -> None:
     wait_until(process, lambda: num_lines(folder / "metrics.jsonl") >= step, timeout_s)
 
 
@@ -44,10 +44,10 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def resume(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, PROGRAM, "resume", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
-def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 600) -> list[psutil.Process]:
     """Return those that are still there after `timeout_s`."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

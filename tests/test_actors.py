@@ -323,10 +323,10 @@ def test_generator_sleeps_when_its_last_group_has_ended() -> None:
         await asyncio.sleep(0.01)
         assert not sleeping.done()
         engine.released.set()
-        await asyncio.wait_for(sleeping, 5)
+        await asyncio.wait_for(sleeping, 120)
         assert groups[1].done()
         await generator.wake()
-        await asyncio.wait_for(generator.sleep(), 5)
+        await asyncio.wait_for(generator.sleep(), 120)
         assert engine.calls == ["generate", "generate", "sleep", "wake", "sleep"]
 
     asyncio.run(run())

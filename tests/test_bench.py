@@ -60,7 +60,7 @@ def test_every_module_is_listed(bench: ModuleType, capsys: pytest.CaptureFixture
     assert set(CHEAP) | OTHERS == listed
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_result_names_its_machine_versions_and_seconds(name: str, results: dict[str, dict[str, Any]]) -> None:
     result = results[name]
@@ -78,7 +78,7 @@ def test_a_result_names_its_machine_versions_and_seconds(name: str, results: dic
     assert name == "scale_memory" or result["rows"][0]["baseline"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_less_padding_where_sequences_are_sorted(results: dict[str, dict[str, Any]]) -> None:
     padding = {row["case"]: row["facts"].get("padding") for row in results["packing"]["rows"]}
     assert padding["one at a time"] == 0

@@ -84,7 +84,7 @@ def test_combination_that_cannot_work_is_refused() -> None:
         LearnerConfig(compile=True, gradient_checkpointing="selective")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(("family", "which"), [("transformers", "none"), ("grpo_ray", "full")])
 def test_compiled_blocks_have_the_same_gradient_and_names(

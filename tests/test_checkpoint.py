@@ -372,7 +372,7 @@ write(store, 60)
 assert names(folder) == ["step-000020", "step-000060"]
 """
     result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=600
     )
     assert (result.returncode, result.stdout) == (0, "File too large\n"), result.stderr
 

@@ -111,7 +111,7 @@ def test_no_room_is_lost_however_groups_end() -> None:
                 name = chance.choice("ab")
                 dispatcher.remove(name)
                 dispatcher.add(client(name))
-        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 120)
         assert all(end is None or isinstance(end, asyncio.CancelledError | TimeoutError) for end in ends)
         assert [gen.num_sequences for gen in dispatcher.serving.values()] == [0, 0]
         assert not dispatcher._waiting

@@ -20,7 +20,6 @@ from grpo_ray.tools.audit.audit import audit
 @pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("shared_ray", "model_cache")
 def test_the_logprobs_of_a_teacher_in_vllm_are_those_of_a_plain_forward_pass(tmp_path: Path) -> None:
     pytest.importorskip("vllm")

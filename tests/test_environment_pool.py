@@ -100,7 +100,7 @@ class Pool:
         async with asyncio.TaskGroup() as tasks:
             self.pool.start(tasks)
             try:
-                return await asyncio.wait_for(work(), 20)
+                return await asyncio.wait_for(work(), 120)
             finally:
                 self.pool.cancel()
 

@@ -138,7 +138,7 @@ def run(
         await worker.ready()
         generator = FakeGenerator("generator-0", answer or spoken())
         await worker.serve({0: generator})
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await work(generator)
         await worker._server.stop()
 

@@ -42,7 +42,7 @@ def attempt(code: str, readable: tuple[str, ...] = (), writable: tuple[str, ...]
         thread.join()
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()

@@ -32,7 +32,7 @@ def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> Non
         assert thread.loop  # which starts it
         running = [RunningEpisode(episode(), thread) for episode in (_begins_a_task_that_exits, _later)]
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(120):
                 return await asyncio.gather(*(each.done for each in running), return_exceptions=True)
         finally:
             thread.stop()

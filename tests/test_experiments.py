@@ -254,7 +254,7 @@ def start_waiting(fakes: FakeRuns) -> subprocess.Popen[str]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     runs = [fakes.out / "rates/runs" / name / "waiting" for name in ("low-seed0", "high-seed0")]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not all(path.exists() for path in runs):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -266,7 +266,7 @@ def start_waiting(fakes: FakeRuns) -> subprocess.Popen[str]:
 def test_a_signal_stops_the_runs_once_and_waits_for_them(fakes: FakeRuns, number: int) -> None:
     process = start_waiting(fakes)
     os.killpg(process.pid, number)  # as a terminal does
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output
     assert f"resume with: grpo-ray experiment rates --output={fakes.out} --seeds=2 --jobs=2" in output
     assert output.count(": stopped after") == 2
@@ -286,7 +286,7 @@ def test_a_killed_experiment_leaves_no_run(fakes: FakeRuns) -> None:
     assert len(children) == 2
     process.kill()
     process.communicate()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(children, timeout=600)
     assert (len(gone), alive) == (2, [])
 
 
@@ -295,7 +295,7 @@ def test_two_starts_of_one_experiment_do_not_mix(fakes: FakeRuns) -> None:
     with pytest.raises(RunError, match=f"another process .pid {process.pid} "):
         fakes.run(seeds=2)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=600)
 
 
 # ---- the machine ----

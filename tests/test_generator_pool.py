@@ -121,7 +121,7 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self.pool.start(tasks)
-                result = await asyncio.wait_for(work(), 20)
+                result = await asyncio.wait_for(work(), 120)
                 self.pool.cancel()
             return result
         except BaseExceptionGroup as errors:

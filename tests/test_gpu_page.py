@@ -46,7 +46,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]
     """The page's results and Markdown, made in a process that must not import what may be missing."""
     out = tmp_path_factory.mktemp("page") / "gpu.json"
     command = [sys.executable, "-c", SCRIPT, *TINY, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), out.with_suffix(".md").read_text()
 

@@ -48,7 +48,7 @@ async def all_ready(group: ActorGroup) -> None:
     await asyncio.gather(*(client.ready() for client in group.by_name().values()))
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -75,7 +75,7 @@ def test_an_abandoned_call_is_cancelled_in_the_actor(actors: ActorGroup) -> None
         _, sampled = generator.generate(make_item(0), make_settings())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.ensure_future(sampled), 1.0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while "0 groups running" not in await generator.handle.__ray_call__.remote(Generator.__repr__):
                 await asyncio.sleep(0.05)
 

@@ -45,11 +45,11 @@ def test_a_synchronous_run_that_is_interrupted_killed_and_resumed_equals_one_tha
     children, shared_memory = used_by(process)
     assert len(children) > 5  # raylet, and an actor each
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert "never awaited" not in output
     assert process.returncode == 130, output
     assert f"grpo-ray resume {folder}" in output
-    assert wait_until_gone(children, 30) == []
+    assert wait_until_gone(children) == []
     assert not [path for path in shared_memory if os.path.exists(path)]
     num_steps = len(read_metrics(folder / "metrics.jsonl"))
     assert 3 <= num_steps < 8
@@ -62,7 +62,7 @@ def test_a_synchronous_run_that_is_interrupted_killed_and_resumed_equals_one_tha
     children, shared_memory = used_by(process)
     process.kill()
     process.wait()
-    assert wait_until_gone(children, 120) == []
+    assert wait_until_gone(children) == []
     assert not [path for path in shared_memory if os.path.exists(path)]
     assert len(read_metrics(folder / "metrics.jsonl")) < 10
 
@@ -98,8 +98,8 @@ def test_sigterm_has_a_deadline_and_a_second_signal_none(tmp_path: Path) -> None
         for number in signals:
             processes[name].send_signal(number)
             time.sleep(0.5)
-    outputs = {name: process.communicate(timeout=120)[0] for name, process in processes.items()}
+    outputs = {name: process.communicate(timeout=600)[0] for name, process in processes.items()}
     assert processes["deadline"].returncode == 130, outputs["deadline"]
     assert "no checkpoint could be written in 1 s" in outputs["deadline"]
     assert processes["twice"].returncode != 0
-    assert wait_until_gone(children, 120) == []
+    assert wait_until_gone(children) == []

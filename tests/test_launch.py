@@ -77,7 +77,7 @@ def ask(environment: dict[str, str], path: str) -> Any:
 
 def submit(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "launch/ray_job.sh", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.ray
@@ -144,7 +144,7 @@ def elsewhere(tmp_path):
         return subprocess.run(
             ["bash", str(tmp_path / "launch" / script), *arguments],
             env={"PATH": path, "HOME": str(tmp_path), **environment},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
 
     return run

@@ -236,7 +236,7 @@ def slurm(tmp_path: Path) -> Callable[..., tuple[int, list[list[str]]]]:
             "SLURM_CPUS_PER_TASK": "32", "SLURM_GPUS_ON_NODE": "4", "FAKE_SIGNAL": signal,
         }  # fmt: skip
         done = subprocess.run(
-            ["bash", LAUNCH / "slurm.sh", *arguments], cwd=tmp_path, env=environment, timeout=30
+            ["bash", LAUNCH / "slurm.sh", *arguments], cwd=tmp_path, env=environment, timeout=600
         )
         calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
         return done.returncode, [line.split("|") for line in calls]

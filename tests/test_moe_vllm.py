@@ -8,8 +8,7 @@ from agreeing_run import metrics_of_agreeing_run
 
 @pytest.mark.ray
 @pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.campaign
 @pytest.mark.usefixtures("any_reward")
 def test_sampler_and_learner_agree_after_each_sync(tiny_moe: Path, tmp_path: Path) -> None:
     """Each step moves the experts."""

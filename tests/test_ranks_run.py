@@ -35,14 +35,14 @@ def test_a_run_of_two_ranks_that_is_resumed_equals_one_that_was_not(tmp_path: Pa
     cut, whole = RunDirectory(tmp_path / "cut"), RunDirectory(tmp_path / "whole")
     uninterrupted = start(whole.path, *EXACT)
     process = start(cut.path, *EXACT, "learner.slowdown_s=0.5")
-    wait_for_step(process, cut.path, 3, timeout_s=240)
+    wait_for_step(process, cut.path, 3)
     children, _ = used_by(process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output
-    assert wait_until_gone(children, 60) == []
+    assert wait_until_gone(children) == []
     assert 3 <= len(read_metrics(cut.metrics_path)) < 7
-    assert uninterrupted.wait(timeout=240) == 0, uninterrupted.communicate()[0]
+    assert uninterrupted.wait(timeout=600) == 0, uninterrupted.communicate()[0]
     resumed = resume(cut.path, "learner.slowdown_s=0")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
 

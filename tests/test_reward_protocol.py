@@ -250,7 +250,7 @@ pool.close()
 def test_too_many_open_files_are_waited_for() -> None:
     script = FILES.format(folder=str(Path(__file__).parent))
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600
     )
     assert result.stdout.splitlines() == ["[ScoringError('exit status 0')]", "[]", "1.0"], result.stderr
 

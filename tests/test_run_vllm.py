@@ -27,7 +27,6 @@ def kill_engine(folder: Path, generator: str) -> None:
 @pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(420)
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_path: Path) -> None:
     """They also agree for an engine that replaced one that was killed.
@@ -44,14 +43,14 @@ def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_p
     process = subprocess.Popen(
         [sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    wait_for_step(process, run.path, 2, timeout_s=300)
+    wait_for_step(process, run.path, 2)
     kill_engine(run.path, "generator-1")
     events = run.path / "events.jsonl"
     wait_until(process, lambda: events.exists() and '"generator_back"' in events.read_text())
     came_back = num_lines(run.metrics_path)
     wait_for_step(process, run.path, came_back + 2)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output
 
     metrics = read_metrics(run.metrics_path)

@@ -74,7 +74,7 @@ def test_take_waits_for_the_slowest_group() -> None:
             await buffer.put(*parts(simple_group(group_id)))
             assert await is_done(taken) == [False]
         await buffer.put(*parts(simple_group(0)))
-        batch, facts = await asyncio.wait_for(taken, 5)
+        batch, facts = await asyncio.wait_for(taken, 120)
         assert ids(batch.groups) == [0, 1]
         assert facts.metrics["buffer/groups"] == 2.0
 
@@ -89,10 +89,10 @@ def test_look_ahead_leaves_the_slowest_group_to_the_next_batch() -> None:
         await buffer.put(*parts(simple_group(2)))
         assert await is_done(taken) == [False]  # 3 is beyond the window
         await buffer.put(*parts(simple_group(1)))
-        batch, _ = await asyncio.wait_for(taken, 5)
+        batch, _ = await asyncio.wait_for(taken, 120)
         assert ids(batch.groups) == [1, 2]
         await buffer.put(*parts(simple_group(0)))
-        batch, _ = await asyncio.wait_for(buffer.take(2, oldest_version=0), 5)
+        batch, _ = await asyncio.wait_for(buffer.take(2, oldest_version=0), 120)
         assert ids(batch.groups) == [0, 3]
 
     asyncio.run(run())
@@ -124,7 +124,7 @@ def test_stale_groups_are_rejected_and_the_rest_stay() -> None:
         again = asyncio.create_task(buffer.take(2, oldest_version=4))
         assert await is_done(again) == [False]
         await buffer.put(*parts(simple_group(4, versions=5)))
-        batch, facts = await asyncio.wait_for(again, 5)
+        batch, facts = await asyncio.wait_for(again, 120)
         assert ids(batch.groups) == [3, 4, 5]
         assert batch.groups[1].rollout.oldest_version == 5
         assert facts.rejected_ids == ()
@@ -245,7 +245,7 @@ def test_group_set_aside_is_not_waited_for_and_another_takes_its_slot() -> None:
         assert await buffer.set_aside(1) == 0  # its own slot is not counted
         assert await is_done(taken) == [False]  # the batch keeps its size
         await buffer.put(*parts(simple_group(3)))
-        batch, facts = await asyncio.wait_for(taken, 5)
+        batch, facts = await asyncio.wait_for(taken, 120)
         assert ids(batch.groups) == list(facts.group_ids) == [0, 2, 3]
         with pytest.raises(ValueError, match="group 1 came after it was trained, dropped or set aside"):
             await buffer.put(*parts(simple_group(1)))
@@ -427,7 +427,7 @@ def test_groups_wait_outside_while_there_is_no_room() -> None:
         later = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in (2, 3, 4)]
         assert await is_done(*later) == [False, False, False]
         for group_id in (1, 0):  # groups of the next batch are let in all the same
-            await asyncio.wait_for(buffer.put(*parts(simple_group(group_id))), 5)
+            await asyncio.wait_for(buffer.put(*parts(simple_group(group_id))), 120)
         assert await buffer.group_ids() == (0, 1, 5, 6, 7)
         _, facts = await buffer.take(1, oldest_version=0)
         assert facts.metrics["buffer/bytes"] == 3 * size
@@ -470,7 +470,7 @@ def test_next_batch_is_let_in_however_little_room_there_is() -> None:
         await buffer.begin((80, 81, 82), next_id=83)
         puts = [asyncio.create_task(buffer.put(*parts(simple_group(g)))) for g in (80, 81, 82)]
         assert await is_done(*puts) == [True, True, False]
-        _, facts = await asyncio.wait_for(buffer.take(41, oldest_version=0), 5)
+        _, facts = await asyncio.wait_for(buffer.take(41, oldest_version=0), 120)
         assert facts.group_ids == (80, 81)
         assert await is_done(*puts) == [True, True, True]
 
@@ -500,7 +500,7 @@ def test_put_that_waits_is_refused_when_its_group_is_set_aside() -> None:
         assert await is_done(put) == [False]
         await buffer.set_aside(9)
         with pytest.raises(ValueError, match="group 9 came after it was trained, dropped or set aside"):
-            await asyncio.wait_for(put, 5)
+            await asyncio.wait_for(put, 120)
         assert await buffer.group_ids() == ()
 
     asyncio.run(run())
@@ -528,7 +528,7 @@ def test_no_size_and_no_order_stops_the_buffer(
         puts = [asyncio.create_task(produce(group_id)) for group_id in order]
         trained: list[int] = []
         for step in range(1, 1 + (12 - len(aside)) // size):
-            _, facts = await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
+            _, facts = await asyncio.wait_for(buffer.take(step, oldest_version=0), 120)
             trained += facts.group_ids
             left = [g for g in range(12) if g not in trained and g not in aside]
             # Groups that are yet to be set aside may still be in the window.
@@ -555,7 +555,7 @@ def test_take_that_is_cancelled_loses_nothing() -> None:
         assert await is_done(taken) == [False]
         taken.cancel()
         await buffer.put(*parts(simple_group(1)))
-        _, facts = await asyncio.wait_for(buffer.take(1, oldest_version=0), 5)
+        _, facts = await asyncio.wait_for(buffer.take(1, oldest_version=0), 120)
         assert facts.group_ids == (0, 1)
 
     asyncio.run(run())
@@ -762,12 +762,12 @@ def test_take_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         buffer = make_buffer(1, PLENTY, tmp_path)
         for step in (1, 2, 3):
             await buffer.put(*parts(simple_group(step - 1)))
-            await asyncio.wait_for(buffer.take(step, oldest_version=0), 5)
+            await asyncio.wait_for(buffer.take(step, oldest_version=0), 120)
         flushed = asyncio.create_task(buffer.flush())
         assert await is_done(flushed) == [False]
         assert os.listdir(tmp_path) == []
         may_write()
-        assert await asyncio.wait_for(flushed, 5) is None
+        assert await asyncio.wait_for(flushed, 120) is None
         assert len(os.listdir(tmp_path)) == 3
 
     asyncio.run(run())
@@ -785,7 +785,7 @@ def test_take_waits_for_a_slow_disk_once_too_much_is_unwritten(
             taken = asyncio.create_task(buffer.take(step, oldest_version=0))
             assert await is_done(taken) == [step < 3]
         may_write()
-        await asyncio.wait_for(taken, 5)
+        await asyncio.wait_for(taken, 120)
         await buffer.flush()
         assert len(os.listdir(tmp_path)) == 3
 

@@ -257,7 +257,7 @@ def test_audit_downloads_nothing_that_a_folder_names(tmp_path: Path) -> None:
         variables = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
         variables |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hub")}
         program = [sys.executable, "-m", "grpo_ray", "audit", str(run.path)]
-        done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=600)
         server.shutdown()
     assert "the task's data is missing" in done.stdout, done.stderr
     assert requests == []

@@ -31,13 +31,13 @@ def run_with_a_death(folder: Path, victim: str, *overrides: str) -> RunDirectory
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        wait_for_step(process, run.path, 3, timeout_s=240)
+        wait_for_step(process, run.path, 3)
         (folder / "hold").touch()
         wait_until(process, (folder / "held").exists)
         before = num_lines(run.metrics_path)
         os.kill(pid_of(run.path, victim), signal.SIGKILL)
         (folder / "hold").unlink()
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 0, output
@@ -51,7 +51,6 @@ def events(run: RunDirectory, kind: str) -> list[tuple[str | None, str]]:
     return [(event["actor"], event["text"]) for event in read_metrics(run.events_path) if event["kind"] == kind]
 
 
-@pytest.mark.timeout(500)
 def test_a_generator_killed_in_a_transfer_is_replaced_and_the_other_goes_on(tmp_path: Path) -> None:
     run = run_with_a_death(tmp_path, "generator-1", "learner.slowdown_s=0.3")
     assert [actor for actor, _ in events(run, "generator_failed")] == ["generator-1"]
@@ -59,7 +58,6 @@ def test_a_generator_killed_in_a_transfer_is_replaced_and_the_other_goes_on(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_rank_of_the_learner_killed_in_a_transfer_is_restored_with_the_others(tmp_path: Path) -> None:
     run = run_with_a_death(tmp_path, "learner-0", "learner.num_ranks=2")
     assert events(run, "generator_failed") == []

@@ -74,6 +74,6 @@ async def never(token_ids: tuple[int, ...], settings: SamplingSettings) -> Compl
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.001)
