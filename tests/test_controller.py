@@ -325,7 +325,6 @@ def test_a_group_that_never_finishes_is_retried_and_then_set_aside(tmp_path: Pat
     stuck = []
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: actors.generators["generator-0"]._actor is not None)
         generator = actors.generators["generator-0"].actor
         original = generator.generate
 
@@ -386,7 +385,7 @@ def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
             await asyncio.sleep(60)
 
         setattr(actors.by_name()[victim].actor, method, never)
-        await until(lambda: actors.num_stack_dumps > 0)
+        await until((run.logs / "threads.log").exists)
 
     run = RunDirectory(tmp_path / "run")
     train(config, run.path, once(meddle))

@@ -4,7 +4,7 @@ A call returns an awaitable at once. Arguments and bulky results are references 
 to actor without their bytes going through the caller; the receiving actor gets the value itself. The classes
 behind the Protocols are in the files of the same names; `tests/test_clients.py` compares the two.
 
-`cluster/remote_actor.py` makes clients of Ray actors, `tests/local_actors.py` of objects in the same process.
+`cluster/remote_actor.py` makes clients of Ray actors, `cluster/local.py` of objects in the same process.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence

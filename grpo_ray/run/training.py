@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from grpo_ray.cluster import session
-from grpo_ray.cluster.hosting import running
+from grpo_ray.cluster import local
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
-from grpo_ray.models.loading import is_local
+from grpo_ray.models.loading import is_local as is_local_model
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import Prepared, TaskData, check_files, model_paths, prepare
-from grpo_ray.run.restores import train_through_restores
+from grpo_ray.run.restores import Host, train_through_restores
 from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
@@ -29,8 +28,11 @@ from grpo_ray.telemetry.run_state import reported
 from grpo_ray.telemetry.trackers import check_trackers, tracking
 
 
-def train(config: Config, config_path: str) -> RunDirectory:
+def train(config: Config, config_path: str, is_local: bool = False) -> RunDirectory:
     """Run a whole job, and return the run's directory.
+
+    Args:
+        is_local: all actors are objects of this process, without Ray (`cluster/local.py`).
 
     Raises:
         RunError: a fault of the files, the model, the cluster or an actor; the message says what to do.
@@ -39,19 +41,19 @@ def train(config: Config, config_path: str) -> RunDirectory:
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory(Path(config.run.output_dir) / name)
     if config.run.if_exists == "resume" and run.config_path.exists():
-        return _resume(run, config)
-    task = _check(config, run.check_free)
-    with _ray_for(config) as (console, placement):
+        return _resume(run, config, is_local)
+    task = _check(config, is_local, run.check_free)
+    with _hosted(config, is_local) as (console, host):
         prepared = _prepare(config, task, console)
         with shown_plainly():
             run.create(config)
         with run.lock():
             write_digests(run, input_digests(config, task.templates, task.validation))
-            _run_to_the_end(config, prepared, run, console, placement)
+            _run_to_the_end(config, prepared, run, console, host)
     return run
 
 
-def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
+def resume(path: str, overrides: Sequence[str], is_local: bool = False) -> RunDirectory:
     """Resume the run in folder `path` from its last checkpoint; overrides may change all fields but `FIXED`.
 
     Raises:
@@ -61,14 +63,14 @@ def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
     run = RunDirectory(path)
     if not run.config_path.exists():
         raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
-    return _resume(run, load_config(run.config_path, overrides))
+    return _resume(run, load_config(run.config_path, overrides), is_local)
 
 
-def _resume(run: RunDirectory, config: Config) -> RunDirectory:
+def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
     before = load_config(run.config_path)
     _check_same_prompts(before, config)
-    task = _check(config)
+    task = _check(config, is_local)
     digests = input_digests(config, task.templates, task.validation)
     check_inputs(run, digests)
     with run.lock():
@@ -82,14 +84,14 @@ def _resume(run: RunDirectory, config: Config) -> RunDirectory:
         run.check_records(step)
         if checkpoint is not None:
             check_same_sampling(before, config, checkpoint)
-        with _ray_for(config) as (console, placement):
+        with _hosted(config, is_local) as (console, host):
             prepared = _prepare(config, task, console)
             if checkpoint is not None:
                 with shown_plainly():
                     prepared.ledger.load_state_dict(checkpoint.state.ledger, ())
             _adopt(run, before, config, step)
             write_digests(run, digests)
-            _run_to_the_end(config, prepared, run, console, placement)
+            _run_to_the_end(config, prepared, run, console, host)
     return run
 
 
@@ -104,16 +106,22 @@ def _adopt(run: RunDirectory, before: Config, now: Config, step: int) -> None:
     run.state_path.unlink(missing_ok=True)  # it describes how the run ended the last time
 
 
-def _check(config: Config, *others: Callable[[], None]) -> TaskData:
+def _check(config: Config, is_local: bool, *others: Callable[[], None]) -> TaskData:
     """Run every check that needs no Ray, and return the task's data."""
     *_, task, _, _ = all_of(
         *others,
         lambda: check_files(config),
-        lambda: session.check_machine(config),
+        lambda: local.check_local(config) if is_local else _check_machine(config),
         lambda: check_trackers(config),
     )
     assert isinstance(task, TaskData)
     return task
+
+
+def _check_machine(config: Config) -> None:
+    from grpo_ray.cluster.session import check_machine  # imports Ray, which a local run does without
+
+    check_machine(config)
 
 
 FIXED = (
@@ -163,15 +171,21 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
 
 
 @contextlib.contextmanager
-def _ray_for(config: Config) -> Iterator[tuple[RunConsole, session.Placement]]:
-    """Connect to Ray and reserve the actors' resources; yield the console and the placement."""
-    needs_hub = not all(map(is_local, model_paths(config)))
+def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host]]:
+    """Yield the console, and the host of the actors; connect to Ray and reserve their resources before."""
     with RunConsole(config.algorithm.num_steps) as console:
+        if is_local:
+            with sigterm_interrupts():
+                yield console, local.running
+            return
         console.status("starting Ray")
+        from grpo_ray.cluster import hosting, session
+
+        needs_hub = not all(map(is_local_model, model_paths(config)))
         with session.connected(needs_hub), sigterm_interrupts():
             console.status("reserving resources for the actors")
             with session.placed(config) as placement:
-                yield console, placement
+                yield console, partial(hosting.running, placement)
 
 
 def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
@@ -181,7 +195,7 @@ def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
 
 
 def _run_to_the_end(
-    config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, placement: session.Placement
+    config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, host: Host
 ) -> None:
     console.print(banner(config, prepared.longest_prompt, str(run.path)))
     with imports_left_alone(), reported(run, config.algorithm.num_steps, console) as reporter:
@@ -193,5 +207,4 @@ def _run_to_the_end(
             run_until_signal(controller, config.run.on_preemption_s, run, ends_process=True)
 
         with tracking(config, run, console.print, reporter.warning) as trackers:
-            host = partial(running, placement)
             train_through_restores(config, prepared, run, reporter, host, drive, trackers)

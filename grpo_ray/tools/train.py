@@ -4,6 +4,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
 from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, shortfalls
@@ -11,13 +12,16 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import shown_plainly
 from grpo_ray.telemetry.visible_text import print_visible
-from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Option, Overrides
+from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Option, Overrides
+
+Local = Annotated[bool, Flag("run all actors in this process, on its CPU and with the torch engine: no Ray")]
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     config: ConfigFile
     overrides: Overrides = ()
+    local: Local = False
 
 
 MANY_CPUS = 10**6
@@ -53,16 +57,16 @@ class CheckOptions:
 class ResumeOptions:
     run: Annotated[str, Argument("RUN", "the run's directory, such as runs/quickstart-20260101-120000")]
     overrides: Overrides = ()
+    local: Local = False
 
 
 def _train(options: TrainOptions) -> int:
-    config = load_config(
-        options.config, options.overrides
-    )  # refuses a mistake before Ray and torch are imported
+    overrides = _in_this_process(options.config, options.overrides) if options.local else options.overrides
+    config = load_config(options.config, overrides)  # refuses a mistake before Ray and torch are imported
     from grpo_ray.run.training import train
     from grpo_ray.tools.report.ending import print_ending
 
-    print_ending(print_visible, train(config, options.config))
+    print_ending(print_visible, train(config, options.config, options.local))
     return 0
 
 
@@ -70,8 +74,19 @@ def _resume(options: ResumeOptions) -> int:
     from grpo_ray.run.training import resume
     from grpo_ray.tools.report.ending import print_ending
 
-    print_ending(print_visible, resume(options.run, options.overrides))
+    saved, overrides = str(Path(options.run) / "config.yaml"), options.overrides
+    if options.local and Path(saved).exists():
+        overrides = _in_this_process(saved, overrides)
+    print_ending(print_visible, resume(options.run, overrides, options.local))
     return 0
+
+
+def _in_this_process(config: str, overrides: Overrides) -> Overrides:
+    """Put the torch engine in place of vLLM, unless an override names the engine."""
+    loaded = load_config(config, overrides)
+    sections = {"generator": loaded.generator.engine, "distillation": loaded.distillation.engine}
+    torch = tuple(f"{section}.engine=torch" for section, engine in sections.items() if engine == "vllm")
+    return (*torch, *overrides)
 
 
 def _check(options: CheckOptions) -> int:

@@ -1,0 +1,304 @@
+"""The actors of a run in this process, called like Ray actors: `train --local`, simulations, and tests.
+
+Nothing here needs Ray, and a simulation does not import the actors that compute. An object passes from actor to
+actor without a copy. A synchronous method runs in a thread, which leaves the loop free for samples and signals.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.actors.generator import Generator as GeneratorActor
+from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
+from grpo_ray.actors.weight_sync import WeightSync, admission_of
+from grpo_ray.cluster.placement import environment_names, generator_names, scorer_names, teacher_names
+from grpo_ray.config import Config
+from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
+from grpo_ray.errors import ActorDied, RunError
+from grpo_ray.telemetry.checkpoint import Checkpoint
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.transfer.wires import SendingLearner, Wires
+from grpo_ray.types import StartingModel, methods_with_bulk
+
+# The synchronous methods that run beside an actor's other calls, as in their concurrency groups on Ray.
+BESIDE = {name for name in vars(SendingLearner) if not name.startswith("_")} | {
+    "write_captured", "take_stats", "work_done",
+}  # fmt: skip
+
+
+def check_local(config: Config) -> None:
+    """Refuse a configuration that one process cannot run.
+
+    Raises:
+        RunError: names each field and the value that it needs.
+    """
+    teacher = config.distillation.teacher is not None
+    needed = {
+        "generator.engine=torch": config.generator.engine == "vllm",
+        "distillation.engine=torch": teacher and config.distillation.engine == "vllm",
+        "generator.num_gpus=0": config.generator.num_gpus > 0,
+        "learner.num_gpus=0": config.learner.num_gpus > 0,
+        "distillation.num_gpus=0": teacher and config.distillation.num_gpus > 0,
+        "learner.num_ranks=1": config.learner.num_ranks > 1,
+        "generator.cpu_cores=null": config.generator.cpu_cores is not None,
+        "learner.cpu_cores=null": config.learner.cpu_cores is not None,
+        "weight_sync.transport=object_store": config.weight_sync.transport != "object_store",
+        "episodes.confined=false": config.episodes.confined and bool(environment_names(config)),
+    }
+    if any(needed.values()):
+        changes = " ".join(change for change, is_needed in needed.items() if is_needed)
+        raise RunError(f"--local runs all actors in one process, on its CPU; add {changes}, or omit --local")
+
+
+class Answer:
+    """The future result of a call, which like Ray's begins at once and need not be awaited."""
+
+    def __init__(self, client: "LocalClient", task: "asyncio.Task[Any]") -> None:
+        self._client, self._task = client, task
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        try:
+            return (yield from self._task.__await__())
+        except asyncio.CancelledError:
+            if self._task.cancelled() and self._client.death is not None and not _is_cancelled():
+                raise self._client.death from None
+            raise
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the two results of a call that returns bulk and facts; the bulk is passed on as a reference."""
+
+    answer: Answer
+    index: int
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield from self.answer.__await__())[self.index]
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class LocalClient:
+    """A client like `remote_actor.Client`, of an object in this process, which can die."""
+
+    def __init__(self, name: str, build: Callable[[], Any]) -> None:
+        """
+        Args:
+            build: makes the object, at the first call.
+        """
+        self.name, self._build = name, build
+        self.death: ActorDied | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._turn = asyncio.Lock()  # a synchronous actor's calls run one at a time, in order
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *args: self._call(method, args)
+
+    @cached_property
+    def actor(self) -> Any:
+        return self._build()
+
+    @cached_property
+    def _bulk_methods(self) -> frozenset[str]:
+        return methods_with_bulk(type(self.actor))
+
+    def die(self, reason: str = "it was ended") -> None:
+        """End the actor as if its process had died: its open calls fail, and so do all later ones."""
+        self.death = ActorDied(self.name, reason)
+        for task in list(self._calls):
+            task.cancel()
+
+    def _call(self, method: str, args: Sequence[Any]) -> Any:
+        work = self._work(method, args)  # in a context of its own, as in another process
+        task = asyncio.get_running_loop().create_task(work, context=Context())
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+        answer = Answer(self, task)
+        return (Part(answer, 0), Part(answer, 1)) if method in self._bulk_methods else answer
+
+    async def _work(self, method: str, args: Sequence[Any]) -> Any:
+        if self.death is not None:
+            raise self.death
+        return await self._serve(method, [await _value_of(arg) for arg in args])
+
+    async def _serve(self, method: str, args: Sequence[Any]) -> Any:
+        function = getattr(self.actor, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        if method in BESIDE:
+            return await asyncio.to_thread(function, *args)
+        async with self._turn:
+            return await asyncio.to_thread(function, *args)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # or asyncio reports one that is never awaited
+
+
+async def _value_of(argument: Any) -> Any:
+    """Return the value of a reference, also of references that are boxed in a list of tuples."""
+    if isinstance(argument, Answer | Part | asyncio.Future):
+        return await argument
+    if isinstance(argument, tuple | list) and any(isinstance(item, Answer | Part) for item in argument):
+        return tuple([await _value_of(item) for item in argument])
+    return argument
+
+
+class LocalActors:
+    """The counterpart of `hosting.ActorGroup` in this process."""
+
+    def __init__(
+        self, config: Config, model: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """
+        Args:
+            model: the one that the run began with; a checkpoint's weights take precedence, or its adapter is
+                put on it.
+        """
+        self._config, self._start, self._run = config, model, RunDirectory(run_dir)
+        self._checkpoint = checkpoint
+        self._version = checkpoint.state.step if checkpoint else 0
+        self._num_starts: Counter[str] = Counter()  # each start has a life of its own
+        self.generators = {name: self._new_generator(name) for name in generator_names(config)}
+        self.scorers = {name: self._new_scorer(name) for name in scorer_names(config)}
+        self.teachers = {name: self._new_teacher(name) for name in teacher_names(config)}
+        self.environments = {name: self._new_environment(name) for name in environment_names(config)}
+        self.learner: Any = self._new_learner()
+        self.buffer: Any = self._client("buffer", self._make_buffer)
+        clients: list[Any] = list(self.generators.values())
+        self.weight_sync: Any = self._client("weight_sync", partial(self._make_weight_sync, clients))
+
+    def by_name(self) -> dict[str, Any]:
+        others = (self.learner, self.buffer, self.weight_sync)
+        by_name = {client.name: client for client in others}
+        return {**self.generators, **self.scorers, **self.teachers, **self.environments, **by_name}
+
+    def _client(self, name: str, build: Callable[[], Any]) -> LocalClient:
+        return LocalClient(name, build)
+
+    def _seed_of(self, name: str) -> int:
+        """Return the seed of an engine that is about to start."""
+        seed = engine_seed(self._config.run.seed, name, self._version, self._num_starts[name])
+        self._num_starts[name] += 1
+        return seed
+
+    @property
+    def _model_path(self) -> str:
+        if self._checkpoint is not None and self._config.model.adapter is None:
+            return str(self._checkpoint.model_path)
+        return self._start.path
+
+    @property
+    def _training_path(self) -> Path | None:
+        return self._checkpoint.training_path if self._checkpoint else None
+
+    def _new_generator(self, name: str) -> LocalClient:
+        config, seed = self._config, self._seed_of(name)
+
+        def build() -> GeneratorActor:
+            engine = make_engine(config, self._model_path, self._start.max_model_len, seed)
+            return GeneratorActor(name, engine, config.generator.slowdown_s, self._version)
+
+        return self._client(name, build)
+
+    def _new_scorer(self, name: str) -> LocalClient:
+        from grpo_ray.actors.scorer import Scorer, scorer_arguments
+
+        return self._client(name, lambda: Scorer(*scorer_arguments(self._config)))
+
+    def _new_teacher(self, name: str) -> LocalClient:
+        from grpo_ray.actors.teacher import Teacher
+
+        return self._client(name, lambda: Teacher(name, make_teacher_engine(self._config, self._start)))
+
+    def _new_environment(self, name: str) -> LocalClient:
+        from grpo_ray.episodes.environment_worker import EnvironmentWorker
+
+        return self._client(name, lambda: EnvironmentWorker(name, self._config, self._start))
+
+    def _new_learner(self) -> LocalClient:
+        from grpo_ray.actors.learner import Learner
+
+        start, run = self._start, self._run
+        return self._client(
+            "learner",
+            lambda: Learner(
+                self._model_path, self._config, start.end_token_ids, self._training_path, run.skipped,
+                start.path, run.profile,
+            ),
+        )  # fmt: skip
+
+    def _make_buffer(self) -> TrajectoryBuffer:
+        rollouts = self._run.rollouts if self._config.run.save_rollouts else None
+        return TrajectoryBuffer(*buffer_arguments(self._config, rollouts, self._training_path))
+
+    def _make_weight_sync(self, generators: list[Any]) -> WeightSync:
+        config = self._config.weight_sync
+        wires = Wires(self.learner, "stage") if config.wire_backend else None
+        return WeightSync(generators, admission_of(self._config), config.phase_timeout_s, self._version, wires)
+
+    def restart_generator(self, name: str) -> Any:
+        return _replace(self.generators, name, self._new_generator)
+
+    def restart_worker(self, name: str) -> Any:
+        kinds: tuple[tuple[dict[str, LocalClient], Callable[[str], LocalClient]], ...] = (
+            (self.scorers, self._new_scorer),
+            (self.teachers, self._new_teacher),
+            (self.environments, self._new_environment),
+        )
+        clients, start = next(kind for kind in kinds if name in kind[0])
+        return _replace(clients, name, start)
+
+    async def fetch(self, reference: Any) -> Any:
+        return await reference
+
+    def spilled_bytes(self) -> int:
+        return 0
+
+    def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def show_phase(self, phase: str) -> None: ...
+
+    def dump_stacks(self) -> None:
+        """Append all threads' Python stacks to logs/threads.log."""
+        with contextlib.suppress(OSError):
+            self._run.logs.mkdir(exist_ok=True)
+            with (self._run.logs / "threads.log").open("a") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    def stop(self) -> None:
+        """End the processes of the graders."""
+        for client in self.scorers.values():
+            if "actor" in vars(client):  # it was called
+                client.actor.close()
+
+
+def _replace(clients: dict[str, LocalClient], name: str, start: Callable[[str], LocalClient]) -> LocalClient:
+    clients[name].die("it was replaced")
+    clients[name] = start(name)
+    return clients[name]
+
+
+@contextlib.contextmanager
+def running(
+    config: Config, model: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
+) -> Iterator[LocalActors]:
+    """Yield the actors of a run; end what they started, however the block is left."""
+    actors = LocalActors(config, model, run_dir, checkpoint)
+    try:
+        yield actors
+    finally:
+        actors.stop()
