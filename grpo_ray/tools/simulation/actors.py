@@ -34,7 +34,7 @@ class Dispatch:
 
 
 class SimulatedClient(LocalClient):
-    """A client of an asynchronous actor whose calls are traced and metered."""
+    """A client of an asynchronous actor that traces and meters its calls."""
 
     def __init__(
         self,
