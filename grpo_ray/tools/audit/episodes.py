@@ -17,7 +17,8 @@ from grpo_ray.episodes.returns import episode_advantages, rewards_per_turn, turn
 from grpo_ray.types import CONTEXT
 
 Row = dict[str, Any]
-WITH_REWARD = (Status.FINISHED, Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)
+WITH_REWARD = (Status.FINISHED, Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS)  # and, with
+# `episodes.error_reward`, an error of the environment
 
 
 def is_episode(row: Row) -> bool:
@@ -161,7 +162,7 @@ def _audit_end(row: Row) -> Iterator[str]:
     status, reward, per_turn = row["status"], row["episode_reward"], row["turn_rewards"]
     if status not in tuple(Status):
         yield f"it has an unknown status, {status!r}"
-    elif (reward is not None) != (status in WITH_REWARD):
+    elif (reward is not None) != (status in WITH_REWARD) and status != Status.ENVIRONMENT_ERROR:
         yield f"it ended as {status}, with reward {reward}"
     if per_turn is not None and len(per_turn) != row["num_turns"]:
         yield f"it has {len(per_turn)} turn_rewards for {row['num_turns']} turns"
