@@ -254,11 +254,8 @@ class Controller:
         """Wait for the batch of `step`; have groups that are too old sampled again."""
         with self._clock.stage("wait_for_batch", f"step {step}") as duration:
             batch, facts, num_rejected = await self._take_batch(step)
-        metrics = {
-            **self._log.bounded(facts.metrics),
-            "lag/rejected": num_rejected,
-            "timing/wait_for_batch_s": duration.seconds,
-        }
+        metrics = self._log.bounded(facts.metrics)
+        metrics |= {"lag/rejected": num_rejected, "timing/wait_for_batch_s": duration.seconds}
         metrics |= await self._producer.batch_taken(step, facts)
         return batch, facts, metrics
 

@@ -75,9 +75,8 @@ class Validation:
                 error = f"{len(self._unwritten)} evaluations could not be written yet: {full}"
                 continue
             except Exception as mistake:  # it would come again
-                note = (
-                    f"the evaluation of step {summary.step} is not written: {type(mistake).__name__}: {mistake}"
-                )
+                kind = type(mistake).__name__
+                note = f"the evaluation of step {summary.step} is not written: {kind}: {mistake}"
             self._unwritten.popleft()
             if note is not None:
                 self._log.event("rollouts_changed", None, note)

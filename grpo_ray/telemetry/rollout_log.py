@@ -45,7 +45,7 @@ def write_rollouts(
         uses: for each group, the number of batches it has been in, including this one; default FRESH.
 
     Returns:
-        A note on groups whose texts or numbers Parquet cannot hold: these are written as `_storable` makes them.
+        A note on groups that Parquet cannot hold as they are: they are written as `_storable` makes them.
     """
     note = None
     with replacing(Path(path), fsync) as partial:
@@ -216,13 +216,12 @@ def _storable_completion(completion: Completion) -> Completion:
     fields: dict[str, Any] = _texts(completion, "text", "finish_reason")
     if isinstance(completion, Episode):
         numbers = {_text(name): _float(value) for name, value in completion.metrics.items()}
-        per_turn = [_float(value) for value in completion.turn_rewards or ()]
+        per_turn = tuple(map(_float, completion.turn_rewards or ()))
         fields |= _texts(completion, "status", "error")
         fields["metrics"] = {name: value for name, value in numbers.items() if value is not None}
         fields["reward"], fields["seconds"] = _float(completion.reward), _float(completion.seconds)
-        fields["turn_rewards"] = (
-            None if completion.turn_rewards is None or None in per_turn else tuple(per_turn)
-        )
+        is_whole = completion.turn_rewards is not None and None not in per_turn
+        fields["turn_rewards"] = per_turn if is_whole else None
     return replace(completion, **fields)
 
 

@@ -17,7 +17,7 @@ MAX_UNSYNCED = 64  # files; also with checkpoints that are far apart
 
 
 class RolloutWriter:
-    """A queue of batches to write; `error` says why some wait, and `notes` what is written otherwise or never."""
+    """A queue of batches to write; `error` says why some wait, and `notes` what is changed or left out."""
 
     def __init__(self, folder: Path, max_bytes: int, clock: StageClock) -> None:
         """Start with an empty queue.

@@ -223,7 +223,9 @@ def _keep_writing(path: Path, reporter: RunReporter, ended: threading.Event, end
             was_written = True
         except Exception as error:  # of a full disk, or a mistake: this thread must not end without a word
             if was_written:
-                reporter.warning(f"{path}: {error or type(error).__name__}; `grpo-ray top` shows a stale state")
+                reporter.warning(
+                    f"{path}: {str(error) or type(error).__name__}; `grpo-ray top` shows a stale state"
+                )
             was_written = False
         if is_last:
             return

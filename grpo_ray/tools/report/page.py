@@ -17,8 +17,8 @@ from grpo_ray.tools.report.panels import PANELS, expanded
 WEB = resources.files("grpo_ray.tools.report") / "web"
 SCRIPTS = ("elements.js", "chart.js", "stages.js", "ranks.js", "episodes.js", "rollouts.js", "page.js")
 MOST_NAMES = 4  # in the page's title
-# In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it; lone
-# surrogates have no place in UTF-8.
+# In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it, or
+# be one that UTF-8 cannot encode.
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
