@@ -1,4 +1,4 @@
-"""What an episode returns or raises is checked at its boundary: it can cost that episode, and nothing else."""
+"""Checks of all that an episode returns or raises: it can cost that episode, and nothing else."""
 
 import asyncio
 import json

@@ -73,7 +73,7 @@ class RunLog:
             self.event(found.kind, None, f"step {step}: {found.text}", step=step)
 
     def bounded(self, metrics: Metrics) -> Metrics:
-        """Return the metrics without those of episodes whose names are new, once there are MAX_OWN_NAMES."""
+        """Return the metrics without those of episodes beyond the first MAX_OWN_NAMES names of the run."""
         new = [name for name in metrics if name.startswith(OWN) and name not in self._own_names]
         room = max(0, MAX_OWN_NAMES - len(self._own_names))
         self._own_names.update(new[:room])

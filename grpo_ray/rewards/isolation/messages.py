@@ -59,7 +59,7 @@ def _scores(values: dict[str, Any]) -> Scores:
 
 
 def is_storable(reward: float) -> bool:
-    """Return True for a number whose statistics and gradients a float32 can hold."""
+    """Return True for a number of which a float32 can hold statistics and gradients."""
     return abs(reward) <= LARGEST_REWARD  # not so for NaN
 
 
