@@ -347,6 +347,7 @@ class BatchFacts:
     outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
     write_error: str | None = None  # the reason that rollouts of an earlier batch are not on disk yet
     episode_error: str | None = None  # of one episode, if each of the step's has one
+    notes: tuple[str, ...] = ()  # on groups that could not be written as they were, since the last batch
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,17 @@ def test_planted_faults_are_found(tmp_path: Path, grader: Regrader, name: str) -
     assert any(message in problem for problem in problems), problems
 
 
+def test_an_error_may_have_the_configured_reward(tmp_path: Path, grader: Regrader) -> None:
+    error = make_episode(Segments(), -0.5, status="environment_error", error="boom")
+    won, lost = (branched_episode((2, 3, 3), reward=reward) for reward in (1.0, 0.0))
+    groups = [make_episode_group(group_id, [won, lost, error, error]) for group_id in range(2)]
+    unchanged = grader, lambda rows: None
+    assert audited(tmp_path, groups, *unchanged, "episodes.error_reward=-0.5").problems == []
+    for changes in ((), ("episodes.error_reward=-1.0",)):
+        found = audited(tmp_path, groups, *unchanged, *changes).problems
+        assert any("it ended as environment_error, with reward -0.5" in problem for problem in found)
+
+
 def test_another_discount_is_found(tmp_path: Path, grader: Regrader) -> None:
     found = audited(tmp_path, branched_groups(), grader, lambda rows: None, "episodes.turn_discount=1.0")
     assert len(found.problems) == 6

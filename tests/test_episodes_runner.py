@@ -182,9 +182,9 @@ def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
 @pytest.mark.parametrize(
     ("returned", "text"),
     [
-        (lambda: "good", "returned 'good'; it must return a number or an Outcome"),
+        (lambda: "good", "returned 'good' as its reward; return a finite number within +-1e+12, or an Outcome"),
         (lambda: None, "returned None"),
-        (lambda: float("nan"), "returned nan; rewards and metrics are finite numbers"),
+        (lambda: float("nan"), "returned nan as its reward; return a finite number"),
         (lambda: Outcome(1.0, turn_rewards=(1.0, 2.0)), "2 turn_rewards for 1 sampled turns"),
         (lambda: Outcome(1.0, metrics={"x": float("inf")}), "returned inf"),
     ],

@@ -64,11 +64,12 @@ def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
     assert asyncio.run(thread.run("a job", lambda: 7)) == 7
     with pytest.raises(OSError, match="full"):
         asyncio.run(thread.run("a job", _full))
+    assert thread.problem() is None
     thread.submit("a bug", lambda: done[99])
-    while thread._error is None:
-        time.sleep(0.001)
-    with pytest.raises(IndexError):
-        thread.submit("a job", list)
+    thread.submit("a job", lambda: done.append(5))
+    assert thread.wait(60)
+    assert thread.problem() == "a bug has failed: IndexError: list index out of range"
+    assert done[-1] == 5  # one mistake stops no other record
 
 
 def test_a_job_that_hangs_is_reported_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ class TrajectoryBuffer:
         self._writer = (
             None if rollouts_folder is None else RolloutWriter(rollouts_folder, max_bytes, self._clock)
         )
+        self._notes: list[str] = [] if self._writer is None else self._writer.notes
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -187,7 +188,10 @@ class TrajectoryBuffer:
         dropped_ids = tuple(group.group_id for group in dropped)
         outcomes = group_outcomes([*fresh, *dropped])
         failed = error_of_all([*fresh, *dropped])
-        facts = BatchFacts(group_ids, (), metrics, dropped_ids, cut, num_slots, outcomes, write_error, failed)
+        notes = tuple(self._notes)
+        ids = group_ids, (), metrics, dropped_ids, cut
+        facts = BatchFacts(*ids, num_slots, outcomes, write_error, failed, notes)
+        self._notes.clear()
         return TrainBatch((*fresh, *(r.group for r in replayed))), facts
 
     def _make_batch(
@@ -266,8 +270,10 @@ class TrajectoryBuffer:
         uses = [r.num_uses for r in replayed]
         write = asyncio.to_thread
         with self._clock.stage("write_checkpoint"):
-            await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
-            await write(write_rollouts, folder / REPLAY, None, [r.group for r in replayed], uses, fsync=True)
+            first = await write(write_rollouts, folder / GROUPS, None, groups, fsync=True)
+            memory = [r.group for r in replayed]
+            second = await write(write_rollouts, folder / REPLAY, None, memory, uses, fsync=True)
+            self._notes += filter(None, (first, second))
             return {name: (folder / name).stat().st_size for name in (GROUPS, REPLAY)}
 
     def _restore(self, folder: Path) -> None:

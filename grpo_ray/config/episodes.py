@@ -21,6 +21,9 @@ class EpisodesConfig(Section):
     serves; one that lasts longer has no reward, and leaves its group's baseline."""
     truncated_reward: FiniteFloat = 0.0
     """Reward at the end of turns or tokens, unless the episode function catches it and returns its own."""
+    error_reward: FiniteFloat | None = None
+    """Reward of an episode in which the environment raises an error; default: none. Give that of a wrong answer
+    if replies can cause such errors: otherwise the policy is better off with an error than with being wrong."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount per turn of the returns, for episodes that return rewards per turn."""
     over_age: Literal["wait", "mask", "drop"] = "wait"

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.telemetry.visible_text import encodable
+
 Message = Mapping[str, Any]
 """A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
 Tool = Mapping[str, Any]
@@ -209,7 +211,7 @@ class ChatTemplate:
         return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self.tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
 
 
 def normalized(message: Message) -> dict[str, Any]:
@@ -231,7 +233,7 @@ def normalized(message: Message) -> dict[str, Any]:
     rest = {key: value for key, value in message.items() if value not in (None, [])}
     if "tool_calls" in rest:
         rest["tool_calls"] = [_normalized_call(call) for call in rest["tool_calls"]]
-    return {**rest, "content": content}
+    return {**rest, "content": encodable(content)}
 
 
 def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from grpo_ray.episodes.confinement import check_paths
 from grpo_ray.episodes.renderer_template import check_renderer, make_template
 from grpo_ray.episodes.runner import load_episode
 from grpo_ray.models.loading import end_token_ids
+from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable
 
 
 def check_episodes(config: Config) -> None:
@@ -15,9 +16,14 @@ def check_episodes(config: Config) -> None:
 
     Raises:
         ValueError: one does not exist, or an episode is not an `async def` of two arguments; or a path that
-            environments are to read or write does not exist; or there is no such renderer.
+            environments are to read or write does not exist; or there is no such renderer; or a reward is too
+            large.
     """
     check_paths(config.episodes)
+    for name in ("truncated_reward", "error_reward"):
+        reward = getattr(config.episodes, name)
+        if reward is not None and not is_storable(reward):
+            raise ValueError(f"episodes.{name} is {reward:g}; give a reward within +-{LARGEST_REWARD:g}")
     for name, task in config.episode_tasks.items():
         field = f"task.parts.{name}.task" if name else "task"
         load_episode(task.episode, f"{field}.episode")

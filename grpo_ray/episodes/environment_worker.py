@@ -50,7 +50,8 @@ class EnvironmentWorker:
         settings = config.episodes
         self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
         length = min(settings.max_tokens, model.max_model_len)
-        self._limits = Limits(settings.max_turns, length, settings.max_seconds, settings.truncated_reward)
+        rewards = settings.truncated_reward, settings.error_reward
+        self._limits = Limits(settings.max_turns, length, settings.max_seconds, *rewards)
         self._router = TurnRouter(name, config.turn_silence_s)
         self._server = ChatServer()
         episodes = {task: load_episode(part.episode) for task, part in config.episode_tasks.items()}

@@ -19,6 +19,8 @@ class Limits:
     """Time of the episode, without the time in which no Generator served."""
     truncated_reward: float = 0.0
     """Reward after the end of turns or tokens, unless the episode function handles it and returns its own."""
+    error_reward: float | None = None
+    """Reward after an error of the environment; None: it says nothing about the policy."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens", "max_seconds"):

@@ -9,7 +9,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from grpo_ray.episodes.segments import Segments
+from grpo_ray.rewards.isolation.messages import LARGEST_REWARD
+from grpo_ray.telemetry.visible_text import encodable
 from grpo_ray.types import Episode, EpisodeSequence
+
+MAX_METRICS, LONGEST_NAME = 64, 100  # metrics of an episode, characters of the name of one
+LARGEST_METRIC = 1e30  # a sum of as many as a step has stays finite
 
 
 class Status(StrEnum):
@@ -34,10 +39,11 @@ class EpisodeEnded(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rewards that an episode function returns instead of a plain number.
+    """The rewards that an episode function returns instead of a plain number; numbers become floats.
 
     Raises:
-        ValueError: a reward is not a finite number.
+        ValueError: a reward or a metric is not a finite number within its bound, there are more than
+            MAX_METRICS metrics, or the name of one is no text of at most LONGEST_NAME characters.
     """
 
     reward: float
@@ -49,9 +55,47 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for value in (self.reward, *(self.turn_rewards or ()), *self.metrics.values()):
-            if isinstance(value, str | bytes) or not math.isfinite(value):
-                raise ValueError(f"an episode returned {value!r}; rewards and metrics are finite numbers")
+        per_turn = self.turn_rewards
+        if per_turn is not None:
+            per_turn = tuple(_number(value, "a reward of a turn", LARGEST_REWARD) for value in per_turn)
+        reward = _number(self.reward, "its reward", LARGEST_REWARD)
+        vars(self).update(reward=reward, turn_rewards=per_turn, metrics=_checked_metrics(self.metrics))
+
+
+def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    if len(metrics) > MAX_METRICS:
+        raise ValueError(f"an episode returned {len(metrics)} metrics; return at most {MAX_METRICS}")
+    checked = {}
+    for name, value in metrics.items():
+        known = encodable(name) if isinstance(name, str) else ""
+        if not 0 < len(known) <= LONGEST_NAME:
+            raise ValueError(
+                f"an episode returned a metric named {_shown(name)}; a name is text of 1 to {LONGEST_NAME} "
+                "characters"
+            )
+        checked[known] = _number(value, f"the metric {known!r}", LARGEST_METRIC)
+    return checked
+
+
+def _number(value: object, what: str, largest: float) -> float:
+    """Return the number as a float: of Python, NumPy or torch."""
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
+    except Exception:
+        number = math.nan
+    if not abs(number) <= largest:  # nor for NaN
+        raise ValueError(
+            f"an episode returned {_shown(value)} as {what}; return a finite number within +-{largest:g}, "
+            "or an Outcome of such numbers"
+        )
+    return number
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:100]
+    except Exception:  # for example of an integer with too many digits
+        return f"a value of type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +113,9 @@ class EpisodeResult:
     turn_rewards: tuple[float, ...] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""  # the end of the traceback, or the limit that was reached
+
+    def __post_init__(self) -> None:
+        vars(self).update(error=encodable(self.error))
 
     def episode(self, decode: Callable[[np.ndarray], str]) -> Episode:
         """Return the episode as a message to the Scorer.

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_ray.config.episodes import EpisodesConfig
 from grpo_ray.episodes.adapters.packages import required
 from grpo_ray.episodes.chat_template import ChatTemplate, Message, Template, Tool
-from grpo_ray.episodes.tool_calls import Parsed, ToolParser, make_tool_parser
+from grpo_ray.episodes.tool_calls import Parsed, ToolParser, checked, make_tool_parser
 
 PARSER = "renderer"
 # Of the calls in a reply; the environment answers one of a tool that does not exist.
@@ -97,7 +97,7 @@ def make_template(
         renderer = make_renderer(settings.renderer, tokenizer, end_token_ids, settings.template_arguments)
         template = RendererTemplate(tokenizer, renderer)
         if settings.tool_parser == PARSER:
-            return template, template.parse
+            return template, checked(template.parse)
     if settings.tool_parser is None:
         return template, None
     try:

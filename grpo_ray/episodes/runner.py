@@ -99,6 +99,10 @@ async def _guarded(episode: EpisodeFn, session: Session, example: Example) -> fl
         return await episode(session, example)
     except SystemExit as error:  # it would end the worker with all of its episodes
         raise RuntimeError(f"the episode called exit({error.code})") from error
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # such as KeyboardInterrupt, which would end the group's event loop
+        raise RuntimeError(f"the episode raised {type(error).__name__}") from error
 
 
 async def _stop(running: RunningEpisode) -> None:
@@ -116,10 +120,12 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
         reason += f", and ignored its cancellation for {GRACE_S} s"
     elif error is not None and status is Status.FINISHED:
         status = Status.CANCELLED if isinstance(error, asyncio.CancelledError) else Status.ENVIRONMENT_ERROR
-        reason = "".join(traceback.format_exception(error))[-ERROR_CHARS:] + hint_for(error)
+        reason = _traceback(error)[-ERROR_CHARS:] + hint_for(error)
         _forget_variables(error)
     if status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_TOKENS):
         outcome = outcome or Outcome(session.limits.truncated_reward)
+    elif status is Status.ENVIRONMENT_ERROR and session.limits.error_reward is not None:
+        outcome = Outcome(session.limits.error_reward)
     elif status is not Status.FINISHED or outcome is None:
         return EpisodeResult(status, None, session.segments, seconds, error=reason)
     error_text = "" if status is Status.FINISHED else reason
@@ -127,12 +133,21 @@ def _result(done: "asyncio.Future[float | Outcome]", session: Session, seconds: 
     return EpisodeResult(status, outcome.reward, session.segments, seconds, *rewards, error=error_text)
 
 
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as own:  # the error's own methods and attributes may fail
+        return f"{type(error).__name__}, of which no traceback can be shown ({type(own).__name__})"
+
+
 def _forget_variables(error: BaseException | None) -> None:
     """Free what the frames of an error hold, which after a MemoryError may be all memory.
 
     The error is in a cycle with the future that has it, so they would go only with the next garbage collection.
     """
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:  # its contexts may be a circle
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
@@ -142,7 +157,8 @@ def _outcome_of(
 ) -> tuple[Outcome | None, BaseException | None]:
     """Return what the episode function returned, or else the reason that it did not."""
     try:
-        return _read_outcome(done.result(), session), None
+        failure = done.exception()
+        return (None, failure) if failure is not None else (_read_outcome(done.result(), session), None)
     except (Exception, asyncio.CancelledError) as error:
         return None, error
 
@@ -151,13 +167,13 @@ def _read_outcome(returned: object, session: Session) -> Outcome:
     """Return what an episode function returned as an outcome.
 
     Raises:
-        ValueError: it is no finite number and no outcome, or has not one reward per turn.
+        ValueError: it is neither a number nor an outcome, or one that `Outcome` refuses, or has not one reward
+            per turn.
     """
-    if isinstance(returned, Outcome):
-        num_turns = session.segments.num_turns
-        if returned.turn_rewards is not None and len(returned.turn_rewards) != num_turns:
-            raise ValueError(f"{len(returned.turn_rewards)} turn_rewards for {num_turns} sampled turns")
-        return returned
-    if isinstance(returned, int | float):
-        return Outcome(float(returned))
-    raise ValueError(f"the episode returned {returned!r}; it must return a number or an Outcome")
+    if not isinstance(returned, Outcome):
+        return Outcome(returned)  # type: ignore[arg-type]
+    outcome = Outcome(returned.reward, returned.turn_rewards, returned.metrics)  # its metrics may have changed
+    num_turns = session.segments.num_turns
+    if outcome.turn_rewards is not None and len(outcome.turn_rewards) != num_turns:
+        raise ValueError(f"{len(outcome.turn_rewards)} turn_rewards for {num_turns} sampled turns")
+    return outcome

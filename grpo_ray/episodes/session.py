@@ -12,6 +12,7 @@ from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.segments import Segments
 from grpo_ray.episodes.tool_calls import ToolCall, ToolParser
+from grpo_ray.telemetry.visible_text import encodable
 from grpo_ray.types import Completion, SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Session:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the text's tokens, special tokens included where their text stands."""
-        return tuple(self._template.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self._template.tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, max_tokens: int | None = None

@@ -8,6 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import Tool
+from grpo_ray.telemetry.json_lines import storable_json
+from grpo_ray.telemetry.visible_text import encodable
 
 TRANSFORMERS = "transformers"
 
@@ -43,8 +45,23 @@ def make_tool_parser(
         ValueError: the tokenizer has no response template, or vLLM has no such parser.
     """
     if name == TRANSFORMERS:
-        return _transformers_parser(tokenizer, response_template)
-    return _vllm_parser(name, tokenizer)
+        return checked(_transformers_parser(tokenizer, response_template))
+    return checked(_vllm_parser(name, tokenizer))
+
+
+def checked(parse: ToolParser) -> ToolParser:
+    """Return the parser with its promise held: any failure is a ValueError, names are text, and no text that it
+    returns has a lone surrogate, which a model can write as JSON's `\\ud83d` in plain ASCII."""
+
+    def parse_checked(token_ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+        try:
+            content, reasoning, calls = parse(token_ids, prompt, tools)
+            found = [(encodable(name), json.loads(storable_json(arguments))) for name, arguments in calls]
+            return encodable(content), encodable(reasoning), found
+        except (AttributeError, LookupError, RecursionError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    return parse_checked
 
 
 def _transformers_parser(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 Scores = dict[str, float]
-"""`format_reward` and `answer_reward` are 0.0 or 1.0; `reward`, which is trained on, is any finite number."""
+"""`format_reward` and `answer_reward` are 0.0 or 1.0; `reward`, which is trained on, is within +-1e12."""
 
 RewardFn = Callable[[str, str], Scores]
 """(response, ground truth) to scores."""

@@ -254,7 +254,8 @@ class Controller:
         """Wait for the batch of `step`; have groups that are too old sampled again."""
         with self._clock.stage("wait_for_batch", f"step {step}") as duration:
             batch, facts, num_rejected = await self._take_batch(step)
-        metrics = {**facts.metrics, "lag/rejected": num_rejected, "timing/wait_for_batch_s": duration.seconds}
+        metrics = self._log.bounded(facts.metrics)
+        metrics |= {"lag/rejected": num_rejected, "timing/wait_for_batch_s": duration.seconds}
         metrics |= await self._producer.batch_taken(step, facts)
         return batch, facts, metrics
 
@@ -267,6 +268,8 @@ class Controller:
                 batch, answer = self._actors.buffer.take(step, oldest)
                 facts = await answer
             self._log.warning("rollouts", facts.write_error)
+            for note in facts.notes:
+                self._log.event("rollouts_changed", "buffer", note)
             if facts.episode_error is not None:
                 raise RunError(f"task.episode: every episode of step {step} failed: {facts.episode_error}")
             if not facts.rejected_ids:

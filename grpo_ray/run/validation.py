@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from grpo_ray.errors import RunError
@@ -45,6 +46,7 @@ class Validation:
                 f"no validation prompt could be sampled at step {step}; see {self._log.run.events_path}"
             )
         summary = summarise_groups(step, groups)
+        summary = replace(summary, episodes=self._log.bounded(summary.episodes))
         self._unwritten.append((summary, groups))
         self.write()
         self._log.evaluation(summary, groups)
@@ -66,9 +68,16 @@ class Validation:
     def _write(self) -> None:
         error = None
         while self._unwritten and error is None:
+            summary, groups = self._unwritten[0]
             try:
-                write_evaluation(self._log.run.evaluations, *self._unwritten[0])
-                self._unwritten.popleft()
+                note = write_evaluation(self._log.run.evaluations, summary, groups)
             except OSError as full:
                 error = f"{len(self._unwritten)} evaluations could not be written yet: {full}"
+                continue
+            except Exception as mistake:  # it would come again
+                kind = type(mistake).__name__
+                note = f"the evaluation of step {summary.step} is not written: {kind}: {mistake}"
+            self._unwritten.popleft()
+            if note is not None:
+                self._log.event("rollouts_changed", None, note)
         self._log.warning("evaluations", error)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from grpo_ray.config.task import EpisodesTaskConfig
 from grpo_ray.config.user_code import import_function
-from grpo_ray.tasks.examples import ExampleSets, Pairs
+from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 from grpo_ray.tasks.files import Fields, read_examples
 from grpo_ray.tasks.sources import Source
+from grpo_ray.telemetry.visible_text import encodable
 
 
 def episode_examples(task: EpisodesTaskConfig, seed: int) -> ExampleSets:
@@ -25,7 +26,22 @@ def episode_examples(task: EpisodesTaskConfig, seed: int) -> ExampleSets:
         )
     if not found.train or not found.validation:
         raise ValueError(f"task.examples: {task.examples} returned no examples to train on or to validate with")
-    return ExampleSets(found.train, found.validation[: task.num_validation_prompts], found.notices)
+    validation = found.validation[: task.num_validation_prompts]
+    for name, examples in (("train", found.train), ("validation", validation)):
+        for number, example in enumerate(examples):
+            _check(example, f"task.examples: {name}[{number}] of {task.examples}")
+    return ExampleSets(found.train, validation, found.notices)
+
+
+def _check(example: Example, place: str) -> None:
+    if not isinstance(example, Example):
+        raise ValueError(f"{place} is a {type(example).__name__}; make it an Example(question, ground_truth)")
+    for field in ("question", "ground_truth"):
+        value = getattr(example, field)
+        if not isinstance(value, str):
+            raise ValueError(f"{place}: its {field} is {repr(value)[:80]}; it must be text, such as str(...)")
+        if value != encodable(value):
+            raise ValueError(f"{place}: its {field} holds half of a surrogate pair; write the whole character")
 
 
 def episode_warmup(task: EpisodesTaskConfig, seed: int, num_pairs: int) -> Pairs:

@@ -1,6 +1,7 @@
 """A thread for work that may hang, such as writing to a network file system that does not answer."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[str, Callable[[], object]] | None] = SimpleQueue()  # None ends the thread
         self._running: tuple[str, float] | None = None  # the job's name, and the time of its start
-        self._error: BaseException | None = None
+        self._error: str | None = None  # of the last job that failed
         self._is_abandoned = False
         self._thread = Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -36,13 +37,7 @@ class BackgroundThread:
         return self._jobs.qsize()
 
     def submit(self, what: str, job: Callable[[], object]) -> None:
-        """Queue a job, and return at once; it handles its own errors.
-
-        Raises:
-            Exception: that of an earlier job, which is a bug.
-        """
-        if self._error is not None:
-            raise self._error
+        """Queue a job, and return at once; it handles its own errors. One that it does not is a `problem`."""
         self._jobs.put((what, job))
 
     def call(self, what: str, job: Callable[[], T]) -> "Future[T]":
@@ -71,10 +66,10 @@ class BackgroundThread:
         return not self._thread.is_alive()
 
     def problem(self) -> str | None:
-        """Return a warning while one job takes long."""
+        """Return a warning while one job takes long, and after one has failed."""
         running = self._running
         if running is None or time.monotonic() - running[1] < SLOW_S:
-            return None
+            return self._error
         what, since = running
         return (
             f"{what} has not been written for {time.monotonic() - since:.0f} s: the disk is slow, or hangs; "
@@ -87,8 +82,9 @@ class BackgroundThread:
             self._running = what, time.monotonic()
             try:
                 job()
-            except BaseException as error:  # the next `submit` raises it
-                self._error = error
+            except BaseException as error:  # a mistake, which must not end a run, nor the thread
+                self._error = f"{what} has failed: {type(error).__name__}: {error}"
+                logging.exception("%s has failed", what)
             self._running = None
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_ray.telemetry.episode_metrics import episode_metrics, episodes_in
-from grpo_ray.types import CONTEXT, GroupOutcome, ScoredGroup
+from grpo_ray.types import CONTEXT, Episode, GroupOutcome, ScoredGroup
+
+FAILED = "environment_error"  # in episodes/outcome.py, which this module may not import
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:
@@ -40,9 +42,10 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
 
 
 def error_of_all(groups: Sequence[ScoredGroup]) -> str | None:
-    """Return the first error if every sample of the groups is an episode that failed."""
-    are_failed = all(g.num_errors == len(g.rewards) and g.rollout.is_of_episodes for g in groups)
-    return next(iter(groups[0].errors.values())) if groups and are_failed else None
+    """Return the first error if every sample of the groups is an episode that failed, with a reward or not."""
+    samples = [completion for group in groups for completion in group.rollout.completions]
+    failed = [e for e in samples if isinstance(e, Episode) and (e.reward is None or e.status == FAILED)]
+    return failed[0].error or failed[0].status if failed and len(failed) == len(samples) else None
 
 
 def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

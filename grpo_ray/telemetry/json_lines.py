@@ -175,6 +175,15 @@ def to_json(value: Any) -> Any:
     return number if not isinstance(number, float) or math.isfinite(number) else None
 
 
+def storable_json(value: Any) -> bytes:
+    """Return the value as JSON in UTF-8, with `?` for each lone surrogate in its texts.
+
+    Raises:
+        TypeError, ValueError, RecursionError: JSON cannot hold it.
+    """
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
+
 def drop_half_line(path: Path) -> None:
     """Truncate a tail that cannot be read: half a line of a killed run, or the zeros of a power cut.
 

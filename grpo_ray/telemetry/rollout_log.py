@@ -4,7 +4,9 @@ The format is lossless: a checkpoint keeps the groups that are waiting to be tra
 are documented in docs/rollouts.md.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from grpo_ray.telemetry.episode_columns import (
     lists,
     run_lengths,
 )
+from grpo_ray.telemetry.visible_text import encodable, visible
 from grpo_ray.types import Completion, Episode, PromptItem, RolloutGroup, ScoredGroup
 
 DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or trained for the first time
@@ -34,16 +37,29 @@ def write_rollouts(
     groups: Sequence[ScoredGroup],
     uses: Sequence[int] | None = None,
     fsync: bool = False,
-) -> None:
+) -> str | None:
     """Write groups to a file, which appears whole or not at all.
 
     Args:
         step: the step that the groups were trained in; None: they are still waiting.
         uses: for each group, the number of batches it has been in, including this one; default FRESH.
+
+    Returns:
+        A note on groups that Parquet cannot hold as they are: they are written as `_storable` makes them.
     """
+    note = None
     with replacing(Path(path), fsync) as partial:
-        table = _table(step, groups, uses or [FRESH] * len(groups))
+        uses = uses or [FRESH] * len(groups)
+        try:
+            table = _table(step, groups, uses)
+        except Exception:  # one group must not keep the others from being written
+            problems = [_problem(group) for group in groups]
+            fixed = [_storable(g) if problem else g for g, problem in zip(groups, problems, strict=True)]
+            table = _table(step, fixed, uses)
+            note = f"{path}: not written as they were: {'; '.join(filter(None, problems))}"
+            logging.warning("%s", note)
         pq.write_table(table, partial, compression="zstd")
+    return note
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
@@ -174,6 +190,57 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         **episode_columns(groups),
     }
     return pa.table(columns)
+
+
+def _problem(group: ScoredGroup) -> str:
+    """Return the reason that Parquet cannot hold the group; empty if it can."""
+    try:
+        _table(None, [group], [FRESH])
+    except Exception as error:
+        return visible(f"group {group.group_id} ({type(error).__name__}: {error})")
+    return ""
+
+
+def _storable(group: ScoredGroup) -> ScoredGroup:
+    """Return the group with its texts escaped and its numbers as floats; what is neither is left out."""
+    item = replace(group.rollout.item, **_texts(group.rollout.item, "prompt", "ground_truth", "task"))
+    completions = tuple(map(_storable_completion, group.rollout.completions))
+    rollout = replace(group.rollout, item=item, completions=completions, **_texts(group.rollout, "generator"))
+    errors, ungradable = (
+        {sample: _text(text) for sample, text in some.items()} for some in (group.errors, group.ungradable)
+    )
+    return replace(group, rollout=rollout, errors=errors, ungradable=ungradable)
+
+
+def _storable_completion(completion: Completion) -> Completion:
+    fields: dict[str, Any] = _texts(completion, "text", "finish_reason")
+    if isinstance(completion, Episode):
+        numbers = {_text(name): _float(value) for name, value in completion.metrics.items()}
+        per_turn = tuple(map(_float, completion.turn_rewards or ()))
+        fields |= _texts(completion, "status", "error")
+        fields["metrics"] = {name: value for name, value in numbers.items() if value is not None}
+        fields["reward"], fields["seconds"] = _float(completion.reward), _float(completion.seconds)
+        is_whole = completion.turn_rewards is not None and None not in per_turn
+        fields["turn_rewards"] = per_turn if is_whole else None
+    return replace(completion, **fields)
+
+
+def _texts(message: object, *names: str) -> dict[str, Any]:
+    return {name: _text(getattr(message, name)) for name in names}
+
+
+def _text(value: object) -> str:
+    try:
+        return encodable(str(value))
+    except Exception:
+        return ""
+
+
+def _float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except Exception:
+        return None
 
 
 def _teacher_columns(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:

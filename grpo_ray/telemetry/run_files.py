@@ -23,6 +23,7 @@ __all__ = [
     "dump_config",
     "last_logged_step",
     "last_of_each_step",
+    "last_row",
     "read_metrics",
     "step_name",
 ]
@@ -166,9 +167,14 @@ def last_of_each_step(path: str | Path) -> list[dict[str, Any]]:
 
 
 def last_logged_step(path: str | Path) -> int:
-    """Return the last step with a line in the metrics file, read from its end; 0 without any."""
+    """Return the last step with a line in the metrics file; 0 without any."""
+    return int(last_row(path).get("step", 0))
+
+
+def last_row(path: str | Path) -> dict[str, Any]:
+    """Return the last row of a log, read from its end; empty without any."""
     rows = (parse_line(line) for _, line in lines_from_end(path)) if Path(path).exists() else ()
-    return next((row["step"] for row in rows if row is not None), 0)
+    return next((row for row in rows if row is not None), {})
 
 
 class KeptPart(NamedTuple):

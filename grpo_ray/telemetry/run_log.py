@@ -13,7 +13,7 @@ from grpo_ray.telemetry.durable import replacing, sync_files
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.failure_watch import FailureWatch
 from grpo_ray.telemetry.json_lines import drop_half_line, parse_line
-from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, last_logged_step
+from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, last_row
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
 from grpo_ray.types import ScoredGroup
 
@@ -21,6 +21,7 @@ EVENT = re.compile(rb'\{"time": [-+.e\d]+, "kind": "(\w+)", "actor": [^\0]*\}\n'
 CLOSE_S = 10.0  # a disk that hangs delays the end of a run no longer
 # After these the actor is replaced.
 FAILURES = "generator_failed", "scorer_failed", "teacher_failed", "environment_failed"
+OWN, MAX_OWN_NAMES = "episodes/metrics/", 256  # of metrics that episodes return, per run
 Metrics = dict[str, float]  # by name; the catalog is metrics_catalog.py
 
 
@@ -54,7 +55,9 @@ class RunLog:
         self._events = JsonLines(run.events_path)
         self._warnings: dict[str, str | None] = {}
         self.step = 0  # the last trained step
-        self.last_logged_step = last_logged_step(run.metrics_path)  # when the log was opened
+        before = last_row(run.metrics_path)  # when the log was opened
+        self.last_logged_step = int(before.get("step", 0))
+        self._own_names = {name for name in before if name.startswith(OWN)}
         if num_damaged:
             display.warning(f"{run.events_path}: {num_damaged} damaged lines are removed")
 
@@ -68,6 +71,20 @@ class RunLog:
         self.writer.submit(f"the line of step {step}", write)
         for found in self._failures.step(step, metrics) if self._failures is not None else ():
             self.event(found.kind, None, f"step {step}: {found.text}", step=step)
+
+    def bounded(self, metrics: Metrics) -> Metrics:
+        """Return the metrics without those of episodes beyond the first MAX_OWN_NAMES names of the run."""
+        new = [name for name in metrics if name.startswith(OWN) and name not in self._own_names]
+        room = max(0, MAX_OWN_NAMES - len(self._own_names))
+        self._own_names.update(new[:room])
+        left_out = dict.fromkeys(new[room:])
+        if left_out and not self._num_events["metrics_left_out"]:
+            text = (
+                f"episodes have returned metrics of more than {MAX_OWN_NAMES} names; {new[room]} and "
+                "all later ones are only in the rollouts: return few names, and put what varies into values"
+            )
+            self.event("metrics_left_out", None, text)
+        return {name: value for name, value in metrics.items() if name not in left_out}
 
     def evaluation(self, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
         """Show a validation and send it to the trackers."""

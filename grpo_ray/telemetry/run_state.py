@@ -1,6 +1,7 @@
 """`state.json`: a run's current state, readable without Ray (`grpo-ray top`)."""
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from grpo_ray.telemetry.background import BackgroundThread
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
+from grpo_ray.telemetry.json_lines import storable_json
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_log import Display, Metrics
 
@@ -98,7 +100,7 @@ def read_state(run: RunDirectory) -> RunState | None:
         ValueError: the file is damaged.
     """
     try:
-        return RunState.model_validate_json(run.state_path.read_bytes())
+        return RunState.model_validate_json(storable_json(json.loads(run.state_path.read_bytes())))
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -214,14 +216,16 @@ def _keep_writing(path: Path, reporter: RunReporter, ended: threading.Event, end
     while True:
         is_last = ended.wait(wait_s)
         began = time.thread_time()
-        state = reporter.state(endings[0] if is_last else None)
         try:
+            state = reporter.state(endings[0] if is_last else None)
             with replacing(path, fsync=False) as partial:
-                partial.write_text(state.model_dump_json())
+                partial.write_bytes(storable_json(state.model_dump()))
             was_written = True
-        except OSError as error:
+        except Exception as error:  # of a full disk, or a mistake: this thread must not end without a word
             if was_written:
-                reporter.warning(f"{path}: {error}; `grpo-ray top` shows a stale state")
+                reporter.warning(
+                    f"{path}: {str(error) or type(error).__name__}; `grpo-ray top` shows a stale state"
+                )
             was_written = False
         if is_last:
             return

@@ -20,6 +20,11 @@ def visible(text: str) -> str:
     return UNSEEN.sub(lambda mark: mark[0].encode("unicode_escape").decode("ascii"), text)
 
 
+def encodable(text: str) -> str:
+    """Return the text with lone surrogates, which UTF-8 and tokenizers refuse, written out as `\\ud83d`."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def print_visible(text: str) -> None:
     """Print a line of `visible` text."""
     print(visible(text))

@@ -10,7 +10,7 @@ from grpo_ray.rewards.base import Scores
 
 MAX_BYTES = 2**16  # of a message
 LONGEST_ERROR = 500  # characters
-LARGEST_REWARD = 3e38  # a float32 holds it
+LARGEST_REWARD = 1e12  # a gradient of it, squared for its norm, still fits into float32
 
 FORMS: dict[str, tuple[type, ...]] = {
     "ready": (int,),
@@ -59,7 +59,7 @@ def _scores(values: dict[str, Any]) -> Scores:
 
 
 def is_storable(reward: float) -> bool:
-    """Return True for a number that a float32 can hold."""
+    """Return True for a number of which a float32 can hold statistics and gradients."""
     return abs(reward) <= LARGEST_REWARD  # not so for NaN
 
 

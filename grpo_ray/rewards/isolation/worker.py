@@ -15,7 +15,7 @@ from mmap import mmap
 
 from grpo_ray.rewards.base import NotGraded, RewardFn, Scores, Ungradable
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
-from grpo_ray.rewards.isolation.messages import is_storable, storable
+from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable, storable
 
 OUT_OF_MEMORY = 99  # exit status
 
@@ -62,7 +62,7 @@ def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Score
     try:
         scores = reward_fn(response, ground_truth)
         if not is_storable(scores["reward"]):
-            return f"the reward is {scores['reward']:g}, too large for a float32"
+            return f"the reward is {scores['reward']:g}; it must be within +-{LARGEST_REWARD:g}"
         return scores
     except MemoryError:  # it concerns the process, not only this answer
         raise

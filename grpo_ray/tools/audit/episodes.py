@@ -161,7 +161,7 @@ def _audit_end(row: Row) -> Iterator[str]:
     status, reward, per_turn = row["status"], row["episode_reward"], row["turn_rewards"]
     if status not in tuple(Status):
         yield f"it has an unknown status, {status!r}"
-    elif (reward is not None) != (status in WITH_REWARD):
+    elif status != Status.ENVIRONMENT_ERROR and (reward is not None) != (status in WITH_REWARD):
         yield f"it ended as {status}, with reward {reward}"
     if per_turn is not None and len(per_turn) != row["num_turns"]:
         yield f"it has {len(per_turn)} turn_rewards for {row['num_turns']} turns"
@@ -179,7 +179,12 @@ def _audit_end(row: Row) -> Iterator[str]:
 
 
 def audit_comparison(members: Sequence[Row], config: Config) -> Iterator[str]:
-    """Check a group's advantages against those that the recorded rewards give."""
+    """Check a group's advantages against those that the recorded rewards give, and the rewards of errors."""
+    for row in members:
+        if row["status"] == Status.ENVIRONMENT_ERROR:
+            reward = row["episode_reward"]
+            if reward not in (None, config.episodes.error_reward):
+                yield f"episode {row['sample']}: it ended as {row['status']}, with reward {reward}"
     formats, answers = (
         np.array([row[name] for row in members], np.float32) for name in ("format_reward", "answer_reward")
     )

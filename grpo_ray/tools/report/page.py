@@ -17,8 +17,9 @@ from grpo_ray.tools.report.panels import PANELS, expanded
 WEB = resources.files("grpo_ray.tools.report") / "web"
 SCRIPTS = ("elements.js", "chart.js", "stages.js", "ranks.js", "episodes.js", "rollouts.js", "page.js")
 MOST_NAMES = 4  # in the page's title
-# In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it.
-ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+# In JSON these occur only in strings. Escaped, no text of a run can end the script element that contains it, or
+# be one that UTF-8 cannot encode.
+UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
 def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -44,7 +45,7 @@ def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
 def embedded_json(value: Any) -> str:
     """Encode as JSON that is safe in a script element, with any text in its strings."""
     text = json.dumps(to_json(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return re.sub("[<>&\u2028\u2029]", lambda match: ESCAPED[match[0]], text)
+    return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _panels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
