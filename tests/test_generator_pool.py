@@ -166,7 +166,6 @@ def test_an_actor_that_dies_at_every_group_ends_the_run_by_the_budget(
 ) -> None:
     pool = Pool(tmp_path, fails(what, lambda: ActorDied(name, "killed")))
 
-
     async def work() -> None:
         while True:
             assert await pool.pool.sample(make_item(7), 2, "train") is None
