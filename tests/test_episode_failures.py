@@ -109,10 +109,9 @@ SCHEDULES = {
 def test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group(
     schedule: str, tmp_path: Path
 ) -> None:
-    """The plan has each example once per 24 groups, so the culprit comes once or twice."""
     overrides = [
         f"task.episode={__name__}:ends_its_worker",
-        "algorithm.num_steps=8",
+        "algorithm.num_steps=5",
         "evaluation.every_num_steps=9",
     ]
     check_run(
@@ -159,7 +158,7 @@ def test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group(
     monkeypatch.setattr(Generator, "begin_turns", begin_or_end)
     overrides = [
         f"task.episode={__name__}:ends_a_generator",
-        "algorithm.num_steps=8",
+        "algorithm.num_steps=5",
         "evaluation.every_num_steps=9",
     ]
     overrides.append(f"generator.num_generators={num_generators}")
