@@ -129,9 +129,8 @@ class GeneratorPool:
                         item, settings, purpose, on_dispatch, is_retry, losses, rooms
                     )
                     self.num_sampled_tokens += num_tokens
-                    if (
-                        not losses.is_suspect
-                    ):  # until its group is fetched from the process, others could end it
+                    # A suspect keeps its process to itself until the Scorer has fetched the group from there.
+                    if not losses.is_suspect:
                         await rooms.aclose()
                     scored = await self._judge(group, item, is_retry, purpose)
                 self._suspects.ended(name, is_finished=True)
