@@ -38,6 +38,10 @@ class DataLost(RuntimeError):
     """The loss of a call's arguments together with the node that held them."""
 
 
+class TurnLost(DataLost):
+    """The loss of one turn of an episode with two Generators, one after the other."""
+
+
 class Stalled(RuntimeError):
     """No progress for `recovery.stall_timeout_s`, for which nothing that can be replaced is the cause."""
 

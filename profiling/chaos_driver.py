@@ -8,10 +8,12 @@ A file in the folder GRPO_RAY_CHAOS_TRIGGERS requests one fault and is removed a
 hangs as it starts), `kill_rank_1_backward` and the like (the Learner's rank 1 is killed in its next backward
 pass; `stop` stops it, `oom` raises that memory ran out; chaos_rank_faults.py has the stages), `kill_sync_load`
 and the like (a Generator is killed in that phase of a sync; `stop` stops it, `fail` raises), `flip_sync_bits`
-(the weights that arrive do not fit their checksum), `kill_learner_sending` (the Learner is killed between two
+(the weights that arrive do not fit their checksum), `poison_prompt` (one training prompt ends its Generator,
+each time, until the file is removed), `kill_learner_sending` (the Learner is killed between two
 chunks of a version that it sends over a wire) and `drop_wire_sending` (the wire is closed there).
 """
 
+import contextlib
 import errno
 import os
 import signal
@@ -32,10 +34,11 @@ from grpo_ray.engines.base import Engine
 from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy import training_state
 from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.isolation import processes
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.tools.cli import main
 from grpo_ray.transfer.messages import WeightSnapshot
-from grpo_ray.types import RolloutGroup, StepReport, Verdict
+from grpo_ray.types import PromptItem, RolloutGroup, SamplingSettings, StepReport, Verdict, bulk_and_facts
 
 FOLDER = os.environ.get("GRPO_RAY_CHAOS_TRIGGERS", "")  # travels to the actors with the functions that use it
 FOREVER_S = 1e6
@@ -48,6 +51,16 @@ def is_requested(fault: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def is_poisoned(prompt: str) -> bool:
+    """Return True for the first prompt that asks after the file was made, then for that one alone."""
+    path = Path(FOLDER) / "poison_prompt"
+    with contextlib.suppress(FileNotFoundError):
+        if not path.read_text():
+            path.write_text(prompt)
+        return path.read_text() == prompt
+    return False
 
 
 class ChaosGrader(Grader):
@@ -64,6 +77,7 @@ class ChaosScorer(Scorer):
     ) -> None:
         if is_requested("hang_scorer_start"):
             time.sleep(FOREVER_S)
+        processes.START_TIMEOUT_S = 10  # a fork server that hangs is replaced before the stall watch looks
         super().__init__({}, algorithm, config, max_tokens, turn_discount)
         self._grader = ChaosGrader(rewards, config)
 
@@ -78,6 +92,12 @@ class ChaosGenerator(Generator):
         if is_requested("hang_generator_start"):
             time.sleep(FOREVER_S)
         super().__init__(name, engine, slowdown_s, version)
+
+    @bulk_and_facts
+    async def generate(self, item: PromptItem, settings: SamplingSettings) -> tuple[RolloutGroup, int]:
+        if settings.num_samples > 1 and is_poisoned(item.prompt):  # one sample is a validation's
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().generate(item, settings)
 
     async def stage_weights(self, snapshot: WeightSnapshot) -> None:
         _in_phase("stage")

@@ -1,10 +1,11 @@
 """The guessing game with faults of an environment, which profiling/chaos.py requests by files.
 
 `raise_in_environment` raises an error, `exit_in_environment` ends the process as a crash in a C library would,
-`leave_environment` calls `sys.exit`, `block_environment` never returns from a call, and `fill_environment`
-takes all memory that the worker may have.
+`leave_environment` calls `sys.exit`, `block_environment` never returns from a call, `fill_environment`
+takes all memory that the worker may have, and `poison_prompt` ends the process whenever one prompt is played.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -28,8 +29,20 @@ def is_requested(fault: str) -> bool:
     return True
 
 
+def is_poisoned(prompt: str) -> bool:
+    """Return True for the first prompt that asks after the file was made, then for that one alone."""
+    path = Path(os.environ["GRPO_RAY_CHAOS_TRIGGERS"]) / "poison_prompt"
+    with contextlib.suppress(FileNotFoundError):
+        if not path.read_text():
+            path.write_text(prompt)
+        return path.read_text() == prompt
+    return False
+
+
 async def episode(session: Session, example: Example) -> Outcome:
     """Play one game, then suffer the fault that is requested."""
+    if is_poisoned(f"{example.question} {example.ground_truth}"):
+        os._exit(7)
     outcome = await guess_number.episode(session, example)
     if is_requested("raise_in_environment"):
         raise OSError("chaos: the environment is gone")

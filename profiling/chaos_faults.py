@@ -88,6 +88,7 @@ _ALL = (
     _ridden("kill_grader", process.kill_child("scorer", is_leaf=True), "graders", (COUNTED,)),
     _ridden("hang_grader", process.hang_child("scorer", is_leaf=True), "graders", (COUNTED,)),
     _ridden("kill_fork_server", process.kill_child("scorer"), "graders", (COUNTED, "replaced")),
+    _ridden("hang_fork_server", process.hang_fork_server, "graders", (COUNTED,)),
     # Memory and files
     _replaced("kernel_kill_generator", process.kernel_kill("generator"), "memory"),
     _replaced("kernel_kill_scorer", process.kernel_kill("scorer"), "memory"),
@@ -126,6 +127,7 @@ _ALL = (
     Fault("poison_reward", moment.trigger("poison_reward"), (COUNTED,), is_plain=True),
     Fault("scorer_error", moment.trigger("scorer_error"), ("retried",), "group_failed"),
     Fault("nan_gradient", moment.trigger("nan_gradient"), SKIPPED, "update_skipped", is_plain=True),
+    Fault("poison_prompt", moment.poison_prompt, ("replaced", "set aside"), "set_aside"),
     # Episodes and their environments
     _replaced("kill_environment", process.kill("environment"), "episodes"),
     _replaced("hang_environment", process.hang("environment"), "episodes"),

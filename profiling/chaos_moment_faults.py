@@ -91,6 +91,15 @@ def hang_replacement(actor: str) -> Inject:
     return inject
 
 
+def poison_prompt(run: ChaosRun, draw: random.Random) -> str:
+    """Have the next prompt end the process that plays it, again and again, until it is set aside."""
+    since, path = time.time(), run.triggers / "poison_prompt"
+    path.touch()
+    run.wait_for(lambda: bool(run.events(since, "set_aside")), 300.0, "a prompt that is set aside")
+    path.unlink()
+    return "one prompt ended its process until it was set aside"
+
+
 def trigger(name: str) -> Inject:
     """Request a fault from inside: see profiling/chaos_driver.py."""
 

@@ -114,6 +114,17 @@ def hang_child(actor: str, is_leaf: bool = False) -> Inject:
     return inject
 
 
+def hang_fork_server(run: ChaosRun, draw: random.Random) -> str | None:
+    """Stop the process that starts grading workers, when it has to start one."""
+    server = _child(run, "scorer", is_leaf=False)
+    if server is None or not signalled(server, signal.SIGSTOP):
+        return None
+    run.stopped.append(server)
+    return (
+        f"SIGSTOP to the fork server, SIGKILL to {sum(signalled(w, signal.SIGKILL) for w in server.children())}"
+    )
+
+
 # Memory and files
 
 

@@ -104,8 +104,9 @@ class Pool:
             finally:
                 self.pool.cancel()
 
-    def play(self, group_id: int = 7, purpose: str = "train") -> Any:
-        return self.pool.play(make_item(group_id), make_settings(), purpose, lambda: None)
+    async def play(self, group_id: int = 7, purpose: str = "train", is_alone: bool = False) -> Any:
+        async with self.pool.room(is_alone) as worker:
+            return await self.pool.play(worker, make_item(group_id), make_settings(), purpose)
 
     def events(self, kind: str) -> list[str]:
         assert self.log.writer.wait(20)

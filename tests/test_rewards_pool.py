@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,37 @@ def test_a_fork_server_that_died_costs_no_answer() -> None:
     psutil.wait_procs([fork_server, *workers], timeout=600)
     assert obeyed(pool, *["72"] * 20) == [1] * 20
     assert fork_server_of(pool).pid != fork_server.pid
+    pool.close()
+
+
+def test_a_fork_server_that_hangs_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RewardPool({"own": OWN}, num_workers=2, timeout_s=60, memory_gib=0.25)
+    pool.start()
+    fork_server = fork_server_of(pool)
+    with ThreadPoolExecutor() as threads, monkeypatch.context() as patch:
+        patch.setattr(processes, "START_TIMEOUT_S", 1)
+        fork_server.suspend()
+        graded = threads.submit(obeyed, pool, *["72"] * 20)
+        fork_server.wait(120)
+        patch.undo()  # the next fork server may take its time
+        assert graded.result() == [1] * 20
+    assert fork_server_of(pool).pid != fork_server.pid
+    pool.close()
+
+
+def test_a_fork_server_that_hangs_while_it_imports_is_replaced_for_the_next_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = RewardPool({"own": OWN}, num_workers=1, timeout_s=60, memory_gib=0.25)
+    fork_server = fork_server_of(pool)
+    fork_server.suspend()
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "START_TIMEOUT_S", 0.1)
+        patch.setattr(processes, "END_TIMEOUT_S", 0.1)
+        with pytest.raises(RunError, match="importing took longer"):
+            obeyed(pool, "72")
+    assert not fork_server.is_running()
+    assert obeyed(pool, "72", "71") == [1, 0]
     pool.close()
 
 

@@ -66,8 +66,9 @@ class RecoveryConfig(Section):
     """Seconds to sample one group, from when its engine has room for it; then it is aborted and retried."""
     max_group_retries: NonNegativeInt = 3
     """Retries per prompt after an error; then it is set aside and reported at the end."""
-    max_group_losses: NonNegativeInt = 10
-    """Times that a group may be lost with an actor or a node; then its prompt is set aside."""
+    max_group_losses: NonNegativeInt = 2
+    """Times that a group may be lost with its process while it is sampled alone, as it is after two losses
+    alongside other groups; at the next one its prompt is set aside."""
     stall_timeout_s: PositiveFloat = 1800.0
     """Seconds without progress before the run reports what it is waiting for and replaces stuck actors. A
     Learner that works through its micro-batches makes progress; a group that is retried does not."""

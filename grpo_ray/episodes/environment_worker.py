@@ -93,28 +93,37 @@ class EnvironmentWorker:
             seed: of the environments, the same for the whole group.
 
         Raises:
+            TurnLost: Generators died of a turn.
             RuntimeError: a turn could not be sampled; the message says why.
         """
         example = Example(item.prompt, item.ground_truth, task=item.task, seed=seed)
         thread = EpisodeThread(f"group {item.group_id}")
         label = f"group {item.group_id}, {settings.num_samples} episodes"
+        samplers = [RoutedSampler(self._router) for _ in range(settings.num_samples)]
         try:
             with self._clock.stage("play"), self._clock.span("episodes", label):
-                plays = (self._play(n, example, settings, thread) for n in range(settings.num_samples))
+                plays = (self._play(n, example, settings, thread, each) for n, each in enumerate(samplers))
                 results = await asyncio.gather(*plays)
         finally:
             self._stopped.stop(thread)
+        if lost := [each.lost for each in samplers if each.lost is not None]:
+            raise lost[0]
         self._check(item, results)
         episodes = tuple(result.episode(self._tokenizer.decode) for result in results)
         num_tokens = sum(episode.num_tokens for episode in episodes)
         return RolloutGroup(item, episodes, self.name), PlayReport(num_tokens, self._stopped.num_stuck())
 
     async def _play(
-        self, sample: int, example: Example, settings: SamplingSettings, thread: EpisodeThread
+        self,
+        sample: int,
+        example: Example,
+        settings: SamplingSettings,
+        thread: EpisodeThread,
+        sampler: RoutedSampler,
     ) -> EpisodeResult:
         seed = None if settings.seed is None else sample_seed(settings.seed, sample)
         own = replace(settings, num_samples=1, seed=seed)
-        session = Session(RoutedSampler(self._router), own, self._template, self._limits, self._parser)
+        session = Session(sampler, own, self._template, self._limits, self._parser)
         return await self._runners[example.task].run(session, example, thread)
 
     def _check(self, item: PromptItem, results: list[EpisodeResult]) -> None:

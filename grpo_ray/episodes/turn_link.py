@@ -62,6 +62,7 @@ class TurnLink:
         self._client, self._worker, self._silence_s = client, worker, silence_s
         self._alarm = SilenceAlarm(silence_s, self._fail_as_silent)
         self._numbers = itertools.count()
+        self.num_answers = 0  # of the Generator, to any call
         self._waiting: dict[int, asyncio.Future[Completion]] = {}  # for the ends of turns
         self._new: dict[int, Turn] = {}
         self._cancelled: list[int] = []
@@ -122,6 +123,7 @@ class TurnLink:
                 sent = self._client.begin_turns(self._worker, new, cancelled)
                 self._receiving = self._receiving or self._start(self._receive())
                 await sent
+                self.num_answers += 1
         finally:
             self._sending = None
 
@@ -129,6 +131,7 @@ class TurnLink:
         try:
             while self._waiting:
                 finished = await self._client.finished_turns(self._worker)
+                self.num_answers += 1
                 if finished.completions or finished.errors:
                     self._alarm.reset()
                     self._alarm.run()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.episodes.serving_time import ServingTime
 from grpo_ray.episodes.turn_link import TurnClient, TurnLink
-from grpo_ray.errors import ActorDied
+from grpo_ray.errors import ActorDied, TurnLost
 from grpo_ray.types import Completion, GeneratorFailure, SamplingSettings
 
 SLACK = 8  # turns by which the Generator with the prefix may be busier than the least busy one
@@ -53,13 +53,22 @@ class TurnRouter:
 
         Args:
             preferred: the number that the episode's last turn returned.
+
+        Raises:
+            TurnLost: two Generators that had begun the turn have failed; the turn may be the cause.
         """
+        num_lost = 0
         while True:
             number = await self._choose(preferred)
+            link = self._serving[number]
+            num_before = link.num_answers
             try:
-                return await self._serving[number].sample(token_ids, settings), number
+                return await link.sample(token_ids, settings), number
             except (ActorDied, EngineDied, TimeoutError) as error:
                 await self._fail(number, str(error))
+                num_lost += link.num_answers > num_before  # or else it was dead before it had the turn
+                if num_lost == 2:
+                    raise TurnLost(f"two Generators failed with one turn; the second: {error}") from error
 
     async def _choose(self, preferred: int | None) -> int:
         if not self._serving:
@@ -86,8 +95,15 @@ class RoutedSampler:
     def __init__(self, router: TurnRouter) -> None:
         self._router = router
         self._has_prefix: int | None = None
+        self.lost: TurnLost | None = None
 
     async def sample(self, prompt_token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         """Sample one completion."""
-        completion, self._has_prefix = await self._router.sample(prompt_token_ids, settings, self._has_prefix)
+        try:
+            completion, self._has_prefix = await self._router.sample(
+                prompt_token_ids, settings, self._has_prefix
+            )
+        except TurnLost as lost:
+            self.lost = lost
+            raise
         return completion

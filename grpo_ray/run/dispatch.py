@@ -81,26 +81,37 @@ class Dispatcher:
         del self._serving[name]
 
     @contextlib.asynccontextmanager
-    async def turn(self, num_sequences: int, limit_s: float) -> AsyncIterator[Incarnation]:
+    async def room(self, num_sequences: int, is_alone: bool = False) -> AsyncIterator[Incarnation]:
         """Wait for the least busy Generator that has room, and hold the room while the block lasts.
 
-        Raises:
-            TimeoutError: the block lasted longer than `limit_s` from when the engine scheduled the group.
+        Args:
+            is_alone: wait for an idle Generator, and let no other group join.
         """
+        if is_alone:
+            num_sequences = max(num_sequences, SURPLUS * self._max_num_seqs)
         generator = await self._room(num_sequences)
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(None) as limit:  # wait_for can swallow a cancellation
-                turn = Turn(num_sequences, lambda: limit.reschedule(loop.time() + limit_s))
-                generator.turns.append(turn)
-                generator.schedule(self._max_num_seqs)
-                try:
-                    yield generator
-                finally:
-                    generator.turns.remove(turn)
-                    generator.schedule(self._max_num_seqs)
+            yield generator
         finally:
             self._release(generator, num_sequences)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, generator: Incarnation, num_sequences: int, limit_s: float) -> AsyncIterator[None]:
+        """Limit the block to `limit_s` from when the engine, in which it has room, has scheduled the group.
+
+        Raises:
+            TimeoutError: the block lasted longer.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None) as limit:  # wait_for can swallow a cancellation
+            turn = Turn(num_sequences, lambda: limit.reschedule(loop.time() + limit_s))
+            generator.turns.append(turn)
+            generator.schedule(self._max_num_seqs)
+            try:
+                yield
+            finally:
+                generator.turns.remove(turn)
+                generator.schedule(self._max_num_seqs)
 
     async def _room(self, num_sequences: int) -> Incarnation:
         room: asyncio.Future[Incarnation] = asyncio.get_running_loop().create_future()

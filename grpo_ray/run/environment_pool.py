@@ -4,7 +4,8 @@ A worker that dies is replaced, within the budget of restarts, and its groups ar
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from grpo_ray.actors.clients import EnvironmentClient, GeneratorClient
 from grpo_ray.episodes.environment_worker import environment_seed
@@ -14,6 +15,7 @@ from grpo_ray.run.context import ServingContext
 from grpo_ray.run.dispatch import Incarnation
 from grpo_ray.run.restarts import RestartBudget
 from grpo_ray.run.stateless_actors import StatelessActors
+from grpo_ray.run.suspects import Gate
 from grpo_ray.types import PromptItem, Ref, RolloutGroup, SamplingSettings
 
 GRACE_S = 60.0  # for the end of a group after its episodes have ended or were given up
@@ -37,6 +39,7 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         """
         super().__init__("environment", context.actors.environments, context, budget)
         self._on_failure = on_failure
+        self._gates = {name: Gate() for name in self._clients}
         self._answer_s = min(ANSWER_S, context.config.recovery.stall_timeout_s / 2)
         self._numbers: dict[int, Incarnation] = {}  # all that have ever served
         self._serving: Mapping[int, GeneratorClient] = {}
@@ -62,33 +65,47 @@ class EnvironmentPool(StatelessActors[EnvironmentClient]):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @contextlib.asynccontextmanager
+    async def room(self, is_alone: bool) -> AsyncIterator[EnvironmentClient]:
+        """Wait until the least busy worker has no group that is alone, or none at all; hold the place in it."""
+        with self.least_busy() as chosen:
+            async with self._gates[chosen.name].enter(is_alone):
+                if (replacement := self.replacing.get(chosen.name)) is not None:
+                    await asyncio.shield(replacement)
+                yield self._clients[chosen.name]
+
+    def _is_free(self, name: str) -> bool:
+        return super()._is_free(name) and not self._gates[name].is_closed
+
     async def play(
-        self, item: PromptItem, settings: SamplingSettings, purpose: str, on_dispatch: Callable[[], None]
+        self, worker: EnvironmentClient, item: PromptItem, settings: SamplingSettings, purpose: str
     ) -> tuple[Ref[RolloutGroup], int]:
         """Return a reference to the group of episodes, and its number of sampled tokens.
 
+        Args:
+            worker: from `room`, in which the group has a place.
+
         Raises:
             DataLost: the worker died.
+            TurnLost: Generators died of a turn.
             TimeoutError: the episodes did not end in time.
         """
-        with self.least_busy() as worker:
-            on_dispatch()
-            seed = environment_seed(self._context.config.run.seed, purpose, item.group_id)
-            limit_s = self._limit_s(worker.name)
-            try:
-                with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
-                    group, report = worker.play(item, settings, seed)
-                    played = await self._served.within(limit_s, report)
-            except ActorDied as error:
-                await self.replace(worker, str(error))
-                raise DataLost(str(error)) from error
-            except TimeoutError as error:
-                text = f"{worker.name} did not end the episodes within {limit_s:g} s"
-                await self.replace(worker, text)
-                raise TimeoutError(text) from error
-            if played.num_stuck > MAX_STUCK:
-                await self.replace(worker, f"{played.num_stuck} threads hang in calls of the environment")
-            return group, played.num_tokens
+        seed = environment_seed(self._context.config.run.seed, purpose, item.group_id)
+        limit_s = self._limit_s(worker.name)
+        try:
+            with self._context.calls.call(worker.name, f"plays group {item.group_id}", is_waiting=True):
+                group, report = worker.play(item, settings, seed)
+                played = await self._served.within(limit_s, report)
+        except ActorDied as error:
+            await self.replace(worker, str(error))
+            raise DataLost(str(error)) from error
+        except TimeoutError as error:
+            text = f"{worker.name} did not end the episodes within {limit_s:g} s"
+            await self.replace(worker, text)
+            raise TimeoutError(text) from error
+        if played.num_stuck > MAX_STUCK:
+            await self.replace(worker, f"{played.num_stuck} threads hang in calls of the environment")
+        return group, played.num_tokens
 
     def _limit_s(self, name: str) -> float:
         """Return the seconds for a worker's newest group; its episodes wait for those of earlier ones."""

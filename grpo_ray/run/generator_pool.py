@@ -7,6 +7,7 @@ the budget of restarts, and a group that fails or is lost too often is given up.
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from grpo_ray.run.environment_pool import EnvironmentPool
 from grpo_ray.run.restarts import BudgetUsedUp, RestartBudget, pause_s
 from grpo_ray.run.scorer_pool import ScorerPool
 from grpo_ray.run.starting import turns_of, until_ready
+from grpo_ray.run.suspects import Gate, Losses, Suspects
 from grpo_ray.run.teacher_pool import TeacherPool
 from grpo_ray.telemetry.clock import monotonic
 from grpo_ray.telemetry.fan_out import FanOut
@@ -66,6 +68,7 @@ class GeneratorPool:
         self._environments = EnvironmentPool(context, budget, self.retire)
         self._environments.serve(self._dispatcher.serving)
         self._starts, self._fan_out = turns_of(context), FanOut()
+        self._suspects, self._gate = Suspects(), Gate()
         self._device_is_ours = asyncio.Event()  # cleared while a colocated Learner has the device
         self._device_is_ours.set()
         self._tasks: asyncio.TaskGroup | None = None
@@ -115,32 +118,68 @@ class GeneratorPool:
             on_dispatch: called whenever a Generator is given the group.
         """
         recovery = self._config.recovery
-        settings = self._request(num_samples, f"{purpose}/{item.group_id}")
-        num_failures = num_losses = 0
+        name = f"{purpose}/{item.group_id}"
+        settings = self._request(num_samples, name)
+        num_failures, losses = 0, self._suspects.losses(name)
         while True:
-            is_retry = num_failures + num_losses > 0
+            is_retry = num_failures + losses.num > 0
             try:
-                if item.task in self._config.episode_tasks:
-                    group, num_tokens = await self._environments.play(item, settings, purpose, on_dispatch)
-                else:
-                    group, num_tokens = await self._generate(item, settings, is_retry, on_dispatch)
-                self.num_sampled_tokens += num_tokens
-                return await self._judge(group, item, is_retry, purpose)
+                async with contextlib.AsyncExitStack() as rooms:
+                    group, num_tokens = await self._play(
+                        item, settings, purpose, on_dispatch, is_retry, losses, rooms
+                    )
+                    self.num_sampled_tokens += num_tokens
+                    # A suspect keeps its process to itself until the Scorer has fetched the group from there.
+                    if not losses.is_suspect:
+                        await rooms.aclose()
+                    scored = await self._judge(group, item, is_retry, purpose)
+                self._suspects.ended(name, is_finished=True)
+                return scored
             except BudgetUsedUp:
                 raise
             except DataLost as error:  # one event tells of the actor's death, whatever was lost with it
-                num_losses += 1
-                if num_losses > 1:
-                    self._log.event("group_lost", None, f"group {item.group_id}: {error} (time {num_losses})")
+                losses = self._suspects.lost(name, error)
+                if losses.is_suspect:
+                    text = f"group {item.group_id}: {error} (alone {losses.num_alone} times)"
+                    self._log.event("group_lost", None, text)
             except Exception as error:
                 num_failures += 1
                 self._log.event("group_failed", None, f"group {item.group_id}: {error} (try {num_failures})")
-            if num_failures > recovery.max_group_retries or num_losses > recovery.max_group_losses:
+            if num_failures > recovery.max_group_retries or losses.num_alone > recovery.max_group_losses:
+                self._suspects.ended(name, is_finished=False)
                 return None
             self.num_retried += 1
-            num_pauses = max(num_failures, num_losses - 1)  # no pause after the first death of an actor
+            num_pauses = max(num_failures, losses.num + losses.num_alone - 1)  # none after the first death
             if num_pauses:
                 await asyncio.sleep(pause_s(recovery.restart_backoff_s, num_pauses - 1))
+
+    async def _play(
+        self,
+        item: PromptItem,
+        settings: SamplingSettings,
+        purpose: str,
+        on_dispatch: Callable[[], None],
+        is_retry: bool,
+        losses: Losses,
+        rooms: contextlib.AsyncExitStack,
+    ) -> tuple[Ref[RolloutGroup], int]:
+        """Have the group sampled in a process with room for it; a suspect is alone there.
+
+        Turns of all episodes share the Generators. So where there are episodes, a suspect that may end a
+        Generator is alone in the whole pool.
+
+        Args:
+            rooms: takes the places that the group holds.
+        """
+        is_alone, has_turns = losses.is_suspect, item.task in self._config.episode_tasks
+        is_in_generator = losses.is_in_turn if has_turns else bool(self._config.episode_tasks)
+        await rooms.enter_async_context(self._gate.enter(is_alone and is_in_generator))
+        if has_turns:
+            worker = await rooms.enter_async_context(self._environments.room(is_alone))
+            on_dispatch()
+            return await self._environments.play(worker, item, settings, purpose)
+        generator = await rooms.enter_async_context(self._dispatcher.room(settings.num_samples, is_alone))
+        return await self._generate(generator, item, settings, is_retry, on_dispatch)
 
     async def _judge(self, group: Ref[RolloutGroup], item: PromptItem, is_retry: bool, purpose: str) -> Scored:
         """Have the group scored and, in training, looked up by a Teacher at the same time."""
@@ -167,7 +206,12 @@ class GeneratorPool:
         return replace(self._settings, num_samples=num_samples, seed=seed)
 
     async def _generate(
-        self, item: PromptItem, settings: SamplingSettings, is_retry: bool, on_dispatch: Callable[[], None]
+        self,
+        generator: Incarnation,
+        item: PromptItem,
+        settings: SamplingSettings,
+        is_retry: bool,
+        on_dispatch: Callable[[], None],
     ) -> tuple[Ref[RolloutGroup], int]:
         """Return a reference to the sampled group, and its number of tokens.
 
@@ -175,11 +219,9 @@ class GeneratorPool:
             DataLost: the group's Generator died.
             TimeoutError: the group was not finished within `recovery.group_timeout_s`, and was aborted.
         """
-        limit_s = self._config.recovery.group_timeout_s
-        name = "no Generator"
+        limit_s, name = self._config.recovery.group_timeout_s, generator.client.name
         try:
-            async with self._dispatcher.turn(settings.num_samples, limit_s) as generator:
-                name = generator.client.name
+            async with self._dispatcher.turn(generator, settings.num_samples, limit_s):
                 await self._fan_out.turn()  # admission of a version wakes a whole batch at once
                 on_dispatch()
                 with self._calls.call(name, f"samples group {item.group_id}", is_retry=is_retry):

@@ -50,12 +50,16 @@ class StatelessActors(Generic[ClientT]):
     @contextlib.contextmanager
     def least_busy(self) -> Iterator[ClientT]:
         """Give one more group to the least busy actor while the block lasts."""
-        name = min(self._clients, key=lambda name: (name in self.replacing, self._num_groups[name]))
+        name = min(self._clients, key=lambda name: (not self._is_free(name), self._num_groups[name]))
         self._num_groups[name] += 1
         try:
             yield self._clients[name]
         finally:
             self._num_groups[name] -= 1
+
+    def _is_free(self, name: str) -> bool:
+        """Return whether an actor would begin with another group at once."""
+        return name not in self.replacing
 
     async def ask(self, what: str, is_retry: bool, call: Callable[[ClientT], Awaitable[T]]) -> T:
         """Return the answer of the least busy actor; if it dies, it is replaced, and another one is asked."""

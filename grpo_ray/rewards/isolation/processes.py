@@ -142,13 +142,17 @@ class ForkServer:
     def _try(self) -> tuple[WorkerProcess | None, str, str]:
         """Return a worker, or what kept it from being ready: its last message's kind and cause."""
         try:
-            worker = WorkerProcess(self._adopt())
+            channel, server = self._adopt()
+            worker = WorkerProcess(channel)
         except OSError as error:  # too many open files, processes or too little memory, here or there
             return None, "refused", str(error)
         try:
             kind, *cause = worker.receive(START_TIMEOUT_S)
         except (TimeoutError, Garbage):
             kind, cause = "ended", [f"it was not ready within {START_TIMEOUT_S} s"]
+            with self._lock:
+                if self._process is server:  # it may hang; the next worker comes from another
+                    self._end(0.0)
         if kind == "ready":
             (worker.pid,) = cause
             return worker, kind, ""
@@ -162,17 +166,17 @@ class ForkServer:
         with self._lock:
             self._end()  # ends one that such a thread has started in the meantime
 
-    def _adopt(self) -> socket.socket:
-        """Have a worker forked; return the pool's end of the socket to it."""
+    def _adopt(self) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
+        """Have a worker forked; return the pool's end of the socket to it, and the process that forked it."""
         with self._lock:
             if self._process is None:  # it could not be started, or was killed
                 self._begin()
             try:
-                return self._fork()
+                return self._fork(), self._process
             except GONE:  # something killed it
                 self._end()
                 self._begin()
-                return self._fork()
+                return self._fork(), self._process
 
     def _fork(self) -> socket.socket:
         self._until_ready()
@@ -205,12 +209,13 @@ class ForkServer:
 
     def _until_ready(self) -> None:
         if self._state is None:
-            self._control.settimeout(START_TIMEOUT_S)
+            self._control.settimeout(START_TIMEOUT_S + END_TIMEOUT_S)  # longer than its own alarm
             try:
                 message = self._control.recv(2**16)
                 self._state = json.loads(message) if message else ["failed", self._ending()]
-            except TimeoutError:
+            except TimeoutError:  # it hangs
                 self._state = ["failed", _too_slow()]
+                self._end(0.0)
         kind, *cause = self._state
         if kind == "failed":
             raise RunError(f"no worker can be started to grade (task.reward): {cause[0]}")
@@ -220,15 +225,16 @@ class ForkServer:
         status = self._process.wait()
         return _too_slow() if status == -signal.SIGALRM else f"status {status}"  # fork_server.py sets the alarm
 
-    def _end(self) -> None:
+    def _end(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Hang up, and kill the fork server unless that ends it within `timeout_s`."""
         process = self._process
         if process is None:
             return
         with contextlib.suppress(OSError):  # already closed
             self._control.shutdown(socket.SHUT_RDWR)
         try:
-            process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it is still importing
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:  # it is still importing, or hangs
             process.kill()
             process.wait()
         self._control.close()
