@@ -3,15 +3,16 @@
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from grpo_ray.policy.ranks import Seat
+from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
 
 TIMEOUT_S = 120.0
+SECRET = bytes(range(NUM_BYTES))
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["grpo_ray.actors.learner", "builders", "peft"])
 
@@ -23,6 +24,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, replicas: int = 1,
         "start_timeout_s": TIMEOUT_S,
         "collective_timeout_s": TIMEOUT_S,
         "ranks_per_node": size,
+        "secret": SECRET,
         **changes,
     }
     pipes: list[Connection] = []
@@ -45,8 +47,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, replicas: int = 1,
 
 def meeting() -> TCPStore:
     """Open a place for ranks to meet, at its `port`, while the object lives."""
-    limit = timedelta(seconds=TIMEOUT_S)
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return open_store("127.0.0.1", TIMEOUT_S)
 
 
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
