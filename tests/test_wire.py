@@ -263,7 +263,8 @@ class Peers:
             [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.processes.append(process)
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
         print(tuple(asdict(sender.open_wire(name)).values()), file=process.stdin, flush=True)
         sender.join_wire(name)

@@ -6,6 +6,7 @@ no code, as unpickling would.
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -26,6 +27,7 @@ Shards = dict[str, tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]]
 """By name a sharded tensor's placements, shape and strides."""
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)  # it warns of a run without a group
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as does this
 
 
 def shards_of(tensors: Mapping[str, Tensor]) -> Shards:
