@@ -1,4 +1,4 @@
-"""How processes with a common secret meet: a store's values are signed, and each seat of a group is proved.
+"""The meeting of processes with a common secret: a store's values are signed, each seat of a group is proved.
 
 `TCPStore`, gloo and NCCL authenticate no process: any can write to the store, and one that connects to a rank's
 port first gets the place of another. So a value counts only with the secret's signature, which keeps addresses
