@@ -3,34 +3,41 @@
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from grpo_ray.policy.ranks import Seat
+from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
 
 TIMEOUT_S = 120.0
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["grpo_ray.actors.learner", "builders", "peft"])
+SECRET = bytes(range(NUM_BYTES))
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["grpo_ray.actors.learner", "builders", "peft"])
 
 
-def on_ranks(size: int, work: Callable[..., Any], *args: Any, replicas: int = 1, **changes: Any) -> list[Any]:
+def on_ranks(
+    size: int, work: Callable[..., Any], *args: Any, replicas: int = 1, port: int | None = None, **changes: Any
+) -> list[Any]:
     """Return what `work(seat, *args)` returned in each of `size` processes; raise the first error."""
     store = meeting()
     options = {
         "start_timeout_s": TIMEOUT_S,
         "collective_timeout_s": TIMEOUT_S,
         "ranks_per_node": size,
+        "secret": SECRET,
         **changes,
     }
     pipes: list[Connection] = []
     processes = []
     for rank in range(size):
-        seat = Seat(rank=rank, size=size, replicas=replicas, host="127.0.0.1", port=store.port, **options)
-        here, there = _context.Pipe(duplex=False)
-        process = _context.Process(target=_run, args=(there, work, seat, args), daemon=True)
+        seat = Seat(
+            rank=rank, size=size, replicas=replicas, host="127.0.0.1", port=port or store.port, **options
+        )
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(there, work, seat, args), daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -45,8 +52,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, replicas: int = 1,
 
 def meeting() -> TCPStore:
     """Open a place for ranks to meet, at its `port`, while the object lives."""
-    limit = timedelta(seconds=TIMEOUT_S)
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return open_store("127.0.0.1", TIMEOUT_S)
 
 
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
@@ -64,7 +70,14 @@ def _answers(pipes: Sequence[Connection]) -> list[Any]:
     return [answers[pipe] for pipe in pipes]
 
 
+def refused(*_: object) -> None:
+    """Stand in for both ends of every collective that sends pickles."""
+    raise AssertionError("a pickle would be exchanged")
+
+
 def _run(pipe: Connection, work: Callable[..., Any], seat: Seat, args: Sequence[Any]) -> None:
+    dist.distributed_c10d._tensor_to_object = refused  # type: ignore[attr-defined]
+    dist.distributed_c10d._object_to_tensor = refused  # type: ignore[attr-defined]
     try:
         pipe.send((work(seat, *args), None))
     except BaseException:

@@ -12,7 +12,7 @@ import torch
 from grpo_ray.cluster import crew as crew_module
 from grpo_ray.cluster.crew import Crew
 from grpo_ray.cluster.remote_actor import Answer
-from grpo_ray.errors import ActorDied, DataLost, OutOfDeviceMemory, RunError
+from grpo_ray.errors import FORGED, ActorDied, DataLost, OutOfDeviceMemory, RunError
 
 LIMIT_S = 0.2
 CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -269,6 +269,12 @@ def test_an_argument_that_one_rank_has_lost_is_the_cause() -> None:
 def test_a_rank_that_failed_at_its_start_is_told_from_one_that_waited_for_it() -> None:
     waited = died(0, "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /first/1")
     assert ended(waited, died(1, "ValueError: model.path: bad")).startswith("learner-1 on 10.0.0.1: ValueError")
+
+
+def test_a_stranger_in_a_ranks_seat_is_the_cause_of_what_the_others_wait_for() -> None:
+    forged = died(1, f"RuntimeError: seat 0 of 2 (gloo) is taken by a process that {FORGED}")
+    reason = ended(died(0, "RuntimeError: gloo: Connection closed by peer"), forged)
+    assert reason == f"learner-1 on 10.0.0.1: {forged.reason}"
 
 
 def test_every_open_and_later_call_raises_the_error_that_ended_the_ranks() -> None:

@@ -341,11 +341,11 @@ def writes(seat: Seat, folder: Path) -> list[str]:
     ranks, outcomes = Ranks(seat), []
     tensors = {"x": distribute_tensor(torch.arange(4096.0), ranks.writing_mesh, [Shard(0)])}
 
-    def write_data(*_: object) -> None:
+    def out_of_memory(*_: object) -> None:
         raise MemoryError("no memory")
 
     no_room = partial(file_size_limit, 100)
-    no_memory = partial(patch.object, shards.HuggingFaceStorageWriter, "write_data", write_data)
+    no_memory = partial(patch.object, shards, "save", out_of_memory)
     for name, trouble in (("room", no_room), ("memory", no_memory), ("both", contextlib.nullcontext)):
         try:
             with trouble() if seat.rank == 1 else contextlib.nullcontext():

@@ -18,6 +18,11 @@ from grpo_ray.config.model import ModelConfig
 from grpo_ray.errors import RunError
 
 SOURCES = sorted(Path("grpo_ray").rglob("*.py"))
+PICKLING_COLLECTIVES = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list", "broadcast_obj", "all_gather_obj", "send_obj", "recv_obj", "StatelessProcessGroup",
+    "async_save",
+}  # fmt: skip
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -51,6 +56,10 @@ def problems_in(source: str) -> list[str]:
             found.append(name)
         if name == "yaml.load" and options.get("Loader") not in safe_loaders:
             found.append(name)
+        if name.split(".")[-1] in PICKLING_COLLECTIVES:
+            found.append(name)
+        if name == "load" and "storage_reader" in options and options.get("no_dist") != "True":
+            found.append(f"{name}(no_dist=...)")  # its ranks send each other plans as pickles
         if options.get("shell", "False") != "False":
             found.append(f"{name}(shell=...)")
         if options.get("allow_pickle", "False") != "False":
@@ -79,6 +88,8 @@ def test_the_search_finds_what_it_is_for():
         "exec(text)",
         "subprocess.run(text, shell=True)",
         "np.load(path, allow_pickle=True)",
+        "dist.all_gather_object(values, value)",
+        "load(tensors, storage_reader=reader)",
         "AutoTokenizer.from_pretrained(path)",
         "AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)",
     ]:

@@ -36,7 +36,7 @@ class FakeLearner:
     async def open_wire(self, name: str) -> Meeting:
         await self._called("open", name)
         self.num_wires += 1
-        return Meeting("127.0.0.1", 1, f"{name}/{self.num_wires}", "gloo", 1, 1.0)
+        return Meeting("127.0.0.1", 1, f"{name}/{self.num_wires}", "gloo", 1, 1.0, b"")
 
     async def join_wire(self, name: str) -> None:
         await self._called("join", name)

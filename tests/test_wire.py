@@ -235,8 +235,9 @@ from grpo_ray.transfer.chunks import chunks
 from grpo_ray.transfer.inbox import Inbox
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.wire import receive
+print("started", flush=True)  # before the time for joining begins
 inbox = Inbox()
-inbox.join(Meeting(*eval(sys.argv[1])))
+inbox.join(Meeting(*eval(sys.stdin.readline())))
 print("joined", flush=True)
 time.sleep(1000)
 """
@@ -258,11 +259,15 @@ class Peers:
         self.processes: list[subprocess.Popen[str]] = []
 
     def join(self, sender: Sender, name: str) -> subprocess.Popen[str]:
-        place = repr(tuple(asdict(sender.open_wire(name)).values()))
-        process = subprocess.Popen([sys.executable, "-c", PEER, place], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.processes.append(process)
-        sender.join_wire(name)
+        assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        print(tuple(asdict(sender.open_wire(name)).values()), file=process.stdin, flush=True)
+        sender.join_wire(name)
         assert process.stdout.readline() == "joined\n"
         return process
 
@@ -344,7 +349,7 @@ def test_a_wire_dropped_while_it_is_joined_is_not_used(threads: ThreadPoolExecut
 @pytest.mark.slow
 def test_no_store_is_an_error_that_says_where() -> None:
     with pytest.raises(WireError, match="no store at"):
-        Meeting("127.0.0.1", 1, "a/1", "gloo", 1, 1.0).store()
+        Meeting("127.0.0.1", 1, "a/1", "gloo", 1, 1.0, b"").store()
 
 
 def test_nothing_is_left_in_dev_shm_and_no_thread(threads: ThreadPoolExecutor) -> None:

@@ -1,28 +1,31 @@
 """The Learner's ranks as one client, which ends all of them at the first error of one."""
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import ray
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.cluster.remote_actor import Answer, Client
 from grpo_ray.config import Config
-from grpo_ray.errors import ActorDied, DataLost, OutOfDeviceMemory, RunError
+from grpo_ray.errors import FORGED, ActorDied, DataLost, OutOfDeviceMemory, RunError
 from grpo_ray.policy.ranks import WRITE_TIMEOUT, Seat
+from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
 
 GRACE_S = 5.0  # for the other ranks, after the first error; those that wait for the failed one never answer
 
 
 class Meeting:
-    """The place where the ranks find each other: a store in this process."""
+    """The place where the ranks find each other: a store in this process, and the secret that they share."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, host: str) -> None:
+        """`host`: the address of this node, which all ranks reach."""
         self._config = config
-        self._store = TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
+        self._store = open_store(host)
+        self._secret = secrets.token_bytes(NUM_BYTES)
 
     def seat(self, rank: int) -> Seat:
         learner = self._config.learner
@@ -36,6 +39,7 @@ class Meeting:
             port=self._store.port,
             start_timeout_s=self._config.recovery.start_timeout_s,
             collective_timeout_s=learner.collective_timeout_s,
+            secret=self._secret,
         )
 
 
@@ -155,6 +159,8 @@ def _kind(error: BaseException) -> int:
     if isinstance(error, OutOfDeviceMemory | torch.OutOfMemoryError | RunError | DataLost):
         return CERTAIN
     text = f"{type(error)} {error}".lower()  # of an actor that failed at its start there is only the text
+    if FORGED in text:
+        return CERTAIN
     if any(word in text for word in ("gloo", "nccl", "torch.distributed")):
         return OF_COLLECTIVE
     return DEATH if isinstance(error, ActorDied) else OWN

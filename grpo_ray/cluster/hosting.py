@@ -5,6 +5,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -40,7 +41,7 @@ from grpo_ray.cluster.placement import (
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
 from grpo_ray.cluster.reaper import Process, process_at
 from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
-from grpo_ray.cluster.session import Placement
+from grpo_ray.cluster.session import Placement, address_of_node, is_local
 from grpo_ray.config import Config
 from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
 from grpo_ray.episodes.confinement import Confinement
@@ -239,7 +240,7 @@ class ActorGroup(ServingGroup):
         if len(names) == 1:
             self.ranks = [self._start_rank(LEARNER)]
             return cast(LearnerClient, self.ranks[0])
-        self._meeting = Meeting(self._config)  # open as long as the ranks
+        self._meeting = Meeting(self._config, address_of_node(is_local()))  # open as long as the ranks
         self.ranks = [self._start_rank(name, self._meeting.seat(rank)) for rank, name in enumerate(names)]
         limit_s = self._config.learner.collective_timeout_s
         return cast(LearnerClient, Crew(LEARNER, self.ranks, self._place_of, limit_s))
@@ -255,7 +256,7 @@ class ActorGroup(ServingGroup):
             self._initial_path,
             self._run.profile,
             seat,
-            Deferred(ray.util.get_node_ip_address),
+            Deferred(partial(address_of_node, is_local())),
         )
         return self._client(Learner, name, handle)
 

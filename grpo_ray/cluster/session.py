@@ -55,6 +55,16 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
             ray.shutdown()
 
 
+def is_local() -> bool:
+    """Return whether this driver's cluster is this machine alone."""
+    return (os.environ.get("RAY_ADDRESS") or "local") == "local"
+
+
+def address_of_node(is_local: bool) -> str:
+    """Return the address at which the run's other processes reach this one."""
+    return "127.0.0.1" if is_local else str(ray.util.get_node_ip_address())
+
+
 # Each actor writes to the run's logs/ (remote_actor.py), so Ray need not forward its output.
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 

@@ -5,7 +5,7 @@ transformers 5 renames and fuses weights as it loads them: a Qwen3-MoE's `expert
 for a whole model; here it is reverted one group of weights at a time, without a second copy of the model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -164,3 +164,25 @@ def _conversions(model: PreTrainedModel) -> list[Any]:
         # As in transformers: a prefix belongs to a checkpoint, and this model comes from none.
         model._weight_conversions = [one for one in known if not isinstance(one, PrefixChange)]
     return model._weight_conversions  # type: ignore[no-any-return]
+
+
+def used_conversions(model: PolicyModel) -> list[str] | None:
+    """Describe the conversions that loaded the model's weights, for `choose_conversions` in another process."""
+    used = getattr(model, "_weight_conversions", None)
+    return None if used is None else [_described(one) for one in used]
+
+
+def choose_conversions(model: Any, used: Sequence[str] | None) -> None:
+    """Have a model that was not loaded from files save its weights by those of its class's conversions.
+
+    Raises:
+        RuntimeError: one of them is not known here; the processes have different versions of transformers.
+    """
+    known = {} if used is None else {_described(one): one for one in get_model_conversion_mapping(model)}
+    if used and (missing := set(used) - known.keys()):
+        raise RuntimeError(f"this process knows no conversion of weights {sorted(missing)}")
+    model._weight_conversions = None if used is None else [known[one] for one in used]
+
+
+def _described(conversion: Any) -> str:
+    return f"{conversion!r} of {conversion.scope_prefix}"

@@ -46,18 +46,40 @@ def quantize_linear_layers(model: PolicyModel, dtype: torch.dtype, device: torch
             setattr(model.get_submodule(parent), child, _quantized(layer, dtype, device))
 
 
-def _quantized(layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    from bitsandbytes.nn import Linear4bit, Params4bit
+def _quantized(layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> Any:
+    from bitsandbytes.nn import Params4bit
+
+    narrow = _without_weights(layer, dtype)
+    narrow.weight = Params4bit(layer.weight.data.to(dtype), quant_type="nf4", module=narrow).to(device)
+    return narrow
+
+
+def _without_weights(layer: nn.Linear, dtype: torch.dtype) -> Any:
+    from bitsandbytes.nn import Linear4bit
 
     with torch.device("meta"):  # its own weights would be discarded
         narrow: Any = Linear4bit(
             layer.in_features, layer.out_features, layer.bias is not None, compute_dtype=dtype, quant_type="nf4"
         )
-    narrow.weight = Params4bit(layer.weight.data.to(dtype), quant_type="nf4", module=narrow).to(device)
     narrow.bias = layer.bias
     narrow.support_avx512bf16_for_cpu = False  # or a forward pass would repack the weights for inference alone
-    quantized: nn.Module = narrow.eval()
-    return quantized
+    return narrow.eval()
+
+
+def quantized_values(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a layer in 4 bits, and their scales, as plain tensors."""
+    return {"data": layer.weight.data, **layer.weight.quant_state.as_dict(packed=True)}
+
+
+def layer_of(
+    values: dict[str, torch.Tensor], layer: nn.Linear, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return `layer` in 4 bits with the weights that `quantized_values` returned; its bias stays."""
+    from bitsandbytes.nn import Params4bit
+
+    narrow, scales = _without_weights(layer, dtype), dict(values)
+    narrow.weight = Params4bit.from_prequantized(scales.pop("data"), scales, device=device, module=narrow)
+    return narrow
 
 
 def is_quantized(weight: object) -> bool:

@@ -146,7 +146,16 @@ class ForwardBackward:
                 found |= zip(indices, zip(*rows, strict=True), strict=True)
         self._ranks.end_lookup(model)
         self.work.add_forward(model, lengths_of(sequences))
-        return {index: row for of_rank in self._ranks.gathered(found) for index, row in of_rank.items()}
+        if self._ranks.size == 1:
+            return found
+        sent = [
+            (index, log_probs.tobytes(), entropy.tobytes()) for index, (log_probs, entropy) in found.items()
+        ]
+        return {
+            index: (_floats(log_probs), _floats(entropy))
+            for of_rank in self._ranks.gathered(sent)
+            for index, log_probs, entropy in of_rank
+        }
 
     def backward(self, model: PolicyModel, sequences: Sequence[TrainSequence]) -> Sums:
         """Add the gradient of one update on all of `sequences` to `.grad`; return summed metrics.
@@ -360,6 +369,10 @@ def _mismatch_sums(first: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Te
     sums = effective_sample_sums(first, batch.behaviour_logprobs, mask)
     sums |= {"after_switch_kl": later["kl_sum"], "num_after_switch": later["num_tokens"]}
     return {"mismatch_kl": mismatch["kl_sum"], "logprob_diff_max": mismatch["abs_diff_max"], **sums}
+
+
+def _floats(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.float32).copy()
 
 
 def _rows(log_probs: torch.Tensor, batch: MicroBatch) -> list[np.ndarray]:

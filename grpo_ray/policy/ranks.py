@@ -6,12 +6,15 @@ summed into the shards. Each rank computes a share of the batch (dealing.py) wit
 so that the sum of the ranks' gradients is the gradient of one rank.
 """
 
+import base64
+import json
 import logging
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -29,6 +32,7 @@ from torch.distributed.fsdp import (
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.quantization import is_quantized
 from grpo_ray.policy.collectives import AllGather, CollectiveTime, ReduceScatter
+from grpo_ray.policy.rendezvous import NUM_BYTES, SignedStore, prove
 
 T = TypeVar("T")
 WRITE_TIMEOUT = timedelta(hours=1)  # for the slowest disk among the ranks'
@@ -46,6 +50,7 @@ class Seat:
     port: int
     start_timeout_s: float
     collective_timeout_s: float
+    secret: bytes = field(repr=False)  # of these ranks alone; it proves that a process is one of them
 
 
 class Ranks:
@@ -55,13 +60,14 @@ class Ranks:
         """Join the others.
 
         Raises:
-            RuntimeError: one of them did not come within `start_timeout_s`.
+            RuntimeError: one of them did not come within `start_timeout_s`, or another process is in its place.
         """
         self.rank, self.size = (seat.rank, seat.size) if seat else (0, 1)
         self.time = CollectiveTime()
         if seat is None:
             return
-        store = TCPStore(seat.host, seat.port, timeout=timedelta(seconds=seat.start_timeout_s))
+        there = TCPStore(seat.host, seat.port, timeout=timedelta(seconds=seat.start_timeout_s))
+        store = SignedStore(there, seat.secret)
         store.set(f"here/{seat.rank}", "")  # a process group would only wait for as long as a collective
         store.wait([f"here/{rank}" for rank in range(seat.size)])
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(seat))
@@ -76,20 +82,30 @@ class Ranks:
         )  # fmt: skip
         self._kind = "cuda" if on_gpu else "cpu"
         self._numbers = torch.arange(seat.size).view(seat.replicas, -1)  # a row per replica
+        self._used: list[tuple[str, Any]] = [("cpu", dist.group.WORLD)]  # groups, and where what they send is
         self._mesh = self._mesh_of(self._kind, dist.group.WORLD, limit)
         # Checkpoints are written beside the training: the collectives of the two must not meet.
         self.writing = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         self.writing_mesh = self._mesh_of("cpu", self.writing, WRITE_TIMEOUT)
+        self._used.append(("cpu", self.writing))
+        for number, (kind, group) in enumerate(dict.fromkeys(self._used)):  # each has connections of its own
+            members = dist.get_process_group_ranks(group)
+            place = torch.device("cpu") if kind == "cpu" or device is None else device
+            name = f"group {number} of the ranks {members} on {kind}"
+            exchange = partial(_exchange, group, place)
+            prove(seat.secret, name, members.index(seat.rank), len(members), exchange)
 
     def _mesh_of(self, kind: str, everybody: Any, limit: timedelta) -> DeviceMesh:
         """Return a mesh of all ranks, with process groups of its own if there are several replicas."""
         if len(self._numbers) == 1:
+            self._used.append((kind, everybody))
             return DeviceMesh.from_group(everybody, kind, mesh_dim_names=("shard",))
         backend = "nccl" if kind == "cuda" else "gloo"
         groups = [
             dist.new_subgroups_by_enumeration(rows.tolist(), timeout=limit, backend=backend)[0]
             for rows in (self._numbers.T, self._numbers)
         ]
+        self._used += [(kind, group) for group in groups]
         return DeviceMesh.from_group(groups, kind, self._numbers, mesh_dim_names=("replicate", "shard"))
 
     @property
@@ -100,19 +116,40 @@ class Ranks:
     # ---- exchange ----
 
     def gathered(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of the ranks."""
+        """Return every rank's value, in the order of the ranks.
+
+        A value is what JSON has, or bytes; it travels as JSON, from which tuples come back as lists.
+        """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
         with self.time.measured():
-            dist.all_gather_object(values, value)
-        return values
+            return _gathered(value, self.size, None)
+
+    def gathered_beside(self, value: T) -> list[T]:
+        """Return what `gathered` does, while checkpoints are written beside the training."""
+        return _gathered(value, self.size, self.writing)
 
     def from_first(self, value: T | None) -> T:
-        """Return the first rank's value; the others' are ignored."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]  # type: ignore[return-value]
+        """Return the first rank's value, of a kind that `gathered` takes; the others' are ignored."""
+        data = _encoded(value)
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0)
+        if not self.is_first:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0)
+        return _decoded(data)  # type: ignore[no-any-return]
+
+    def tensors_from_first(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the first rank's tensors, in host memory; the others' are ignored."""
+        kinds = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+        found = {}
+        for name, dtype, shape in self.from_first(kinds):
+            if self.is_first:
+                found[name] = tensors[name].detach().cpu().contiguous()
+            else:
+                found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(found[name], 0)
+        return found
 
     def agree(self, what: str, value: object) -> None:
         """Check that all ranks are about to do the same.
@@ -120,7 +157,8 @@ class Ranks:
         Raises:
             RuntimeError: they are not, on every rank.
         """
-        others = [rank for rank, other in enumerate(self.gathered(value)) if other != value]
+        values = self.gathered(value)
+        others = [rank for rank, other in enumerate(values) if other != values[self.rank]]
         if others:
             raise RuntimeError(
                 f"the Learner's ranks disagree about {what}: ranks {others} differ from {self.rank}"
@@ -191,7 +229,44 @@ def _interface_towards(seat: Seat) -> str:
     return next(found, "lo")
 
 
-def _take_gpu(store: TCPStore, seat: Seat) -> None:
+def _exchange(group: Any, device: torch.device, parts: Sequence[bytes]) -> list[bytes]:
+    """Send the nth part to the group's nth rank; return the part that each sent here."""
+    sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(device)
+    if device.type == "cpu":  # gloo has a connection for every pair of ranks, and each of them is used here
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+    else:
+        every = [torch.empty_like(sent) for _ in parts]
+        dist.all_gather(every, sent, group=group)
+        received = torch.stack(every).view(len(parts), len(parts), NUM_BYTES)[:, dist.get_rank(group)]
+    return [bytes(part.tolist()) for part in received.reshape(len(parts), NUM_BYTES).cpu()]
+
+
+def _gathered(value: Any, size: int, group: Any) -> list[Any]:
+    own = _encoded(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group)
+    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+    padded[: len(own)] = own
+    rows = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(rows, padded, group)
+    return [_decoded(row[: int(num_bytes)]) for row, num_bytes in zip(rows, sizes, strict=True)]
+
+
+def _encoded(value: object) -> torch.Tensor:
+    """Return a value as JSON, in bytes (uint8)."""
+    text = json.dumps(value, default=lambda data: {"base64": base64.b64encode(data).decode()})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _decoded(data: torch.Tensor) -> Any:
+    def plain(found: dict[str, Any]) -> Any:
+        return base64.b64decode(found["base64"]) if found.keys() == {"base64"} else found
+
+    return json.loads(data.numpy().tobytes(), object_hook=plain)
+
+
+def _take_gpu(store: SignedStore, seat: Seat) -> None:
     """Take the GPU that stands at this rank's place in the order of its node's GPUs.
 
     Ray gives each of a node's ranks one of their GPUs in any order; nothing has used it yet.

@@ -1,6 +1,5 @@
 """Loading a policy onto several ranks, of which the first alone ever has it whole."""
 
-import copy
 from typing import Any
 
 import torch
@@ -8,10 +7,11 @@ import torch.distributed as dist
 
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.models.adapters import add_adapter, load_trained
+from grpo_ray.models.hub_format import choose_conversions, used_conversions
 from grpo_ray.models.loading import cast_parameters, skeleton
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.quantization import is_quantized
+from grpo_ray.models.quantization import is_quantized, layer_of, quantized_values
 from grpo_ray.models.sharded import sharded_like
 from grpo_ray.policy.ranks import Ranks
 
@@ -43,30 +43,31 @@ def load_in_shards(
     if config.adapter is not None:
         cast_parameters(model.parameters(), getattr(torch, config.dtype))
         if is_quantizing:
-            _receive_quantized_layers(model, complete, ranks, device)
+            _receive_quantized_layers(model, complete, ranks, getattr(torch, config.dtype), device)
         add_adapter(model, config.adapter, path)
     with_head_dtype(model, config.head_dtype)
     if kept_dtype is not None:
         cast_parameters(model.parameters(), kept_dtype)
+    # Known from its files: the names that the weights have there. Sharding changes the model's class.
+    choose_conversions(model, ranks.from_first(used_conversions(complete) if complete is not None else None))
     ranks.shard(model, getattr(torch, config.dtype))
     module: Any = model
-    # Known from its files: the names that the weights have there.
-    module._weight_conversions = ranks.from_first(getattr(complete, "_weight_conversions", None))
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     _receive_values(module, complete, ranks)
     return model
 
 
 def _receive_quantized_layers(
-    model: PolicyModel, complete: PolicyModel | None, ranks: Ranks, device: torch.device
+    model: PolicyModel, complete: PolicyModel | None, ranks: Ranks, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Put the first rank's layers in 4 bits in the place of the model's own."""
     layers = dict(complete.named_modules()) if complete is not None else {}
     names = [name for name, layer in layers.items() if is_quantized(getattr(layer, "weight", None))]
     for name in ranks.from_first(names):
-        layer: Any = ranks.from_first(copy.deepcopy(layers[name]).cpu() if layers else None)
+        values = ranks.tensors_from_first(quantized_values(layers[name]) if layers else {})
         parent, _, child = name.removesuffix(".base_layer").rpartition(".")
-        setattr(model.get_submodule(parent), child, layer.to(device))
+        place = model.get_submodule(parent)
+        setattr(place, child, layer_of(values, getattr(place, child), dtype, device))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from grpo_ray.actors.clients import RunActors
 from grpo_ray.config import Config
-from grpo_ray.errors import OutOfDeviceMemory, RunError, shown_plainly
+from grpo_ray.errors import FORGED, OutOfDeviceMemory, RunError, shown_plainly
 from grpo_ray.run.controller import RECOVERABLE, Controller
 from grpo_ray.run.preflight import Prepared
 from grpo_ray.run.restarts import RestartBudget
@@ -70,7 +70,8 @@ def train_through_restores(
                 log.event("run_failed", getattr(error, "name", None), str(error))
                 if isinstance(error, OutOfDeviceMemory):
                     config = _with_smaller_micro_batches(config, error.num_tokens, log)
-                if not controller.has_begun and not restores.num_failures:
+                is_disturbed = FORGED in str(error)  # by a process that is no part of the run
+                if not controller.has_begun and not restores.num_failures and not is_disturbed:
                     raise RunError(f"{error}\nThe actors' output is in {run.logs}/") from error
                 try:
                     restores.count(controller.version, str(error))

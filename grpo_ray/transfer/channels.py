@@ -6,7 +6,7 @@ import torch
 
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.nccl_channel import NcclChannel
-from grpo_ray.transfer.wire import Channel, GlooChannel
+from grpo_ray.transfer.wire import SENDER, Channel, GlooChannel
 
 
 def join(meeting: Meeting, rank: int, device: torch.device) -> Channel:
@@ -22,8 +22,10 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> Channel:
 
 def _communicator(store: Any, rank: int, size: int, device: torch.device) -> Any:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     from vllm.utils.nccl import unpinned_nccl_env
 
     with unpinned_nccl_env():
-        return PyNcclCommunicator(StatelessProcessGroup(rank, size, store), device=device)
+        if rank == SENDER:
+            store.set("id", bytes(NCCLLibrary().ncclGetUniqueId().internal))
+        return PyNcclCommunicator.from_unique_id_bytes(store.get("id"), rank, size, device)

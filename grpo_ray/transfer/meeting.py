@@ -1,13 +1,13 @@
 """The place where both ends of a wire meet, in plain values; torch is loaded only to go there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from grpo_ray.transfer.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from grpo_ray.policy.rendezvous import SignedStore
 
 Backend = Literal["gloo", "nccl"]
 
@@ -18,7 +18,7 @@ class WireError(RuntimeError):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place where both ends of a wire find each other: a key in the Learner's store."""
+    """The place where both ends of a wire find each other: a key in the Learner's store, and their secret."""
 
     host: str
     port: int
@@ -26,9 +26,10 @@ class Meeting:
     backend: Backend
     num_receivers: int
     timeout_s: float  # for joining, and for each transfer
+    secret: bytes = field(repr=False)  # of this wire alone; it proves that a process is one of its ends
     chunk_bytes: int = CHUNK_BYTES
 
-    def store(self) -> "PrefixStore":
+    def store(self) -> "SignedStore":
         """Connect to the Learner's store, and return the part of it that is this wire's.
 
         Raises:
@@ -36,8 +37,11 @@ class Meeting:
         """
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+        from grpo_ray.policy.rendezvous import SignedStore
+
         limit = timedelta(seconds=self.timeout_s)
         try:
-            return PrefixStore(self.key, TCPStore(self.host, self.port, timeout=limit))
+            store = PrefixStore(self.key, TCPStore(self.host, self.port, timeout=limit))
         except RuntimeError as error:
             raise WireError(f"no store at {self.host}:{self.port}: {error}") from error
+        return SignedStore(store, self.secret)

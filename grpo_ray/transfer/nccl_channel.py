@@ -1,13 +1,14 @@
 """The channel between the Learner's GPU and those of one Generator. It has not been run on any GPU."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock
 from typing import Any
 
 import torch
 
+from grpo_ray.policy.rendezvous import NUM_BYTES, prove
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.wire import SENDER
 
@@ -29,7 +30,7 @@ class NcclChannel:
         """Wait until all ranks have come.
 
         Raises:
-            WireError: they did not come within the meeting's time limit.
+            WireError: they did not come within the meeting's time limit, or one is another process.
         """
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
@@ -40,10 +41,28 @@ class NcclChannel:
         except RuntimeError as error:
             raise WireError(f"the other end did not come: {error}") from error
         self._lock, self._is_closed = Lock(), False
-        self._nccl = communicator(store, rank, size, self.device)
+        try:
+            self._nccl = communicator(store, rank, size, self.device)
+        except (OSError, RuntimeError) as error:
+            raise WireError(f"no communicator of NCCL: {error}") from error
         if self._nccl.disabled:
-            raise WireError("vLLM finds no NCCL library here")
+            raise WireError("vLLM's use of NCCL is turned off here")
         self._stream = torch.cuda.Stream(self.device)  # beside training
+        try:
+            prove(meeting.secret, meeting.key, rank, size, lambda parts: self._exchange(parts, rank, meeting))
+        except RuntimeError as error:
+            self.close()
+            raise WireError(f"the other end did not come: {error}") from error
+
+    def _exchange(self, parts: Sequence[bytes], rank: int, meeting: Meeting) -> list[bytes]:
+        """Send each rank's parts to all in turn; return the part of each that is for this one."""
+        found = []
+        for root in range(len(parts)):
+            data = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which copies the bytes there
+            self._broadcast(data, meeting.timeout_s, root)
+            found.append(bytes(data.view(-1, NUM_BYTES)[rank].tolist()))
+        return found
 
     def send(self, part: torch.Tensor, timeout_s: float) -> None:
         self._broadcast(part, timeout_s)
@@ -52,12 +71,12 @@ class NcclChannel:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # may still use part's memory
         self._broadcast(part, timeout_s)
 
-    def _broadcast(self, part: torch.Tensor, timeout_s: float) -> None:
+    def _broadcast(self, part: torch.Tensor, timeout_s: float, root: int = SENDER) -> None:
         deadline = time.monotonic() + timeout_s
         with self._lock, torch.cuda.device(self.device):
             self._check_open()
             try:
-                self._nccl.broadcast(part, SENDER, self._stream)
+                self._nccl.broadcast(part, root, self._stream)
             except RuntimeError as error:
                 raise WireError(f"NCCL: {error}") from error
             done = self._stream.record_event()

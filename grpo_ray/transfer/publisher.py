@@ -1,6 +1,6 @@
 """The Learner's weights as snapshots: packed for the configured transport, whole or as a delta."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 
 import numpy as np
@@ -14,7 +14,7 @@ from grpo_ray.models.sharded import gathered
 from grpo_ray.policy.ranks import Ranks
 from grpo_ray.transfer.channels import join
 from grpo_ray.transfer.kept_weights import KeptWeights
-from grpo_ray.transfer.messages import WeightSnapshot
+from grpo_ray.transfer.messages import DeviceHandle, WeightSnapshot
 from grpo_ray.transfer.sender import make_sender
 from grpo_ray.transfer.snapshot import NamedWeights, ReusedMemory, pack_on_device, pack_weights, take_part
 
@@ -69,7 +69,8 @@ class Publisher:
             self.forget_shared()
             snapshot, self._shared = pack_on_device(weights, version, dtype, self._device)
             # It is kept until the next one: a replacement Generator loads it as well.
-            return replace(snapshot, on_device=tuple(chain(*self._ranks.gathered(snapshot.on_device))))
+            found = chain(*self._ranks.gathered([asdict(handle) for handle in snapshot.on_device]))
+            return replace(snapshot, on_device=tuple(DeviceHandle(**fields) for fields in found))
         if not self._ranks.is_first:
             take_part(weights)
             return WeightSnapshot(version, (), np.empty(0, np.uint8))

@@ -1,8 +1,8 @@
 """The Learner's end of all wires, and the versions that it keeps for them."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from threading import Lock
 from zlib import crc32
 
@@ -11,6 +11,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from grpo_ray.config import Config
+from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
 from grpo_ray.transfer.chunks import CHUNK_BYTES
 from grpo_ray.transfer.meeting import Backend, Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -96,8 +97,7 @@ class Sender:
         self.drop_wire(name)
         with self._lock:
             if self._store is None:
-                limit = timedelta(seconds=self._timeout_s)
-                self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+                self._store = open_store(self._host, self._timeout_s)
             self._num_opened += 1
             self._meetings[name] = Meeting(
                 host=self._host,
@@ -106,6 +106,7 @@ class Sender:
                 backend=self._backend,
                 num_receivers=self._num_receivers,
                 timeout_s=self._timeout_s,
+                secret=secrets.token_bytes(NUM_BYTES),
                 chunk_bytes=self._chunk_bytes,
             )
             return self._meetings[name]

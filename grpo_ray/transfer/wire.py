@@ -7,7 +7,7 @@ one arrives. A header goes ahead of them: both ends must mean the same version i
 
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroupGloo
 
+from grpo_ray.policy.rendezvous import NUM_BYTES, prove
 from grpo_ray.transfer.chunks import Chunk, chunks
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.messages import WeightSnapshot
@@ -52,17 +53,27 @@ class GlooChannel:
         """Wait until the other end has come as well.
 
         Raises:
-            WireError: it did not come within `timeout_s`.
+            WireError: it did not come within `timeout_s`, or another process is in its place.
         """
         gloo: Any = ProcessGroupGloo  # its type lacks much
         options = gloo._Options()
         options._timeout = timedelta(seconds=meeting.timeout_s)
         options._devices = [gloo.create_device(hostname=_address_towards(meeting))]
+        self._store, self._other = meeting.store(), 1 - rank
         try:
-            self._group = gloo(meeting.store(), rank, 2, options)
+            self._group: Any = gloo(self._store, rank, 2, options)
+            prove(meeting.secret, meeting.key, rank, 2, lambda parts: self._exchange(parts, meeting.timeout_s))
         except RuntimeError as error:
+            self.close()
             raise WireError(f"the other end did not come: {error}") from error
-        self._other = 1 - rank
+
+    def _exchange(self, parts: Sequence[bytes], timeout_s: float) -> list[bytes]:
+        part = torch.frombuffer(bytearray(parts[self._other]), dtype=torch.uint8)
+        sending = self._group.send([part], self._other, 0)
+        found = torch.empty(NUM_BYTES, dtype=torch.uint8)
+        self.receive(found, timeout_s)
+        sending.wait(timedelta(seconds=timeout_s))
+        return [bytes(found.tolist())] * 2
 
     def send(self, part: torch.Tensor, timeout_s: float) -> None:
         self._wait(lambda group: group.send([part], self._other, 0), timeout_s)

@@ -4,12 +4,12 @@ import contextlib
 import ctypes
 import gc
 import multiprocessing
+import secrets
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
 from benchmarks.adapter_memory import QUICK, SHAPE
 from benchmarks.results import Options, Row
@@ -19,6 +19,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.config.loading import load_config
 from grpo_ray.models.sharded import local_part
 from grpo_ray.policy.ranks import Seat
+from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
 from grpo_ray.telemetry.memory import resident_bytes
 
 TITLE = "a Learner of one and of two ranks: steps, snapshots and memory (gloo)"
@@ -62,12 +63,14 @@ def _ask(pipes: Sequence[Connection], what: str) -> list[Any]:
 @contextlib.contextmanager
 def _ranks(folder: str, overrides: Sequence[str], size: int, threads: int) -> Iterator[list[Connection]]:
     """Start the ranks of one Learner; yield the pipes to them."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, secret = open_store("127.0.0.1"), secrets.token_bytes(NUM_BYTES)
     changes = [*overrides, f"learner.num_ranks={size}", f"learner.num_threads={threads}"]
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=_work, args=(there, folder, changes, rank, size, store.port), daemon=True)
+        context.Process(
+            target=_work, args=(there, folder, changes, rank, size, store.port, secret), daemon=True
+        )
         for rank, (_, there) in enumerate(pairs)
     ]
     for process in processes:
@@ -80,9 +83,11 @@ def _ranks(folder: str, overrides: Sequence[str], size: int, threads: int) -> It
             process.join()
 
 
-def _work(pipe: Connection, folder: str, overrides: list[str], rank: int, size: int, port: int) -> None:
+def _work(
+    pipe: Connection, folder: str, overrides: list[str], rank: int, size: int, port: int, secret: bytes
+) -> None:
     """Train, and answer questions, in a process of its own."""
-    seat = Seat(rank, size, 1, size, "127.0.0.1", port, 600.0, 600.0) if size > 1 else None
+    seat = Seat(rank, size, 1, size, "127.0.0.1", port, 600.0, 600.0, secret) if size > 1 else None
     config = load_config(QUICKSTART, overrides)
     torch.ones(1).sum()  # torch's own memory is there before the Learner's
     before = resident_bytes()
