@@ -2,6 +2,7 @@
 
 import errno
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -104,7 +105,8 @@ _ALL = (
     _ridden("stale_handle", disk.covered(errno.ESTALE), "disk"),
     _ridden("hung_folder", disk.covered(None), "disk", ("restored",)),
     _ridden("frozen_disk", disk.frozen_disk, "disk", ("restored",)),
-    _resumed("interrupt_on_frozen_disk", disk.interrupt_on_frozen_disk, "disk"),
+    _resumed("interrupt_on_frozen_disk", disk.ended_on_frozen_disk(signal.SIGTERM), "disk"),
+    _resumed("kill_on_frozen_disk", disk.ended_on_frozen_disk(signal.SIGKILL), "disk"),
     _resumed("power_cut", disk.power_cut, "disk"),
     _resumed("damaged_checkpoint", disk.damaged_checkpoint),
     _resumed("flipped_checkpoint", disk.flipped_checkpoint),

@@ -32,19 +32,26 @@ class RunEnded(RuntimeError):
     """The run's own process ended without a request."""
 
 
-def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait for processes to end, and return those that are left after the timeout; zombies count as ended."""
+def wait_until_gone(
+    processes: list[psutil.Process], timeout_s: float, waiting_counts: bool = True
+) -> list[psutil.Process]:
+    """Wait for processes to end, and return those that are left after the timeout; zombies count as ended.
+
+    Args:
+        waiting_counts: also count a process that waits in the kernel for a disk as left.
+    """
+    ended = {psutil.STATUS_ZOMBIE} if waiting_counts else {psutil.STATUS_ZOMBIE, psutil.STATUS_DISK_SLEEP}
     deadline = time.monotonic() + timeout_s
-    while left := [process for process in processes if _is_there(process)]:
+    while left := [process for process in processes if _is_there(process, ended)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
     return left
 
 
-def _is_there(process: psutil.Process) -> bool:
+def _is_there(process: psutil.Process, ended: set[str]) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() not in ended
     except psutil.NoSuchProcess:
         return False
 
