@@ -70,8 +70,8 @@ def frozen_disk(run: ChaosRun, draw: random.Random) -> str:
 def ended_on_frozen_disk(number: int) -> Inject:
     """End the driver while writes hang: it must be gone by its deadline, and with it all that it started.
 
-    The kernel keeps a thread that waits for the disk until the thaw, even after SIGKILL. Such a process counts as
-    gone: the driver once its main thread has ended, the others also while they wait for the disk.
+    Until the thaw the kernel keeps a thread that waits for the disk, even after SIGKILL. Such a process counts
+    as gone: the driver once its main thread has ended, the others also while they wait for the disk.
     """
 
     def inject(run: ChaosRun, draw: random.Random) -> str:

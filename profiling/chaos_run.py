@@ -66,7 +66,8 @@ class ChaosRun:
         self.folder, self.disk, self.memory = folder, disk, memory
         self.path = (disk.path if disk else folder) / "run"  # as the driver knows it
         self.run = RunDirectory((disk.view if disk else folder) / "run")
-        self.triggers = folder / "triggers"
+        self.triggers, self.clock = folder / "triggers", folder / "clock"
+        self.clock.unlink(missing_ok=True)
         self.triggers.mkdir(parents=True, exist_ok=True)
         for trigger in self.triggers.iterdir():  # of a campaign that was interrupted
             trigger.unlink()
@@ -191,6 +192,7 @@ class ChaosRun:
         """Undo what a fault that failed half-way may have left."""
         if self.disk:
             self.disk.heal(self.path)
+        self.clock.unlink(missing_ok=True)
         for process in self.stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
