@@ -49,7 +49,7 @@ def lose_node_for_a_while(run: ChaosRun, draw: random.Random) -> str | None:
 
 
 def lose_head_in_checkpoint(run: ChaosRun, draw: random.Random) -> str | None:
-    """Lose the head node's Ray while a checkpoint is written: the run must end by itself; a new cluster resumes it."""
+    """Lose the head node's Ray while a checkpoint is written; the run must end by itself."""
     if run.cluster is None:
         return None
     wait_for_checkpoint(run)
