@@ -146,12 +146,17 @@ def power_cut(run: ChaosRun, draw: random.Random) -> str:
 
 def _with_driver_down(change: Callable[[ChaosRun, random.Random], str]) -> Inject:
     def inject(run: ChaosRun, draw: random.Random) -> str:
+        _wait_for_one(run)
         run.kill()
         said = change(run, draw)
         run.resume()
         return f"SIGKILL to the driver; {said}"
 
     return inject
+
+
+def _wait_for_one(run: ChaosRun) -> None:
+    run.wait_for(lambda: _newest(run) is not None, 120.0, "a checkpoint")
 
 
 def _newest(run: ChaosRun) -> Path | None:
@@ -227,6 +232,7 @@ def empty_pids(run: ChaosRun, draw: random.Random) -> str | None:
 
 def delete_checkpoint(run: ChaosRun, draw: random.Random) -> str:
     """Delete the newest checkpoint, and kill the Learner, which would have gone back to it."""
+    _wait_for_one(run)
     newest = _newest(run)
     if newest is not None:
         shutil.rmtree(newest)
