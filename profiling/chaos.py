@@ -202,6 +202,7 @@ def main() -> int:
     if has_own_mounts:
         own_shared_memory()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run is ended, too
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it, also for the driver
     results = Results(Path(options.folder))
     for name in options.scenarios.split(",") if options.faults else []:
         if not results.is_audited(name, options.seed):
