@@ -25,7 +25,7 @@ from pathlib import Path
 from chaos_cluster import Cluster
 from chaos_disk import Disk, in_own_namespace
 from chaos_faults import COUNTED, FAULTS, OUTCOMES, RESUMED, RODE_THROUGH, Fault, can_meet, possible
-from chaos_memory import Memory
+from chaos_memory import Memory, own_shared_memory
 from chaos_results import (
     BUDGET_USED_UP,
     NOT_POSSIBLE,
@@ -199,7 +199,10 @@ def one_run(name: str, options: argparse.Namespace, results: Results, has_own_mo
 def main() -> int:
     options = _options()
     has_own_mounts = in_own_namespace(sys.argv)
+    if has_own_mounts:
+        own_shared_memory()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run is ended, too
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it, also for the driver
     results = Results(Path(options.folder))
     for name in options.scenarios.split(",") if options.faults else []:
         if not results.is_audited(name, options.seed):

@@ -30,6 +30,11 @@ class Cluster:
         self._folders: list[str] = []
         self._environment = {**os.environ, **token, **QUICK}
         self.environment = {**token, "RAY_ADDRESS": self._address}
+        self._num_nodes = num_nodes
+        self.start()
+
+    def start(self) -> None:
+        """Start the head and the further nodes, at the same address again after `stop`."""
         port = self._address.partition(":")[2]
         self._head = self._start("--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=0")
         self._nodes: list[subprocess.Popen[bytes]] = []
@@ -39,7 +44,7 @@ class Cluster:
                 self.stop()
                 raise RuntimeError("the head node did not come up")
             time.sleep(0.2)
-        self._nodes = [self._join() for _ in range(num_nodes)]
+        self._nodes = [self._join() for _ in range(self._num_nodes)]
 
     def processes_of(self, index: int) -> list[psutil.Process]:
         """Return all processes of a further node."""
@@ -57,12 +62,21 @@ class Cluster:
             process.kill()
         self._nodes[index].wait()
 
+    def lose_head(self) -> None:
+        """Kill all of Ray on the head node; the driver there is a process of its own."""
+        for process in [
+            *psutil.Process(self._head.pid).children(recursive=True),
+            psutil.Process(self._head.pid),
+        ]:
+            process.kill()
+        self._head.wait()
+
     def rejoin(self, index: int) -> None:
         self._nodes[index] = self._join()
 
     @property
     def num_nodes(self) -> int:
-        return len(self._nodes)
+        return self._num_nodes
 
     def stop(self) -> None:
         for node in [*self._nodes, self._head]:

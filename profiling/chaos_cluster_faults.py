@@ -3,6 +3,7 @@
 import random
 import time
 
+from chaos_moment_faults import wait_for_checkpoint
 from chaos_run import ChaosRun
 
 
@@ -45,3 +46,20 @@ def lose_node_for_a_while(run: ChaosRun, draw: random.Random) -> str | None:
     for node in range(run.cluster.num_nodes):
         run.cluster.rejoin(node)
     return f"{run.cluster.num_nodes} nodes were lost, and others joined {seconds:.0f} s later"
+
+
+def lose_head_in_checkpoint(run: ChaosRun, draw: random.Random) -> str | None:
+    """Lose the head node's Ray while a checkpoint is written; the run must end by itself."""
+    if run.cluster is None:
+        return None
+    wait_for_checkpoint(run)
+    run.cluster.lose_head()
+    started = time.monotonic()
+    status = run.wait_for_end(300.0)
+    seconds = time.monotonic() - started
+    if status == 0:
+        run.wrong.append("exit status 0")
+    run.cluster.stop()
+    run.cluster.start()
+    run.resume()
+    return f"the head was lost in a checkpoint; the driver ended with status {status} after {seconds:.0f} s"

@@ -69,13 +69,7 @@ class Disk:
 
     def fill(self) -> None:
         """Leave not one free block."""
-        with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            size = 0
-            for step in (GIB // 16, GIB // 256, 2**14, 2**12):
-                with contextlib.suppress(OSError):
-                    while True:
-                        os.posix_fallocate(file.fileno(), size, step)
-                        size += step
+        fill(self._filler)
 
     def empty(self) -> None:
         self._filler.unlink(missing_ok=True)
@@ -129,6 +123,17 @@ class Disk:
     def restore_power(self) -> None:
         self.unmount()
         self.mount()
+
+
+def fill(path: Path) -> None:
+    """Let a file take every free block of its file system."""
+    with path.open("wb", buffering=0) as file:
+        size = 0
+        for step in (GIB // 16, GIB // 256, 2**14, 2**12):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), size, step)
+                    size += step
 
 
 def _run(*command: str) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 from chaos_process_faults import Inject, hang, signalled
-from chaos_run import ChaosRun
+from chaos_run import INTERRUPTED, ChaosRun, wait_until_gone
 
+from grpo_ray.run.signals import CLEAN_UP_S
 from grpo_ray.telemetry.checkpoint import CheckpointStore
 
 
@@ -66,30 +67,38 @@ def frozen_disk(run: ChaosRun, draw: random.Random) -> str:
     return f"every write hung for {seconds:.1f} s"
 
 
-def interrupt_on_frozen_disk(run: ChaosRun, draw: random.Random) -> str:
-    """Send SIGTERM while writes hang: the driver must end by its deadline, without a checkpoint."""
-    assert run.disk is not None
-    processes = run.processes()
-    run.disk.freeze()
-    try:
-        time.sleep(1.0)
-        started = time.monotonic()
-        run.signal(signal.SIGTERM)
-        allowed = run.on_preemption_s + 20.0
+def ended_on_frozen_disk(number: int) -> Inject:
+    """End the driver while writes hang: it must be gone by its deadline, and with it all that it started.
+
+    Until the thaw the kernel keeps a thread that waits for the disk, even after SIGKILL. Such a process counts
+    as gone: the driver once its main thread has ended, the others also while they wait for the disk.
+    """
+
+    def inject(run: ChaosRun, draw: random.Random) -> str:
+        assert run.disk is not None
+        processes, driver = run.processes(), psutil.Process(run.driver_pid)
+        run.disk.freeze()
         try:
-            status: int | None = run.wait_for_end(allowed)
-        except TimeoutError:
-            status = None
-            run.wrong.append(f"the driver did not end within {allowed:g} s while writes hung")
-        seconds = time.monotonic() - started
-    finally:
-        run.disk.thaw()
-    if status is None:
-        run.wait_for_end(60.0)
-    for process in processes:
-        signalled(process, signal.SIGKILL) if process.is_running() and process.pid in psutil.pids() else None
-    run.resume()
-    return f"SIGTERM while every write hung; ended with status {status} after {seconds:.1f} s"
+            time.sleep(1.0)
+            started = time.monotonic()
+            run.signal(number)
+            allowed = run.on_preemption_s + CLEAN_UP_S
+            if wait_until_gone([driver], allowed):
+                run.wrong.append(f"the driver did not end within {allowed:g} s while writes hung")
+            seconds = time.monotonic() - started
+            left = wait_until_gone(processes, 30.0, waiting_counts=False)
+            run.wrong += [f"process {process.pid} was still there while writes hung" for process in left]
+        finally:
+            run.disk.thaw()
+        status = run.wait_for_end(60.0)
+        if status not in (INTERRUPTED, -signal.SIGKILL):
+            run.wrong.append(f"exit status {status} instead of {INTERRUPTED}: {run.last_words()}")
+        run.wrong += [f"process {process.pid} was still there" for process in wait_until_gone(processes, 60.0)]
+        run.resume()
+        name = signal.Signals(number).name
+        return f"{name} while every write hung; the driver ended after {seconds:.1f} s with status {status}"
+
+    return inject
 
 
 def covered(error: int | None) -> Inject:
@@ -137,12 +146,17 @@ def power_cut(run: ChaosRun, draw: random.Random) -> str:
 
 def _with_driver_down(change: Callable[[ChaosRun, random.Random], str]) -> Inject:
     def inject(run: ChaosRun, draw: random.Random) -> str:
+        _wait_for_one(run)
         run.kill()
         said = change(run, draw)
         run.resume()
         return f"SIGKILL to the driver; {said}"
 
     return inject
+
+
+def _wait_for_one(run: ChaosRun) -> None:
+    run.wait_for(lambda: _newest(run) is not None, 120.0, "a checkpoint")
 
 
 def _newest(run: ChaosRun) -> Path | None:
@@ -218,6 +232,7 @@ def empty_pids(run: ChaosRun, draw: random.Random) -> str | None:
 
 def delete_checkpoint(run: ChaosRun, draw: random.Random) -> str:
     """Delete the newest checkpoint, and kill the Learner, which would have gone back to it."""
+    _wait_for_one(run)
     newest = _newest(run)
     if newest is not None:
         shutil.rmtree(newest)

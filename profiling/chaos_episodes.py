@@ -3,6 +3,8 @@
 `raise_in_environment` raises an error, `exit_in_environment` ends the process as a crash in a C library would,
 `leave_environment` calls `sys.exit`, `block_environment` never returns from a call, `fill_environment`
 takes all memory that the worker may have, and `poison_prompt` ends the process whenever one prompt is played.
+`huge_tool_result` adds 4 MiB to the conversation, and `poison_text`, `poison_number` and `poison_metrics` end the
+episode with what no file of rollouts can hold.
 """
 
 import contextlib
@@ -56,4 +58,12 @@ async def episode(session: Session, example: Example) -> Outcome:
         taken = []
         while True:
             taken.append(bytearray(2**24))
+    if is_requested("huge_tool_result"):
+        await session.chat([{"role": "user", "content": "higher " * (2**22 // 7)}])
+    if is_requested("poison_text"):
+        raise ValueError("chaos: there is no place \ud83d")
+    if is_requested("poison_number"):
+        return Outcome(1e300)
+    if is_requested("poison_metrics"):
+        return Outcome(outcome.reward, metrics={"chaos/\ud83d": 1.0, "chaos/many": 10**30})
     return outcome

@@ -2,6 +2,7 @@
 
 import errno
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,6 +97,7 @@ _ALL = (
     Fault("monitor_kill_generator", process.memory_monitor("generator"), REPLACED, None, "memory", WITH_OTHERS),
     Fault("monitor_kill_scorer", process.memory_monitor("scorer"), REPLACED, None, "memory", WITH_OTHERS),
     _restored("monitor_kill", process.memory_monitor(""), "memory"),
+    _ridden("full_shm", process.full_shm, "memory", ("replaced", "replaced, restored", "restored")),
     _ridden("few_files", process.few_files, or_else=("retried", "replaced", COUNTED)),
     # The run's files
     Fault("fill_disk", disk.fill_disk, (RODE_THROUGH,), is_plain=True),
@@ -105,7 +107,8 @@ _ALL = (
     _ridden("stale_handle", disk.covered(errno.ESTALE), "disk"),
     _ridden("hung_folder", disk.covered(None), "disk", ("restored",)),
     _ridden("frozen_disk", disk.frozen_disk, "disk", ("restored",)),
-    _resumed("interrupt_on_frozen_disk", disk.interrupt_on_frozen_disk, "disk"),
+    _resumed("interrupt_on_frozen_disk", disk.ended_on_frozen_disk(signal.SIGTERM), "disk"),
+    _resumed("kill_on_frozen_disk", disk.ended_on_frozen_disk(signal.SIGKILL), "disk"),
     _resumed("power_cut", disk.power_cut, "disk"),
     _resumed("damaged_checkpoint", disk.damaged_checkpoint),
     _resumed("flipped_checkpoint", disk.flipped_checkpoint),
@@ -123,6 +126,7 @@ _ALL = (
     _resumed("kill_checkpoint", moment.kill_checkpoint),
     _replaced("hang_generators_replacement", moment.hang_replacement("generator")),
     _replaced("hang_scorers_replacement", moment.hang_replacement("scorer")),
+    _ridden("jump_clock", moment.jump_clock),
     # From inside
     Fault("poison_reward", moment.trigger("poison_reward"), (COUNTED,), is_plain=True),
     Fault("scorer_error", moment.trigger("scorer_error"), ("retried",), "group_failed"),
@@ -135,6 +139,10 @@ _ALL = (
     *(
         Fault(name, moment.trigger(name), (COUNTED,), None, "episodes")
         for name in ("raise_in_environment", "leave_environment", "block_environment")
+    ),
+    *(
+        Fault(name, moment.trigger(name), (COUNTED,), None, "episodes", (RODE_THROUGH,))
+        for name in ("poison_text", "poison_number", "poison_metrics", "huge_tool_result")
     ),
     Fault(
         "fill_environment",
@@ -165,6 +173,7 @@ _ALL = (
     _replaced("drop_wire_sending", sync.sending("drop_wire"), "wires"),
     # Nodes
     Fault("lose_node", cluster.lose_node, RESTORED, None, "cluster", NODE_LOST),
+    _resumed("lose_head_in_checkpoint", cluster.lose_head_in_checkpoint, "cluster"),
     Fault("lose_nodes_for_a_while", cluster.lose_node_for_a_while, RESTORED, None, "cluster", NODE_LOST),
 )
 FAULTS = {fault.name: fault for fault in _ALL}

@@ -1,4 +1,4 @@
-"""Memory that runs out: for Ray's memory monitor, and for the kernel."""
+"""Memory that runs out: for Ray's memory monitor, for the kernel, and in /dev/shm."""
 
 import contextlib
 import os
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from chaos_disk import fill
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 LIMIT = 2**34
+SHARED, SHARED_SIZE = Path("/dev/shm"), "6g"
 
 
 class Memory:
@@ -35,6 +37,23 @@ class Memory:
     def use(self, share: float) -> None:
         """Show this share of the limit as used."""
         self._usage.write_text(f"{int(share * LIMIT)}\n")
+
+
+def own_shared_memory() -> None:
+    """Mount a /dev/shm for the run alone, in this process's mount namespace."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SHARED_SIZE},mode=1777", "chaos", str(SHARED)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def full_shared_memory() -> Iterator[None]:
+    """Leave not one free page in /dev/shm."""
+    filler = SHARED / "chaos-filler"
+    try:
+        fill(filler)
+        yield
+    finally:
+        filler.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

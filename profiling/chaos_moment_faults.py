@@ -64,11 +64,16 @@ def kill_start(run: ChaosRun, draw: random.Random) -> str:
     return f"{seconds:.1f} s after the start SIGKILL to the driver; {said}"
 
 
+def wait_for_checkpoint(run: ChaosRun) -> None:
+    """Wait until a checkpoint is being written."""
+    run.wait_for(lambda: any(run.run.checkpoints.glob("unfinished-*")), 120.0, "a checkpoint", 0.002)
+
+
 def _while_writing(then: Callable[[ChaosRun], str]) -> Inject:
     """Act while a checkpoint is being written."""
 
     def inject(run: ChaosRun, draw: random.Random) -> str:
-        run.wait_for(lambda: any(run.run.checkpoints.glob("unfinished-*")), 120.0, "a checkpoint", 0.002)
+        wait_for_checkpoint(run)
         said = then(run)
         run.resume()
         return f"while a checkpoint was written {said}"
@@ -98,6 +103,15 @@ def poison_prompt(run: ChaosRun, draw: random.Random) -> str:
     run.wait_for(lambda: bool(run.events(since, "set_aside")), 300.0, "a prompt that is set aside")
     path.unlink()
     return "one prompt ended its process until it was set aside"
+
+
+def jump_clock(run: ChaosRun, draw: random.Random) -> str:
+    """Let the wall clock of the driver and of the actors jump an hour ahead, and back."""
+    seconds = draw.uniform(3.0, 6.0)
+    run.clock.write_text("3600")
+    time.sleep(seconds)
+    run.clock.unlink()
+    return f"the wall clock was an hour ahead for {seconds:.1f} s, then back"
 
 
 def trigger(name: str) -> Inject:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import psutil
-from chaos_memory import out_of_memory
+from chaos_memory import full_shared_memory, out_of_memory
 from chaos_run import INTERRUPTED, ChaosRun, wait_until_gone
 
 Inject = Callable[[ChaosRun, random.Random], str | None]
@@ -165,6 +165,14 @@ def memory_monitor(newest: str) -> Inject:
 
 def _ended(processes: dict[str, psutil.Process | None]) -> list[str]:
     return [name for name, process in processes.items() if process and wait_until_gone([process], 0.0) == []]
+
+
+def full_shm(run: ChaosRun, draw: random.Random) -> str:
+    """Leave no page in /dev/shm, where Ray's objects lie."""
+    seconds = draw.uniform(3.0, 6.0)
+    with full_shared_memory():
+        time.sleep(seconds)
+    return f"not one free page in /dev/shm for {seconds:.1f} s"
 
 
 def few_files(run: ChaosRun, draw: random.Random) -> str | None:

@@ -32,19 +32,26 @@ class RunEnded(RuntimeError):
     """The run's own process ended without a request."""
 
 
-def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait for processes to end, and return those that are left after the timeout; zombies count as ended."""
+def wait_until_gone(
+    processes: list[psutil.Process], timeout_s: float, waiting_counts: bool = True
+) -> list[psutil.Process]:
+    """Wait for processes to end, and return those that are left after the timeout; zombies count as ended.
+
+    Args:
+        waiting_counts: also count a process that waits in the kernel for a disk as left.
+    """
+    ended = {psutil.STATUS_ZOMBIE} if waiting_counts else {psutil.STATUS_ZOMBIE, psutil.STATUS_DISK_SLEEP}
     deadline = time.monotonic() + timeout_s
-    while left := [process for process in processes if _is_there(process)]:
+    while left := [process for process in processes if _is_there(process, ended)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
     return left
 
 
-def _is_there(process: psutil.Process) -> bool:
+def _is_there(process: psutil.Process, ended: set[str]) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() not in ended
     except psutil.NoSuchProcess:
         return False
 
@@ -59,7 +66,8 @@ class ChaosRun:
         self.folder, self.disk, self.memory = folder, disk, memory
         self.path = (disk.path if disk else folder) / "run"  # as the driver knows it
         self.run = RunDirectory((disk.view if disk else folder) / "run")
-        self.triggers = folder / "triggers"
+        self.triggers, self.clock = folder / "triggers", folder / "clock"
+        self.clock.unlink(missing_ok=True)
         self.triggers.mkdir(parents=True, exist_ok=True)
         for trigger in self.triggers.iterdir():  # of a campaign that was interrupted
             trigger.unlink()
@@ -184,6 +192,7 @@ class ChaosRun:
         """Undo what a fault that failed half-way may have left."""
         if self.disk:
             self.disk.heal(self.path)
+        self.clock.unlink(missing_ok=True)
         for process in self.stopped:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

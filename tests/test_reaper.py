@@ -99,6 +99,35 @@ def test_all_descendants_of_a_killed_driver_are_ended_and_nothing_else(started: 
     assert stranger.poll() is None
 
 
+HALF_DEAD = """
+import ctypes, os, subprocess, sys, threading, time
+from grpo_ray.cluster.reaper import LOOK_S, start_reaper
+reaper = start_reaper()
+child = subprocess.Popen(sys.argv[1:], start_new_session=True)
+time.sleep(2 * LOOK_S)  # until the reaper knows the child
+threading.Thread(target=time.sleep, args=(120,), daemon=True).start()
+print(reaper.pid, child.pid, flush=True)
+ctypes.PyDLL(None).pthread_exit(None)  # with the GIL, so that the other thread never runs again
+"""
+
+
+def test_a_driver_with_a_thread_that_waits_in_the_kernel_is_dead_although_its_pipe_is_open(
+    started: list[int],
+) -> None:
+    """After SIGKILL a thread that waits for a frozen disk is left; here it is one that outlives the main thread."""
+    driver = subprocess.Popen([sys.executable, "-c", HALF_DEAD, *SLEEP], stdout=subprocess.PIPE, text=True)
+    started.append(driver.pid)
+    assert driver.stdout is not None
+    watcher, child = map(int, driver.stdout.readline().split())
+    started += [watcher, child]
+    assert within(60, lambda: not is_alive(child))
+    assert within(60, lambda: not is_alive(watcher))
+    assert driver.poll() is None  # its thread keeps it, and the pipe
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+
+
 def test_closing_its_stdin_ends_a_reaper_that_has_nothing_to_do(started: list[int]) -> None:
     watcher = start_reaper()
     started.append(watcher.pid)

@@ -17,6 +17,7 @@ from grpo_ray.errors import RunError
 from grpo_ray.run import restores, training
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
+from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.telemetry.json_lines import lines_from_end
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
@@ -194,6 +195,29 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
     with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
         training.resume(str(run.path), ["learner.learning_rate=9"])
     assert contents(run) == before
+
+
+def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_first_prompts(
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger that a restore without a checkpoint falls back to is the run's first one."""
+    run = RunDirectory(tmp_path / "run")
+    run.create(make())
+    ledgers: list[PromptLedger] = []
+
+    @contextlib.contextmanager
+    def free(config: Config) -> Iterator[Any]:
+        yield Silent(), None
+
+    monkeypatch.setattr(training, "_ray_for", free)
+    monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: ledgers.append(prepared.ledger))
+    training.resume(str(run.path), [])
+    first = ledgers[0].state_dict()
+    ledgers[0].take_new(8)
+    write_checkpoint(run, 2, 0, ledgers[0].state_dict())
+    run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n')
+    training.resume(str(run.path), [])
+    assert ledgers[1].state_dict() == first
 
 
 class Silent:

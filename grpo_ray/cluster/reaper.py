@@ -2,7 +2,8 @@
 
 Most of that Ray ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's
 process could outlive its actor. The reaper holds a pipe from the driver, which closes however the driver dies,
-and tracks every process that descended from it.
+and tracks every process that descended from it. A thread that waits in the kernel for a disk keeps the pipe of a
+dead driver open, so the reaper looks at the driver as well.
 
 A killed process also leaves its named semaphores in /dev/shm (vLLM's engine has one), because Ray kills the
 tracker that Python keeps for them along with it. The reaper finds them by the processes that have them mapped.
@@ -42,12 +43,12 @@ def _main(driver: int) -> None:
     ours: set[Process] = set()
     strangers: set[Path] = set()
     semaphores: set[Path] = set()
-    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+    while not (word := select.select([sys.stdin], [], [], LOOK_S)[0]) and process_at(driver):
         new = _semaphores() - semaphores - strangers
         ours = _alive(ours) | _descendants([driver])
         semaphores |= _mapped(new, ours)
         strangers |= new - semaphores
-    if not sys.stdin.buffer.read():  # a driver that was killed says nothing
+    if not word or not sys.stdin.buffer.read():  # a driver that was killed says nothing
         _end(ours)
     for path in semaphores - _mapped(semaphores, _alive(ours)):
         path.unlink(missing_ok=True)

@@ -86,9 +86,11 @@ def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
             check_same_sampling(before, config, checkpoint)
         with _hosted(config, is_local) as (console, host):
             prepared = _prepare(config, task, console)
+            beginning = prepared.ledger.state_dict()
             if checkpoint is not None:
                 with shown_plainly():
                     prepared.ledger.load_state_dict(checkpoint.state.ledger, ())
+            prepared.ledger.load_state_dict(beginning, ())  # for a restore that finds no checkpoint left
             _adopt(run, before, config, step)
             write_digests(run, digests)
             _run_to_the_end(config, prepared, run, console, host)
