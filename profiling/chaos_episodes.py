@@ -3,8 +3,8 @@
 `raise_in_environment` raises an error, `exit_in_environment` ends the process as a crash in a C library would,
 `leave_environment` calls `sys.exit`, `block_environment` never returns from a call, `fill_environment`
 takes all memory that the worker may have, and `poison_prompt` ends the process whenever one prompt is played.
-`huge_tool_result` adds 4 MiB to the conversation, and `poison_text`, `poison_number` and `poison_metrics` end the
-episode with what no file of rollouts can hold.
+`huge_tool_result` adds 4 MiB to the conversation, and `poison_text`, `poison_number` and `poison_metrics` end
+the episode with what no file of rollouts can hold.
 """
 
 import contextlib
