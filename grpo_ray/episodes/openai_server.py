@@ -20,6 +20,7 @@ HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 * 2**20
 BYTES_PER_CHAR = 6  # of JSON that escapes each character
 OTHER_BYTES = 2**20  # of a request: tools, names, thoughts that the template drops
+LINGERING_S = 1.0  # after the answer to a request that is too large, for the client to read it
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 # Raised by templates and parsers for messages that they do not take.
 REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -41,7 +42,7 @@ class ChatServer:
         app = web.Application()
         app.router.add_post("/{token}/v1/chat/completions", self._answer)
         app.router.add_route("*", "/{rest:.*}", _no_such_endpoint)
-        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, lingering_time=LINGERING_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0).start()
         self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
@@ -84,7 +85,7 @@ class ChatServer:
             return _end(413, session.end(Status.TRUNCATED_TOKENS, reason))
         except EpisodeEnded as end:
             return _end(400, end)  # clients do not ask again
-        except (*REFUSALS, web.RequestPayloadError) as error:
+        except REFUSALS as error:
             return _refusal(400, str(error) or type(error).__name__, "invalid_request")
         model = str(body.get("model", ""))
         if body.get("stream"):
