@@ -13,6 +13,8 @@ from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.validation_files import find_evaluation, summarise_groups, write_evaluation
 from grpo_ray.types import PromptItem, ScoredGroup
 
+MAX_UNWRITTEN = 8  # evaluations whose responses wait in memory for a disk with room
+
 
 class Validation:
     """The validation prompts, sampled and graded with the run's own actors."""
@@ -71,4 +73,6 @@ class Validation:
                 self._unwritten.popleft()
             except OSError as full:
                 error = f"{len(self._unwritten)} evaluations could not be written yet: {full}"
+        for number in range(len(self._unwritten) - MAX_UNWRITTEN):
+            self._unwritten[number] = self._unwritten[number][0], []  # only the metrics of the oldest are kept
         self._log.warning("evaluations", error)
