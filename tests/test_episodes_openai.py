@@ -267,7 +267,7 @@ def test_what_a_template_or_parser_does_not_take_is_refused(error: Exception) ->
 
 
 def test_a_request_that_is_too_large_ends_the_episode_unread() -> None:
-    """What fits follows from max_tokens, not from the endpoint."""
+    """The limit follows from max_tokens, not from the endpoint."""
 
     async def ask() -> None:
         limits = Limits(max_tokens=4096)

@@ -87,7 +87,7 @@ def test_a_box_of_a_dead_process_is_closed_once_its_successor_comes() -> None:
 
 
 def test_a_late_call_of_a_dead_process_leaves_its_successors_turns_alone() -> None:
-    """A stopped process whose call is executed after its replacement's first, as after a SIGCONT."""
+    """Its call may be executed after its replacement's first, as after a SIGCONT."""
 
     async def work() -> None:
         boxes = TurnBoxes(never)
@@ -113,7 +113,7 @@ def test_a_cancelled_turn_is_not_reported_with_its_error_either() -> None:
     async def work() -> None:
         box = TurnBox(failing)
         box.begin({0: ((1,), SETTINGS), 1: ((2,), SETTINGS)}, [])
-        await asyncio.sleep(0)  # both have failed, and nobody has asked yet
+        await asyncio.sleep(0)  # both have failed, and the worker has not asked yet
         box.begin({}, [0])
         assert list((await box.finished()).errors) == [1]
 

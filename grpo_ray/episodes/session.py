@@ -271,7 +271,7 @@ class Session:
         except ValueError as error:
             logger.debug("a reply's tool calls are malformed: %s", error)
             return text, "", ()
-        if not found or not all(isinstance(arguments, Mapping) for _, arguments in found):
+        if not found or not all(isinstance(name, str) and isinstance(args, Mapping) for name, args in found):
             return text, "", ()
         # Nine letters and digits: some templates accept nothing else.
         ids = [f"call{turn % 1000:03}{number % 100:02}" for number in range(len(found))]

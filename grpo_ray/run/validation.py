@@ -13,7 +13,7 @@ from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.validation_files import find_evaluation, summarise_groups, write_evaluation
 from grpo_ray.types import PromptItem, ScoredGroup
 
-MAX_UNWRITTEN = 8  # evaluations whose responses wait in memory for a disk with room
+MAX_UNWRITTEN = 8  # evaluations that wait with their responses for room on a disk
 
 
 class Validation:
