@@ -16,6 +16,7 @@ CHEAP = (
     "head_memory",
     "learner_shared",
     "logprobs",
+    "long_results",
     "packing",
     "scale",
     "scale_memory",

@@ -1,6 +1,8 @@
 """Conversations: prompts are the template's, token for token, and sampled tokens are never encoded again."""
 
 import asyncio
+import re
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -12,7 +14,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.episodes.chat_template import ChatTemplate
-from grpo_ray.episodes.session import Session
+from grpo_ray.episodes.limits import Limits
+from grpo_ray.episodes.outcome import EpisodeEnded, Status
+from grpo_ray.episodes.recent import Recent
+from grpo_ray.episodes.session import SHORT_CHARS, Session
 
 ENDS = {name: "<|eot_id|>" if name.startswith("llama") else "<|im_end|>" for name in TEMPLATES}
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
@@ -249,3 +254,159 @@ def test_messages_are_read_as_clients_write_them() -> None:
     session, _ = session_of("qwen2.5", lambda prompt: "reply")
     asyncio.run(play())
     assert len(session.segments.sequences()) == 1
+
+
+# Long conversations
+
+
+class Counting:
+    """A tokenizer that records the texts it is given to render and to make tokens of, and the threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.encoded: list[tuple[int, bool]] = []  # characters, and whether in the event loop's thread
+        self.num_rendered = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.encoded.append((len(text), threading.current_thread() is threading.main_thread()))
+        return self._tokenizer(text, **options)
+
+    def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
+        self.num_rendered += 1
+        return self._tokenizer.apply_chat_template(*arguments, **options)
+
+
+def counted_session(limits: Limits) -> tuple[Session, Scripted, Counting]:
+    tokenizer = tokenizer_of("qwen2.5")
+    counting: Any = Counting(tokenizer)
+    sampler = Scripted(tokenizer, lambda prompt: "reply", "<|im_end|>")
+    return make_session(sampler, counting, limits), sampler, counting
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_result_that_cannot_fit_is_neither_rendered_nor_made_tokens(is_first: bool) -> None:
+    session, sampler, counting = counted_session(Limits(max_tokens=4096))
+
+    async def play() -> None:
+        messages: list[dict[str, Any]] = (
+            [] if is_first else [user("one"), (await session.chat([user("one")])).message]
+        )
+        before = counting.num_rendered, len(counting.encoded)
+        for _ in range(2):
+            with pytest.raises(
+                EpisodeEnded, match=r"messages of 104858\d characters leave no room .* 4096 tokens"
+            ):
+                await session.chat([*messages, {"role": "tool", "content": "x" * 10 + " data" * 209_715}])
+        assert (counting.num_rendered, len(counting.encoded)) == before
+
+    asyncio.run(play())
+    assert session.ended is not None
+    assert session.ended.status is Status.TRUNCATED_TOKENS
+    assert len(sampler.prompts) == (0 if is_first else 1)
+
+
+def test_white_space_that_a_template_drops_is_no_reason_to_end() -> None:
+    tokenizer = tokenizer_of("llama3")
+    session = make_session(
+        Scripted(tokenizer, lambda prompt: "reply", "<|eot_id|>"), tokenizer, Limits(max_tokens=64)
+    )
+    text = "one" + " " * (session.max_chars + 1)
+    assert asyncio.run(session.chat([user(text)])).text == "reply"
+
+
+def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
+    session, sampler, counting = counted_session(Limits(max_tokens=10**6))
+
+    async def play() -> None:
+        messages = [user("one")]
+        messages.append((await session.chat(messages)).message)
+        messages.append(user("word " * (SHORT_CHARS // 5)))
+        messages.append((await session.chat(messages)).message)
+        messages.append(user("two"))  # the conversation is still long
+        await session.chat(messages)
+
+    asyncio.run(play())
+    assert [is_here for _, is_here in counting.encoded] == [True, False, False]
+    assert counting.encoded[1][0] > SHORT_CHARS - 5 > counting.encoded[2][0]
+    assert sampler.prompts[2] == rendered(tokenizer_of("qwen2.5"), session._turns[-1].messages[:-1])
+
+
+def test_calls_get_their_seeds_in_order_also_beside_a_long_one() -> None:
+    """Else a resumed run would sample other replies than the first."""
+    texts = ["a " * SHORT_CHARS, "b", "c " * SHORT_CHARS, "d"]
+    session, sampler, _ = counted_session(Limits(max_tokens=10**6))
+
+    async def play() -> None:
+        await asyncio.gather(*(session.chat([user(text)]) for text in texts))
+
+    asyncio.run(play())
+    decode = tokenizer_of("qwen2.5").decode
+    assert [decode(list(prompt)).split("user\n")[1][0] for prompt in sampler.prompts] == ["a", "b", "c", "d"]
+
+
+def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused() -> None:
+    """The engine would fail on it, with all that it samples at the same time."""
+    session, sampler = session_of("qwen2.5", lambda prompt: [5, size + 7])
+    size = len(tokenizer_of("qwen2.5"))
+
+    async def play() -> None:
+        for unknown in (-1, size, 10**6, 2**40):
+            with pytest.raises(ValueError, match=rf"the token {unknown}; the model's are 0 to {size - 1}"):
+                await session.sample([1, unknown])
+        reply = await session.sample([1, size - 1])
+        await session.sample([1, size - 1, *reply.token_ids, 2])  # what the model sampled is its own
+
+    asyncio.run(play())
+    assert len(sampler.prompts) == 2
+    assert session.ended is None
+
+
+# What a worker remembers
+
+
+def test_a_cache_keeps_what_was_used_last_up_to_its_size() -> None:
+    made: list[str] = []
+
+    def get(key: str) -> str:
+        return cache.get(key, lambda: made.append(key) or key)  # type: ignore[func-returns-value]
+
+    cache: Recent[str, str] = Recent(6, lambda key, value: len(key))
+    for key in ("aa", "bb", "cc", "aa", "dd", "aa", "bb"):
+        assert get(key) == key
+    assert made == ["aa", "bb", "cc", "dd", "bb"]
+    assert get("a text beyond its size") == "a text beyond its size"
+    assert cache._size == sum(map(len, cache._values)) <= 6
+
+
+def test_a_workers_memory_does_not_grow_with_its_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_ray.episodes.chat_template.NUM_SHAPES", 16)
+    monkeypatch.setattr("grpo_ray.episodes.chat_template.ENCODED_BYTES", 4096)
+    tokenizer = tokenizer_of("qwen2.5")
+    chat = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    for number in range(40):
+        conversation = [user("one")] * number + [
+            {"role": "assistant", "content": "two"},
+            user(f"{number} " * 20),
+        ]
+        assert chat.suffix(conversation, number + 1, 0)
+    assert len(chat._shapes._values) == 16
+    assert chat._texts._size <= 4096
+    assert 0 < len(chat._texts._values) < 40
+
+
+def test_a_sentinel_is_no_text_that_a_reply_can_know() -> None:
+    """One that was lengthened until no message held it took a pass over the conversation for each letter."""
+    tokenizer = tokenizer_of("qwen2.5")
+    counting: Any = Counting(tokenizer)
+    chat = ChatTemplate(counting, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    shown: list[str] = []
+    render = chat._render
+    chat._render = lambda messages, tools: shown.append(render(messages, tools)) or shown[-1]  # type: ignore
+    conversation = [user("one"), {"role": "assistant", "content": "grpo-ray-reply+++"}, user("two")]
+    for _ in range(2):
+        chat.suffix(conversation, 2, 0)
+    sentinels = re.findall(r"grpo-ray-reply-[0-9a-f]{32}", "".join(shown))
+    assert len(set(sentinels)) == 2

@@ -1,14 +1,20 @@
 """The OpenAI endpoint of a session, asked by the openai client."""
 
 import asyncio
+import copy
 import json
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import aiohttp
 import openai
 import pytest
 from episode_players import QWEN25, TOOL, Scripted, chat_tokenizer, make_session
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_episodes_tools import CALL, parser_of
 
 from grpo_ray.episodes.limits import Limits
@@ -162,15 +168,32 @@ def test_requests_that_a_session_cannot_answer_are_refused() -> None:
             ({"tool_choice": "required"}, 'supports only \\"auto\\"'),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
             ({"messages": [{"content": "hello"}]}, "a message has no role"),
+            (
+                {"messages": [{"role": ["user"], "content": "x"}]},
+                "a message has no role, or one that is no text",
+            ),
+            ({"messages": [{"role": "user", "content": 5}]}, "only text is supported"),
+            ({"messages": [{"role": "user", "content": ["x"]}]}, "only text is supported"),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "only text is supported"),
+            ({"messages": [{"role": "tool", "content": "x", "name": 3}]}, "name: a message has 3"),
+            (
+                {"messages": [{"role": "assistant", "content": "x", "reasoning_content": {}}]},
+                "reasoning_content: a message has {}",
+            ),
             ({"messages": ["hello"]}, "a list of messages"),
             (
                 {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
                 "each only with a name and arguments",
             ),
             ({"tools": ["look"]}, "only a list of objects"),
+            ({"tools": [{}]}, "each with a function that has a name"),
             ({"max_tokens": -1}, "it must be a positive whole number"),
+            ({"max_tokens": True}, "max_tokens is True; it must be a positive whole number"),
+            ({"max_completion_tokens": 0}, "max_tokens is 0; it must be a positive whole number"),
+            ({"extra_body": {"stream": "yes"}}, "stream is 'yes'; a session takes only"),
+            ({"extra_body": {"stream_options": ["x"]}}, "stream_options is ['x']; a session takes only"),
         ):
-            with pytest.raises(openai.BadRequestError, match=r"only|no role|positive|list") as error:
+            with pytest.raises(openai.BadRequestError) as error:
                 await client.chat.completions.create(**{"model": "policy", "messages": [QUESTION], **arguments})
             assert message.replace("\\", "") in str(error.value)
         return 1.0
@@ -178,6 +201,184 @@ def test_requests_that_a_session_cannot_answer_are_refused() -> None:
     result, sampler = play(agent)
     assert (result.reward, result.status) == (1.0, Status.FINISHED), result.error
     assert sampler.prompts == []
+
+
+def _calling(arguments: str) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+    }
+
+
+@asynccontextmanager
+async def serving(limits: Limits | None = None) -> AsyncIterator[tuple[Session, str, aiohttp.ClientSession]]:
+    """Serve a session that always gets the same reply; give it, its endpoint and a client."""
+    tokenizer = chat_tokenizer(QWEN25)
+    sampler = Scripted(tokenizer, lambda prompt: "gone", "<|im_end|>")
+    session, server = (
+        make_session(sampler, tokenizer, limits, parser_of("transformers", tokenizer)),
+        ChatServer(),
+    )
+    await server.start()
+    server.open(session)
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield session, f"{session.base_url}/chat/completions", http
+    finally:
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"[" * 100_000, {}),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', {}),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": NaN}', {}),
+        (json.dumps({"messages": [QUESTION]}).encode(), {RETRY_HEADER: "often"}),
+        (b"not compressed", {"Content-Encoding": "gzip"}),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused_and_the_next_one_answered(
+    body: bytes, headers: dict[str, str]
+) -> None:
+    async def ask() -> None:
+        async with serving() as (_, url, http):
+            async with http.post(url, data=body, headers=headers) as answer:
+                assert answer.status == 400, await answer.text()
+                assert (await answer.json())["error"]["message"]
+            async with http.post(url, json={"messages": [QUESTION]}) as answer:
+                assert answer.status == 200, await answer.text()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("error", [KeyError("name"), AttributeError("strip"), RecursionError()])
+def test_what_a_template_or_parser_does_not_take_is_refused(error: Exception) -> None:
+    async def ask() -> None:
+        async with serving() as (session, url, http):
+            with patch.object(session, "chat", AsyncMock(side_effect=error)):
+                async with http.post(url, json={"messages": [QUESTION]}) as answer:
+                    assert answer.status == 400
+                    assert str(error) in (await answer.json())["error"]["message"]
+
+    asyncio.run(ask())
+
+
+def test_a_request_that_is_too_large_ends_the_episode_unread() -> None:
+    """The limit follows from max_tokens, not from the endpoint."""
+
+    async def ask() -> None:
+        limits = Limits(max_tokens=4096)
+        async with serving(limits) as (session, url, http):
+            read = AsyncMock(side_effect=AssertionError("it was read"))
+            with patch.object(session, "chat", read):
+                text = "x" * (60 * 2**20)
+                async with http.post(
+                    url, data=json.dumps({"messages": [{**QUESTION, "content": text}]})
+                ) as answer:
+                    assert answer.status == 413
+                    assert (await answer.json())["error"]["code"] == "context_length_exceeded"
+        assert session.ended is not None
+        assert session.ended.status is Status.TRUNCATED_TOKENS
+        padded = json.dumps({"messages": [QUESTION]}).encode() + b" " * (3 * 2**20)
+        for max_tokens, status in ((4096, 413), (10**6, 200)):
+            limits = Limits(max_tokens=max_tokens)
+            async with serving(limits) as (_, url, http), http.post(url, data=padded) as answer:
+                assert answer.status == status
+
+    asyncio.run(ask())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+REQUEST = {
+    "model": "policy",
+    "messages": [
+        QUESTION,
+        _calling('{"place": "here"}'),
+        {
+            "role": "tool",
+            "tool_call_id": "call00000",
+            "name": "look",
+            "content": [{"type": "text", "text": "x"}],
+        },
+        {"role": "assistant", "content": "hm", "reasoning_content": "so"},
+        QUESTION,
+    ],
+    "tools": [TOOL],
+    "max_tokens": 5,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+    "n": 1,
+}
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths to all values in a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in items for place in _places(item, (*path, key)))]
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    """Draw a request of which some values are replaced, dropped or cut."""
+    body: Any = copy.deepcopy(REQUEST)
+    for _ in range(draw(st.integers(0, 2))):
+        *path, last = draw(st.sampled_from([place for place in _places(body) if place] or [("x",)]))
+        parent = body
+        for key in path:
+            parent = parent[key]
+        if draw(st.booleans()):
+            parent[last] = draw(JSON)
+        elif isinstance(body, dict):
+            del parent[last]
+    raw = json.dumps(body).encode()
+    return raw[: draw(st.integers(0, len(raw)))] if draw(st.integers(0, 9)) == 0 else raw
+
+
+REQUESTS = st.tuples(
+    st.one_of(mutations(), mutations(), mutations(), st.binary(max_size=64)),
+    st.dictionaries(
+        st.sampled_from([RETRY_HEADER, "Content-Encoding", "Content-Type"]),
+        st.sampled_from(["0", "1", "-1", "gzip", "9" * 5000, "text/plain; charset=nothing"]),
+        max_size=1,
+    ),
+)
+
+
+@pytest.mark.parametrize("num_requests", [60, pytest.param(2000, marks=pytest.mark.campaign)])
+def test_no_request_is_an_error_of_the_server(num_requests: int) -> None:
+    """And the next one is answered."""
+    statuses: Counter[int] = Counter()
+
+    async def ask(http: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str]) -> None:
+        async with http.post(url, data=body, headers=headers) as answer:
+            text = await answer.text()
+        statuses[answer.status] += 1
+        assert answer.status in (200, 400), text
+        async with http.post(url, json={"messages": [QUESTION]}) as answer:
+            assert answer.status == 200, await answer.text()
+
+    with asyncio.Runner() as runner:
+        limits = Limits(max_turns=10**9)
+        context = serving(limits)
+        _, url, http = runner.run(context.__aenter__())
+
+        @settings(max_examples=num_requests, deadline=None, database=None)
+        @given(REQUESTS)
+        def check(request: tuple[bytes, dict[str, str]]) -> None:
+            runner.run(ask(http, url, *request))
+
+        try:
+            check()
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+    assert min(statuses[200], statuses[400]) >= num_requests // 20, statuses
 
 
 def test_max_tokens_may_only_shorten_a_reply() -> None:

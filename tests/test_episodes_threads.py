@@ -3,11 +3,17 @@
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
+from episode_players import QWEN25, chat_tokenizer, make_session
 
 from grpo_ray.episodes import threads
+from grpo_ray.episodes.openai_server import ChatServer
+from grpo_ray.episodes.outcome import Status
+from grpo_ray.episodes.runner import EpisodeRunner
 from grpo_ray.episodes.threads import EpisodeThread, RunningEpisode, StoppedThreads
+from grpo_ray.tasks.examples import Example
 
 
 async def _exits() -> float:
@@ -40,6 +46,41 @@ def test_a_task_that_calls_exit_leaves_the_thread_to_the_other_episodes() -> Non
     first, second = asyncio.run(play())
     assert isinstance(first, RuntimeError)
     assert second == 1.0
+
+
+@pytest.mark.parametrize("num_failures", [1, 4])
+def test_a_thread_that_cannot_start_costs_its_episodes_and_no_place(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures, loops = threading.Thread.start, iter(range(num_failures)), list[Any]()
+    new_loop = asyncio.new_event_loop
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "group 1" and next(failures, None) is not None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def play() -> None:
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        monkeypatch.setattr(asyncio, "new_event_loop", lambda: loops.append(new_loop()) or loops[-1])
+        tokenizer = chat_tokenizer(QWEN25)
+        server = ChatServer()
+        runner = EpisodeRunner(lambda session, example: _later(), max_concurrent=4, server=server)
+        for name, num_failed in (("group 1", num_failures), ("group 2", 0)):
+            thread = EpisodeThread(name)
+            sessions = [make_session(None, tokenizer) for _ in range(4)]
+            runs = (runner.run(session, Example("", ""), thread) for session in sessions)
+            async with asyncio.timeout(60):  # of 600 s that a lost place would be held
+                results = await asyncio.gather(*runs)
+            thread.stop()
+            failed = [result for result in results if result.status is Status.ENVIRONMENT_ERROR]
+            assert len(failed) == num_failed
+            assert all("could not start (can't start new thread): raise" in result.error for result in failed)
+            assert all(result.reward == 1.0 for result in results if result not in failed)
+        assert server._sessions == {}
+
+    asyncio.run(play())
+    assert all(loop.is_closed() for loop in loops[:num_failures])
 
 
 def test_threads_that_wind_down_together_are_not_stuck() -> None:

@@ -94,6 +94,7 @@ def test_thoughts_that_a_parser_tells_apart_stay_while_the_template_shows_them()
     [
         '<tool_call>\n{"name": "look", "arguments": {"place": \n</tool_call>',
         '<tool_call>\n{"nam": "look"}\n</tool_call>',
+        '<tool_call>\n{"name": ["look"], "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "look", "arguments": 3}\n</tool_call>',
         "<tool_call>\nlook\n</tool_call>",
     ],

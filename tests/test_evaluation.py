@@ -1,15 +1,19 @@
 """Evaluation summaries of hand-made groups."""
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from grpo_ray.run.validation import MAX_UNWRITTEN, Validation
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.readable_rollouts import readable_rollouts
 from grpo_ray.telemetry.rollout_log import read_rollouts
-from grpo_ray.telemetry.run_files import read_metrics
+from grpo_ray.telemetry.run_files import read_metrics, step_name
 from grpo_ray.telemetry.validation_files import summarise_groups, write_evaluation
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup
 
@@ -76,3 +80,34 @@ def test_readable_rollouts_do_not_depend_on_the_order() -> None:
     assert readable_rollouts(GROUPS[::-1], 2) == chosen
     assert len(readable_rollouts(GROUPS, 99)) == 3
     assert readable_rollouts(GROUPS, 0) == readable_rollouts([], 5) == []
+
+
+def test_a_full_disk_fills_no_memory_with_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The responses of the oldest are given up; every evaluation keeps its metrics."""
+    warnings: list[str | None] = []
+    log = SimpleNamespace(
+        step=0,
+        run=SimpleNamespace(evaluations=tmp_path),
+        writer=SimpleNamespace(submit=lambda topic, write: write()),
+        warning=lambda topic, text: warnings.append(text),
+    )
+    context: Any = SimpleNamespace(config=None, actors=None, log=log, clock=None)
+    evaluations: Any = Validation(context, [], None)  # type: ignore[arg-type]
+    steps = range(1, MAX_UNWRITTEN + 4)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("grpo_ray.run.validation.write_evaluation", full)
+        for step in steps:
+            evaluations._unwritten.append((summarise_groups(step, GROUPS), GROUPS))
+            evaluations.write()
+    assert [bool(groups) for _, groups in evaluations._unwritten] == [False] * 3 + [True] * MAX_UNWRITTEN
+    assert warnings[-1] == f"{len(steps)} evaluations could not be written yet: no space left on device"
+    evaluations.write()
+    assert warnings[-1] is None
+    summaries = (tmp_path / "summary.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in summaries] == list(steps)
+    num_rows = [len(read_rollouts(tmp_path / f"{step_name(step)}.parquet")) for step in steps]
+    assert num_rows == [0] * 3 + [sum(len(group.rewards) for group in GROUPS)] * MAX_UNWRITTEN

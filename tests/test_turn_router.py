@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from turn_clients import SETTINGS, FakeGenerator, at_once, completion, never, until
 
 from grpo_ray.engines.base import EngineDied
-from grpo_ray.episodes.turn_box import FinishedTurns, TurnBox, TurnBoxes
-from grpo_ray.episodes.turn_link import TurnLink
+from grpo_ray.episodes.turn_box import FinishedTurns, TurnBox, TurnBoxes, Worker
+from grpo_ray.episodes.turn_link import SilenceAlarm, TurnLink
 from grpo_ray.episodes.turn_router import SLACK, RoutedSampler, TurnRouter
 from grpo_ray.errors import DataLost
 from grpo_ray.types import Completion, SamplingSettings
@@ -82,6 +82,40 @@ def test_a_box_of_a_dead_process_is_closed_once_its_successor_comes() -> None:
         await asyncio.wait({task})
         assert task.cancelled()
         assert (await old.finished()).completions == {}  # its call, if there is one, ends too
+
+    asyncio.run(work())
+
+
+def test_a_late_call_of_a_dead_process_leaves_its_successors_turns_alone() -> None:
+    """Its call may be executed after its replacement's first, as after a SIGCONT."""
+
+    async def work() -> None:
+        boxes = TurnBoxes(never)
+        boxes.of(("environment-0", "first"))
+        new = boxes.of(("environment-0", "second"))
+        new.begin({0: ((1,), SETTINGS)}, [])
+        await asyncio.sleep(0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="process of environment-0 has been replaced"):
+                boxes.of(("environment-0", "first"))
+        (task,) = new._running.values()
+        assert not task.cancelling()
+        assert boxes.of(("environment-0", "second")) is new
+        new.close()
+
+    asyncio.run(work())
+
+
+def test_a_cancelled_turn_is_not_reported_with_its_error_either() -> None:
+    async def failing(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
+        raise ValueError("the prompt is too long")
+
+    async def work() -> None:
+        box = TurnBox(failing)
+        box.begin({0: ((1,), SETTINGS), 1: ((2,), SETTINGS)}, [])
+        await asyncio.sleep(0)  # both have failed, and the worker has not asked yet
+        box.begin({}, [0])
+        assert list((await box.finished()).errors) == [1]
 
     asyncio.run(work())
 
@@ -245,6 +279,46 @@ def test_time_without_turns_is_no_silence() -> None:
         await asyncio.sleep(0.15)  # 0.4 s after the first turn began; 0.2 s of them with a turn
         ends[1].set_result(completion(5))
         assert (await second).token_ids.tolist() == [5]
+
+    asyncio.run(work())
+
+
+def test_a_late_answer_of_a_cancelled_turn_starts_no_clock() -> None:
+    """Else the next turn would be failed for the time in which there was none."""
+
+    class Slow(FakeGenerator):
+        async def finished_turns(self, worker: Worker) -> FinishedTurns:
+            finished = await super().finished_turns(worker)
+            on_its_way.set()
+            await arrives.wait()
+            return finished
+
+    async def work() -> None:
+        link = TurnLink(Slow("generator-0", at_once), WORKER, 60.0)
+        turn = asyncio.ensure_future(link.sample((0,), SETTINGS))
+        async with asyncio.timeout(60):
+            await on_its_way.wait()
+            assert link._alarm._timer is not None
+            turn.cancel()
+            await asyncio.wait({turn})
+            arrives.set()
+            await until(lambda: link._receiving is None)
+        assert link._alarm._timer is None
+        assert link._alarm._left_s == 60.0
+
+    on_its_way, arrives = asyncio.Event(), asyncio.Event()
+    asyncio.run(work())
+
+
+def test_an_alarm_that_rang_rings_again() -> None:
+    async def work() -> None:
+        rung = asyncio.Event()
+        alarm = SilenceAlarm(0.01, rung.set)
+        for _ in range(3):
+            alarm.run()
+            async with asyncio.timeout(60):
+                await rung.wait()
+            rung.clear()
 
     asyncio.run(work())
 

@@ -6,6 +6,7 @@ never decoded and encoded again.
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -13,13 +14,16 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.episodes.recent import Recent
 from grpo_ray.telemetry.visible_text import encodable
 
 Message = Mapping[str, Any]
 """A message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id."""
 Tool = Mapping[str, Any]
 """A tool as there: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-NUM_ENCODED = 1024  # texts to remember: the episodes of a group begin with one, and hints repeat
+ENCODED_BYTES = 32 * 2**20  # of texts to remember: the episodes of a group begin with one, and hints repeat
+TOKEN_BYTES = 40  # of a token in a tuple, about
+NUM_SHAPES = 4096
 SENTINEL, PROBE = "grpo-ray-reply", "grpo-ray-message-"
 
 
@@ -71,8 +75,9 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._end_tokens = {tokenizer.convert_ids_to_tokens(token): token for token in end_token_ids}
         self._arguments = dict(arguments or {})
-        self._shapes: dict[tuple[Any, ...], int] = {}  # of conversations, to the stand-in that works for them
-        self._encoded = lru_cache(NUM_ENCODED)(self._encode)
+        # From the shapes of conversations to the stand-in that works for them.
+        self._shapes = Recent[tuple[Any, ...], int](NUM_SHAPES)
+        self._texts = Recent[str, tuple[int, ...]](ENCODED_BYTES, _encoded_bytes)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to the beginning of the next reply.
@@ -113,9 +118,7 @@ class ChatTemplate:
                 token.
         """
         dummy = self._dummy(messages, num_known, tools)
-        sentinel = SENTINEL
-        while any(sentinel in str(message) for message in messages):
-            sentinel += "+"
+        sentinel = f"{SENTINEL}-{secrets.token_hex(16)}"  # which no message holds
         renamed = [*messages[: num_known - 1], {**dummy, "content": sentinel}, *messages[num_known:]]
         end, behind = self._behind(renamed, sentinel, tools)
         return self._encoded(behind if last_token == self._end_tokens[end] else end + behind)
@@ -131,13 +134,15 @@ class ChatTemplate:
         plain = {"role": "assistant"}
         candidates = [plain, {**plain, "tool_calls": calls}] if calls else [plain]
         shape = len(candidates), num_known, bool(tools), *(message["role"] for message in messages)
-        if shape not in self._shapes:
-            known, new = messages[: num_known - 1], messages[num_known:]
+        known, new = messages[: num_known - 1], messages[num_known:]
+
+        def first_that_works() -> int:
             problems = [self._problem(known, candidate, new, tools) for candidate in candidates]
             if None not in problems:
                 raise ValueError(problems[0])
-            self._shapes[shape] = problems.index(None)
-        return candidates[self._shapes[shape]]
+            return problems.index(None)
+
+        return candidates[self._shapes.get(shape, first_that_works)]
 
     def _problem(
         self,
@@ -210,8 +215,19 @@ class ChatTemplate:
             raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
         return text
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        text = encodable(text)
+        return self._texts.get(text, lambda: tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+@lru_cache(maxsize=4)
+def token_bounds(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the number of token ids, and the most characters for which one token can stand.
+
+    A token of a byte-level vocabulary is written with a letter per byte, so it stands for as many or fewer.
+    """
+    vocabulary = tokenizer.get_vocab()
+    return 1 + max(vocabulary.values()), max(map(len, vocabulary))
 
 
 def normalized(message: Message) -> dict[str, Any]:
@@ -241,6 +257,10 @@ def _normalized_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function["arguments"], str):
         function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
+
+
+def _encoded_bytes(text: str, token_ids: tuple[int, ...]) -> int:
+    return len(text) + TOKEN_BYTES * len(token_ids)
 
 
 def _squeezed(text: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.engines.sampling_batch import sample_seed
+from grpo_ray.episodes.chat_template import token_bounds
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
@@ -49,6 +50,7 @@ class EnvironmentWorker:
         self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
         settings = config.episodes
         self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
+        token_bounds(self._tokenizer)  # now: it looks at all of the vocabulary once
         length = min(settings.max_tokens, model.max_model_len)
         rewards = settings.truncated_reward, settings.error_reward
         self._limits = Limits(settings.max_turns, length, settings.max_seconds, *rewards)

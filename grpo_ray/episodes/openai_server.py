@@ -9,7 +9,7 @@ import hashlib
 import json
 import secrets
 import time
-from typing import Any
+from typing import Any, TypeGuard
 
 from aiohttp import web
 
@@ -18,6 +18,12 @@ from grpo_ray.episodes.session import Reply, Session
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 * 2**20
+BYTES_PER_CHAR = 6  # of JSON that escapes each character
+OTHER_BYTES = 2**20  # of a request: tools, names, thoughts that the template drops
+LINGERING_S = 1.0  # after the answer to a request that is too large, for the client to read it
+TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+# Raised by templates and parsers for messages that they do not take.
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 RETRY_HEADER = "x-stainless-retry-count"  # how the openai client says that it asks again
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code, at which agents end or shorten their conversation
 
@@ -33,10 +39,10 @@ class ChatServer:
 
     async def start(self) -> None:
         """Listen on a free port."""
-        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app = web.Application()
         app.router.add_post("/{token}/v1/chat/completions", self._answer)
         app.router.add_route("*", "/{rest:.*}", _no_such_endpoint)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, lingering_time=LINGERING_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0).start()
         self._address = f"http://{HOST}:{self._runner.addresses[0][1]}"
@@ -66,24 +72,32 @@ class ChatServer:
         session = self._sessions.get(token)
         if session is None:
             return _refusal(401, "there is no session with this token, or it has ended", "unknown_session")
+        max_bytes = min(MAX_REQUEST_BYTES, OTHER_BYTES + BYTES_PER_CHAR * session.max_chars)
         try:
-            body = _read(await request.read())
-            reply = await self._reply(token, session, body, int(request.headers.get(RETRY_HEADER, 0)))
+            if "Content-Encoding" in request.headers:
+                raise ValueError("Content-Encoding: a session reads only requests that are not compressed")
+            raw = await request.clone(client_max_size=max_bytes).read()
+            body = _read(raw)
+            reply = await self._reply(token, session, raw, body, int(request.headers.get(RETRY_HEADER, 0)))
+        except web.HTTPRequestEntityTooLarge:
+            limit = session.limits.max_tokens
+            reason = f"a request of more than {max_bytes} bytes does not fit into {limit} tokens"
+            return _end(413, session.end(Status.TRUNCATED_TOKENS, reason))
         except EpisodeEnded as end:
-            is_too_long = end.status is Status.TRUNCATED_TOKENS
-            code = CONTEXT_EXCEEDED if is_too_long else end.status.value
-            return _refusal(400, str(end), code)  # 400: clients do not ask again
-        except ValueError as error:
-            return _refusal(400, str(error), "invalid_request")
+            return _end(400, end)  # clients do not ask again
+        except REFUSALS as error:
+            return _refusal(400, str(error) or type(error).__name__, "invalid_request")
         model = str(body.get("model", ""))
         if body.get("stream"):
             options = body.get("stream_options") or {}
             return await _stream(request, _chunks(reply, model, bool(options.get("include_usage"))))
         return web.json_response(_completion(reply, model))
 
-    async def _reply(self, token: str, session: Session, body: dict[str, Any], num_retries: int) -> Reply:
+    async def _reply(
+        self, token: str, session: Session, raw: bytes, body: dict[str, Any], num_retries: int
+    ) -> Reply:
         """Sample a reply; a request that the client sends again waits for the answer to the first."""
-        key = token, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        key = token, hashlib.sha256(raw).hexdigest()
         if not num_retries or key not in self._answers:
             chat = session.chat(body["messages"], body.get("tools"), _max_tokens(body))
             self._answers[key] = asyncio.create_task(chat)
@@ -95,16 +109,19 @@ def _read(raw: bytes) -> dict[str, Any]:
 
     Raises:
         ValueError: it is no object with messages, or asks for what a session cannot do.
+        RecursionError: it is nested too deeply.
     """
     body = json.loads(raw)
     if not isinstance(body, dict) or not _has_objects(body.get("messages")):
         raise ValueError("the request must be an object with a list of messages")
-    if not _has_objects(body.get("tools") or []):
-        raise ValueError("tools: a session takes only a list of objects")
+    tools = body.get("tools") or []
+    if not _has_objects(tools) or not all(_has_name(tool.get("function")) for tool in tools):
+        raise ValueError("tools: a session takes only a list of objects, each with a function that has a name")
     for message in body["messages"]:
-        calls = message.get("tool_calls") or []
-        if not _has_objects(calls) or not all(_is_function_call(call) for call in calls):
-            raise ValueError("tool_calls: a session takes functions, each only with a name and arguments")
+        _check_message(message)
+    for name, kind in (("stream", bool), ("stream_options", dict)):
+        if not isinstance(body.get(name), kind | None):
+            raise ValueError(f"{name} is {body[name]!r}; a session takes only what OpenAI's endpoint does")
     allowed = {"n": (None, 1), "tool_choice": (None, "auto"), "response_format": (None, {"type": "text"})}
     for name, values in allowed.items():
         if body.get(name) not in values:
@@ -116,16 +133,40 @@ def _has_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
+def _check_message(message: dict[str, Any]) -> None:
+    if not isinstance(message.get("role"), str):
+        raise ValueError("a message has no role, or one that is no text")
+    content = message.get("content")
+    if not isinstance(content, str | None) and not (_has_objects(content) and all(map(_is_text, content))):
+        raise ValueError("content: a message has content other than text; only text is supported")
+    for name in TEXT_FIELDS:
+        if not isinstance(message.get(name), str | None):
+            raise ValueError(f"{name}: a message has {message[name]!r}; it is only text")
+    calls = message.get("tool_calls") or []
+    if not _has_objects(calls) or not all(map(_is_function_call, calls)):
+        raise ValueError("tool_calls: a session takes functions, each only with a name and arguments")
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def _is_function_call(call: dict[str, Any]) -> bool:
     function = call.get("function")
-    return isinstance(function, dict) and {"name", "arguments"} <= function.keys()
+    has_id = isinstance(call.get("id"), str | None)
+    return has_id and _has_name(function) and isinstance(function.get("arguments"), str | dict)
+
+
+def _has_name(function: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _max_tokens(body: dict[str, Any]) -> int | None:
-    value = body.get("max_completion_tokens") or body.get("max_tokens")
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"max_tokens is {value!r}; it must be a positive whole number")
-    return value
+    given = [body.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    for value in given:
+        if value is not None and (type(value) is not int or value < 1):  # True is an int, too
+            raise ValueError(f"max_tokens is {value!r}; it must be a positive whole number")
+    return next((value for value in given if value is not None), None)
 
 
 def _message(reply: Reply) -> dict[str, Any]:
@@ -182,6 +223,11 @@ async def _no_such_endpoint(request: web.Request) -> web.Response:
     """Refuse what other endpoints of OpenAI's API would answer, such as its Responses."""
     message = f"a session answers only POST .../v1/chat/completions, not {request.method} to another path"
     return _refusal(404, message, "unknown_url")
+
+
+def _end(status: int, end: EpisodeEnded) -> web.Response:
+    code = CONTEXT_EXCEEDED if end.status is Status.TRUNCATED_TOKENS else end.status.value
+    return _refusal(status, str(end), code)
 
 
 def _refusal(status: int, message: str, code: str) -> web.Response:

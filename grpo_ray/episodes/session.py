@@ -1,13 +1,15 @@
 """A session: what an episode function talks to. It samples replies and owns every token of the episode."""
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.sampling_batch import derived_seed
-from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized
+from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized, token_bounds
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status
 from grpo_ray.episodes.segments import Segments
@@ -16,6 +18,7 @@ from grpo_ray.telemetry.visible_text import encodable
 from grpo_ray.types import Completion, SamplingSettings
 
 logger = logging.getLogger(__name__)
+SHORT_CHARS = 64 * 1024  # of a conversation that becomes tokens in the loop; a longer one does in a thread
 
 
 class Sampler(Protocol):
@@ -98,6 +101,10 @@ class Session:
         self.served_at: str | None = None  # set by the ChatServer that serves the session
         self._sampler, self._settings = sampler, settings
         self._template, self._tool_parser = template, tool_parser
+        self._vocabulary, token_chars = token_bounds(template.tokenizer)
+        self.max_chars = limits.max_tokens * token_chars
+        """Characters of a conversation beyond which no tokens of it fit into `limits.max_tokens`."""
+        self._in_order = asyncio.Lock()  # calls get their seeds in order, also if a long one becomes tokens
         self._num_requests = 0
         self._turns: list[_Turn] = []
 
@@ -139,9 +146,8 @@ class Session:
         turn = self._continued(keys, used)
         if turn is not None:
             conversation[: len(turn.messages)] = turn.messages
-        prompt, segment, completion = await self._sample(
-            self._chat_prompt(conversation, used, turn), max_tokens
-        )
+        prompt = await self._chat_prompt(conversation, used, turn)
+        prompt, segment, completion = await self._sample(prompt, max_tokens)
         reply = self._reply(prompt, completion, used, self.segments[segment].turn)
         said = normalized(reply.message)
         self._turns.append(_Turn([*conversation, said], [*keys, _key(said)], used, segment))
@@ -154,8 +160,14 @@ class Session:
 
         Raises:
             EpisodeEnded: the episode has reached a limit, or its Generator failed.
+            ValueError: the prompt is empty, or the model has no such token.
         """
-        prompt, segment, completion = await self._sample(tuple(map(int, token_ids)), max_tokens)
+        self._turn_settings(len(token_ids))  # a prompt that is too long is not even copied
+        prompt = tuple(map(int, token_ids))
+        unknown = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
+        if unknown is not None:
+            raise ValueError(f"the prompt has the token {unknown}; the model's are 0 to {self._vocabulary - 1}")
+        prompt, segment, completion = await self._sample(prompt, max_tokens)
         return self._reply(prompt, completion, [], self.segments[segment].turn)
 
     def end(self, status: Status, reason: str) -> EpisodeEnded:
@@ -163,7 +175,28 @@ class Session:
         self.ended = self.ended or EpisodeEnded(status, reason)
         return self.ended
 
-    def _chat_prompt(
+    async def _chat_prompt(
+        self, conversation: list[dict[str, Any]], tools: list[Tool], turn: _Turn | None
+    ) -> tuple[int, ...]:
+        """Return the tokens of the conversation, which a thread makes if it is long.
+
+        Raises:
+            EpisodeEnded: it cannot fit, so it is neither rendered nor made tokens.
+            ValueError: as `chat`.
+        """
+        # The template may drop thoughts of replies, and white space at the ends of messages.
+        given = [message["content"].strip() for message in conversation if message["role"] != "assistant"]
+        if (num_chars := sum(map(len, given))) > self.max_chars:
+            limit = self.limits.max_tokens
+            reason = f"messages of {num_chars} characters leave no room for a reply within {limit} tokens"
+            raise self.end(Status.TRUNCATED_TOKENS, reason)
+        make = partial(self._rendered, conversation, tools, turn)
+        async with self._in_order:
+            if _num_chars(conversation) + _num_chars(tools) <= SHORT_CHARS:
+                return make()
+            return await asyncio.to_thread(make)
+
+    def _rendered(
         self, conversation: list[dict[str, Any]], tools: list[Tool], turn: _Turn | None
     ) -> tuple[int, ...]:
         if turn is None:
@@ -197,6 +230,8 @@ class Session:
             raise self.end(Status.GENERATOR_ERROR, reason) from error
         if self.ended is not None:
             raise self.ended
+        # The model's vocabulary may be larger than its tokenizer's.
+        self._vocabulary = max(self._vocabulary, 1 + int(completion.token_ids.max(initial=0)))
         return prompt, self.segments.add_sample(before, completion), completion
 
     def _turn_settings(self, prompt_length: int) -> SamplingSettings:
@@ -237,11 +272,20 @@ class Session:
         except ValueError as error:
             logger.debug("a reply's tool calls are malformed: %s", error)
             return text, "", ()
-        if not found or not all(isinstance(arguments, Mapping) for _, arguments in found):
+        if not found or not all(isinstance(name, str) and isinstance(args, Mapping) for name, args in found):
             return text, "", ()
         # Nine letters and digits: some templates accept nothing else.
         ids = [f"call{turn % 1000:03}{number % 100:02}" for number in range(len(found))]
         return content, reasoning, tuple(ToolCall(id, *call) for id, call in zip(ids, found, strict=True))
+
+
+def _num_chars(value: object) -> int:
+    """Count the characters of all text in messages or tools."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
 
 
 def _key(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,11 +29,21 @@ class EpisodeThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The thread's loop; a group that waits for its place has none, for it holds three open files."""
+        """The thread's loop; a group that waits for its place has none, for it holds three open files.
+
+        Raises:
+            RuntimeError: the system starts no further thread.
+            OSError: it opens no further file.
+        """
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
-            self._thread.start()
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                loop.close()
+                raise
+            self._loop, self._thread = loop, thread
         return self._loop
 
     def stop(self) -> None:
@@ -88,13 +98,20 @@ class StoppedThreads:
 
 
 class RunningEpisode:
-    """An episode function that runs, here or in a thread; `done` has its result, on the caller's loop."""
+    """An episode function that runs, here or in a thread; `done` has its result, on the caller's loop.
+
+    It is an error if the thread cannot start.
+    """
 
     def __init__(
         self, episode: Coroutine[Any, Any, float | Outcome], thread: EpisodeThread | None = None
     ) -> None:
         self._here = asyncio.get_running_loop()
-        self._loop = self._here if thread is None else thread.loop
+        try:
+            self._loop = self._here if thread is None else thread.loop
+        except (RuntimeError, OSError) as error:
+            episode.close()
+            self._loop, episode = self._here, _no_thread(error)
         self._task: asyncio.Task[float | Outcome] | None = None
         self.done: asyncio.Future[float | Outcome] = self._here.create_future()
         self._loop.call_soon_threadsafe(self._begin, episode)
@@ -125,6 +142,13 @@ class RunningEpisode:
             self.done.set_exception(error)
         else:
             self.done.set_result(task.result())
+
+
+async def _no_thread(error: Exception) -> Outcome:
+    raise RuntimeError(
+        f"the thread of the group's episodes could not start ({error}): raise the limits of threads and open "
+        "files (ulimit -u, ulimit -n), or lower episodes.max_concurrent"
+    ) from error
 
 
 class SessionElsewhere:

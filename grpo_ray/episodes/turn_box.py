@@ -76,6 +76,7 @@ class TurnBox:
             if number in self._running:
                 self._running.pop(number).cancel()
             self._completions.pop(number, None)
+            self._errors.pop(number, None)
 
     async def finished(self) -> FinishedTurns:
         """Wait until a turn has finished; return all that have since the last call."""
@@ -105,14 +106,22 @@ class TurnBoxes:
     def __init__(self, sample: Sample) -> None:
         self._sample = sample
         self._boxes: dict[str, tuple[str, TurnBox]] = {}  # by the worker's name, with its process
+        self._closed: set[Worker] = set()  # processes that were replaced
 
     def of(self, worker: Worker) -> TurnBox:
-        """Return the worker's box; that of an earlier process of the worker is closed."""
+        """Return the worker's box; that of an earlier process of the worker is closed.
+
+        Raises:
+            RuntimeError: the call is a late one of such an earlier process.
+        """
         name, process = worker
+        if worker in self._closed:
+            raise RuntimeError(f"this process of {name} has been replaced, and its turns are cancelled")
         known, box = self._boxes.get(name, ("", None))
         if box is None or known != process:
             if box is not None:
                 box.close()
+                self._closed.add((name, known))
             box = TurnBox(self._sample)
             self._boxes[name] = process, box
         return box

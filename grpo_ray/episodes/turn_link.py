@@ -31,7 +31,7 @@ class SilenceAlarm:
     def run(self) -> None:
         """Let the clock run, from where it stopped."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._left_s, self._ring)
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, self._end)
 
     def stop(self) -> None:
         """Stop the clock."""
@@ -44,6 +44,10 @@ class SilenceAlarm:
         """Stop the clock, and set it back to 0."""
         self.stop()
         self._left_s = self._limit_s
+
+    def _end(self) -> None:
+        self.reset()
+        self._ring()
 
 
 class TurnLink:
@@ -134,7 +138,8 @@ class TurnLink:
                 self.num_answers += 1
                 if finished.completions or finished.errors:
                     self._alarm.reset()
-                    self._alarm.run()
+                    if self._waiting:  # else these are turns that were cancelled meanwhile: nothing is expected
+                        self._alarm.run()
                 for number, completion in finished.completions.items():
                     if (end := self._waiting.get(number)) is not None and not end.done():
                         end.set_result(completion)

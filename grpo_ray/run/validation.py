@@ -14,6 +14,8 @@ from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.validation_files import find_evaluation, summarise_groups, write_evaluation
 from grpo_ray.types import PromptItem, ScoredGroup
 
+MAX_UNWRITTEN = 8  # evaluations that wait with their responses for room on a disk
+
 
 class Validation:
     """The validation prompts, sampled and graded with the run's own actors."""
@@ -80,4 +82,6 @@ class Validation:
             self._unwritten.popleft()
             if note is not None:
                 self._log.event("rollouts_changed", None, note)
+        for number in range(len(self._unwritten) - MAX_UNWRITTEN):
+            self._unwritten[number] = self._unwritten[number][0], []  # only the metrics of the oldest are kept
         self._log.warning("evaluations", error)
