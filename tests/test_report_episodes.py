@@ -193,7 +193,10 @@ def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None
     ("text", "found"),
     [
         ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', ["add(a: 1)"]),
-        ("<tool_call> a <tool_call> b </tool_call></tool_call><tool_call></tool_call>", ["a <tool_call> b", ""]),
+        (
+            "<tool_call> a <tool_call> b </tool_call></tool_call><tool_call></tool_call>",
+            ["a <tool_call> b", ""],
+        ),
         ("</tool_call> a <tool_call> b", []),
         ("<tool_call>" + "\n" * 100_000 + "x", []),  # weeks, if every line break is tried as a start and an end
         ("<tool_call>" * 100_000, []),

@@ -5,18 +5,21 @@ import contextlib
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_buffer, parts, simple_group
+from builders import changed, make_buffer, parts, simple_group
 
 from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
 from grpo_ray.run import restores, training
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
+from grpo_ray.telemetry import run_files
 from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.telemetry.json_lines import lines_from_end
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
@@ -196,7 +199,68 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
     assert contents(run) == before
 
 
+# ---- two starts at once ----
+
+
+@pytest.mark.parametrize("moment", ["_check", "dump_config"])
+def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """A faster start, which trains with 0.5, begins and ends its own while a slower one is at `moment`."""
+    fast, slow = (
+        changed(make(), run={"output_dir": str(tmp_path), "name": "run"}, learner={"learning_rate": rate})
+        for rate in (0.5, 0.25)
+    )
+    run, trained, kept = RunDirectory(tmp_path / "run"), [], []
+    is_fast_through, is_slow_through = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def free(config: Config) -> Iterator[Any]:
+        yield Silent(), None
+
+    def to_the_end(config: Config, *_: Any) -> None:
+        trained.append(config.learner.learning_rate)
+        kept.append(contents(run))
+        if config == fast:
+            is_fast_through.set()
+            assert is_slow_through.wait(120)
+
+    def start_fast() -> None:
+        with contextlib.suppress(RunError):
+            training.train(fast, "run.yaml")
+        is_fast_through.set()
+
+    thread = threading.Thread(target=start_fast)
+    module: Any = training if moment == "_check" else run_files
+    original = getattr(module, moment)
+
+    def delayed(config: Config, *others: Any) -> Any:
+        found = original(config, *others) if moment == "_check" else None
+        if config == slow:
+            thread.start()
+            assert is_fast_through.wait(120)
+        return found if moment == "_check" else original(config, *others)
+
+    monkeypatch.setattr(training, "_ray_for", free)
+    monkeypatch.setattr(training, "_prepare", Silent())
+    monkeypatch.setattr(training, "_run_to_the_end", to_the_end)
+    monkeypatch.setattr(module, moment, delayed)
+    try:
+        with contextlib.suppress(RunError):
+            training.train(slow, "run.yaml")
+    finally:
+        is_slow_through.set()
+        thread.join()
+    (rate,), (files,) = trained, kept
+    assert rate == (0.5 if moment == "_check" else 0.25)  # of the one that had the lock first
+    assert load_config(run.config_path).learner.learning_rate == rate
+    assert contents(run) == files
+
+
 class Silent:
+    def __call__(self, *_: Any) -> "Silent":
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 

@@ -43,9 +43,9 @@ def train(config: Config, config_path: str) -> RunDirectory:
     task = _check(config, run.check_free)
     with _ray_for(config) as (console, placement):
         prepared = _prepare(config, task, console)
-        with shown_plainly():
-            run.create(config)
         with run.lock():
+            with shown_plainly():
+                run.create(config)
             write_digests(run, input_digests(config, task.templates, task.validation))
             _run_to_the_end(config, prepared, run, console, placement)
     return run
