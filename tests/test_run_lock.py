@@ -90,7 +90,7 @@ def test_without_flock_a_writer_that_may_be_alive_is_not_replaced(
 def test_without_flock_several_that_take_over_at_once_leave_one_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """The second and third process start while the first takes over: after it has read a file `moment` times."""
+    """The second and third process start while the first takes over, after it has read `moment` files."""
     run, lock, others = RunDirectory(tmp_path / "run"), tmp_path / "run" / ".lock", ["second", "third"]
     leave_writer(run)
     own, read, names, num_reads = run_lock._identity(), run_lock._holder, ["first"], 0
@@ -162,10 +162,9 @@ def test_a_second_writer_on_another_machine_is_noticed_at_the_next_checkpoint(tm
 def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
-    with pytest.raises(
-        RunError, match=r"\.lock cannot be opened \(Too many levels of symbolic links\); remove it"
-    ):
-        (tmp_path / ".lock").symlink_to(mine)
+    (tmp_path / ".lock").symlink_to(mine)
+    message = r"\.lock cannot be opened \(Too many levels of symbolic links\); remove it"
+    with pytest.raises(RunError, match=message):
         run_lock.locked(tmp_path / ".lock", tmp_path).__enter__()
     assert mine.read_text() == "mine"
 

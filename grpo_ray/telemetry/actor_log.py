@@ -54,9 +54,9 @@ def shorten(path: Path) -> None:
     size = path.stat().st_size
     if size <= MAX_BYTES:
         return
-    with replacing(older(path), fsync=False) as partial:
-        with path.open("rb") as source, partial.open("wb") as target:
-            source.seek(size - MAX_BYTES)
-            source.readline()  # the rest of a line
-            shutil.copyfileobj(source, target)
+    copy = replacing(older(path), fsync=False)
+    with copy as partial, path.open("rb") as source, partial.open("wb") as target:
+        source.seek(size - MAX_BYTES)
+        source.readline()  # the rest of a line
+        shutil.copyfileobj(source, target)
     os.truncate(path, 0)

@@ -77,8 +77,9 @@ class RunDirectory:
         # A run that was killed while it created its folders can be created again.
         if not self._folder.is_free(skeleton=self._subfolders):
             raise ValueError(
-                f"{self.path} exists already and is not empty, and a run never writes into another run's folder; "
-                f"resume it with `grpo-ray resume {self.path}`, give another run.name, or move the folder away"
+                f"{self.path} exists already and is not empty, and a run never writes into another run's "
+                f"folder; resume it with `grpo-ray resume {self.path}`, give another run.name, or move the "
+                "folder away"
             )
         self._folder.check_writable()
 
