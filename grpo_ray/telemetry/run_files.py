@@ -152,7 +152,7 @@ class RunDirectory:
 
     @property
     def _own_folders(self) -> tuple[Path, ...]:
-        """All folders but those of trackers, whose libraries put links of their own in them."""
+        """All folders but those of trackers, where libraries such as W&B's put links of their own."""
         return *self._subfolders, self.skipped, self.profile
 
 
