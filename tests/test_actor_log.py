@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.telemetry import actor_log
-from grpo_ray.telemetry.actor_log import older, shorten
+from grpo_ray.telemetry.actor_log import older, redirect_output, shorten
 
 LIMIT = 20_000
 ACTOR = """
@@ -70,6 +70,21 @@ def test_the_end_of_a_large_log_is_kept_from_a_whole_line_on(tmp_path: Path) -> 
         writer.flush()
         shorten(log)
     assert older(log).read_bytes() == b""  # one line longer than the limit: nothing of it
+
+
+@pytest.mark.usefixtures("small")
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
+    log, mine = tmp_path / "logs" / "a.log", tmp_path / "mine"
+    mine.write_text("mine")
+    log.parent.mkdir()
+    log.write_bytes(b"line\n" * 100)
+    for name in (".a.log.partial", ".a.log.1.partial", "a.log.1", "b.log"):
+        (log.parent / name).symlink_to(mine)
+    shorten(log)
+    with pytest.raises(OSError, match="symbolic links"):
+        redirect_output(log.parent / "b.log")
+    assert mine.read_text() == "mine"
+    assert older(log).read_bytes().startswith(b"line\n")
 
 
 @pytest.mark.usefixtures("small")

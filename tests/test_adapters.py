@@ -17,11 +17,18 @@ from transformers import AutoModelForCausalLM
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.model import AdapterConfig, ModelConfig
-from grpo_ray.models.adapters import check_adapter, load_trained, served_weights
+from grpo_ray.models.adapters import (
+    add_adapter,
+    check_adapter,
+    load_trained,
+    save_adapter,
+    served_weights,
+    trained_parameters,
+)
 from grpo_ray.models.loading import load_policy, skeleton
 from grpo_ray.models.quantization import dequantized
 from grpo_ray.models.sequences import sequences_of
-from grpo_ray.telemetry.adapter_files import FILE
+from grpo_ray.telemetry.adapter_files import FILE, saved_config
 from grpo_ray.telemetry.flops import ModelSize
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.snapshot import as_tensor, unpack_weights
@@ -69,6 +76,21 @@ def make_learner(tiny_config: Config, tiny_model: Callable[..., Path]) -> Callab
 def train(learner: Learner, seed: int = 0) -> dict[str, float]:
     groups = make_batch(learner, seed=seed, versions=learner.version)
     return learner.train_step(TrainBatch(tuple(groups))).metrics
+
+
+@pytest.mark.parametrize("base", ["owner/name", f"owner/name@{'a' * 40}", "LOCAL/a@b"])
+def test_an_adapter_names_its_base_as_peft_does(
+    tmp_path: Path, tiny_model: Callable[..., Path], base: str
+) -> None:
+    config = AdapterConfig(rank=2, alpha=4)
+    base = base.replace("LOCAL", str(tmp_path))
+    model: Any = load_policy(str(tiny_model()))
+    add_adapter(model, config, base)
+    save_adapter(model, dict(trained_parameters(model)), tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    named = ("owner/name", "a" * 40) if base.startswith("owner/name@") else (base, None)
+    assert (saved["base_model_name_or_path"], saved["revision"]) == named
+    assert saved_config(tmp_path)[0] == base
 
 
 # ---- the same as PEFT ----

@@ -32,6 +32,28 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
+@pytest.mark.parametrize("planted", [".page.html.partial", "page.html"])
+def test_a_planted_link_is_replaced_and_not_followed(tmp_path: Path, planted: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / planted).symlink_to(mine)
+    with replacing(folder / "page.html") as partial:
+        partial.write_text("new")
+    assert mine.read_text() == "mine"
+    assert os.listdir(folder) == ["page.html"]
+    assert not (folder / "page.html").is_symlink()
+    assert (folder / "page.html").read_text() == "new"
+
+
+def test_a_folder_that_a_killed_start_left_is_the_callers_to_delete(tmp_path: Path) -> None:
+    (tmp_path / ".data.partial" / "old").mkdir(parents=True)
+    with replacing(tmp_path / "data") as partial:
+        (partial / "old").rmdir()
+    assert os.listdir(tmp_path) == ["data"]
+
+
 def test_a_tree_can_be_synced(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()

@@ -159,6 +159,7 @@ def test_a_shape_is_found_in_the_hubs_local_cache(tmp_path: Path, monkeypatch: p
     (tmp_path / "models--someone--model" / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert find_shape(ModelConfig(path="someone/model")) == shape_of(QWEN_7B, "x")
+    assert find_shape(ModelConfig(path="someone/model@abc")) == shape_of(QWEN_7B, "x")
 
 
 @pytest.mark.parametrize(

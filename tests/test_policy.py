@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders import changed, plain_logprobs
+from huggingface_hub import ModelInfo
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.models import loading
 from grpo_ray.models.loading import (
-    check_hub_model,
+    at_commit,
     check_lengths,
     check_local_model,
     end_token_ids,
@@ -366,22 +367,25 @@ def test_check_lengths() -> None:
         check_lengths(101, max_tokens=1, limit=100, what="the positions")
 
 
-def test_hub_model_is_asked_for_unless_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def model_info(self: object, name: str, timeout: float) -> None:
-        asked.append(name)
+    def model_info(self: object, name: str, revision: str | None, timeout: float) -> ModelInfo:
+        asked.append(f"{name} {revision}")
         if name == "missing/model":
             raise OSError("404")
+        return ModelInfo(id=name, sha="c0ffee")
 
     monkeypatch.setattr(loading.HfApi, "model_info", model_info)
-    check_hub_model("owner/model")
+    assert at_commit("owner/model") == at_commit("owner/model@v2") == "owner/model@c0ffee"
     with pytest.raises(ValueError, match=r"model\.path: 'missing/model' is not a local folder, and .*404"):
-        check_hub_model("missing/model")
-    assert asked == ["owner/model", "missing/model"]
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
-    check_hub_model("missing/model")
-    assert len(asked) == 2
+        at_commit("missing/model")
+    assert asked == ["owner/model None", "owner/model v2", "missing/model None"]
+    monkeypatch.setattr(
+        loading, "try_to_load_from_cache", lambda name, file, revision: "/cache/f00/config.json"
+    )
+    assert at_commit("missing/model") == "missing/model@f00"
+    assert (at_commit(None), at_commit("/a/model")) == (None, "/a/model")
 
 
 def test_max_positions(tiny_model: Callable[..., Path]) -> None:

@@ -1,5 +1,6 @@
 """Episodes on a run's web page: the data of turns and branches, and the page in a browser."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,26 @@ def test_turns_calls_and_branches_are_shown(opened: Browser, page: Path) -> None
         "Branch 1: leaves the conversation after turn 0 ("
     )
     assert "finished" in texts(opened, ".episode-facts")[0]
+
+
+@pages
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', ["add(a: 1)"]),
+        (
+            "<tool_call> a <tool_call> b </tool_call></tool_call><tool_call></tool_call>",
+            ["a <tool_call> b", ""],
+        ),
+        ("</tool_call> a <tool_call> b", []),
+        ("<tool_call>" + "\n" * 100_000 + "x", []),  # weeks, if every line break is tried as a start and an end
+        ("<tool_call>" * 100_000, []),
+    ],
+    ids=["a call", "an open tag in a call", "no call", "line breaks", "open tags"],
+)
+def test_tool_calls_are_found_in_linear_time(opened: Browser, text: str, found: list[str]) -> None:
+    assert opened.run(f"calls({json.dumps(text)})") == found
 
 
 @pages

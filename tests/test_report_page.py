@@ -111,6 +111,16 @@ def test_a_long_runs_page_is_a_few_megabytes(
     assert 500_000 < len(page.encode()) < 4_000_000
 
 
+def test_links_planted_in_a_runs_folder_are_not_followed(tmp_path: Path, tiny_config: Config) -> None:
+    run, mine = make_run(tmp_path / "run", tiny_config, num_steps=1), tmp_path / ".bashrc"
+    mine.write_text("mine")
+    for name in ("report.html", ".report.html.partial"):
+        (run.path / name).symlink_to(mine)
+    assert main(["report", str(run.path), "--log-ratio", "none"]) == 0
+    assert mine.read_text() == "mine"
+    assert "<html" in (run.path / "report.html").read_text()
+
+
 # ---- the command ----
 
 

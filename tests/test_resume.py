@@ -4,20 +4,29 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_buffer, parts, simple_group
+import torch
+from builders import changed, make_buffer, parts, simple_group
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
+from grpo_ray.models.loading import load_policy, load_tokenizer
 from grpo_ray.run import restores, training
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.tasks.prompt_ledger import PromptLedger
+from grpo_ray.telemetry import run_files
+from grpo_ray.telemetry.adapter_files import base_digest
 from grpo_ray.telemetry.checkpoint import CheckpointState, CheckpointStore
 from grpo_ray.telemetry.json_lines import lines_from_end
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
@@ -85,7 +94,7 @@ def test_an_edited_input_is_refused_by_name(
     name: str,
     edit: tuple[str, str],
 ) -> None:
-    monkeypatch.setattr(training, "_ray_for", lambda _: pytest.fail("Ray was to be started"))
+    monkeypatch.setattr(training, "_hosted", lambda *_: pytest.fail("Ray was to be started"))
     config, run = make(), RunDirectory(tmp_path / "run")
     run.create(config)
     before = digests(config)
@@ -95,7 +104,96 @@ def test_an_edited_input_is_refused_by_name(
     with pytest.raises(RunError, match=f"^{re.escape(name)}: not what this run began with; undo the edit"):
         training.resume(str(run.path), [])
     run.inputs_path.unlink()  # as the message offers
-    check_inputs(run, digests(config))
+    assert "is missing, so edits" in str(check_inputs(run, digests(config)))
+
+
+MODEL_EDITS = {
+    "chat_template.jinja": lambda path: path.write_text("{{ messages[0].content }}"),
+    "tokenizer.json": lambda path: path.write_text(path.read_text() + " "),
+    "its weights": lambda path: edit_weights(path.with_name("model.safetensors")),
+}
+
+
+def edit_weights(path: Path) -> None:
+    """Change every value, as training does; no file's size changes."""
+    save_file({name: tensor + 0.01 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("field", ["model.path", "distillation.teacher"])
+@pytest.mark.parametrize("file", MODEL_EDITS)
+def test_an_edited_model_is_refused_by_name(
+    tmp_path: Path, make: Callable[..., Config], field: str, file: str
+) -> None:
+    config, run, folder = make(), RunDirectory(tmp_path / "run"), tmp_path / "model"
+    shutil.copytree(str(config.model.path), folder)
+    section, _, name = field.partition(".")
+    engine = {"engine": "torch"} if section == "distillation" else {}
+    config = changed(config, **{section: {name: str(folder), **engine}})
+    run.create(config)
+    task = check_files(make())
+    before = input_digests(config, task.templates, task.validation)
+    write_digests(run, before)
+    assert check_inputs(run, before) is None
+    MODEL_EDITS[file](folder / file)
+    with pytest.raises(RunError, match=f"^{re.escape(field)} \\({re.escape(file)}\\): not what this run began"):
+        check_inputs(run, input_digests(config, task.templates, task.validation))
+
+
+def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(
+    tmp_path: Path, make: Callable[..., Config]
+) -> None:
+    config, run = make(), RunDirectory(tmp_path / "run")
+    run.create(config)
+    now = digests(config)
+    write_digests(run, {name: digest for name, digest in now.items() if not name.startswith("model.path")})
+    assert check_inputs(run, now) == f"{run.inputs_path} has no digests of model.path"
+
+
+COMMITS = ("a" * 40, "b" * 40)
+
+
+def test_a_resumed_run_loads_the_commit_that_it_began_with(
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub's cache has two commits of a model, and the publisher moves `main` from one to the other."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cache, folder = tmp_path / "hub" / "models--owner--name", str(make().model.path)
+    for commit in COMMITS:
+        shutil.copytree(folder, cache / "snapshots" / commit)
+        (cache / "snapshots" / commit / "chat_template.jinja").write_text(commit[0])
+    edit_weights(cache / "snapshots" / COMMITS[1] / "model.safetensors")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(COMMITS[0])
+    config = changed(
+        make(),
+        model={"path": "owner/name"},
+        run={"output_dir": str(tmp_path), "name": "run", "if_exists": "resume"},
+    )
+    started: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def free(*_: object) -> Iterator[Any]:
+        yield Silent(), None
+
+    def to_the_end(config: Config, prepared: Any, *_: Any) -> None:
+        started.append((str(config.model.path), prepared.model.path))
+
+    monkeypatch.setattr(training, "_hosted", free)
+    monkeypatch.setattr(training, "_run_to_the_end", to_the_end)
+    run = training.train(config, "run.yaml")
+    (cache / "refs" / "main").write_text(COMMITS[1])
+    training.resume(str(run.path), [])
+    training.train(config, "run.yaml")  # which resumes; its file names no commit
+    with pytest.raises(RunError, match=f"^model.path: this run has 'owner/name@{COMMITS[0]}' and cannot be"):
+        training.resume(str(run.path), [f"model.path=owner/name@{COMMITS[1]}"])
+    path = f"owner/name@{COMMITS[0]}"
+    assert started == [(path, path)] * 3
+    assert load_tokenizer(path).chat_template == "a"
+    assert base_digest(path) == base_digest(folder)
+    theirs = dict(load_policy(folder).named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in load_policy(path).named_parameters())
+    assert not run.events_path.exists()  # nothing was changed or left unchecked
 
 
 def digests(config: Config) -> dict[str, str]:
@@ -152,26 +250,28 @@ def test_a_refused_resume_changes_nothing_and_a_granted_one_keeps_the_earlier_va
     before = contents(run)
 
     @contextlib.contextmanager
-    def busy(config: Config) -> Iterator[Any]:
+    def busy(*_: object) -> Iterator[Any]:
         raise RunError("the cluster is busy: GPU")
         yield
 
-    monkeypatch.setattr(training, "_ray_for", busy)
+    monkeypatch.setattr(training, "_hosted", busy)
     with pytest.raises(RunError, match="the cluster is busy"):
         training.resume(str(run.path), ["learner.learning_rate=9"])
     assert contents(run) == before
 
     @contextlib.contextmanager
-    def free(config: Config) -> Iterator[Any]:
+    def free(*_: object) -> Iterator[Any]:
         yield Silent(), None
 
     trained: list[float] = []
-    monkeypatch.setattr(training, "_ray_for", free)
+    monkeypatch.setattr(training, "_hosted", free)
     monkeypatch.setattr(training, "_run_to_the_end", lambda c, *_: trained.append(c.learner.learning_rate))
     for overrides in ([], ["learner.learning_rate=0.5"], []):
         training.resume(str(run.path), overrides)
     assert trained == [1e-5, 0.5, 0.5]
-    (event,) = read_metrics(run.events_path)
+    unchecked, event = read_metrics(run.events_path)
+    assert (unchecked["kind"], unchecked["step"]) == ("inputs_unchecked", 0)
+    assert unchecked["text"].startswith(f"{run.inputs_path} is missing, so edits")
     assert event["kind"] == "config_changed"
     assert event["text"] == "resumed with other values: learner.learning_rate: was 1e-05, is 0.5"
     assert not run.state_path.exists()
@@ -188,10 +288,10 @@ def test_a_ledger_of_other_questions_is_refused_before_anything_changes(
     before = contents(run)
 
     @contextlib.contextmanager
-    def free(config: Config) -> Iterator[Any]:
+    def free(*_: object) -> Iterator[Any]:
         yield Silent(), None
 
-    monkeypatch.setattr(training, "_ray_for", free)
+    monkeypatch.setattr(training, "_hosted", free)
     with pytest.raises(RunError, match="prompt order has examples_sha256 of others"):
         training.resume(str(run.path), ["learner.learning_rate=9"])
     assert contents(run) == before
@@ -206,10 +306,10 @@ def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_firs
     ledgers: list[PromptLedger] = []
 
     @contextlib.contextmanager
-    def free(config: Config) -> Iterator[Any]:
+    def free(*_: object) -> Iterator[Any]:
         yield Silent(), None
 
-    monkeypatch.setattr(training, "_ray_for", free)
+    monkeypatch.setattr(training, "_hosted", free)
     monkeypatch.setattr(training, "_run_to_the_end", lambda _, prepared, *__: ledgers.append(prepared.ledger))
     training.resume(str(run.path), [])
     first = ledgers[0].state_dict()
@@ -220,7 +320,68 @@ def test_a_resumed_run_that_loses_its_last_checkpoint_begins_again_with_its_firs
     assert ledgers[1].state_dict() == first
 
 
+# ---- two starts at once ----
+
+
+@pytest.mark.parametrize("moment", ["_check", "dump_config"])
+def test_of_two_trains_at_once_one_runs_and_the_folder_has_its_configuration(
+    tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """A faster start, which trains with 0.5, begins and ends its own while a slower one is at `moment`."""
+    fast, slow = (
+        changed(make(), run={"output_dir": str(tmp_path), "name": "run"}, learner={"learning_rate": rate})
+        for rate in (0.5, 0.25)
+    )
+    run, trained, kept = RunDirectory(tmp_path / "run"), [], []
+    is_fast_through, is_slow_through = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def free(*_: object) -> Iterator[Any]:
+        yield Silent(), None
+
+    def to_the_end(config: Config, *_: Any) -> None:
+        trained.append(config.learner.learning_rate)
+        kept.append(contents(run))
+        if config == fast:
+            is_fast_through.set()
+            assert is_slow_through.wait(120)
+
+    def start_fast() -> None:
+        with contextlib.suppress(RunError):
+            training.train(fast, "run.yaml")
+        is_fast_through.set()
+
+    thread = threading.Thread(target=start_fast)
+    module: Any = training if moment == "_check" else run_files
+    original = getattr(module, moment)
+
+    def delayed(config: Config, *others: Any) -> Any:
+        found = original(config, *others) if moment == "_check" else None
+        if config == slow:
+            thread.start()
+            assert is_fast_through.wait(120)
+        return found if moment == "_check" else original(config, *others)
+
+    monkeypatch.setattr(training, "_hosted", free)
+    monkeypatch.setattr(training, "_prepare", Silent())
+    monkeypatch.setattr(training, "_run_to_the_end", to_the_end)
+    monkeypatch.setattr(module, moment, delayed)
+    try:
+        with contextlib.suppress(RunError):
+            training.train(slow, "run.yaml")
+    finally:
+        is_slow_through.set()
+        thread.join()
+    (rate,), (files,) = trained, kept
+    assert rate == (0.5 if moment == "_check" else 0.25)  # of the one that had the lock first
+    assert load_config(run.config_path).learner.learning_rate == rate
+    assert contents(run) == files
+
+
 class Silent:
+    def __call__(self, *_: Any) -> "Silent":
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 

@@ -4,6 +4,7 @@ import asyncio
 import csv
 import json
 import re
+import shutil
 import struct
 import threading
 import time
@@ -87,6 +88,47 @@ def deliver(tmp_path: Path, tracker: Tracker, max_waiting: int = 100) -> Deliver
 def close(delivery: Delivery, end: End = "finished", timeout_s: float = LONG_S) -> str | None:
     delivery.begin_to_close(end)
     return delivery.close(time.monotonic() + timeout_s)
+
+
+# ---- the id in a tracker ----
+
+
+def test_a_copy_of_a_runs_folder_is_another_run_in_the_tracker(tmp_path: Path) -> None:
+    original = tracked(tmp_path / "run")
+    original.folder.mkdir(parents=True)
+    assert original.id is None
+    original.keep_id("abc")
+    assert (original.id, original.original) == ("abc", None)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert tracked(tmp_path / "link").id == "abc"
+    copy = tracked(tmp_path / "copy")
+    assert (copy.id, copy.original) == (None, tmp_path / "run")
+    copy.keep_id("def")
+    assert (copy.id, copy.original, original.id) == ("def", None, "abc")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert tracked(tmp_path / "moved").id == "abc"
+    shutil.copytree(tmp_path / "moved", tmp_path / "run")  # before the moved one was resumed
+    assert tracked(tmp_path / "run").id == "abc"
+    (tmp_path / "moved" / "trackers" / "a" / "folder").unlink()  # of a run of an earlier release
+    assert tracked(tmp_path / "moved").id == "abc"
+
+
+def test_a_copy_is_announced(tmp_path: Path) -> None:
+    class Named(Remembering):
+        def start(self, run: TrackedRun) -> str:
+            run.keep_id(run.id or "new")
+            return "there"
+
+    original = tracked(tmp_path / "run")
+    original.folder.mkdir(parents=True)
+    original.keep_id("abc")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    announced: list[str] = []
+    for folder in ("run", "copy", "copy"):
+        close(Delivery("a", Named(), tracked(tmp_path / folder), announced.append, 100))
+    new = f"a: there (a new run there, as this folder is a copy of {tmp_path / 'run'})"
+    assert announced == ["a: there", new, "a: there"]
 
 
 # ---- delivery ----

@@ -99,7 +99,8 @@ class AdapterConfig(Section):
 
 class ModelConfig(Section):
     path: str | None = None
-    """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`."""
+    """A folder in Hugging Face format, or a hub name such as `Qwen/Qwen2.5-Math-1.5B`, which `@` and a
+    branch, tag or commit may follow. A run keeps the commit that it began with."""
     tiny: TinyModelConfig | None = None
     """Shape of a tiny model to build instead of loading one."""
     implementation: Implementation = "transformers"

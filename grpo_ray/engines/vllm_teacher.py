@@ -10,6 +10,7 @@ from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.model import HeadDtype
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_engine import common_arguments
+from grpo_ray.models.loading import located
 from grpo_ray.models.sequences import TrainSequence
 
 
@@ -33,7 +34,10 @@ class VllmTeacher:
         # vLLM draws one token after the sequence, which needs a place.
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
-                model=config.teacher, max_model_len=max_model_len + 1, trust_remote_code=False, **common
+                model=located(config.teacher, weights=True),
+                max_model_len=max_model_len + 1,
+                trust_remote_code=False,
+                **common,
             )
         )
         self._request_ids = itertools.count()

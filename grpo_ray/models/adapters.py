@@ -16,7 +16,7 @@ from torch import nn
 
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.models.hub_format import ExactBuffer, persistent_buffers
-from grpo_ray.models.loading import cast_parameters, load_policy
+from grpo_ray.models.loading import cast_parameters, is_local, load_policy
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.quantization import dequantized, is_quantized, quantize_linear_layers
@@ -71,13 +71,14 @@ def add_adapter(model: PolicyModel, config: AdapterConfig, base: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _targets(model, config)
+    name, _, revision = (base, "", "") if is_local(base) else base.partition("@")
     model.requires_grad_(False)
     names: Any = model
     names.is_loaded_in_4bit = any(map(is_quantized, model.parameters()))  # peft looks for it there
     lora = LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.rslora,
         use_dora=config.dora, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=name, revision=revision or None,
     )  # fmt: skip
     inject_adapter_in_model(lora, model)  # type: ignore[arg-type]
     del names.is_loaded_in_4bit
@@ -187,7 +188,7 @@ def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) 
     config.save_pretrained(str(folder))
     tensors = get_peft_model_state_dict(model, dict(weights), save_embedding_layers=False)
     metadata = {"format": "pt"}
-    if digest := base_digest(config.base_model_name_or_path):
+    if digest := base_digest(_base(config)):
         metadata[DIGEST] = digest
     save_file({PREFIX + name: tensor for name, tensor in tensors.items()}, folder / FILE, metadata=metadata)
 
@@ -201,7 +202,7 @@ def load_adapter(model: Any, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     config = model.peft_config[NAME]
-    check_adapter_files(folder, config.base_model_name_or_path)
+    check_adapter_files(folder, _base(config))
     saved = json.loads((folder / CONFIG).read_bytes())
     for name, field in FIELDS.items():
         if saved.get(name, False) != getattr(config, name):
@@ -229,3 +230,8 @@ def load_adapter(model: Any, folder: Path) -> None:
         with torch.no_grad():
             for name, own in expected.items():
                 own.copy_(sharded_like(found[name], own))
+
+
+def _base(config: Any) -> str:
+    """Return the folder of the base, its hub name, or `owner/name@revision`."""
+    return "@".join(filter(None, (config.base_model_name_or_path, config.revision)))

@@ -1,5 +1,6 @@
 """Loading a policy and its tokenizer, checking them, and reading facts about them."""
 
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,11 +27,35 @@ from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM, check_plain, load_transformer_lm
 
 WEIGHTS = "model*.safetensors"  # excludes second copies under other names
+NO_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 def is_local(path: str) -> bool:
     """Return whether `model.path` names a local folder rather than a model on a hub (`owner/name`)."""
     return path.startswith(("/", "./", "../")) or Path(path).exists() or path.count("/") != 1
+
+
+@functools.cache
+def located(path: str, weights: bool = False) -> str:
+    """Return a path that `from_pretrained` takes: for `owner/name@revision` the folder in the hub's cache.
+
+    It is downloaded if necessary. Any other path is returned as it is.
+
+    Args:
+        weights: fetch the weights too.
+
+    Raises:
+        ValueError: neither the hub nor its cache has the revision.
+    """
+    name, _, revision = path.partition("@")
+    if is_local(path) or not revision:
+        return path
+    try:
+        return snapshot_download(
+            name, revision=revision, allow_patterns=[*NO_WEIGHTS, WEIGHTS] if weights else NO_WEIGHTS
+        )
+    except Exception as error:  # the client's network library raises its own errors
+        raise ValueError(f"model.path: {path!r} cannot be fetched from the hub: {error}") from error
 
 
 def check_local_model(path: str, field: str = "model.path") -> None:
@@ -73,6 +98,7 @@ def _listed_shards(folder: Path, field: str) -> list[Path]:
 
 def skeleton(path: str, trust_remote_code: bool, implementation: Implementation) -> PolicyModel:
     """Return the model without memory for its weights, to learn the names and shapes of its layers."""
+    path = located(path)
     with torch.device("meta"):
         if implementation == "grpo_ray":
             return TransformerLM(check_llama(path))
@@ -90,7 +116,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         ValueError: its files are damaged or missing.
     """
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(located(path), trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds: even a KeyError for a damaged tokenizer.json
         raise ValueError(
             f"model.path: the tokenizer of {path!r} cannot be loaded ({type(error).__name__}: {error}); "
@@ -113,11 +139,12 @@ def load_policy(
         ValueError: weights are missing, not finite or of a shape that does not match config.json; or
             TransformerLM does not support the model.
     """
+    folder = located(path, weights=True)
     if implementation == "grpo_ray":
-        model, wrong = _load_transformer_lm(path)
+        model, wrong = _load_transformer_lm(folder)
         cast_parameters(model.parameters(), dtype)
     else:
-        model, wrong = _load_transformers(path, trust_remote_code, dtype)
+        model, wrong = _load_transformers(folder, trust_remote_code, dtype)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
@@ -222,7 +249,8 @@ def check_vocabulary(
 
 def _text_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+        config = AutoConfig.from_pretrained(located(path), trust_remote_code=trust_remote_code)
+        return config.get_text_config()
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"model.path: config.json of {path!r} cannot be used: {error}") from error
 
@@ -234,9 +262,9 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
         ValueError: generation_config.json exists but cannot be read.
     """
     try:
-        listed = GenerationConfig.from_pretrained(path).eos_token_id
+        listed = GenerationConfig.from_pretrained(located(path)).eos_token_id
     except OSError as error:  # generation_config.json is missing or damaged
-        if (Path(path) / "generation_config.json").exists():
+        if (Path(located(path)) / "generation_config.json").exists():
             raise ValueError(f"model.path: {error} Correct it or remove it") from error
         listed = None
     ids = {listed} if isinstance(listed, int) else set(listed or ())
@@ -266,17 +294,24 @@ def check_lengths(
         )
 
 
-def check_hub_model(name: str, field: str = "model.path") -> None:
-    """Check once that the hub has the model, unless it is in the local cache.
+def at_commit(path: str | None, field: str = "model.path") -> str | None:
+    """Return `owner/name@commit` for a model on the hub, and any other path as it is.
+
+    The commit is the newest of the hub, or of the local cache if the hub does not answer.
 
     Raises:
-        ValueError: the hub does not have it, or cannot be reached.
+        ValueError: neither has the model.
     """
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
+    if path is None or is_local(path):
+        return path
+    name, _, revision = path.partition("@")
     try:
-        HfApi().model_info(name, timeout=10)
+        commit = HfApi().model_info(name, revision=revision or None, timeout=10).sha
     except Exception as error:  # the client's network library raises its own errors
-        raise ValueError(
-            f"{field}: {name!r} is not a local folder, and cannot be read from the hub: {error}"
-        ) from error
+        cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
+        if not isinstance(cached, str):
+            raise ValueError(
+                f"{field}: {path!r} is not a local folder, and cannot be read from the hub: {error}"
+            ) from error
+        commit = Path(cached).parent.name
+    return f"{name}@{commit}"

@@ -14,7 +14,7 @@ from grpo_ray.engines.engine_args import check_engine_args
 from grpo_ray.episodes.checking import check_episodes, check_room, check_template, notices_on
 from grpo_ray.models.adapters import check_adapter
 from grpo_ray.models.loading import (
-    check_hub_model,
+    at_commit,
     check_lengths,
     check_llama,
     check_local_model,
@@ -129,6 +129,19 @@ def model_paths(config: Config) -> list[str]:
     return [path for path in (config.model.path, config.distillation.teacher) if path is not None]
 
 
+def at_commits(config: Config) -> Config:
+    """Return the configuration with the commit of each model on a hub; raises ValueError as `at_commit`."""
+    teacher = at_commit(config.distillation.teacher, "distillation.teacher")
+    return with_models(config, at_commit(config.model.path), teacher)
+
+
+def with_models(config: Config, policy: str | None, teacher: str | None) -> Config:
+    """Return the configuration with other values of `model.path` and `distillation.teacher`."""
+    model = config.model.model_copy(update={"path": policy})
+    distillation = config.distillation.model_copy(update={"teacher": teacher})
+    return config.model_copy(update={"model": model, "distillation": distillation})
+
+
 def prepare(config: Config, task: TaskData, progress: WarmupProgress | None = None) -> Prepared:
     """Find, fetch or build the model.
 
@@ -156,10 +169,7 @@ def _prepare(
     else:
         assert config.model.path is not None
         model_path = config.model.path
-        if not is_local(model_path):
-            check_hub_model(model_path)
-    if config.distillation.teacher is not None and not is_local(config.distillation.teacher):
-        check_hub_model(config.distillation.teacher, "distillation.teacher")
+    at_commits(config)  # the hub has what it is asked for
     if task.longest_prompt is None:
         task = _fit_prompts(config, task)
     longest = task.longest_prompt

@@ -13,7 +13,15 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.models.loading import is_local as is_local_model
 from grpo_ray.run.controller import Controller
-from grpo_ray.run.preflight import Prepared, TaskData, check_files, model_paths, prepare
+from grpo_ray.run.preflight import (
+    Prepared,
+    TaskData,
+    at_commits,
+    check_files,
+    model_paths,
+    prepare,
+    with_models,
+)
 from grpo_ray.run.restores import Host, train_through_restores
 from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
@@ -43,11 +51,13 @@ def train(config: Config, config_path: str, is_local: bool = False) -> RunDirect
     if config.run.if_exists == "resume" and run.config_path.exists():
         return _resume(run, config, is_local)
     task = _check(config, is_local, run.check_free)
+    with shown_plainly():
+        config = at_commits(config)
     with _hosted(config, is_local) as (console, host):
         prepared = _prepare(config, task, console)
-        with shown_plainly():
-            run.create(config)
         with run.lock():
+            with shown_plainly():
+                run.create(config)
             write_digests(run, input_digests(config, task.templates, task.validation))
             _run_to_the_end(config, prepared, run, console, host)
     return run
@@ -69,10 +79,11 @@ def resume(path: str, overrides: Sequence[str], is_local: bool = False) -> RunDi
 def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
     before = load_config(run.config_path)
+    config = _with_commits_of(before, config)
     _check_same_prompts(before, config)
     task = _check(config, is_local)
     digests = input_digests(config, task.templates, task.validation)
-    check_inputs(run, digests)
+    unchecked = check_inputs(run, digests)
     with run.lock():
         checkpoint = make_store(config, run).latest()
         step = checkpoint.state.step if checkpoint is not None else 0
@@ -84,6 +95,8 @@ def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
         run.check_records(step)
         if checkpoint is not None:
             check_same_sampling(before, config, checkpoint)
+        with shown_plainly():
+            config = at_commits(config)  # of a run of an earlier release, which has none
         with _hosted(config, is_local) as (console, host):
             prepared = _prepare(config, task, console)
             beginning = prepared.ledger.state_dict()
@@ -91,19 +104,34 @@ def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
                 with shown_plainly():
                     prepared.ledger.load_state_dict(checkpoint.state.ledger, ())
             prepared.ledger.load_state_dict(beginning, ())  # for a restore that finds no checkpoint left
-            _adopt(run, before, config, step)
+            _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
             _run_to_the_end(config, prepared, run, console, host)
     return run
 
 
-def _adopt(run: RunDirectory, before: Config, now: Config, step: int) -> None:
-    """Replace the run's configuration; an event keeps the earlier values of what changes."""
+def _with_commits_of(before: Config, now: Config) -> Config:
+    """Return the configuration with the commits of the models that the run has loaded, where it names none."""
+
+    def known(path: str | None, earlier: str | None) -> str | None:
+        return earlier if earlier is not None and earlier.partition("@")[0] == path else path
+
+    return with_models(
+        now,
+        known(now.model.path, before.model.path),
+        known(now.distillation.teacher, before.distillation.teacher),
+    )
+
+
+def _adopt(run: RunDirectory, before: Config, now: Config, step: int, unchecked: str | None) -> None:
+    """Replace the run's configuration; events say what changes, and what was not compared."""
     changes = changed_values(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    texts = {"config_changed": f"resumed with other values: {'; '.join(changes)}" if changes else None}
+    for kind, text in (texts | {"inputs_unchecked": unchecked}).items():
+        if text is not None:
+            row = {"time": time.time(), "kind": kind, "actor": None, "step": step, "text": text}
+            JsonLines(run.events_path).append(row)
     if changes:
-        text = f"resumed with other values: {'; '.join(changes)}"
-        row = {"time": time.time(), "kind": "config_changed", "actor": None, "step": step, "text": text}
-        JsonLines(run.events_path).append(row)
         dump_config(now, run.config_path)
     run.state_path.unlink(missing_ok=True)  # it describes how the run ended the last time
 

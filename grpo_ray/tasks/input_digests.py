@@ -1,6 +1,7 @@
 """Digests of the files that a configuration names, so that a resumed run notices when one was edited.
 
-The training questions are in the prompt ledger's own digest, which every checkpoint holds.
+The training questions are in the prompt ledger's own digest, which every checkpoint holds. A model on a hub
+has no digest: the configuration names its commit.
 """
 
 import hashlib
@@ -15,14 +16,17 @@ from grpo_ray.errors import RunError
 from grpo_ray.tasks.examples import Example
 from grpo_ray.tasks.prompt_ledger import examples_digest
 from grpo_ray.tasks.prompts import PromptTemplate, TextTemplate
+from grpo_ray.telemetry.adapter_files import base_digest
 from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.run_files import RunDirectory
+
+MODEL, TEACHER = "model.path", "distillation.teacher"
 
 
 def input_digests(
     config: Config, templates: Mapping[str, PromptTemplate], validation: Sequence[Example]
 ) -> dict[str, str]:
-    """Return a digest of each template, the validation questions, and each module with a reward.
+    """Return a digest of each template, the validation questions, each module with a reward, and local models.
 
     The name of each says what was edited if it changes. Modules that the reward's module imports are left out.
     """
@@ -38,7 +42,19 @@ def input_digests(
     for name, part in config.episode_tasks.items():
         for module, path in _modules_of((part.episode, part.examples, part.warmup or "")):
             digests[f"{_field(name)}.episode (module {module}, {path.name})"] = _sha256(path.read_bytes())
+    models = {MODEL: config.model.path, TEACHER: config.distillation.teacher}
+    for field, folder in models.items():
+        if folder is not None and Path(folder).is_dir():
+            digests |= {f"{field} ({name})": digest for name, digest in _of_model(Path(folder))}
     return digests
+
+
+def _of_model(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the names and digests of a model's small files, and of samples of its weights."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja", ".model", ".txt", ".py") and path.is_file():
+            yield path.name, _sha256(path.read_bytes())
+    yield "its weights", str(base_digest(str(folder)))
 
 
 def write_digests(run: RunDirectory, digests: Mapping[str, str]) -> None:
@@ -47,17 +63,24 @@ def write_digests(run: RunDirectory, digests: Mapping[str, str]) -> None:
         partial.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
-def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> None:
-    """Refuse to resume with other prompts, validation questions or rewards than the run began with.
+def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
+    """Refuse to resume with other prompts, questions, rewards, tokenizers or models than the run began with.
+
+    Returns:
+        What could not be compared, because the run has no digest of it; None: nothing.
 
     Raises:
         RunError: names what was edited.
     """
-    if not run.inputs_path.exists():  # of a run that began before digests were kept
-        return
+    if not run.inputs_path.exists():
+        return f"{run.inputs_path} is missing, so edits of the run's inputs were not looked for"
     try:
         before = json.loads(run.inputs_path.read_text(encoding="utf-8"))
-        edited = [name for name in sorted({*before, *digests}) if before.get(name) != digests.get(name)]
+        new = [field for field in (MODEL, TEACHER) if not any(name.startswith(f"{field} (") for name in before)]
+        unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
+        edited = [
+            name for name in sorted({*before, *digests} - {*unknown}) if before.get(name) != digests.get(name)
+        ]
     except (ValueError, TypeError) as error:
         raise RunError(f"{run.inputs_path} is not readable ({error}); remove it to resume without it") from None
     if edited:
@@ -65,6 +88,7 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> None:
             f"{'; '.join(edited)}: not what this run began with; undo the edit, or train a new run "
             f"(to go on with a harmless edit, remove {run.inputs_path})"
         )
+    return f"{run.inputs_path} has no digests of {unknown[0].partition(' (')[0]}" if unknown else None
 
 
 def _field(part: str) -> str:

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from threading import Thread
 
+from grpo_ray.telemetry.durable import replacing
+
 MAX_BYTES = 16 * 2**20
 LOOK_EVERY_S = 5.0
 
@@ -22,7 +24,7 @@ LOOK_EVERY_S = 5.0
 def redirect_output(path: Path) -> None:
     """Append this process's output to the file from now on, and that of its child processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(file, 1)
@@ -52,13 +54,9 @@ def shorten(path: Path) -> None:
     size = path.stat().st_size
     if size <= MAX_BYTES:
         return
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with path.open("rb") as source, partial.open("wb") as target:
-            source.seek(size - MAX_BYTES)
-            source.readline()  # the rest of a line
-            shutil.copyfileobj(source, target)
-        os.replace(partial, older(path))
-    finally:
-        partial.unlink(missing_ok=True)
+    copy = replacing(older(path), fsync=False)
+    with copy as partial, path.open("rb") as source, partial.open("wb") as target:
+        source.seek(size - MAX_BYTES)
+        source.readline()  # the rest of a line
+        shutil.copyfileobj(source, target)
     os.truncate(path, 0)

@@ -37,8 +37,13 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
-    """Yield a path to write to, which then replaces `path` atomically; an error leaves `path` unchanged."""
+    """Yield a path to write to, which then replaces `path` atomically; an error leaves `path` unchanged.
+
+    A link in the place of either is replaced, and not followed.
+    """
     partial = path.with_name(f".{path.name}.partial")  # hidden: no reader's `*.parquet` finds it
+    with suppress(IsADirectoryError):  # of a start that was killed, as a file is too
+        partial.unlink(missing_ok=True)
     try:
         yield partial
         if fsync:

@@ -55,7 +55,10 @@ class ResumableFolder:
         Raises:
             RunError: another process holds the lock; names it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from None
         return locked(self.path / LOCK_NAME, self.path)
 
     def check_lock(self) -> None:
@@ -73,10 +76,10 @@ class ResumableFolder:
             skeleton: subfolders that do not count as long as they are empty.
         """
         # Left by a start that was killed.
-        own = {LOCK_NAME, f"{LOCK_NAME}.writer", f".{self.definition_path.name}.partial"}
+        own = (LOCK_NAME, f".{LOCK_NAME}.writer", f".{self.definition_path.name}.partial")
 
         def is_foreign(entry: Path) -> bool:
-            return entry.name not in own and not (entry in skeleton and not any(entry.iterdir()))
+            return not entry.name.startswith(own) and not (entry in skeleton and not any(entry.iterdir()))
 
         if not self.path.exists():
             return True

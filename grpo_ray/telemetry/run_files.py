@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,30 +77,36 @@ class RunDirectory:
             raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
         # A run that was killed while it created its folders can be created again.
         if not self._folder.is_free(skeleton=self._subfolders):
-            raise ValueError(_in_use(self.path))
+            raise ValueError(
+                f"{self.path} exists already and is not empty, and a run never writes into another run's "
+                f"folder; resume it with `grpo-ray resume {self.path}`, give another run.name, or move the "
+                "folder away"
+            )
         self._folder.check_writable()
 
     def create(self, config: Config) -> None:
-        """Create the folders and write the resolved configuration.
+        """Create the folders and write the resolved configuration; hold the lock if others may do the same.
 
         Raises:
             RunError, ValueError: as `check_free`.
         """
         self.check_free()
-        try:
-            self.rollouts.mkdir(parents=True, exist_ok=self.rollouts.exists())
-        except FileExistsError:  # another run of this name created it since the check above
-            raise ValueError(_in_use(self.path)) from None
         for folder in self._subfolders:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         dump_config(config, self.config_path)
 
     def lock(self) -> AbstractContextManager[None]:
         """Return a lock on the directory, which is created if necessary.
 
         Raises:
-            RunError: another process holds the lock; names it.
+            RunError: another process holds the lock, or a link would make the run write elsewhere; names it.
         """
+        for path in (*_entries(self.path), *chain(*map(_entries, self._own_folders))):
+            if path.is_symlink() and not path.resolve().is_relative_to(self.path.resolve()):
+                raise RunError(
+                    f"{path} is a link to {path.resolve()}, and a run writes only inside its own folder; "
+                    "put the file or folder itself in its place"
+                )
         return self._folder.lock()
 
     def check_lock(self) -> None:
@@ -143,6 +150,11 @@ class RunDirectory:
     @property
     def _subfolders(self) -> tuple[Path, ...]:
         return self.rollouts, self.evaluations, self.checkpoints, self.logs
+
+    @property
+    def _own_folders(self) -> tuple[Path, ...]:
+        """All folders but those of trackers, where libraries such as W&B's put links of their own."""
+        return *self._subfolders, self.skipped, self.profile
 
 
 class MetricsLog:
@@ -216,16 +228,13 @@ def _truncate(path: Path, num_bytes: int) -> None:
         sync(path)
 
 
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
 def _files_after(folder: Path, step: int) -> Iterator[Path]:
     """Yield the files of later steps, and unfinished files of any step."""
     for name in os.listdir(folder) if folder.exists() else ():
         match = STEP_FILE.fullmatch(name)
         if match and (match["unfinished"] or int(match["step"]) > step):
             yield folder / name
-
-
-def _in_use(path: Path) -> str:
-    return (
-        f"{path} exists already and is not empty, and a run never writes into another run's folder; "
-        f"resume it with `grpo-ray resume {path}`, give another run.name, or move the folder away"
-    )

@@ -9,13 +9,13 @@ import fcntl
 import json
 import os
 import socket
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.errors import RunError
+from grpo_ray.telemetry.durable import replacing
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 _held: dict[int, Path] = {}  # this process's locks, by descriptor
@@ -36,10 +36,15 @@ def locked(path: Path, what: Path) -> Iterator[None]:
     """Hold the lock file `path`, which names its holder; errors name `what` it protects.
 
     Raises:
-        RunError: another process holds it.
+        RunError: another process holds it, or the file is a link or cannot be opened.
     """
     with ExitStack() as stack:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:  # a link could have any file of the user's emptied
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be opened ({error.strerror}); remove it, or give another folder"
+            ) from error
         _held[descriptor] = path
         stack.callback(_release, descriptor)
         try:
@@ -84,7 +89,8 @@ def _named_writer(path: Path, what: Path) -> Iterator[None]:
     """
     own = _identity()
     try:
-        _create(path, own)
+        with path.open("x") as file:
+            file.write(json.dumps(own))
     except FileExistsError:
         _take_over(path, own, what)
     try:
@@ -95,26 +101,18 @@ def _named_writer(path: Path, what: Path) -> Iterator[None]:
 
 
 def _take_over(path: Path, own: dict[str, Any], what: Path) -> None:
-    """Replace the file of a process that has ended; of several that try this, one succeeds."""
+    """Replace the file of a process that has ended; of several that try this, one succeeds.
+
+    The file is never absent meanwhile: otherwise a process that has read it would not notice a third one.
+    """
     holder = _holder(path)
     if not _has_ended(holder):
         raise _refusal(holder, what, f" (if it has ended, delete {path}: the file system has no locks)")
-    aside = path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}")
-    with suppress(FileNotFoundError):  # another process takes over at this moment
-        path.rename(aside)
-        if _holder(aside) == holder:
-            aside.unlink()
-        else:  # it has done so already, and this was its file
-            aside.rename(path)
-    try:
-        _create(path, own)
-    except FileExistsError:
-        raise _refusal(_holder(path), what, "") from None
-
-
-def _create(path: Path, own: dict[str, Any]) -> None:
-    with path.open("x") as file:
-        file.write(json.dumps(own))
+    with _named_writer(path.with_name(f"{path.name}.next"), what):
+        if (now := _holder(path)) != holder:  # another process has done so already
+            raise _refusal(now, what, "")
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(own))
 
 
 def _identity() -> dict[str, Any]:

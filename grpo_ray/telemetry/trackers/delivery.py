@@ -93,7 +93,9 @@ class Delivery:
     def _work(self) -> None:
         try:
             self._run.folder.mkdir(parents=True, exist_ok=True)
-            self._announce(f"{self.name}: {_without_password(self._tracker.start(self._run))}")
+            original = self._run.original
+            more = f" (a new run there, as this folder is a copy of {original})" if original else ""
+            self._announce(f"{self.name}: {_without_password(self._tracker.start(self._run))}{more}")
             while (message := self._next()) is not None:
                 message(self._tracker)
             self._tracker.close(self._end)

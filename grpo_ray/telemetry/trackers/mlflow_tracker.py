@@ -40,7 +40,7 @@ class MlflowTracker:
         known = run.id
         if known is None:
             known = self._create(self._client, run)
-            run.keep_id(known)
+        run.keep_id(known)
         self._client.update_run(known, status="RUNNING")
         self._run_id = known
         text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)

@@ -7,7 +7,9 @@ from pathlib import Path
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
 from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.run.signals import sigterm_interrupts
 from grpo_ray.telemetry.checkpoint import CheckpointStore
+from grpo_ray.telemetry.durable import sync, sync_tree
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.export.arguments import ExportOptions
 from grpo_ray.tools.export.merge import base_folder, merged_policy
@@ -21,7 +23,7 @@ def export_merged(options: ExportOptions) -> Path:
     checkpoint's float32 weights are copied.
 
     Raises:
-        RunError: there is no such run or checkpoint, or the folder exists already.
+        RunError: there is no such run or checkpoint, it has links, or the folder exists already.
         ValueError: the base or the adapter cannot be used.
         OSError: it could not be written.
     """
@@ -31,21 +33,31 @@ def export_merged(options: ExportOptions) -> Path:
     if folder.exists():
         raise RunError(f"--merged: {folder} exists already; give a new folder, or move it away")
     checkpoint = CheckpointStore(run).choose(options.checkpoint, "--checkpoint").path
+    _check_no_links(checkpoint)
     config = with_trust(load_config(run.config_path), options.trust_remote_code)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
-    try:
-        if config.model.adapter is None:
-            shutil.copytree(
-                checkpoint, unfinished, ignore=shutil.ignore_patterns("training"), dirs_exist_ok=True
-            )
-        else:
-            base = base_folder(config)
-            merged_policy(base, config.model, checkpoint).save_pretrained(unfinished)
-            load_tokenizer(base, config.model.trust_remote_code).save_pretrained(unfinished)
-        unfinished.chmod(0o755)  # mkdtemp lets only its owner in
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with sigterm_interrupts():
+        unfinished = Path(tempfile.mkdtemp(prefix=f"unfinished-{folder.name}-", dir=folder.parent))
+        try:
+            if config.model.adapter is None:
+                ignored = shutil.ignore_patterns("training")
+                shutil.copytree(checkpoint, unfinished, ignore=ignored, dirs_exist_ok=True)
+            else:
+                base = base_folder(config)
+                merged_policy(base, config.model, checkpoint).save_pretrained(unfinished)
+                load_tokenizer(base, config.model.trust_remote_code).save_pretrained(unfinished)
+            unfinished.chmod(0o755)  # mkdtemp lets only its owner in
+            sync_tree(unfinished)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    sync(folder.parent)
     return folder
+
+
+def _check_no_links(checkpoint: Path) -> None:
+    """Refuse a checkpoint with links, which no run writes; the model would hold the files that they lead to."""
+    for path in checkpoint.rglob("*"):
+        if path.is_symlink():
+            raise RunError(f"{path} is a link; put the file itself in its place")

@@ -11,7 +11,7 @@ from grpo_ray.config.model import ModelConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # every weight of these is counted
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,12 @@ def find_shape(model: ModelConfig) -> ModelShape:
 
 def _cached_config(name: str) -> Path:
     """Return the config.json of a hub's model in the local cache."""
-    if not HUB_NAME.fullmatch(name):
+    parts = HUB_NAME.fullmatch(name)
+    if parts is None:
         raise ValueError(f"model.path: no config.json in {name!r}; give a model's folder")
     from huggingface_hub import try_to_load_from_cache  # here, because most plans do without
 
-    cached = try_to_load_from_cache(name, "config.json")
+    cached = try_to_load_from_cache(parts[1], "config.json", revision=parts[2])
     if not isinstance(cached, str):
         raise ValueError(
             f"model.path: the config.json of {name!r} is not on this machine, and a plan asks no hub; fetch it "

@@ -1,7 +1,7 @@
 "use strict";
 // An episode in the table of rollouts: its turns one below the other, with what came between them and its branches.
 
-const CALL = /<tool_call>\s*([\s\S]*?)\s*<\/tool_call>/g;
+const [OPEN, CLOSE] = ["<tool_call>", "</tool_call>"];
 
 /** Return the advantage of each token shown, null for context; null for other responses. */
 function advantages(row) {
@@ -17,9 +17,20 @@ function turnsOf({ num_turns: turns, num_branches: branches }) {
   return number(turns) + (branches ? ` (${branches} ${branches === 1 ? "branch" : "branches"})` : "");
 }
 
+/** Return the trimmed texts between the tags of a turn's text, in linear time: a policy may write anything. */
+function callTexts(text) {
+  const found = [];
+  for (let end = 0; ;) {
+    const start = text.indexOf(OPEN, end);
+    end = start < 0 ? -1 : text.indexOf(CLOSE, start + OPEN.length);
+    if (end < 0) return found;
+    found.push(text.slice(start + OPEN.length, end).trim());
+  }
+}
+
 /** Return the tool calls in a turn's text: `name(arguments)`, or the text of one that is no JSON. */
 function calls(text) {
-  return [...text.matchAll(CALL)].map(([, call]) => {
+  return callTexts(text).map((call) => {
     try {
       const { name, arguments: given } = JSON.parse(call);
       return `${name}(${Object.entries(given ?? {}).map(([key, value]) => `${key}: ${JSON.stringify(value)}`).join(", ")})`;

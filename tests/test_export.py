@@ -1,0 +1,74 @@
+"""`grpo-ray export` against power cuts, signals and planted links."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_runs import add_checkpoint, make_run
+
+from grpo_ray.config import Config
+from grpo_ray.tools.cli import main
+from grpo_ray.tools.export import export
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]) -> Path:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=1)
+    add_checkpoint(run, 1, tiny_model())
+    return run.path
+
+
+def test_a_model_is_on_disk_before_it_appears(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Any) -> Path:
+        done.append(f"renamed to {Path(target).name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert main(["export", str(run), "--merged", str(tmp_path / "out" / "model")]) == 0
+    at = done.index("renamed to model")
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {*done[:at]}
+    assert done[at - 1].startswith("unfinished-model-")
+    assert done[at + 1 :] == ["out"]
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copytree = shutil.copytree
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        copied = copytree(*args, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return copied
+
+    monkeypatch.setattr(export.shutil, "copytree", interrupted)
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            export.export_merged(export.ExportOptions(str(run), str(tmp_path / "out" / "model")))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_links_in_a_checkpoint_are_not_followed(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    link = run / "checkpoints" / "step-000001" / "notes.txt"
+    link.symlink_to(tmp_path / "mine")
+    assert main(["export", str(run), "--merged", str(tmp_path / "out" / "model")]) == 2
+    assert f"{link} is a link; put the file itself in its place" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
