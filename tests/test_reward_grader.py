@@ -174,7 +174,7 @@ def test_nested_brackets(depth: int) -> None:
     else:
         assert is_equal(nested, f"{depth}x+1")
         assert not is_equal(nested, f"{depth}x+2")
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 60  # seconds; without the limit, hours
 
 
 @pytest.mark.parametrize("truth", [r"50\%", r"90^\circ", r"\frac{\pi}{2}", "3:4", "(-2, 3)", "x = 1, y = 2"])

@@ -140,7 +140,7 @@ def test_what_would_take_forever_is_the_answers_doing_or_the_truths(answer: str)
         r1_zero_reward_fn(respond(answer), "72")
     with pytest.raises(NotGraded):
         r1_zero_reward_fn(respond("72"), answer)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert r1_zero_reward_fn(respond(answer), answer) == RIGHT
 
 

@@ -186,7 +186,7 @@ def test_a_disk_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     @contextlib.contextmanager
     def replacing(path: Path, fsync: bool) -> Iterator[Path]:
-        hangs.wait(10)
+        hangs.wait(100)
         yield path
 
     monkeypatch.setattr(run_state, "LAST_WRITE_S", 0.05)
@@ -194,7 +194,7 @@ def test_a_disk_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     began = time.monotonic()
     with reported(RunDirectory(tmp_path), 8, Silent()):
         pass
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     hangs.set()
 
 

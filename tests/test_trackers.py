@@ -18,6 +18,7 @@ from builders import make_completion, make_group, make_item
 from local_actors import LocalActors
 from local_runs import make_config, train
 
+from grpo_ray.cluster import session
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.run import training
@@ -193,7 +194,7 @@ def test_the_end_does_not_wait_for_a_hanging_tracker(tmp_path: Path, full: bool)
     began = time.monotonic()
     text = close(delivery, timeout_s=0.05)
     assert text == "a: not everything could be sent in tracking.close_timeout_s"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     tracker.released.set()
 
 
@@ -450,7 +451,7 @@ def test_trackers_are_checked_before_ray_starts(tmp_path: Path, monkeypatch: pyt
     def connected(needs_hub: bool) -> None:
         raise AssertionError("Ray was to be started")
 
-    monkeypatch.setattr(training.session, "connected", connected)
+    monkeypatch.setattr(session, "connected", connected)
     monkeypatch.setattr(choice, "_is_installed", lambda name: False)
     overrides = [f"run.output_dir={tmp_path}", "run.name=one", "tracking.trackers=[wandb]"]
     config = make_config(*overrides)
