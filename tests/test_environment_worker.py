@@ -3,7 +3,6 @@
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
