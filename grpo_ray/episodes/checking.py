@@ -3,6 +3,7 @@
 from typing import Any
 
 from grpo_ray.config import Config
+from grpo_ray.config.secrets import check_set
 from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import check_paths
 from grpo_ray.episodes.renderer_template import check_renderer, make_template
@@ -15,9 +16,12 @@ def check_episodes(config: Config) -> None:
 
     Raises:
         ValueError: one does not exist, or an episode is not an `async def` of two arguments; or a path that
-            environments are to read or write does not exist; or there is no such renderer.
+            environments are to read or write does not exist, or a secret is not set; or there is no such
+            renderer.
     """
     check_paths(config.episodes)
+    if config.episode_tasks:
+        check_set(config.episodes.secrets, "episodes.secrets")
     for name, task in config.episode_tasks.items():
         field = f"task.parts.{name}.task" if name else "task"
         load_episode(task.episode, f"{field}.episode")

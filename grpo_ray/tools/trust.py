@@ -22,8 +22,8 @@ RunRewardCode = Annotated[
 ]
 
 GAMES = ("grpo_ray.episodes.calculator", "grpo_ray.episodes.guess_number")
-# The functions of this package that a folder may name, by field. Any other name of ours is code all the same: what
-# it does when called with a folder's values was never thought of.
+# The functions of this package that a folder may name, by field. Any other one is code, too: it was not written
+# to be called with a folder's values.
 BUNDLED = {
     "task.episode": {f"{game}:episode" for game in GAMES},
     "task.examples": {f"{game}:examples" for game in GAMES},
