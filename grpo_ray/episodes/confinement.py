@@ -26,7 +26,7 @@ HINT = (
     "episodes.confined to false)"
 )
 NO_MEMORY_HINT = "\n(memory beyond episodes.memory_gib is refused)"
-SCRATCH = "grpo-ray-environments-"
+SCRATCH = "grpo-ray-scratch-"
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 
 
