@@ -1,4 +1,4 @@
-"""Secrets by name: what keeps them from an EnvironmentWorker and from rewards, and what gives them the listed ones."""
+"""Secrets by name: what keeps them from an EnvironmentWorker and from rewards, and what hands them over."""
 
 import os
 import subprocess
