@@ -1,4 +1,4 @@
-"""A mixture whose episode and reward tell which secrets they see; its driver has those of `DRIVERS`."""
+"""A mixture with an episode and a reward that tell the secrets they see; its driver has those of `DRIVERS`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A whole run on real Ray whose tools and reward tell the secrets that they see."""
+"""A whole run on real Ray, with tools and a reward that tell the secrets they see."""
 
 import json
 import os
