@@ -101,6 +101,19 @@ def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.Mo
         training_job(QUICKSTART, [], make_context(env=["NOT_THERE"]))
 
 
+def test_listed_secrets_are_sent_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "mine")
+    monkeypatch.setenv("OTHER_API_KEY", "not listed")
+    reward = "task.reward={reward: 'judges:judge', secrets: [JUDGE_API_KEY, NOT_THERE]}"
+    job = training_job(QUICKSTART, [reward], make_context(env=["JUDGE_API_KEY"]))
+    sent = job.runtime_env["env_vars"]
+    assert sent["JUDGE_API_KEY"] == "mine"
+    assert not {"OTHER_API_KEY", "NOT_THERE"} & sent.keys()
+    (warning,) = job.warnings
+    assert "JUDGE_API_KEY looks like a credential" in warning
+    assert "mine" not in job.entrypoint + warning
+
+
 def test_the_page_names_every_variable_that_is_sent() -> None:
     page = Path("docs/cluster.md").read_text()
     assert [name for name in SENT_ALONG if f"`{name}`" not in page] == []

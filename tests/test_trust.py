@@ -19,9 +19,13 @@ from local_serving import serve_locally as serve_locally
 from report_runs import group, make_run
 from test_report_page import script_data
 
+from grpo_ray.cluster import reaper
 from grpo_ray.config.loading import load_config
+from grpo_ray.config.user_code import import_function
 from grpo_ray.telemetry.run_files import RunDirectory, dump_config
+from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.tools.cli import main
+from grpo_ray.tools.trust import BUNDLED, code_in
 
 REWARD = "evil_reward:grade"
 AUTO_MAP = {
@@ -352,6 +356,82 @@ def test_a_configuration_of_the_users_own_is_believed_as_by_train(
     dump_config(config, tmp_path / "mine.yaml")
     assert evaluate(tmp_path / "mine.yaml", tmp_path / "e") == 0
     assert marker.exists()  # its reward
+
+
+# ---- functions of this package that are not meant to be named ----
+
+OURS = "grpo_ray.cluster.reaper:_main"  # called with a folder's seed, it kills the process of that pid
+GAME, SORTING = "configs/guess-number.yaml", "configs/quickstart.yaml"
+FIELDS = {
+    "task.episode": GAME,
+    "task.examples": GAME,
+    "task.warmup": GAME,
+    "task.reward": SORTING,
+    "generator.engine": SORTING,
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(reaper, "_main", lambda *args: found.append(args))
+    return found
+
+
+def run_that_names(field: str, folder: Path) -> RunDirectory:
+    return make_run(folder, load_config(FIELDS[field], [f"{field}={OURS}"]), num_steps=0)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_audit_calls_no_other_function_of_this_package(
+    field: str, tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_that_names(field, tmp_path / "run")
+    main(["audit", str(run.path)])
+    noted = f"{OURS} is code" in capsys.readouterr().out
+    assert noted is (field in ("task.examples", "task.reward"))  # it needs none of the others
+    assert calls == []
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_evaluate_calls_no_other_function_of_this_package(
+    field: str, tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_that_names(field, tmp_path / "run")
+    output = ["--checkpoint", "initial", "--output", str(tmp_path / "e")]
+    assert main(["evaluate", str(run.path), *output]) == 2
+    assert f"{field}: {OURS} is code that the run's configuration names" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_the_warmup_of_a_run_is_refused_whatever_task_is_evaluated(
+    tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tiny model's initial weights are built from the run's own task."""
+    run = run_that_names("task.warmup", tmp_path / "run")
+    command = ["evaluate", str(run.path), "--checkpoint", "initial", "--output", str(tmp_path / "e")]
+    assert main([*command, "--task", "sorting", "--reward", "exact_match"]) == 2
+    assert f"task.warmup: {OURS} is code" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_the_bundled_functions_exist_and_are_all_that_our_configurations_name() -> None:
+    for field, names in BUNDLED.items():
+        for name in names:
+            assert callable(import_function(name, field))
+    for path in Path("configs").rglob("*.yaml"):
+        assert code_in(load_config(path)) == [], path
+
+
+def test_audit_grades_again_with_a_bundled_function() -> None:
+    name = "grpo_ray.rewards.examples.numeric_tolerance:reward_fn"
+    grader = Regrader(load_config(SORTING, [f"task.reward={name}"]), run_reward_code=False)
+    try:
+        assert grader.notes == []
+        (result,) = grader.grade("", [("3.14", "3.1416")])
+        assert isinstance(result, dict), result
+    finally:
+        grader.close()
 
 
 # ---- top ----

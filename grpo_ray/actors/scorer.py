@@ -1,6 +1,7 @@
 """Scorer: verified rewards and group advantages."""
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import Config, ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.reward import Reward
+from grpo_ray.config.reward import Reward, secrets_in
+from grpo_ray.config.secrets import values_of
 from grpo_ray.episodes.returns import verdict_on
 from grpo_ray.rewards.base import Ungradable, verdict
 from grpo_ray.rewards.grader import Grader
@@ -18,6 +20,7 @@ from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
 from grpo_ray.types import Episode, RolloutGroup, Verdict
 
+NO_SECRETS: Mapping[str, str] = {}
 UNGRADED = verdict(has_format=False, is_right=False)
 
 
@@ -31,13 +34,16 @@ class Scorer:
         config: ScorerConfig,
         max_tokens: int,
         turn_discount: float = 1.0,
+        secrets: Mapping[str, str] = NO_SECRETS,
     ) -> None:
         """
         Args:
             rewards: one per task, by name (`config.task.rewards`).
             max_tokens: length of the longest response that may be sampled.
             turn_discount: of the returns of episodes with rewards per turn.
+            secrets: those that the rewards list, put into this process's environment.
         """
+        os.environ.update(secrets)
         self._grader = Grader(rewards, config)
         self._algorithm, self._max_tokens, self._turn_discount = algorithm, max_tokens, turn_discount
         self._clock = StageClock(("start", "score"), rest="wait_for_groups")
@@ -101,6 +107,7 @@ class Scorer:
 
 
 def scorer_arguments(config: Config) -> tuple[Any, ...]:
-    """Return the arguments of Scorer for a configuration."""
-    discount = config.episodes.turn_discount
-    return config.task.rewards, config.algorithm, config.scorer, config.sampling.max_tokens, discount
+    """Return the arguments of Scorer for a configuration, with the secrets of this process's environment."""
+    rewards, discount = config.task.rewards, config.episodes.turn_discount
+    secrets = values_of(secrets_in(rewards.values()))
+    return rewards, config.algorithm, config.scorer, config.sampling.max_tokens, discount, secrets

@@ -43,6 +43,7 @@ from grpo_ray.cluster.reaper import Process, process_at
 from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
 from grpo_ray.cluster.session import Placement, address_of_node, is_local
 from grpo_ray.config import Config
+from grpo_ray.config.secrets import values_of
 from grpo_ray.engines import engine_seed, make_engine, make_teacher_engine
 from grpo_ray.episodes.confinement import Confinement
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
@@ -135,11 +136,13 @@ class ServingGroup:
         return ""
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """End the engines' own processes, then the actors; an engine that is not up yet is just killed.
+        """End the engines' own processes, then the actors; one that is not up yet is just killed.
 
-        Ray also ends the child processes of an actor that is killed; asking first lets vLLM clean up.
+        Ray also ends the child processes of an actor that is killed; asking first lets vLLM, and a worker with
+        a temporary folder, clean up.
         """
-        handles = [self._clients[name].handle for name in (*self.generators, *self.teachers)]
+        asked = (*self.generators, *self.teachers, *self.environments)
+        handles = [self._clients[name].handle for name in asked]
         with contextlib.suppress(Exception):  # one that is dead or hung is killed below all the same
             probes = {handle.take_stats.remote(): handle for handle in handles}
             up, _ = ray.wait(list(probes), num_returns=len(probes), timeout=0.5)
@@ -174,8 +177,9 @@ class ServingGroup:
 
     def _start_environment(self, name: str) -> EnvironmentClient:
         actor = self._host(EnvironmentWorker, name)
+        settings = self._config.episodes
         handle = actor.options(**self._placement.options(name), max_concurrency=10_000).remote(
-            name, self._config, self._model, Confinement.of(self._config.episodes)
+            name, self._config, self._model, Confinement.of(settings), values_of(settings.secrets)
         )
         return cast(EnvironmentClient, self._client(EnvironmentWorker, name, handle))
 

@@ -14,7 +14,7 @@ from grpo_ray.config.episodes import GRACE_S, EpisodesConfig
 from grpo_ray.config.learner import LearnerConfig
 from grpo_ray.config.model import ModelConfig
 from grpo_ray.config.placement import PlacementConfig
-from grpo_ray.config.reward import ScorerConfig
+from grpo_ray.config.reward import ScorerConfig, secrets_in
 from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConfig, RunConfig
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
@@ -94,6 +94,12 @@ class Config(Section):
             return {"": task} if isinstance(task, EpisodesTaskConfig) else {}
         parts = {name: part.task for name, part in task.parts.items()}
         return {name: part for name, part in parts.items() if isinstance(part, EpisodesTaskConfig)}
+
+    @property
+    def secrets(self) -> list[str]:
+        """The names of the environment's secrets that rewards and episodes list."""
+        own = self.episodes.secrets if self.episode_tasks else ()
+        return list(dict.fromkeys([*secrets_in(self.task.rewards.values()), *own]))
 
     @property
     def has_only_episodes(self) -> bool:

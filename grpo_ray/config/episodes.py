@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from grpo_ray.config.secrets import SecretName
 from grpo_ray.config.section import Section
 
 GRACE_S = 5.0  # for an episode to end after it was cancelled
@@ -49,6 +50,9 @@ class EpisodesConfig(Section):
     """Files and folders that a confined environment reads; modules can be read anyway."""
     writable_paths: tuple[str, ...] = ()
     """Folders in which a confined environment writes, besides a temporary one of its own."""
+    secrets: tuple[SecretName, ...] = ()
+    """Environment variables that environments need, by their names. A worker has no other credential: those of
+    its process, Ray's token among them, are removed before a module of yours is imported."""
     memory_gib: PositiveFloat = 16.0
     """Memory of all confined environments of one worker, in GiB."""
 

@@ -1,10 +1,12 @@
 """The configuration of rewards (by name, a function of the user's, or a weighted sum) and of the Scorer."""
 
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Discriminator,
     Field,
     FiniteFloat,
@@ -14,6 +16,7 @@ from pydantic import (
     Tag,
 )
 
+from grpo_ray.config.secrets import SecretName
 from grpo_ray.config.section import NonNegativeFloat, Section
 from grpo_ray.config.user_code import is_function_name
 
@@ -62,6 +65,8 @@ class RewardTerm(Section):
     """Factor of the term in the sum."""
     arguments: dict[str, Argument] = Field(default_factory=dict)
     """Extra keyword arguments for the reward function."""
+    secrets: tuple[SecretName, ...] = ()
+    """Environment variables that a function of yours needs, such as a judge's key, by their names."""
 
 
 def _some_terms(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
@@ -81,7 +86,14 @@ RewardTerms = Annotated[tuple[RewardTerm, ...], AfterValidator(_some_terms)]
 Reward = Annotated[
     Annotated[RewardName, Tag("name")] | Annotated[RewardTerms, Tag("terms")],
     Discriminator(_form, custom_error_type="reward_form", custom_error_message="neither a name nor a list"),
+    BeforeValidator(lambda value: [value] if isinstance(value, Mapping) else value),  # a sum of one term
 ]
+
+
+def secrets_in(rewards: Iterable[Reward]) -> list[str]:
+    """Return the names of the secrets that the rewards list, each once."""
+    terms = [term for reward in rewards if not isinstance(reward, str) for term in reward]
+    return list(dict.fromkeys(name for term in terms for name in term.secrets))
 
 
 class ScorerConfig(Section):

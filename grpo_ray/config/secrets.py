@@ -3,10 +3,15 @@
 As a program, `python -m grpo_ray.config.secrets COMMAND ...` runs a command without credentials.
 """
 
+import ctypes
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|WEBHOOK|CONN(?:ECTION)?_?STR|(?:API|ACCESS|PRIVATE)_?KEY|^AWS_"
@@ -50,11 +55,58 @@ def public_environment(environment: Mapping[str, str], keep: Collection[str] = (
     return {name: value for name, value in environment.items() if name in keep or not is_secret(name, value)}
 
 
-def reward_environment() -> dict[str, str]:
-    """Return the environment of a grading process: an allow-list, because it reads what a policy wrote."""
-    return {
-        name: value for name, value in os.environ.items() if name in REWARD_VARIABLES or name.startswith("LC_")
-    }
+def reward_environment(secrets: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of a grading process: an allow-list, because it reads what a policy wrote.
+
+    Args:
+        secrets: further names, of the secrets that a term of the reward lists.
+    """
+    allowed = {*REWARD_VARIABLES, *secrets}
+    return {name: value for name, value in os.environ.items() if name in allowed or name.startswith("LC_")}
+
+
+def _name_alone(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):  # it may be the key itself, so no message repeats it
+        raise ValueError("a secret is listed by the name of its environment variable, never by its value")
+    return name
+
+
+SecretName = Annotated[str, AfterValidator(_name_alone)]
+
+
+def check_set(names: Iterable[str], field: str) -> None:
+    """Refuse the name of a secret that this process's environment lacks.
+
+    Raises:
+        ValueError: names the field and the variable.
+    """
+    for name in names:
+        if not os.environ.get(name):
+            raise ValueError(
+                f"{field}: {name} is not set; export it where the run is started, or omit its name"
+            )
+
+
+def values_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the named variables of this process's environment, for the actors that are to have them."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def keep_only(secrets: Mapping[str, str]) -> None:
+    """Replace all credentials in this process's environment, Ray's token among them, by `secrets`.
+
+    They are also overwritten in the memory that the process was started with, which /proc/PID/environ shows for
+    as long as it lives. Libraries may hold copies elsewhere.
+    """
+    for name in [name for name, value in os.environ.items() if name in RAY_TOKEN or is_secret(name, value)]:
+        del os.environ[name]
+    address = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47])  # env_start; 0: not known
+    for entry in Path("/proc/self/environ").read_bytes().split(b"\0") if address else ():
+        name, _, value = entry.decode(errors="replace").partition("=")
+        if name in RAY_TOKEN or is_secret(name, value):
+            ctypes.memset(address, 0, len(entry))
+        address += len(entry) + 1
+    os.environ.update(secrets)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from typing import Any
 
 from grpo_ray.config import Config
+from grpo_ray.config.secrets import check_set
 from grpo_ray.config.user_code import import_function
 from grpo_ray.episodes.confinement import check_paths
 from grpo_ray.episodes.renderer_template import check_renderer, make_template
@@ -16,10 +17,12 @@ def check_episodes(config: Config) -> None:
 
     Raises:
         ValueError: one does not exist, or an episode is not an `async def` of two arguments; or a path that
-            environments are to read or write does not exist; or there is no such renderer; or a reward is too
-            large.
+            environments are to read or write does not exist, or a secret is not set; or there is no such
+            renderer; or a reward is too large.
     """
     check_paths(config.episodes)
+    if config.episode_tasks:
+        check_set(config.episodes.secrets, "episodes.secrets")
     for name in ("truncated_reward", "error_reward"):
         reward = getattr(config.episodes, name)
         if reward is not None and not is_storable(reward):

@@ -6,6 +6,7 @@ servers. Landlock and capabilities belong to threads, so Ray's own threads go on
 """
 
 import contextlib
+import fcntl
 import os
 import resource
 import shutil
@@ -25,8 +26,7 @@ HINT = (
     "episodes.confined to false)"
 )
 NO_MEMORY_HINT = "\n(memory beyond episodes.memory_gib is refused)"
-SCRATCH = "grpo-ray-environments-"
-OWN_PROCESS = "/proc/self"  # its memory is measured
+SCRATCH = "grpo-ray-scratch-"
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 
 
@@ -45,14 +45,19 @@ class Confinement:
             return None
         return cls(config.readable_paths, config.writable_paths, config.memory_gib)
 
-    def enter(self) -> None:
+    def enter(self, scratch: str) -> None:
         """Limit this process's memory, and confine this thread and all that it starts, for good.
+
+        Nothing of the process in /proc can be opened, which has its memory, nor anything in /dev/shm, where the
+        semaphores and the shared memory of other processes are.
+
+        Args:
+            scratch: the folder of `make_scratch`.
 
         Raises:
             OSError: the kernel refuses.
         """
         limit_data(self.memory_gib)
-        scratch = _scratch_folder()
         os.environ["TMPDIR"] = tempfile.tempdir = scratch
         version = landlock_version()
         if version:
@@ -63,22 +68,38 @@ class Confinement:
 
     def _ruleset(self, version: int, scratch: str) -> Ruleset:
         networked = [path for path in NETWORK_FILES if os.path.exists(path)]
-        rules = Ruleset(readable_paths([*self.readable, *networked, OWN_PROCESS]), version, is_offline=False)
+        rules = Ruleset(readable_paths([*self.readable, *networked]), version, is_offline=False)
         for folder in listable_folders():
             rules.allow(folder, READ_FOLDER)
-        for folder in (scratch, "/dev/shm", *self.writable):
+        for folder in (scratch, *self.writable):
             rules.allow(folder, rules.all_rights)
         return rules
 
 
-def _scratch_folder() -> str:
-    """Make a temporary folder for this process, and remove those of processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-        pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
-        with contextlib.suppress(FileNotFoundError):  # another worker that starts now was faster
-            if folder.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-                shutil.rmtree(folder, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-")
+def make_scratch() -> str:
+    """Make a temporary folder, locked as long as this process lives, and remove those without a lock.
+
+    A lock, unlike a pid, is also seen from another container that shares the folder's file system.
+    """
+    remove_abandoned(tempfile.gettempdir())
+    while True:
+        folder = tempfile.mkdtemp(prefix=SCRATCH)
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # never closed: the lock would end
+        if os.path.exists(folder):  # or else another worker removed it before it was locked
+            return folder
+
+
+def remove_abandoned(parent: str) -> None:
+    """Remove this user's temporary folders in `parent` that no living process has locked."""
+    for folder in Path(parent).glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # it is locked, no folder, or another worker was faster
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def check_paths(config: EpisodesConfig) -> None:

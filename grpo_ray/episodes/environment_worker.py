@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
+import os
+import shutil
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
 from grpo_ray.config import Config
+from grpo_ray.config.secrets import keep_only
 from grpo_ray.engines.sampling_batch import sample_seed
 from grpo_ray.episodes.chat_template import token_bounds
-from grpo_ray.episodes.confinement import Confinement
+from grpo_ray.episodes.confinement import Confinement, make_scratch, remove_abandoned
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.openai_server import ChatServer
 from grpo_ray.episodes.outcome import EpisodeResult, Status
@@ -40,14 +44,24 @@ class EnvironmentWorker:
     """Episodes as an actor; it plays every group on arrival, and asks the Generators that `serve` names."""
 
     def __init__(
-        self, name: str, config: Config, model: StartingModel, confinement: Confinement | None = None
+        self,
+        name: str,
+        config: Config,
+        model: StartingModel,
+        confinement: Confinement | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
             confinement: entered by the thread that calls `ready`, and so by those of the episodes.
+            secrets: all credentials that this process is to have from now on; None: those that it has.
         """
         self.name, self._confinement = name, confinement
-        self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
+        self._unconfined = ThreadPoolExecutor(1)  # makes and removes the temporary folder
+        self._scratch: str | None = None
+        self._tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)  # with a hub's token
+        if secrets is not None:
+            keep_only(secrets)
         settings = config.episodes
         self._template, self._parser = make_template(settings, self._tokenizer, model.end_token_ids)
         token_bounds(self._tokenizer)  # now: it looks at all of the vocabulary once
@@ -72,8 +86,15 @@ class EnvironmentWorker:
         with self._clock.stage("start"):
             await self._server.start()
             if self._confinement is not None:
-                self._confinement.enter()
+                self._scratch = self._unconfined.submit(make_scratch).result()
+                self._confinement.enter(self._scratch)
         return True
+
+    async def shutdown(self) -> None:
+        """Remove the temporary folder of the environments, and those that killed workers have left."""
+        if self._scratch is not None:
+            self._unconfined.submit(shutil.rmtree, self._scratch, ignore_errors=True)
+            self._unconfined.submit(remove_abandoned, os.path.dirname(self._scratch)).result()
 
     async def serve(self, serving: Mapping[int, TurnClient]) -> None:
         """Send turns to these Generators from now on; each has a number of its own."""

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_ray.config.reward import Reward
+from grpo_ray.config.secrets import check_set
 from grpo_ray.config.user_code import check_arguments, import_function, keyword_parameters
 from grpo_ray.rewards.builtin import REWARDS
 
 
 def check_reward(reward: Reward, field: str = "task.reward") -> None:
-    """Import the user's own functions, and compare the arguments with the signatures.
+    """Import the user's own functions, compare the arguments with the signatures, and look for the secrets.
 
     Raises:
         ValueError: names the field, what is wrong with it, and how to fix it.
@@ -18,6 +19,9 @@ def check_reward(reward: Reward, field: str = "task.reward") -> None:
         _check(reward, {}, field)
         return
     for index, term in enumerate(reward):
+        if term.secrets and ":" not in term.reward:
+            raise ValueError(f"{field}[{index}]: secrets: {term.reward} is built in and reads none; omit them")
+        check_set(term.secrets, f"{field}: secrets")  # first: a module may read them as it is imported
         _check(term.reward, term.arguments, f"{field}[{index}]")
 
 

@@ -4,7 +4,9 @@ import contextlib
 import gc
 import math
 import os
+import resource
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -24,6 +26,9 @@ class ProcessFamily:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._own, self._clock = psutil.Process(), clock
+        # Stays open: an EnvironmentWorker may open nothing of its own in /proc.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        weakref.finalize(self, os.close, self._statm)
         self._children: list[psutil.Process] = []
         self._searched_at = -math.inf
 
@@ -34,7 +39,7 @@ class ProcessFamily:
 
     def resident_bytes(self, with_children: bool) -> int:
         """Return the memory of this process, and of the children that it had at the last search."""
-        total = int(self._own.memory_info().rss)
+        total = int(os.pread(self._statm, 64, 0).split()[1]) * resource.getpagesize()
         for child in self._known_children() if with_children else ():
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 total += int(child.memory_info().rss)

@@ -21,6 +21,19 @@ RunRewardCode = Annotated[
     Flag("import and call the functions (module:function) that the run's configuration names"),
 ]
 
+GAMES = ("grpo_ray.episodes.calculator", "grpo_ray.episodes.guess_number")
+# The functions of this package that a folder may name, by field. Any other one is code, too: it was not written
+# to be called with a folder's values.
+BUNDLED = {
+    "task.episode": {f"{game}:episode" for game in GAMES},
+    "task.examples": {f"{game}:examples" for game in GAMES},
+    "task.warmup": {f"{game}:warmup_pairs" for game in GAMES},
+    "task.reward": {
+        f"grpo_ray.rewards.examples.{name}:reward_fn"
+        for name in ("json_object", "numeric_tolerance", "regex_format")
+    },
+}
+
 IGNORED = (
     "the run's model.trust_remote_code is ignored; if you trust this folder's author, --trust-remote-code runs "
     "the code beside its model"
@@ -47,17 +60,22 @@ def is_ignored(model: Any, trust_remote_code: bool) -> bool:
 
 
 def code_in(config: Config) -> list[tuple[str, str]]:
-    """Return the fields that name code which an evaluation would import from elsewhere than this package."""
+    """Return the fields that name code which an evaluation would import, and which is not bundled for them."""
     rewards = config.task.rewards.values()
     named = [("generator.engine", config.generator.engine)]
     named += [("task.reward", name) for reward in rewards for name in code_of(reward)]
     for task in config.episode_tasks.values():
         named += [("task.episode", task.episode), ("task.examples", task.examples)]
         named += [("task.warmup", task.warmup)] if task.warmup is not None else []
-    return [(field, name) for field, name in named if ":" in name and not name.startswith("grpo_ray.")]
+    return [(field, name) for field, name in named if is_code(field, name)]
+
+
+def is_code(field: str, name: str) -> bool:
+    """Return True for a `module:function` that is not one of the functions bundled for the field."""
+    return ":" in name and name not in BUNDLED.get(field, ())
 
 
 def code_of(reward: Reward) -> list[str]:
-    """Return the functions that the reward imports, as `module:function`."""
+    """Return the functions that the reward imports and that are not bundled, as `module:function`."""
     names = [reward] if isinstance(reward, str) else [term.reward for term in reward]
-    return [name for name in names if ":" in name]
+    return [name for name in names if is_code("task.reward", name)]

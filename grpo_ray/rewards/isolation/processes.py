@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter
 
-from grpo_ray.config.reward import Reward
+from grpo_ray.config.reward import Reward, secrets_in
 from grpo_ray.config.secrets import reward_environment
 from grpo_ray.errors import RunError
 from grpo_ray.rewards.isolation.messages import MAX_BYTES, Garbage, read_message
@@ -114,6 +114,8 @@ class ForkServer:
         data = TypeAdapter(dict[str, Reward]).dump_python(dict(rewards), mode="json")
         arguments = {"rewards": data, "memory_gib": memory_gib, "start_timeout_s": START_TIMEOUT_S}
         self._arguments = json.dumps({**arguments, "readable_paths": [*readable_paths], "path": sys.path})
+        environment = reward_environment(secrets_in(rewards.values()))
+        self._environment = {**environment, "OMP_NUM_THREADS": "1"}  # workers may start no thread
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -200,7 +202,7 @@ class ForkServer:
                     [sys.executable, "-m", "grpo_ray.rewards.isolation.fork_server", self._arguments],
                     stdin=theirs.fileno(),
                     stdout=2,  # for anything that a user's module prints when it is imported
-                    env={**reward_environment(), "OMP_NUM_THREADS": "1"},  # workers may start no thread
+                    env=self._environment,
                     process_group=0,  # Ctrl-C is for the process that started the run
                 )
             except OSError:

@@ -12,6 +12,7 @@ from grpo_ray.tasks.prompt_order import MixtureOrder
 from grpo_ray.tasks.prompts import ChatTemplate, Tokenizer, template_of
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts
 from grpo_ray.tools.audit.rollouts import GroupPrompt
+from grpo_ray.tools.trust import is_code
 
 
 @dataclass
@@ -111,7 +112,8 @@ def _audit_prompts(part: _Part, training: Sequence[GroupPrompt]) -> Iterator[str
 def _training_prompts(config: Config, notes: list[str], run_code: bool) -> list[GroupPrompt] | None:
     """Return every training prompt; None: the data is missing, or prompts are shortened or left out."""
     parts = parts_of(config.task)
-    code = [part.examples for part in parts.values() if isinstance(part, EpisodesTaskConfig) and _is_code(part)]
+    named = [part.examples for part in parts.values() if isinstance(part, EpisodesTaskConfig)]
+    code = [name for name in named if is_code("task.examples", name)]
     if code and not run_code:
         notes.append(
             f"epochs are only compared with each other, because {', '.join(code)} is code that the run's "
@@ -137,8 +139,3 @@ def _training_prompts(config: Config, notes: list[str], run_code: bool) -> list[
     except (OSError, ValueError) as error:
         notes.append(f"the task's data is missing, so epochs are only compared with each other: {error}")
         return None
-
-
-def _is_code(task: EpisodesTaskConfig) -> bool:
-    """Return True if the examples come from a function outside of this package."""
-    return ":" in task.examples and not task.examples.startswith("grpo_ray.")

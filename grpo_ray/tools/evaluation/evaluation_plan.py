@@ -81,11 +81,15 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     if options.max_tokens is not None:
         overrides.append(f"sampling.max_tokens={options.max_tokens}")
     config = make_config(data, overrides, subject.source)
-    if not (subject.is_own or options.run_reward_code):
-        _refuse_code(config, options)
     model_config = config
     if config.model.tiny is not None:
         model_config = make_config(subject.data, _of_model(subject, options), subject.source)
+    if not (subject.is_own or options.run_reward_code):
+        _refuse_code(code_in(config), options)
+        if any(
+            weights.folder is None for weights in subject.weights
+        ):  # a tiny model's are built, by its own task
+            _refuse_code([named for named in code_in(model_config) if named[0] == "task.warmup"], options)
     sampling = config.sampling
     temperature = sampling.temperature if options.temperature is None else options.temperature
     num_samples = options.num_samples or config.evaluation.samples_per_prompt
@@ -116,10 +120,10 @@ def _with_trust(subject: Subject, options: EvaluationOptions) -> Subject:
     return replace(subject, data=data, notices=(*subject.notices, *ignored))
 
 
-def _refuse_code(config: Config, options: EvaluationOptions) -> None:
+def _refuse_code(code: Iterable[tuple[str, str]], options: EvaluationOptions) -> None:
     """Refuse to import code that the run's configuration names and the command line does not."""
     typed = [options.choice.reward or "", *options.overrides]
-    for field, name in code_in(config):
+    for field, name in code:
         if not any(name in text for text in typed):
             raise RunError(
                 f"{field}: {name} is code that the run's configuration names; if you trust it, give "

@@ -126,7 +126,8 @@ def resumption_job(run: str, overrides: Sequence[str], context: SubmissionContex
 def _job(
     arguments: Sequence[str], config: Config, run: Path, path: str, context: SubmissionContext
 ) -> Submission:
-    variables, warnings = _variables(context.env, os.environ)
+    listed = [name for name in config.secrets if name in os.environ]  # preflight refuses the others
+    variables, warnings = _variables([*dict.fromkeys([*context.env, *listed])], os.environ)
     excludes = [*EXCLUDED, *_excluded_output(run.parent, context.folder)]
     left_out = find_credentials(context.folder, excludes)
     if left_out:

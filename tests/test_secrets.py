@@ -1,0 +1,194 @@
+"""Secrets by name: what keeps them from an EnvironmentWorker and from rewards, and what hands them over."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_runs import make_config
+
+from grpo_ray.actors.scorer import Scorer, scorer_arguments
+from grpo_ray.config import Config
+from grpo_ray.config.loading import ConfigError, load_config
+from grpo_ray.config.reward import secrets_in
+from grpo_ray.config.secrets import values_of
+from grpo_ray.episodes.checking import check_episodes
+from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.isolation.pool import RewardPool
+from grpo_ray.run.preflight import check_files
+from grpo_ray.telemetry.run_files import dump_config
+
+REWARDS = """
+import os
+
+AT_IMPORT = os.environ.get("JUDGE_KEY")
+
+def sees(response, ground_truth):
+    return float(os.environ.get("JUDGE_KEY") == AT_IMPORT == "a key") + 10 * ("OTHER_KEY" in os.environ)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "judging_4712.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    monkeypatch.setenv("OTHER_KEY", "another key")
+    return "judging_4712:sees"
+
+
+def with_reward(reward: Any, *overrides: str) -> Config:
+    return make_config(f"task.reward={reward}", *overrides)
+
+
+# ---- the environment of a worker ----
+
+
+def environment_after(code: str, **variables: str) -> tuple[list[str], list[str], list[str]]:
+    """Run code, and return the entries of os.environ, of a child process, and of /proc/PID/environ after it."""
+    script = f"""
+        import os, subprocess, sys
+        from grpo_ray.config.secrets import keep_only
+        {code}
+        print("\\0".join(f"{{k}}={{v}}" for k, v in os.environ.items()), end="\\1", flush=True)
+        subprocess.run([sys.executable, "-c", 'print(open("/proc/self/environ").read(), end="\\1")'])
+        print(open("/proc/self/environ").read())
+    """
+    started = {**os.environ, **variables}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=started, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    own, child, initial = (text.split("\0") for text in ended.stdout.split("\1"))
+    return own, child, initial
+
+
+SECRETS = {
+    "RAY_AUTH_TOKEN": "0123456789",
+    "RAY_AUTH_TOKEN_PATH": "/somewhere/secret",
+    "HF_TOKEN": "a hub's",
+    "TOOL_KEY": "a tool's",
+    "HTTPS_PROXY": "http://me:word@proxy",
+}
+
+
+def test_a_worker_keeps_the_listed_secrets_alone() -> None:
+    """The memory that the process was started with, which /proc shows, has not even the listed ones."""
+    own, child, initial = environment_after("keep_only({'TOOL_KEY': 'given'})", **SECRETS, PLAIN="text")
+    for entries in (own, child):
+        assert "PLAIN=text" in entries
+        assert "TOOL_KEY=given" in entries
+        assert not [e for e in entries if e.partition("=")[0] in SECRETS and e != "TOOL_KEY=given"]
+    assert "PLAIN=text" in initial
+    assert not [value for value in SECRETS.values() if value in "\0".join(initial)]
+
+
+def test_a_process_that_is_left_alone_has_them_in_all_three_places() -> None:
+    for entries in environment_after("", **SECRETS):
+        assert {f"{name}={value}" for name, value in SECRETS.items()} <= set(entries)
+
+
+def test_variables_that_were_changed_since_the_start_are_kept() -> None:
+    """Their values are no longer in the memory that is overwritten."""
+    code = "os.environ['HTTPS_PROXY'] = 'http://proxy'; keep_only({})"
+    own, child, initial = environment_after(code, **SECRETS)
+    assert "HTTPS_PROXY=http://proxy" in own
+    assert "HTTPS_PROXY=http://proxy" in child
+    assert "me:word" not in "\0".join(initial)
+
+
+# ---- names in the configuration ----
+
+
+def test_a_term_may_stand_alone(module: str) -> None:
+    alone = with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}")
+    listed = with_reward(f"[{{reward: '{module}', secrets: [JUDGE_KEY]}}]")
+    assert alone.task == listed.task
+    assert alone.secrets == ["JUDGE_KEY"]
+
+
+@pytest.mark.parametrize(
+    "field", ["episodes.secrets=[sk-1234]", "task.reward=[{reward: 'a:b', secrets: ['sk 1234']}]"]
+)
+def test_a_value_in_place_of_a_name_is_refused_and_not_repeated(field: str) -> None:
+    with pytest.raises(
+        ConfigError, match="by the name of its environment variable, never by its value"
+    ) as error:
+        make_config(field)
+    assert "1234" not in str(error.value)
+
+
+def test_secrets_of_episodes_count_only_with_episodes() -> None:
+    assert make_config("episodes.secrets=[TOOL_KEY]").secrets == []
+    assert load_config("configs/calculator.yaml", ["episodes.secrets=[TOOL_KEY]"]).secrets == ["TOOL_KEY"]
+
+
+def test_a_secret_that_is_not_set_is_refused_by_name(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_reward(f"{{reward: '{module}', secrets: [OTHER_KEY, JUDGE_KEY]}}")
+    with pytest.raises(ValueError, match=r"^task\.reward: secrets: JUDGE_KEY is not set; export it"):
+        check_files(config)
+    monkeypatch.setenv("JUDGE_KEY", "")
+    with pytest.raises(ValueError, match=r"^task\.reward: secrets: JUDGE_KEY is not set"):
+        check_reward(config.task.rewards[""])
+    monkeypatch.setenv("JUDGE_KEY", "a key")
+    check_reward(config.task.rewards[""])
+
+    episodes = load_config("configs/calculator.yaml", ["episodes.secrets=[TOOL_KEY]"])
+    with pytest.raises(ValueError, match=r"^episodes\.secrets: TOOL_KEY is not set"):
+        check_episodes(episodes)
+    monkeypatch.setenv("TOOL_KEY", "a key")
+    check_episodes(episodes)
+
+
+def test_a_built_in_reward_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "a key")
+    with pytest.raises(ValueError, match=r"task\.reward\[0\]: secrets: brevity is built in and reads none"):
+        check_reward(with_reward("[{reward: brevity, secrets: [JUDGE_KEY]}]").task.rewards[""])
+
+
+def test_no_value_is_in_the_runs_configuration(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "a key")
+    dump_config(with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}"), tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "JUDGE_KEY" in text
+    assert "a key" not in text
+
+
+# ---- rewards ----
+
+
+@pytest.mark.parametrize(("listed", "reward"), [("[JUDGE_KEY]", 1.0), ("[]", 0.0)])
+def test_a_reward_sees_the_keys_of_its_term_alone(
+    listed: str, reward: float, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may also read them as it is imported."""
+    monkeypatch.setenv("JUDGE_KEY", "a key")
+    rewards = with_reward(f"{{reward: '{module}', secrets: {listed}}}").task.rewards
+    pool = RewardPool(rewards, num_workers=1, timeout_s=60, memory_gib=0.25)
+    try:
+        (result,) = pool.grade("", [("a", "b")])
+        assert isinstance(result, dict), result
+        assert result["reward"] == reward
+    finally:
+        pool.close()
+
+
+def test_a_scorer_is_given_what_the_driver_has(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process, on whatever machine, has none of it before."""
+    monkeypatch.setenv("JUDGE_KEY", "a key")
+    config = with_reward(f"{{reward: '{module}', secrets: [JUDGE_KEY]}}", "scorer.num_workers=1")
+    arguments = scorer_arguments(config)
+    monkeypatch.delenv("JUDGE_KEY")
+    scorer = Scorer(*arguments)
+    try:
+        (result,) = scorer._grader.grade("", [("a", "b")])
+        assert isinstance(result, dict), result
+        assert result["reward"] == 1
+    finally:
+        scorer.close()
+    assert values_of(secrets_in(config.task.rewards.values())) == {"JUDGE_KEY": "a key"}
