@@ -99,7 +99,12 @@ SCHEDULES = {
     "one worker": ["weight_sync.max_lag=0"],
     "one version behind": ["weight_sync.max_lag=1"],
     "many workers": ["weight_sync.max_lag=1", "episodes.num_workers=3", "generator.num_generators=2"],
-    "oversampled": ["weight_sync.max_lag=1", "algorithm.oversample_frac=0.5", "episodes.over_age=drop"],
+    "oversampled": [
+        "algorithm.num_steps=8",
+        "weight_sync.max_lag=1",
+        "algorithm.oversample_frac=0.5",
+        "episodes.over_age=drop",
+    ],
     "replayed": ["weight_sync.max_lag=0", "buffer.replay.frac=0.25"],
 }
 
@@ -171,7 +176,8 @@ def check_run(config: Config, folder: Path, actor: str, num_deaths: int = 5) -> 
     events = list(read_metrics(run.events_path))
     set_aside = [event["group_id"] for event in events if event["kind"] == "set_aside"]
     num_failed = sum(event["kind"] == f"{actor}_failed" for event in events)
-    assert len(set_aside) in (1, 2)
+    may_end_before = config.algorithm.oversample_frac > 0  # no batch waits for the culprit
+    assert len(set_aside) in ((0, 1, 2) if may_end_before else (1, 2))
     assert (
         num_deaths * len(set_aside) <= num_failed < num_deaths * (len(set_aside) + 1)
     )  # one may come at the end
