@@ -267,8 +267,10 @@ class Controller:
                 batch, answer = self._actors.buffer.take(step, oldest)
                 facts = await answer
             self._log.warning("rollouts", facts.write_error)
-            if facts.episode_error is not None:
-                raise RunError(f"task.episode: every episode of step {step} failed: {facts.episode_error}")
+            if facts.ungraded is not None:
+                if facts.ungraded.is_all:
+                    raise RunError(facts.ungraded.refusal(f"of step {step}"))
+                self._log.ungraded[step] = facts.ungraded
             if not facts.rejected_ids:
                 return batch, facts, num_rejected
             num_rejected += len(facts.rejected_ids)

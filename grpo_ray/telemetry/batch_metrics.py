@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_ray.telemetry.episode_metrics import episode_metrics, episodes_in
-from grpo_ray.types import CONTEXT, GroupOutcome, ScoredGroup
+from grpo_ray.types import CONTEXT, GroupOutcome, ScoredGroup, Ungraded
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:
@@ -39,10 +39,26 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
     }
 
 
-def error_of_all(groups: Sequence[ScoredGroup]) -> str | None:
-    """Return the first error if every sample of the groups is an episode that failed."""
-    are_failed = all(g.num_errors == len(g.rewards) and g.rollout.is_of_episodes for g in groups)
-    return next(iter(groups[0].errors.values())) if groups and are_failed else None
+SHOWN = 200  # characters of a response
+
+
+def ungraded_in(groups: Sequence[ScoredGroup]) -> Ungraded | None:
+    """Return the answers that the grader failed on, or that ended it; None if there are none.
+
+    An answer that the reward itself calls ungradable is graded: it is a wrong one.
+    """
+    failed = [
+        (group.rollout, sample, group.errors.get(sample) or group.ungradable[sample])
+        for group in groups
+        for sample in sorted({*group.errors, *group.overruns})
+    ]
+    if not failed:
+        return None
+    rollout, sample, reason = failed[0]
+    response = rollout.completions[sample].text
+    shown = response[:SHOWN] + ("..." if len(response) > SHOWN else "")
+    num_answers = sum(len(group.rewards) for group in groups)
+    return Ungraded(len(failed), num_answers, reason, shown, rollout.is_of_episodes)
 
 
 def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

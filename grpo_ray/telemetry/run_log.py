@@ -15,7 +15,7 @@ from grpo_ray.telemetry.failure_watch import FailureWatch
 from grpo_ray.telemetry.json_lines import drop_half_line, parse_line
 from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, last_logged_step
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
-from grpo_ray.types import ScoredGroup
+from grpo_ray.types import ScoredGroup, Ungraded
 
 EVENT = re.compile(rb'\{"time": [-+.e\d]+, "kind": "(\w+)", "actor": [^\0]*\}\n')
 CLOSE_S = 10.0  # a disk that hangs delays the end of a run no longer
@@ -54,6 +54,7 @@ class RunLog:
         self._events = JsonLines(run.events_path)
         self._warnings: dict[str, str | None] = {}
         self.step = 0  # the last trained step
+        self.ungraded: dict[int, Ungraded] = {}  # of steps whose line is not written yet
         self.last_logged_step = last_logged_step(run.metrics_path)  # when the log was opened
         if num_damaged:
             display.warning(f"{run.events_path}: {num_damaged} damaged lines are removed")
@@ -66,8 +67,10 @@ class RunLog:
             self._trackers.step(step, metrics)
 
         self.writer.submit(f"the line of step {step}", write)
+        ungraded = self.ungraded.pop(step, None)
         for found in self._failures.step(step, metrics) if self._failures is not None else ():
-            self.event(found.kind, None, f"step {step}: {found.text}", step=step)
+            example = f"\n{ungraded.example}" if ungraded and found.name == "reward_errors" else ""
+            self.event(found.kind, None, f"step {step}: {found.text}{example}", step=step)
 
     def evaluation(self, summary: EvaluationSummary, groups: Sequence[ScoredGroup]) -> None:
         """Show a validation and send it to the trackers."""
