@@ -16,7 +16,7 @@ from grpo_ray.models.loading import is_local
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import Prepared, TaskData, check_files, model_paths, prepare
 from grpo_ray.run.restores import train_through_restores
-from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
+from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
 from grpo_ray.telemetry.console import RunConsole, banner
@@ -38,8 +38,13 @@ def train(config: Config, config_path: str) -> RunDirectory:
     """
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory(Path(config.run.output_dir) / name)
-    if config.run.if_exists == "resume" and run.config_path.exists():
-        return _resume(run, config)
+    with signals_answered(run):
+        if config.run.if_exists == "resume" and run.config_path.exists():
+            return _resume(run, config)
+        return _train(run, config)
+
+
+def _train(run: RunDirectory, config: Config) -> RunDirectory:
     task = _check(config, run.check_free)
     with _ray_for(config) as (console, placement):
         prepared = _prepare(config, task, console)
@@ -61,7 +66,8 @@ def resume(path: str, overrides: Sequence[str]) -> RunDirectory:
     run = RunDirectory(path)
     if not run.config_path.exists():
         raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
-    return _resume(run, load_config(run.config_path, overrides))
+    with signals_answered(run):
+        return _resume(run, load_config(run.config_path, overrides))
 
 
 def _resume(run: RunDirectory, config: Config) -> RunDirectory:
