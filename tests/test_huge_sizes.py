@@ -1,4 +1,4 @@
-"""Sizes that no machine has memory for are refused, and the driver answers while it begins a very large step."""
+"""Sizes that no machine has memory for are refused, and the driver answers while it begins a large step."""
 
 from pathlib import Path
 

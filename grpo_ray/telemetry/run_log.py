@@ -54,7 +54,7 @@ class RunLog:
         self._events = JsonLines(run.events_path)
         self._warnings: dict[str, str | None] = {}
         self.step = 0  # the last trained step
-        self.ungraded: dict[int, Ungraded] = {}  # of steps whose line is not written yet
+        self.ungraded: dict[int, Ungraded] = {}  # by step, until its line is written
         self.last_logged_step = last_logged_step(run.metrics_path)  # when the log was opened
         if num_damaged:
             display.warning(f"{run.events_path}: {num_damaged} damaged lines are removed")
