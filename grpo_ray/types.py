@@ -232,6 +232,7 @@ class Verdict:
     errors: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it could not be graded
     ungradable: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it counts as wrong
     turn_advantages: tuple[np.ndarray, ...] = ()  # of episodes with rewards per turn: float32 `[turns]` of each
+    overruns: frozenset[int] = frozenset()  # the ungradable ones that ended their grading; not kept on disk
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ class ScoredGroup:
     ungradable: Mapping[int, str] = field(default_factory=dict)
     turn_advantages: tuple[np.ndarray, ...] = ()
     teacher_logprobs: np.ndarray | None = None  # float32 [group_tokens], completions end to end; context: 0
+    overruns: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -335,6 +337,34 @@ class PutReceipt:
 
 
 @dataclass(frozen=True)
+class Ungraded:
+    """The answers of a batch or a validation that could not be graded; the first stands for all."""
+
+    num_failed: int
+    num_answers: int
+    reason: str  # the first's: a line, and the function's traceback if there is one
+    response: str  # the first's, its beginning
+    is_of_episodes: bool = False
+
+    @property
+    def is_all(self) -> bool:
+        return self.num_failed == self.num_answers
+
+    @property
+    def example(self) -> str:
+        return f"{self.reason.rstrip()}\non the response {self.response!r}"
+
+    def refusal(self, where: str) -> str:
+        """Return why the run ends, if none of the answers `where` could be graded."""
+        if self.is_of_episodes:
+            return f"task.episode: every episode {where} failed: {self.example}"
+        return (
+            f"task.reward: none of the {self.num_answers} answers {where} could be graded, so nothing can be "
+            f"learned from them: {self.example}"
+        )
+
+
+@dataclass(frozen=True)
 class BatchFacts:
     """The facts about a batch that the controller needs, without its tokens."""
 
@@ -346,7 +376,7 @@ class BatchFacts:
     num_slots: int = 0  # as in PutReceipt
     outcomes: Mapping[int, GroupOutcome] = field(default_factory=dict)  # of fresh and dropped groups
     write_error: str | None = None  # the reason that rollouts of an earlier batch are not on disk yet
-    episode_error: str | None = None  # of one episode, if each of the step's has one
+    ungraded: "Ungraded | None" = None  # among the fresh and dropped groups
     notes: tuple[str, ...] = ()  # on groups that could not be written as they were, since the last batch
 
 

@@ -17,7 +17,7 @@ from local_runs import Recorder, make_config
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.run.restores import train_through_restores
-from grpo_ray.run.signals import Interrupted, run_until_signal, sigterm_interrupts
+from grpo_ray.run.signals import Interrupted, run_until_signal, signals_answered
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.run_state import reported
 
@@ -53,7 +53,7 @@ def main() -> int:
         run_until_signal(controller, config.run.on_preemption_s, run, ends_process=True)
 
     try:
-        with sigterm_interrupts(), reported(run, config.algorithm.num_steps, Printer()) as reporter:
+        with signals_answered(run), reported(run, config.algorithm.num_steps, Printer()) as reporter:
             train_through_restores(config, prepared, run, reporter, host, drive)
     except Interrupted as interrupted:
         print(interrupted, flush=True)

@@ -20,7 +20,7 @@ from grpo_ray.config.task import EpisodesTaskConfig
 from grpo_ray.run.controller import Controller
 from grpo_ray.tasks.episode_examples import episode_examples
 from grpo_ray.tasks.examples import Example, ExampleSets
-from grpo_ray.telemetry.batch_metrics import error_of_all
+from grpo_ray.telemetry.batch_metrics import ungraded_in
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.telemetry.run_log import MAX_OWN_NAMES, RunLog
@@ -142,10 +142,16 @@ def test_all_episodes_that_fail_end_the_run_with_a_reward_too() -> None:
     failed = replace(branched_episode(reward=-1.0), status="environment_error", error="gone")
     group = make_episode_group(0, [failed, failed])
     assert group.errors == {}
-    assert error_of_all([group]) == "gone"
-    assert error_of_all([group, make_episode_group(1, [failed, branched_episode()])]) is None
-    assert error_of_all([simple_group(0)]) is None
-    assert error_of_all([]) is None
+    every, some = (
+        ungraded_in([group]),
+        ungraded_in([group, make_episode_group(1, [failed, branched_episode()])]),
+    )
+    assert every is not None
+    assert (every.is_all, every.reason) == (True, "gone")
+    assert some is not None
+    assert (some.is_all, some.num_failed) == (False, 3)
+    assert ungraded_in([simple_group(0)]) is None
+    assert ungraded_in([]) is None
 
 
 # ---- records of the driver ----

@@ -18,11 +18,13 @@ from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/recorded_runs"  # the watched metrics of real runs
-SETUP = Setup(fresh_groups=16, clip_epsilon=0.2)
+SETUP = Setup(fresh_groups=16, clip_epsilon=0.2, samples_per_prompt=8)
 GOOD = {
     "rollout/response_tokens/mean": 16.0,
     "reward/answer": 0.3,
     "reward/mean": 0.3,
+    "reward/errors": 0.0,
+    "reward/ungradable": 0.0,
     "policy/entropy": 0.09,
     "rollout/zero_variance_groups": 3.0,
     "loss/untrained_frac": 0.0,
@@ -59,6 +61,7 @@ FAILURES: dict[DetectorName, tuple[list[Mapping[str, Any]], int]] = {  # with th
     "entropy_collapse": (course({}, {"policy/entropy": 0.01}), 6),
     "large_lag": (course({}, {"lag/mean": 9.0, "mismatch/ess_frac": 0.3}), 6),
     "narrow_clip": (course({}, {"loss/clip_frac": 0.88}), 6),
+    "reward_errors": (course({}, {"reward/errors": 1.0}), 4),
 }
 
 
@@ -92,6 +95,7 @@ def test_a_detector_warns_once_of_its_failure_and_of_no_other(name: DetectorName
         ("entropy_collapse", {"policy/entropy": 0.01, "reward/answer": 0.95}),
         ("large_lag", {"lag/mean": 9.0, "mismatch/ess_frac": 0.8}),
         ("narrow_clip", {"loss/clip_frac": 0.5}),
+        ("reward_errors", {"reward/ungradable": 12.0}),  # of 128: a few answers are too much to grade
     ],
 )
 def test_what_looks_like_a_failure_and_is_none(name: DetectorName, after: Mapping[str, Any]) -> None:
@@ -102,7 +106,7 @@ def test_what_looks_like_a_failure_and_is_none(name: DetectorName, after: Mappin
 def test_many_clipped_tokens_are_a_failure_unless_the_clip_range_is_narrow() -> None:
     rows = course({}, {"lag/mean": 9.0, "lag/max": 9.0, "loss/clip_frac": 0.2})
     assert [found.name for found in watched(rows)] == ["large_lag"]
-    watch = FailureWatch(Setup(fresh_groups=16, clip_epsilon=3e-4))
+    watch = FailureWatch(replace(SETUP, clip_epsilon=3e-4))
     for after in ({"lag/mean": 9.0, "loss/clip_frac": 0.2}, {"loss/clip_frac": 0.2}):
         assert not [found for row in course({}, after) for found in watch.step(1, row)]
 
@@ -112,6 +116,12 @@ def test_groups_that_come_to_hold_equal_wrong_responses_are_a_collapse() -> None
     assert [(found.name, found.step) for found in watched(course({}, equal))] == [("entropy_collapse", 6)]
     assert watched(course(equal, equal)) == []  # so from the start: the task is too hard
     assert watched(course({}, {**equal, "reward/answer": 0.9})) == []
+
+
+def test_many_answers_that_are_too_much_to_grade_are_a_reward_that_hangs() -> None:
+    (found,) = watched(course({}, {"reward/ungradable": 13.0}))
+    assert (found.name, found.step) == ("reward_errors", 4)
+    assert "13 responses were too much to grade (reward/ungradable)" in found.text
 
 
 def test_missing_metrics_are_skipped() -> None:

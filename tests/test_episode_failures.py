@@ -44,7 +44,7 @@ def make_config(episode: str) -> Config:
 
 
 def test_a_run_ends_if_every_episode_fails(tmp_path: Path) -> None:
-    message = r"task\.episode: every episode of step 1 failed: (.|\n)*OSError: the environment is gone"
+    message = r"every episode in the validation at step 0 failed: (.|\n)*OSError: the environment is gone"
     with pytest.raises(RunError, match=message):
         train(make_config("failing"), tmp_path / "run")
 

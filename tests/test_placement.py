@@ -1,5 +1,7 @@
 """Bundles that a configuration requests, and messages about missing resources; test_launch.py uses Ray."""
 
+import socket
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -234,6 +236,36 @@ def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -
     ]:
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(RunError, match=message):
+            session.connected().__enter__()
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("none", "Connection refused"),
+        ("silent", "timed out"),
+        ("web", "something other than a Ray head node answers"),
+        ("no port", "give HOST:PORT"),
+    ],
+)
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_an_address_at_which_no_ray_answers_is_refused_before_ray_is_asked(
+    server: str, message: str, is_auto: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "ANSWER_S", 0.2 if server == "silent" else 60.0)
+    monkeypatch.setattr(session.ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        if server == "none":
+            listening.close()
+        if server == "web":
+            threading.Thread(
+                target=lambda: listening.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n")
+            ).start()
+        address = "head" if server == "no port" else address
+        monkeypatch.setenv("RAY_ADDRESS", "auto" if is_auto else address)
+        monkeypatch.setattr(session, "bootstrap_address", lambda given: address if is_auto else given)
+        with pytest.raises(RunError, match=f"no Ray cluster answers at RAY_ADDRESS=.*{message}"):
             session.connected().__enter__()
 
 

@@ -58,7 +58,8 @@ def test_a_number_or_a_dict(value: Any, expected: tuple[float, float, float]) ->
     ],
 )
 def test_any_other_result_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"task.reward: mine:reward {message}"):
+    place = r"\(test_reward_user_function.py:\d+\)"
+    with pytest.raises(ValueError, match=f"task.reward: mine:reward {place} {message}"):
         result_of(value)
 
 

@@ -18,7 +18,7 @@ from hostile_rewards import DEADLY, ENDLESS, HARMLESS, RAISING, UNGRADABLE
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import Ungradable, verdict
+from grpo_ray.rewards.base import Overrun, Ungradable, verdict
 from grpo_ray.rewards.builtin import r1_zero_reward_fn
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation import processes
@@ -52,7 +52,7 @@ def obeyed(pool: RewardPool, *responses: str) -> list[Any]:
 
 def kind_of(result: Result) -> str:
     """Return `ungradable` or `error`, or `graded`."""
-    kinds = {Ungradable: "ungradable", ScoringError: "error"}
+    kinds = {Ungradable: "ungradable", Overrun: "ungradable", ScoringError: "error"}
     return kinds.get(type(result), "graded")
 
 

@@ -13,7 +13,7 @@ from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import Reward, secrets_in
 from grpo_ray.config.secrets import values_of
 from grpo_ray.episodes.returns import verdict_on
-from grpo_ray.rewards.base import Ungradable, verdict
+from grpo_ray.rewards.base import Overrun, Ungradable, verdict
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.telemetry.memory import resident_bytes
@@ -74,7 +74,7 @@ class Scorer:
     def _score(self, group: RolloutGroup) -> Verdict:
         item = group.item
         pairs = [(completion.text, item.ground_truth) for completion in group.completions]
-        scores, errors, ungradable = [], {}, {}
+        scores, errors, ungradable, overruns = [], {}, {}, set()
         for sample, result in enumerate(self._grader.grade(item.task, pairs)):
             if isinstance(result, ScoringError):
                 errors[sample] = str(result)
@@ -83,6 +83,7 @@ class Scorer:
                 scores.append(UNGRADED)
             elif isinstance(result, Ungradable):
                 ungradable[sample] = str(result)
+                overruns |= {sample} if isinstance(result, Overrun) else set()
                 scores.append(result.scores)
             else:
                 scores.append(result)
@@ -95,7 +96,7 @@ class Scorer:
         advantages = advantages_of(
             rewards, lengths, is_graded, self._algorithm, self._max_tokens, formats, answers
         )
-        return Verdict(rewards, formats, answers, advantages, errors, ungradable)
+        return Verdict(rewards, formats, answers, advantages, errors, ungradable, overruns=frozenset(overruns))
 
     def take_stats(self) -> ActorStats:
         """Return the stage times since the last call, and the process's memory."""

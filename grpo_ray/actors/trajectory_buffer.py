@@ -15,11 +15,11 @@ from grpo_ray.config import Config
 from grpo_ray.config.algorithm import SamplingMetric
 from grpo_ray.telemetry.batch_metrics import (
     cut_metrics,
-    error_of_all,
     group_outcomes,
     part_metrics,
     rollout_metrics,
     teacher_metrics,
+    ungraded_in,
 )
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH, read_groups, read_uses, write_rollouts
@@ -187,7 +187,7 @@ class TrajectoryBuffer:
         }
         dropped_ids = tuple(group.group_id for group in dropped)
         outcomes = group_outcomes([*fresh, *dropped])
-        failed = error_of_all([*fresh, *dropped])
+        failed = ungraded_in([*fresh, *dropped])
         notes = tuple(self._notes)
         ids = group_ids, (), metrics, dropped_ids, cut
         facts = BatchFacts(*ids, num_slots, outcomes, write_error, failed, notes)

@@ -4,12 +4,22 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ray._private.internal_api import node_stats
+from ray._private.services import get_ray_address_from_environment
 from ray._private.state import available_resources_per_node
 
 
 def free_resources_by_node() -> Mapping[str, Mapping[str, float]]:
     """Return the unreserved resources of each node, by its id; `ray.available_resources` only has their sum."""
     return cast("Mapping[str, Mapping[str, float]]", available_resources_per_node())
+
+
+def bootstrap_address(address: str) -> str:
+    """Return HOST:PORT of the head node; of this machine's for `auto`.
+
+    Raises:
+        ConnectionError: none runs here.
+    """
+    return cast("str", get_ray_address_from_environment(address, None))
 
 
 def spilled_bytes_of(node: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_ray.cluster.environment import enable_token_auth, private_ray_folder, without_secrets
 from grpo_ray.cluster.placement import Node, bundles_of, describe, reservations, shortfalls
-from grpo_ray.cluster.ray_internals import free_resources_by_node
+from grpo_ray.cluster.ray_internals import bootstrap_address, free_resources_by_node
 from grpo_ray.cluster.reaper import dismiss, start_reaper
 from grpo_ray.config import Config
 from grpo_ray.config.placement import Strategy
@@ -33,7 +34,7 @@ def connected(needs_hub: bool = False) -> Iterator[None]:
             HF_TOKEN.
 
     Raises:
-        RunError: RAY_ADDRESS is a dashboard's address or Ray Client's, or nothing answers there.
+        RunError: RAY_ADDRESS is a dashboard's address or Ray Client's, or no Ray answers there in seconds.
     """
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address.startswith("http"):
@@ -72,10 +73,35 @@ QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 @contextlib.contextmanager
 def _cluster_at(address: str) -> Iterator[None]:
     try:
+        check_answers(bootstrap_address(address))
         ray.init(address=address, **QUIET)
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         raise RunError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
     yield
+
+
+ANSWER_S = 5.0
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+SETTINGS = 4  # the type of an HTTP/2 server's first frame, which is in the fourth byte
+
+
+def check_answers(address: str) -> None:
+    """Wait for the HTTP/2 settings that the head node at HOST:PORT sends at once; Ray itself waits for minutes.
+
+    Raises:
+        OSError: none listens there, or it does not answer within 5 s.
+        ValueError: the address has no port, or something other than a head node answers.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError("give HOST:PORT of the head node, such as 10.0.0.1:6379")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return
+        connection.sendall(HELLO)
+        answer = connection.recv(9)
+    if answer[3:4] != bytes((SETTINGS,)):
+        raise ValueError("something other than a Ray head node answers; its port is 6379 by default")
 
 
 @contextlib.contextmanager

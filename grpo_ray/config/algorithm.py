@@ -59,6 +59,10 @@ Corrections = Annotated[
 ]
 
 
+MAX_ROLLOUTS = 2**22
+"""Responses per step, or of a validation: 0.6 KB each in memory, even those of three tokens."""
+
+
 class KLConfig(Section):
     """KL divergence of the policy from a reference: measured, and with a coefficient a penalty."""
 
@@ -346,6 +350,12 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _updates_fit(self) -> "AlgorithmConfig":
         rollouts = self.prompts_per_step * self.samples_per_prompt
+        if rollouts > MAX_ROLLOUTS:
+            raise ValueError(
+                f"prompts_per_step ({self.prompts_per_step:,}) * samples_per_prompt "
+                f"({self.samples_per_prompt:,}) is {rollouts:,} responses per step, which are in memory "
+                f"together; give at most {MAX_ROLLOUTS:,}"
+            )
         if self.train_batch_size is not None and rollouts % self.train_batch_size:
             raise ValueError(
                 f"train_batch_size ({self.train_batch_size}) must divide prompts_per_step * samples_per_prompt "

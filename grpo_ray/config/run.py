@@ -8,7 +8,7 @@ from grpo_ray.config.section import NonNegativeFloat, NonNegativeInt, Section
 
 DetectorName = Literal[
     "short_outputs", "wrong_mask", "mismatched_logprobs", "wrong_normalizer", "stale_old_logprobs",
-    "satisfied_reward", "entropy_collapse", "large_lag", "narrow_clip",
+    "satisfied_reward", "entropy_collapse", "large_lag", "narrow_clip", "reward_errors",
 ]  # fmt: skip
 
 

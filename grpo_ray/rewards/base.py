@@ -24,6 +24,13 @@ class Ungradable(Exception):
         self.scores = scores or verdict(has_format=False, is_right=False)
 
 
+class Overrun(Ungradable):
+    """The grading of the answer took too long or too much memory, or crashed its process.
+
+    That is the answer's doing, unless it happens to every answer.
+    """
+
+
 def verdict(has_format: bool, is_right: bool) -> Scores:
     """Return scores in which a right answer counts only in the right format."""
     return scores(has_format and is_right, has_format, has_format and is_right)

@@ -75,7 +75,7 @@ class Grader:
 
     def _as_wrong(self, task: str, pair: tuple[str, str], cause: Ungradable) -> Ungradable | ScoringError:
         scores = self.wrong_scores(task, *pair)
-        return ScoringError(str(cause)) if isinstance(scores, ScoringError) else Ungradable(str(cause), scores)
+        return ScoringError(str(cause)) if isinstance(scores, ScoringError) else type(cause)(str(cause), scores)
 
     def close(self) -> None:
         """End the worker processes."""

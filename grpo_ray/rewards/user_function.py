@@ -1,6 +1,8 @@
 """A reward function of the user's own, named as `module:function`."""
 
+import inspect
 import math
+import os
 from collections.abc import Callable
 from functools import wraps
 from numbers import Real
@@ -14,9 +16,12 @@ FACTS = ("format_reward", "answer_reward")
 def as_reward_fn(function: Callable[..., Any], name: str) -> RewardFn:
     """Return the function with a check of its result, which must be a number or a dict of rewards."""
 
+    code = inspect.unwrap(function).__code__ if inspect.isfunction(inspect.unwrap(function)) else None
+    where = f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
+
     @wraps(function)
     def reward_fn(response: str, ground_truth: str, **arguments: float | str | bool) -> Scores:
-        return _read_result(function(response, ground_truth, **arguments), name)
+        return _read_result(function(response, ground_truth, **arguments), where)
 
     return reward_fn
 

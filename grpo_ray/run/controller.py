@@ -270,8 +270,10 @@ class Controller:
             self._log.warning("rollouts", facts.write_error)
             for note in facts.notes:
                 self._log.event("rollouts_changed", "buffer", note)
-            if facts.episode_error is not None:
-                raise RunError(f"task.episode: every episode of step {step} failed: {facts.episode_error}")
+            if facts.ungraded is not None:
+                if facts.ungraded.is_all:
+                    raise RunError(facts.ungraded.refusal(f"of step {step}"))
+                self._log.ungraded[step] = facts.ungraded
             if not facts.rejected_ids:
                 return batch, facts, num_rejected
             num_rejected += len(facts.rejected_ids)

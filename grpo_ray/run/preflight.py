@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from grpo_ray.algorithms import check_algorithm, notices_on_loss
 from grpo_ray.config import Config
+from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.engine_args import check_engine_args
@@ -112,6 +113,12 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         check_local_model(config.model.path)
     if examples is None:
         examples = load_examples(config.task, config.run.seed)
+    per_prompt, num_prompts = config.evaluation.samples_per_prompt, len(examples.validation)
+    if num_prompts * per_prompt > MAX_ROLLOUTS:
+        raise ValueError(
+            f"evaluation.samples_per_prompt: {per_prompt:,} responses to each of {num_prompts:,} validation "
+            f"prompts are in memory together; at most {MAX_ROLLOUTS:,} may be"
+        )
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ())

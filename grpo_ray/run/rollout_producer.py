@@ -19,6 +19,8 @@ from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.types import Admitted, BatchFacts, PromptItem
 
+SLICE = 1000  # groups dispatched at a time
+
 
 @dataclass
 class _Rollout:
@@ -103,8 +105,9 @@ class RolloutProducer:
             self._note(known)
             await self._until(lambda: not self._is_held)
             self._sample_waiting()
-            num_new = self._admitted.num_groups - self._ledger.next_group_id
-            self._dispatch(self._ledger.take_new(max(0, num_new)))
+            while (num_new := self._admitted.num_groups - self._ledger.next_group_id) > 0:
+                self._dispatch(self._ledger.take_new(min(num_new, SLICE)))
+                await asyncio.sleep(0)  # the first ones are sampled, and a signal is answered
             await self._notify()
 
     def _note(self, admitted: Admitted) -> None:

@@ -1,9 +1,14 @@
-"""SIGINT and SIGTERM: the first ends the run with a checkpoint, the second ends the process."""
+"""SIGINT and SIGTERM: the first ends the run with a checkpoint, the second ends the process at once.
+
+Python runs a signal's handler in the main thread, between two steps of its own code. A thread sees the signals
+that the main thread is too busy for: it is in native code, or its event loop is.
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -11,8 +16,13 @@ from grpo_ray.errors import INTERRUPTED
 from grpo_ray.run.controller import RECOVERABLE, Controller
 from grpo_ray.run.restores import how_to_resume
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.visible_text import visible
 
 CLEAN_UP_S = 60.0  # after `run.on_preemption_s`
+ANSWER_S = 5.0  # for the main thread to take notice of the first signal
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_noticed = threading.Event()  # by the main thread
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,13 +30,79 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
+def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
+    """Raise KeyboardInterrupt for the first signal; end the process if that is not noticed, or a second comes.
+
+    The reaper then ends the actors. Signals reach only a main thread; in another one nothing changes.
+
+    Args:
+        run: the last message says how to resume it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    _noticed.clear()
+    watched, ours = socket.socketpair()
+    ours.setblocking(False)
+    previous = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+    watch = threading.Thread(target=_watch, args=(watched, run), daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ours.close()
+        watch.join()
+        watched.close()
+
+
+def _interrupt(*_: object) -> None:
+    _noticed.set()
+    raise KeyboardInterrupt
+
+
+def _watch(signals: socket.socket, run: RunDirectory | None) -> None:
+    """Wait for a second signal, or for the main thread to miss the first, and end the process."""
+    if not _next_signal(signals):
+        return
+    try:
+        has_come = _next_signal(signals, ANSWER_S)
+    except TimeoutError:
+        if not _noticed.is_set():
+            _end_process(f"killed, because it did not answer within {ANSWER_S:g} s", run)
+        has_come = _next_signal(signals)
+    if has_come:
+        _end_process("killed", run)
+
+
+def _next_signal(signals: socket.socket, limit_s: float | None = None) -> bool:
+    """Wait for a signal; return False when the watch is over.
+
+    Raises:
+        TimeoutError: none came.
+    """
+    signals.settimeout(limit_s)
+    while number := signals.recv(1):
+        if number[0] in SIGNALS:
+            return True
+    return False
+
+
+def _end_process(what: str, run: RunDirectory | None) -> None:
+    _end_process_after(1.0)  # the terminal or the disk may hang
+    hint = f"; {how_to_resume(run)}" if run is not None and run.config_path.exists() else ""
+    cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
+    os.write(2, f"{cursor}\n{visible(what + hint)}\n".encode(errors="replace"))
+    os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """Turn SIGTERM into Ctrl-C, so that both clean up in the same way (Ray's own handler exits at once)."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
@@ -38,8 +114,8 @@ def run_until_signal(
 ) -> None:
     """Run the controller until it ends or a signal stops it.
 
-    The first SIGINT or SIGTERM stops it after the current step, with a checkpoint; a second ends the process at
-    once. `on_preemption_s` after a SIGTERM, the step is abandoned.
+    The first SIGINT or SIGTERM stops it after the current step, with a checkpoint. `on_preemption_s` after a
+    SIGTERM, the step is abandoned. A second one is for `signals_answered`.
 
     Args:
         ends_process: end the process `CLEAN_UP_S` after that even if its clean-up hangs, as on a file system
@@ -52,20 +128,22 @@ def run_until_signal(
         loop = asyncio.get_running_loop()
 
         def stop(number: int) -> None:
-            for other in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(other)
-                signal.signal(other, signal.SIG_DFL)
             controller.stop(is_preempted=number == signal.SIGTERM)
             if number == signal.SIGTERM:
                 loop.call_later(on_preemption_s, task.cancel)
                 if ends_process:
                     _end_process_after(on_preemption_s + CLEAN_UP_S)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
+        def notice(number: int, _: object) -> None:
+            _noticed.set()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(stop, number)
+
+        for number in SIGNALS:  # `loop.add_signal_handler` would take the watch's place
+            signal.signal(number, notice)
         await controller.run()
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         asyncio.run(main())
     except asyncio.CancelledError:
@@ -76,7 +154,8 @@ def run_until_signal(
             raise Interrupted(f"{error}; {how_to_resume(run)}") from error
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, which would skip the clean-up
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if controller.was_stopped:
         raise Interrupted(how_to_resume(run))
 

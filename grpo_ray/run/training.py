@@ -23,7 +23,7 @@ from grpo_ray.run.preflight import (
     with_models,
 )
 from grpo_ray.run.restores import Host, train_through_restores
-from grpo_ray.run.signals import run_until_signal, sigterm_interrupts
+from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests
 from grpo_ray.telemetry.checkpoint import Checkpoint, make_store
 from grpo_ray.telemetry.console import RunConsole, banner
@@ -48,8 +48,13 @@ def train(config: Config, config_path: str, is_local: bool = False) -> RunDirect
     """
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory(Path(config.run.output_dir) / name)
-    if config.run.if_exists == "resume" and run.config_path.exists():
-        return _resume(run, config, is_local)
+    with signals_answered(run):
+        if config.run.if_exists == "resume" and run.config_path.exists():
+            return _resume(run, config, is_local)
+        return _train(run, config, is_local)
+
+
+def _train(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
     task = _check(config, is_local, run.check_free)
     with shown_plainly():
         config = at_commits(config)
@@ -73,7 +78,8 @@ def resume(path: str, overrides: Sequence[str], is_local: bool = False) -> RunDi
     run = RunDirectory(path)
     if not run.config_path.exists():
         raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
-    return _resume(run, load_config(run.config_path, overrides), is_local)
+    with signals_answered(run):
+        return _resume(run, load_config(run.config_path, overrides), is_local)
 
 
 def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:

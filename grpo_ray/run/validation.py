@@ -9,6 +9,7 @@ from functools import partial
 from grpo_ray.errors import RunError
 from grpo_ray.run.context import RunContext
 from grpo_ray.run.generator_pool import GeneratorPool
+from grpo_ray.telemetry.batch_metrics import ungraded_in
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 from grpo_ray.telemetry.run_log import Metrics
 from grpo_ray.telemetry.validation_files import find_evaluation, summarise_groups, write_evaluation
@@ -25,6 +26,7 @@ class Validation:
         self._log, self._clock = context.log, context.clock
         self._items, self._pool = items, pool
         self._restored_step = context.log.step  # its validation may have been written already
+        self._has_graded = False  # a later outage of a grader does not end the run
         self._unwritten: deque[tuple[EvaluationSummary, list[ScoredGroup]]] = deque()
 
     def is_due(self, step: int) -> bool:
@@ -34,11 +36,12 @@ class Validation:
         """Validate the policy after `step`, or read the metrics if that was done before an interruption.
 
         Raises:
-            RunError: no prompt could be sampled.
+            RunError: no prompt could be sampled, or it is the first validation and no answer could be graded.
         """
         if step == self._restored_step:
             find = partial(find_evaluation, self._log.run.evaluations, step)
             if (found := await self._log.writer.run("summary.jsonl", find)) is not None:
+                self._has_graded = True
                 return found.metrics
         with self._clock.stage("evaluate", f"step {step}") as duration:
             sampled = await asyncio.gather(*(self._sample(step, item) for item in self._items))
@@ -47,6 +50,10 @@ class Validation:
             raise RunError(
                 f"no validation prompt could be sampled at step {step}; see {self._log.run.events_path}"
             )
+        ungraded = ungraded_in(groups)
+        if ungraded is not None and ungraded.is_all and not self._has_graded:
+            raise RunError(ungraded.refusal(f"in the validation at step {step}"))
+        self._has_graded = True
         summary = summarise_groups(step, groups)
         summary = replace(summary, episodes=self._log.bounded(summary.episodes))
         self._unwritten.append((summary, groups))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_ray.telemetry.episode_metrics import episode_metrics, episodes_in
-from grpo_ray.types import CONTEXT, Episode, GroupOutcome, ScoredGroup
+from grpo_ray.types import CONTEXT, Episode, GroupOutcome, ScoredGroup, Ungraded
 
 FAILED = "environment_error"  # in episodes/outcome.py, which this module may not import
 
@@ -41,11 +41,32 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
     }
 
 
-def error_of_all(groups: Sequence[ScoredGroup]) -> str | None:
-    """Return the first error if every sample of the groups is an episode that failed, with a reward or not."""
-    samples = [completion for group in groups for completion in group.rollout.completions]
-    failed = [e for e in samples if isinstance(e, Episode) and (e.reward is None or e.status == FAILED)]
-    return failed[0].error or failed[0].status if failed and len(failed) == len(samples) else None
+SHOWN = 200  # characters of a response
+
+
+def ungraded_in(groups: Sequence[ScoredGroup]) -> Ungraded | None:
+    """Return the answers that the grader failed on, or that ended it; None if there are none.
+
+    An answer that the reward itself calls ungradable is graded: it is a wrong one. An episode whose environment
+    raised an error has failed, also if `episodes.error_reward` gives it a reward.
+    """
+    failed = [(group.rollout, sample, reason) for group in groups for sample, reason in _failures_in(group)]
+    if not failed:
+        return None
+    rollout, sample, reason = failed[0]
+    response = rollout.completions[sample].text
+    shown = response[:SHOWN] + ("..." if len(response) > SHOWN else "")
+    num_answers = sum(len(group.rewards) for group in groups)
+    return Ungraded(len(failed), num_answers, reason, shown, rollout.is_of_episodes)
+
+
+def _failures_in(group: ScoredGroup) -> list[tuple[int, str]]:
+    """Return (sample, reason) of each answer or episode that failed."""
+    failed = {sample: group.errors.get(sample) or group.ungradable[sample] for sample in group.overruns}
+    for sample, episode in enumerate(group.rollout.completions):
+        if isinstance(episode, Episode) and episode.status == FAILED:
+            failed[sample] = episode.error or episode.status
+    return sorted({**failed, **group.errors}.items())
 
 
 def part_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

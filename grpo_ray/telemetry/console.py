@@ -100,11 +100,12 @@ class RunConsole:
         self.console.print(Text.assemble(("!", "yellow"), f" {visible(text)}"))
 
     def evaluation(self, summary: EvaluationSummary) -> None:
+        not_graded = f", {summary.num_errors} not graded" if summary.num_errors else ""
         self.print(
             f"validation at step {summary.step:>4}: "
             f"reward {summary.reward:.3f} ± {summary.reward_standard_error:.3f}  "
             f"(format {summary.format_reward:.2f}, {summary.mean_response_tokens:.1f} tokens, "
-            f"{summary.num_examples} prompts)"
+            f"{summary.num_examples} prompts{not_graded})"
         )
 
 

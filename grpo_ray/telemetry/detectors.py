@@ -20,6 +20,7 @@ LENGTH, ANSWER, REWARD = "rollout/response_tokens/mean", "reward/answer", "rewar
 ENTROPY, NO_SIGNAL = "policy/entropy", "rollout/zero_variance_groups"
 UNTRAINED, SCALE, CLIPPED = "loss/untrained_frac", "loss/gradient_scale", "loss/clip_frac"
 KL, ESS = "mismatch/kl", "mismatch/ess_frac"
+ERRORS, UNGRADABLE = "reward/errors", "reward/ungradable"
 MEAN_LAG, MAX_LAG, NUM_UPDATES = "lag/mean", "lag/max", "optim/num_updates"
 
 Row = Mapping[str, Any]
@@ -33,10 +34,12 @@ class Setup:
     """Groups sampled per step."""
     clip_epsilon: float
     """The narrower side of the clip range."""
+    samples_per_prompt: int
 
     @classmethod
     def of(cls, config: Config) -> "Setup":
-        return cls(config.fresh_per_step, min(config.algorithm.clip_epsilons))
+        algorithm = config.algorithm
+        return cls(config.fresh_per_step, min(algorithm.clip_epsilons), algorithm.samples_per_prompt)
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,16 @@ def _narrow_clip(window: Window) -> str | None:
     )
 
 
+def _reward_errors(window: Window) -> str | None:
+    """Find a reward function that fails; an answer that is too much to grade now and then is no failure."""
+    errors, ungradable = window.newest(ERRORS) or 0.0, window.newest(UNGRADABLE) or 0.0
+    if errors:
+        return f"{errors:.0f} responses could not be graded ({ERRORS}): the reward fails on them"
+    if ungradable < 0.1 * window.setup.fresh_groups * window.setup.samples_per_prompt or not ungradable:
+        return None
+    return f"{ungradable:.0f} responses were too much to grade ({UNGRADABLE}): the reward may hang on them"
+
+
 @dataclass(frozen=True)
 class Detector:
     """A detector by its name in `run.silent_detectors`."""
@@ -240,5 +253,6 @@ DETECTORS: Mapping[DetectorName, Detector] = {
     "satisfied_reward": Detector(_satisfied_reward, (REWARD, NO_SIGNAL), "a-reward-that-the-prompt-satisfies"),
     "entropy_collapse": Detector(_entropy_collapse, (ENTROPY, ANSWER, NO_SIGNAL), "entropy-collapse"),
     "narrow_clip": Detector(_narrow_clip, (CLIPPED,), "a-clip-range-narrower-than-the-noise"),
+    "reward_errors": Detector(_reward_errors, (ERRORS, UNGRADABLE), "a-reward-that-fails"),
     "large_lag": Detector(_large_lag, (ESS, MEAN_LAG, CLIPPED), "too-large-a-lag"),
 }

@@ -15,7 +15,7 @@ from grpo_ray.telemetry.failure_watch import FailureWatch
 from grpo_ray.telemetry.json_lines import drop_half_line, parse_line
 from grpo_ray.telemetry.run_files import JsonLines, MetricsLog, RunDirectory, last_row
 from grpo_ray.telemetry.trackers import NO_TRACKERS, Trackers
-from grpo_ray.types import ScoredGroup
+from grpo_ray.types import ScoredGroup, Ungraded
 
 EVENT = re.compile(rb'\{"time": [-+.e\d]+, "kind": "(\w+)", "actor": [^\0]*\}\n')
 CLOSE_S = 10.0  # a disk that hangs delays the end of a run no longer
@@ -58,6 +58,7 @@ class RunLog:
         before = last_row(run.metrics_path)  # when the log was opened
         self.last_logged_step = int(before.get("step", 0))
         self._own_names = {name for name in before if name.startswith(OWN)}
+        self.ungraded: dict[int, Ungraded] = {}  # by step, until its line is written
         if num_damaged:
             display.warning(f"{run.events_path}: {num_damaged} damaged lines are removed")
 
@@ -69,8 +70,10 @@ class RunLog:
             self._trackers.step(step, metrics)
 
         self.writer.submit(f"the line of step {step}", write)
+        ungraded = self.ungraded.pop(step, None)
         for found in self._failures.step(step, metrics) if self._failures is not None else ():
-            self.event(found.kind, None, f"step {step}: {found.text}", step=step)
+            example = f"\n{ungraded.example}" if ungraded and found.name == "reward_errors" else ""
+            self.event(found.kind, None, f"step {step}: {found.text}{example}", step=step)
 
     def bounded(self, metrics: Metrics) -> Metrics:
         """Return the metrics without those of episodes beyond the first MAX_OWN_NAMES names of the run."""

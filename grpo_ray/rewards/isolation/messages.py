@@ -9,7 +9,7 @@ from typing import Any
 from grpo_ray.rewards.base import Scores
 
 MAX_BYTES = 2**16  # of a message
-LONGEST_ERROR = 500  # characters
+LONGEST_ERROR = 2000  # characters
 LARGEST_REWARD = 1e12  # a gradient of it, squared for its norm, still fits into float32
 
 FORMS: dict[str, tuple[type, ...]] = {

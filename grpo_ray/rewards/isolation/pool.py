@@ -19,7 +19,7 @@ from typing import Any
 
 from grpo_ray.config.reward import Reward
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import Scores, Ungradable
+from grpo_ray.rewards.base import Overrun, Scores, Ungradable
 from grpo_ray.rewards.isolation.messages import Garbage
 from grpo_ray.rewards.isolation.processes import ForkServer, WorkerProcess
 
@@ -105,7 +105,7 @@ class RewardPool:
     def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Result]:
         """Return the task's scores of each (response, ground truth), or the reason why it has none.
 
-        Ungradable is the answer's doing: it computed too long, took too much memory, or the reward says so.
+        Ungradable is the answer's doing: it is an Overrun, or the reward says so.
 
         Raises:
             RunError: workers cannot be started, or the pool is closed.
@@ -190,9 +190,7 @@ class RewardPool:
                     if (
                         num_begun > worker.num_settled
                     ):  # otherwise it died between answers, and not because of one
-                        self._settle(
-                            chunk.popleft(), (Ungradable if is_answers_doing else ScoringError)(ending)
-                        )
+                        self._settle(chunk.popleft(), (Overrun if is_answers_doing else ScoringError)(ending))
                     return False
                 result = _result(kind, *value)
                 worker.num_settled += 1
@@ -201,7 +199,7 @@ class RewardPool:
             self._settle(chunk.popleft(), ScoringError(f"{self._too_long}, of which {error}"))
             return False
         except TimeoutError:
-            self._settle(chunk.popleft(), Ungradable(self._too_long))
+            self._settle(chunk.popleft(), Overrun(self._too_long))
             return False
         except Garbage as error:
             self._settle(chunk.popleft(), ScoringError(f"its worker sent {error}"))

@@ -11,6 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Mapping
+from itertools import dropwhile
 from mmap import mmap
 
 from grpo_ray.rewards.base import NotGraded, RewardFn, Scores, Ungradable
@@ -18,6 +19,7 @@ from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
 from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable, storable
 
 OUT_OF_MEMORY = 99  # exit status
+LONGEST_LINE, LONGEST_TRACE = 500, 1200  # characters of an error
 
 
 def serve(
@@ -71,14 +73,27 @@ def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Score
     except NotGraded as error:
         return storable(str(error))
     except Exception as error:  # whatever a user's function raises is this answer's error alone
-        return describe_error(error)
+        return describe_error(error, SANDBOX if isinstance(error, PermissionError) else "")
 
 
-def describe_error(error: Exception) -> str:
-    """Return the last line of a traceback, with file and line."""
-    text = storable(f"{type(error).__name__}: {error}")
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
+SANDBOX = (
+    "; the grader's sandbox forbids writing files, connecting and starting processes, and reads only modules "
+    "and scorer.readable_paths"
+)
+CALLERS = tuple(f"grpo_ray/rewards/{file}.py" for file in ("isolation/worker", "user_function", "configured"))
+
+
+def describe_error(error: Exception, hint: str = "") -> str:
+    """Return the error and its place on one line, and below it the traceback from the function on."""
+    text = f"{type(error).__name__}: {str(error)[:LONGEST_LINE]}"
+    frames = list(
+        dropwhile(lambda frame: frame.filename.endswith(CALLERS), traceback.extract_tb(error.__traceback__))
+    )
+    if not frames:
+        return storable(text + hint)
+    trace = "".join(traceback.format_list(frames)).rstrip()
+    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+    return storable(f"{text} ({place}){hint}\n{trace[-LONGEST_TRACE:]}")
 
 
 def _say(channel: socket.socket, kind: str, *values: Scores | str | int) -> None:

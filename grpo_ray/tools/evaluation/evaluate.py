@@ -11,7 +11,7 @@ from grpo_ray.config import Config
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.models.loading import is_local
 from grpo_ray.run.preflight import PreparedServing, check_files, prepare_serving
-from grpo_ray.run.signals import Interrupted, sigterm_interrupts
+from grpo_ray.run.signals import Interrupted, signals_answered, sigterm_interrupts
 from grpo_ray.tasks import load_validation
 from grpo_ray.tasks.examples import ExampleSets
 from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
@@ -103,6 +103,7 @@ def _sample(
     console.status("starting Ray")
     logs = plan.folder.path.resolve() / "logs"
     with (
+        signals_answered(),
         session.connected(needs_hub=not is_local(config.model.path)),
         sigterm_interrupts(),
         session.placed(config) as placement,

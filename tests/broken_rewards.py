@@ -1,0 +1,44 @@
+"""A user's reward functions with the faults that users have; each fails on the responses that `FAILS` picks."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _raise() -> float:
+    return {"no": "reward"}["boom"]  # type: ignore[return-value]
+
+
+def _hang() -> float:
+    while True:
+        pass
+
+
+def _write() -> float:
+    Path("/tmp/written-by-a-reward.txt").write_text("x")
+    return 1.0
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "nan": lambda: float("nan"),
+    "none": lambda: None,
+    "raises": _raise,
+    "hangs": _hang,
+    "writes": _write,
+}
+
+
+def always(response: str, ground_truth: str, *, fault: str) -> Any:
+    return FAULTS[fault]()
+
+
+def sometimes(response: str, ground_truth: str, *, fault: str) -> Any:
+    return FAULTS[fault]() if sum(map(ord, response)) % 3 == 0 else 0.5
+
+
+def while_there_is(response: str, ground_truth: str, *, path: str) -> float:
+    """Fail as long as a file exists, as a judge does that cannot be reached."""
+    if os.path.exists(path):
+        raise ConnectionError("the judge is away")
+    return len(response) % 2

@@ -1,0 +1,119 @@
+"""SIGINT and SIGTERM whatever the main thread is doing: real processes, without Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEGIN = """
+import asyncio, ctypes, sys, time
+from pathlib import Path
+from grpo_ray.run import signals
+from grpo_ray.telemetry.run_files import RunDirectory
+
+run = RunDirectory(sys.argv[1])
+"""
+SWALLOWS = """
+with signals.signals_answered(run):
+    said = "ready"
+    while True:
+        try:
+            print(said, flush=True)
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            said = "first"
+"""
+NATIVE = """
+signals.ANSWER_S = 0.1
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with signals.signals_answered(run):
+    libc.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
+"""
+DEAF_LOOP = """
+class Controller:
+    was_stopped = False
+
+    async def run(self):
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)  # the event loop never gets to the first signal
+
+with signals.signals_answered(run):
+    signals.run_until_signal(Controller(), 1000.0, run)
+"""
+INTERRUPTED = """
+try:
+    with signals.signals_answered(run):
+        print("ready", flush=True)
+        time.sleep(1000)
+except KeyboardInterrupt:
+    print("cleaned up", flush=True)
+    sys.exit(130)
+"""
+
+
+def started(program: str, folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + program, str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    return process
+
+
+def ending(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").touch()  # a run that can be resumed
+    return tmp_path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) -> None:
+    process = started(INTERRUPTED, folder)
+    process.send_signal(number)
+    assert ending(process) == (130, "cleaned up\n", "")
+
+
+def test_a_second_signal_ends_the_process_and_says_how_to_resume(folder: Path) -> None:
+    process = started(SWALLOWS, folder)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "first\n"
+    process.send_signal(signal.SIGINT)
+    status, _, errors = ending(process)
+    assert (status, errors) == (130, f"\nkilled; resume with: grpo-ray resume {folder}\n")
+
+
+def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> None:
+    process = started(SWALLOWS, folder / "none")
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
+    status, _, errors = ending(process)
+    assert status == 130
+    assert errors.endswith("\nkilled\n")
+
+
+def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path) -> None:
+    process = started(NATIVE, folder)
+    process.send_signal(signal.SIGINT)
+    status, _, errors = ending(process)
+    assert status == 130
+    assert "killed, because it did not answer within 0.1 s; resume with: " in errors
+
+
+def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> None:
+    process = started(DEAF_LOOP, folder)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # another one: two of a kind may be delivered as one
+    assert ending(process)[::2] == (130, f"\nkilled; resume with: grpo-ray resume {folder}\n")
