@@ -1,7 +1,8 @@
 """A tool's long result in a worker: the longest time for which its loop does nothing else.
 
-Each case is one turn of a session, behind a first one, with a `max_tokens` of 4,096 or more. A result that cannot
-fit is refused; another becomes tokens, and the reply is sampled at once if they fit. A timer on the same loop is late by the longest step.
+Each case is one turn of a session, behind a first one, with a `max_tokens` of 4,096 or more. A result that
+cannot fit is refused; another becomes tokens, and the reply is sampled at once if they fit. A timer on the same
+loop is late by the longest step.
 """
 
 import asyncio
