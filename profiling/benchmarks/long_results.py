@@ -1,7 +1,8 @@
 """A tool's long result in a worker: the longest time for which its loop does nothing else.
 
-Each case is one turn of a session, behind a first one. Where `max_tokens` leaves no room the result is refused;
-else it becomes tokens, and the reply is sampled at once. A timer on the same loop is late by the longest step.
+Each case is one turn of a session, behind a first one, with a `max_tokens` of 4,096 or more. A result that
+cannot fit is refused; another becomes tokens, and the reply is sampled at once if they fit. A timer on the same
+loop is late by the longest step.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ def run(options: Options) -> list[Row]:
         tokenizer.chat_template = TEMPLATE
         template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
         for name, size in sizes.items():
-            for room, max_tokens in (("", 4096), (", with room for it", 2**22)):
+            for room, max_tokens in (("", 4096), (", max_tokens 131,072", 2**17)):
                 case = f"{name}{room}"
                 chars[case], steps[case] = size, []
                 cases[case] = partial(_turn, template, size, max_tokens, steps[case])
