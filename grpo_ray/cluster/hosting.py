@@ -3,9 +3,11 @@
 import contextlib
 import os
 import signal
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar, cast
 
 import ray
@@ -54,6 +56,7 @@ from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, StartingModel, methods_with_bulk
 
 T = TypeVar("T")
+KILL_AFTER_S = 5.0  # Ray's own kill takes less
 
 
 class ServingGroup:
@@ -69,6 +72,7 @@ class ServingGroup:
         self._placement, self._config, self._model = placement, config, model
         self._logs, self._version = logs, version
         self._clients: dict[str, Client] = {}  # each actor's current one, by its name
+        self._ending: list[Thread] = []  # each waits for the process of an actor that was killed
         self._num_starts: Counter[str] = Counter()  # of engines, by their Generator's name
         self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
         self.generators = {name: self._start_generator(name) for name in generator_names(config)}
@@ -81,13 +85,13 @@ class ServingGroup:
 
     def restart_generator(self, name: str) -> GeneratorClient:
         """Start a fresh Generator in place of `name`, with the weights that the run began with."""
-        ray.kill(self._clients[name].handle)
+        self._kill(name)
         self.generators[name] = self._start_generator(name)
         return self.generators[name]
 
     def restart_worker(self, name: str) -> ActorClient:
         """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
-        ray.kill(self._clients[name].handle)
+        self._kill(name)
         if name in self.teachers:
             self.teachers[name] = self._start_teacher(name)
             return self.teachers[name]
@@ -114,17 +118,33 @@ class ServingGroup:
 
         Actors without a process to be found are left out: this is a diagnosis, which must break nothing.
         """
-        here = ray.get_runtime_context().get_node_id()
         for name in self.by_name():
-            with contextlib.suppress(OSError, ValueError):  # no file; or an empty one, from a full disk
-                node, pid, start_time = (self._logs / f"{name}.pid").read_text().split()
-                process = int(pid), start_time
-                if node == here:
-                    send_stack_signal(process)
-                else:  # on that node or nowhere: elsewhere the pid is another process's
-                    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-                    task = ray.remote(send_stack_signal)
-                    task.options(num_cpus=0, scheduling_strategy=affinity).remote(process)
+            self._reach(name, send_stack_signal, send_stack_signal)
+
+    def _reach(self, name: str, here: Callable[[Process], object], there: Callable[[Process], object]) -> None:
+        """Call `here` with the actor's process, or `there` on another node that it is on."""
+        with contextlib.suppress(OSError, ValueError):  # no file; or an empty one, from a full disk
+            node, pid, start_time = (self._logs / f"{name}.pid").read_text().split()
+            process = int(pid), start_time
+            if node == ray.get_runtime_context().get_node_id():
+                here(process)
+            else:  # on that node or nowhere: elsewhere the pid is another process's
+                affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+                task = ray.remote(there)
+                task.options(num_cpus=0, scheduling_strategy=affinity).remote(process)
+
+    def _kill(self, name: str) -> None:
+        """Kill an actor, and make sure of its process.
+
+        Ray asks the process to end, and gives up if it cannot connect to it: one that is stopped would stay,
+        with all its memory.
+        """
+        ray.kill(self._clients[name].handle)
+        self._reach(name, self._kill_later, kill_if_left)
+
+    def _kill_later(self, process: Process) -> None:
+        self._ending.append(Thread(target=kill_if_left, args=(process,), daemon=True))
+        self._ending[-1].start()
 
     def _place_of(self, name: str) -> str:
         """Return the address of an actor's node; empty if its process was not up yet."""
@@ -143,8 +163,10 @@ class ServingGroup:
             probes = {handle.take_stats.remote(): handle for handle in handles}
             up, _ = ray.wait(list(probes), num_returns=len(probes), timeout=0.5)
             ray.get([probes[probe].shutdown.remote() for probe in up], timeout=timeout_s)
-        for client in self._clients.values():
-            ray.kill(client.handle)
+        for name in self._clients:
+            self._kill(name)
+        for thread in self._ending:
+            thread.join(2 * KILL_AFTER_S)
 
     def _start_generator(self, name: str) -> GeneratorClient:
         config, model = self._config, self._model
@@ -325,12 +347,25 @@ def _living_nodes() -> list[dict[str, Any]]:
 
 
 def send_stack_signal(process: Process) -> None:
-    """Send SIGUSR1 to a process, unless it has ended: its pid may be another process's by now."""
+    """Send SIGUSR1 to a process, unless it has ended."""
+    _send(process, signal.SIGUSR1)
+
+
+def kill_if_left(process: Process, after_s: float = KILL_AFTER_S) -> None:
+    """Wait for a process to end, and kill it if it does not."""
+    kill_at = time.monotonic() + after_s
+    while process_at(process[0]) == process and time.monotonic() < kill_at:
+        time.sleep(0.05)
+    _send(process, signal.SIGKILL)
+
+
+def _send(process: Process, number: int) -> None:
+    """Send a signal to a process, unless it has ended: its pid may be another process's by now."""
     pid, _ = process
     with contextlib.suppress(ProcessLookupError, PermissionError):
         descriptor = os.pidfd_open(pid)  # whatever the pid means later, the signal goes to this process
         try:
             if process_at(pid) == process:
-                signal.pidfd_send_signal(descriptor, signal.SIGUSR1)
+                signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)

@@ -2,8 +2,8 @@
 
 Most of that Ray ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's
 process could outlive its actor. The reaper holds a pipe from the driver, which closes however the driver dies,
-and tracks every process that descended from it. A thread that waits in the kernel for a disk keeps the pipe of a
-dead driver open, so the reaper looks at the driver as well.
+and tracks every process that descended from it. A thread of a dead driver that waits in the kernel for a disk
+keeps the pipe open, so the reaper looks at the driver as well.
 
 A killed process also leaves its named semaphores in /dev/shm (vLLM's engine has one), because Ray kills the
 tracker that Python keeps for them along with it. The reaper finds them by the processes that have them mapped.
