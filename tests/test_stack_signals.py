@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import ray
 
-from grpo_ray.cluster.hosting import ServingGroup, kill_if_left, send_stack_signal
-from grpo_ray.cluster.reaper import process_at
+from grpo_ray.cluster.hosting import ServingGroup
+from grpo_ray.cluster.reaper import kill_if_left, process_at, send_stack_signal
 
 TELLS = """
 import signal, sys

@@ -1,9 +1,6 @@
 """The actors of a run as Ray actors: the placement of each one, and its replacement."""
 
 import contextlib
-import os
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,7 +37,7 @@ from grpo_ray.cluster.placement import (
     teacher_names,
 )
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
-from grpo_ray.cluster.reaper import Process, process_at
+from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_stack_signal
 from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
 from grpo_ray.cluster.session import Placement
 from grpo_ray.config import Config
@@ -56,7 +53,6 @@ from grpo_ray.transfer.wires import Wires
 from grpo_ray.types import Ref, StartingModel, methods_with_bulk
 
 T = TypeVar("T")
-KILL_AFTER_S = 5.0  # Ray's own kill takes less
 
 
 class ServingGroup:
@@ -344,28 +340,3 @@ def on_this_node() -> dict[str, Any]:
 
 def _living_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-def send_stack_signal(process: Process) -> None:
-    """Send SIGUSR1 to a process, unless it has ended."""
-    _send(process, signal.SIGUSR1)
-
-
-def kill_if_left(process: Process, after_s: float = KILL_AFTER_S) -> None:
-    """Wait for a process to end, and kill it if it does not."""
-    kill_at = time.monotonic() + after_s
-    while process_at(process[0]) == process and time.monotonic() < kill_at:
-        time.sleep(0.05)
-    _send(process, signal.SIGKILL)
-
-
-def _send(process: Process, number: int) -> None:
-    """Send a signal to a process, unless it has ended: its pid may be another process's by now."""
-    pid, _ = process
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        descriptor = os.pidfd_open(pid)  # whatever the pid means later, the signal goes to this process
-        try:
-            if process_at(pid) == process:
-                signal.pidfd_send_signal(descriptor, number)
-        finally:
-            os.close(descriptor)
