@@ -114,7 +114,7 @@ ctypes.PyDLL(None).pthread_exit(None)  # with the GIL, so that the other thread 
 def test_a_driver_with_a_thread_that_waits_in_the_kernel_is_dead_although_its_pipe_is_open(
     started: list[int],
 ) -> None:
-    """After SIGKILL a thread that waits for a frozen disk is left; here, one that outlives the main thread."""
+    """After SIGKILL a thread that waits for a frozen disk is left; here it outlives the main thread."""
     driver = subprocess.Popen([sys.executable, "-c", HALF_DEAD, *SLEEP], stdout=subprocess.PIPE, text=True)
     started.append(driver.pid)
     assert driver.stdout is not None

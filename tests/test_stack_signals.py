@@ -1,4 +1,4 @@
-"""Signals that ask a process for its stacks: to the right process, or to none."""
+"""Signals that ask a process for its stacks, or end it: to the right process, or to none."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 import ray
 
-from grpo_ray.cluster.hosting import ServingGroup, send_stack_signal
-from grpo_ray.cluster.reaper import process_at
+from grpo_ray.cluster.hosting import ServingGroup
+from grpo_ray.cluster.reaper import kill_if_left, process_at, send_stack_signal
 
 TELLS = """
 import signal, sys
@@ -70,10 +71,44 @@ def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
         send_stack_signal(me)
 
 
+def test_a_killed_actor_that_is_stopped_does_not_stay(
+    group: Any, tmp_path: Path, process: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray gives up a process to which it cannot connect; here it does nothing at all."""
+    process.send_signal(signal.SIGSTOP)
+    found = process_at(process.pid)
+    assert found is not None
+    (tmp_path / "a.pid").write_text(f"n1 {found[0]} {found[1]}")
+    (tmp_path / "b.pid").write_text("ab" * 28 + " 77 5")
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "kill", asked.append)
+    group._clients = {name: SimpleNamespace(handle=name) for name in "abc"}
+    for name in "abc":
+        ServingGroup._kill(group, name)
+    assert asked == ["a", "b", "c"]
+    assert process.wait(60) == -signal.SIGKILL
+    assert group.elsewhere == [("ab" * 28, False, (77, "5"))]
+
+
+def test_a_process_that_ends_by_itself_is_not_killed(process: "subprocess.Popen[str]") -> None:
+    found = process_at(process.pid)
+    assert found is not None
+    process.communicate("")
+    began = time.monotonic()
+    kill_if_left(found, 60.0)
+    kill_if_left((os.getpid(), "12345"), 0.0)  # another process has its pid
+    assert time.monotonic() - began < 30
+    assert process.returncode == 0
+
+
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A ServingGroup without Ray, with the actors `a`, `b` and `c` on node n1; `sent` has the signals."""
-    actors = SimpleNamespace(_logs=tmp_path, by_name=lambda: dict.fromkeys("abc"), sent=[], elsewhere=[])
+    actors: Any = SimpleNamespace(
+        _ending=[], _logs=tmp_path, by_name=lambda: dict.fromkeys("abc"), sent=[], elsewhere=[]
+    )
+    actors._reach = partial(ServingGroup._reach, actors)
+    actors._kill_later = partial(ServingGroup._kill_later, actors)
 
     class Task:
         def __init__(self, function: Callable[..., None]) -> None: ...
@@ -124,10 +159,10 @@ def test_generators_that_are_up_shut_down_whatever_the_others_do(
         return SimpleNamespace(handle=SimpleNamespace(name=name, take_stats=probe, shutdown=shutdown))
 
     clients = {name: client(index) for index, name in enumerate(names)}
-    group = SimpleNamespace(generators=dict.fromkeys(names), teachers={}, _clients=clients)
+    group = SimpleNamespace(generators=dict.fromkeys(names), teachers={}, _clients=clients, _ending=[])
+    group._kill = killed.append
     up = names[num_hung:]
     monkeypatch.setattr(ray, "wait", lambda probes, **_: (up, names[:num_hung]))
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
-    monkeypatch.setattr(ray, "kill", lambda handle: killed.append(handle.name))
     ServingGroup.stop(group)  # type: ignore[arg-type]
     assert (shut_down, killed) == (up, names)

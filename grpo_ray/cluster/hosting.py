@@ -1,12 +1,11 @@
 """The actors of a run as Ray actors: the placement of each one, and its replacement."""
 
 import contextlib
-import os
-import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar, cast
 
 import ray
@@ -39,7 +38,7 @@ from grpo_ray.cluster.placement import (
     teacher_names,
 )
 from grpo_ray.cluster.ray_internals import spilled_bytes_of
-from grpo_ray.cluster.reaper import Process, process_at
+from grpo_ray.cluster.reaper import KILL_AFTER_S, Process, kill_if_left, send_stack_signal
 from grpo_ray.cluster.remote_actor import NOTHING, Client, Deferred, as_actor, result_of
 from grpo_ray.cluster.session import Placement, address_of_node, is_local
 from grpo_ray.config import Config
@@ -71,6 +70,7 @@ class ServingGroup:
         self._placement, self._config, self._model = placement, config, model
         self._logs, self._version = logs, version
         self._clients: dict[str, Client] = {}  # each actor's current one, by its name
+        self._ending: list[Thread] = []  # each waits for the process of an actor that was killed
         self._num_starts: Counter[str] = Counter()  # of engines, by their Generator's name
         self._spilled = SpilledBytes(_living_nodes, spilled_bytes_of)
         self.generators = {name: self._start_generator(name) for name in generator_names(config)}
@@ -83,13 +83,13 @@ class ServingGroup:
 
     def restart_generator(self, name: str) -> GeneratorClient:
         """Start a fresh Generator in place of `name`, with the weights that the run began with."""
-        ray.kill(self._clients[name].handle)
+        self._kill(name)
         self.generators[name] = self._start_generator(name)
         return self.generators[name]
 
     def restart_worker(self, name: str) -> ActorClient:
         """Start a fresh Scorer, Teacher or EnvironmentWorker in place of `name`."""
-        ray.kill(self._clients[name].handle)
+        self._kill(name)
         if name in self.teachers:
             self.teachers[name] = self._start_teacher(name)
             return self.teachers[name]
@@ -116,17 +116,33 @@ class ServingGroup:
 
         Actors without a process to be found are left out: this is a diagnosis, which must break nothing.
         """
-        here = ray.get_runtime_context().get_node_id()
         for name in self.by_name():
-            with contextlib.suppress(OSError, ValueError):  # no file; or an empty one, from a full disk
-                node, pid, start_time = (self._logs / f"{name}.pid").read_text().split()
-                process = int(pid), start_time
-                if node == here:
-                    send_stack_signal(process)
-                else:  # on that node or nowhere: elsewhere the pid is another process's
-                    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-                    task = ray.remote(send_stack_signal)
-                    task.options(num_cpus=0, scheduling_strategy=affinity).remote(process)
+            self._reach(name, send_stack_signal, send_stack_signal)
+
+    def _reach(self, name: str, here: Callable[[Process], object], there: Callable[[Process], object]) -> None:
+        """Call `here` with the actor's process, or `there` on another node that it is on."""
+        with contextlib.suppress(OSError, ValueError):  # no file; or an empty one, from a full disk
+            node, pid, start_time = (self._logs / f"{name}.pid").read_text().split()
+            process = int(pid), start_time
+            if node == ray.get_runtime_context().get_node_id():
+                here(process)
+            else:  # on that node or nowhere: elsewhere the pid is another process's
+                affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+                task = ray.remote(there)
+                task.options(num_cpus=0, scheduling_strategy=affinity).remote(process)
+
+    def _kill(self, name: str) -> None:
+        """Kill an actor, and make sure of its process.
+
+        Ray asks the process to end, and gives up if it cannot connect to it: one that is stopped would stay,
+        with all its memory.
+        """
+        ray.kill(self._clients[name].handle)
+        self._reach(name, self._kill_later, kill_if_left)
+
+    def _kill_later(self, process: Process) -> None:
+        self._ending.append(Thread(target=kill_if_left, args=(process,), daemon=True))
+        self._ending[-1].start()
 
     def _place_of(self, name: str) -> str:
         """Return the address of an actor's node; empty if its process was not up yet."""
@@ -147,8 +163,10 @@ class ServingGroup:
             probes = {handle.take_stats.remote(): handle for handle in handles}
             up, _ = ray.wait(list(probes), num_returns=len(probes), timeout=0.5)
             ray.get([probes[probe].shutdown.remote() for probe in up], timeout=timeout_s)
-        for client in self._clients.values():
-            ray.kill(client.handle)
+        for name in self._clients:
+            self._kill(name)
+        for thread in self._ending:
+            thread.join(2 * KILL_AFTER_S)
 
     def _start_generator(self, name: str) -> GeneratorClient:
         config, model = self._config, self._model
@@ -327,15 +345,3 @@ def on_this_node() -> dict[str, Any]:
 
 def _living_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-def send_stack_signal(process: Process) -> None:
-    """Send SIGUSR1 to a process, unless it has ended: its pid may be another process's by now."""
-    pid, _ = process
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        descriptor = os.pidfd_open(pid)  # whatever the pid means later, the signal goes to this process
-        try:
-            if process_at(pid) == process:
-                signal.pidfd_send_signal(descriptor, signal.SIGUSR1)
-        finally:
-            os.close(descriptor)

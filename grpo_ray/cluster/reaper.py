@@ -2,8 +2,8 @@
 
 Most of that Ray ends by itself; but Ray's agents wait a minute for a server that is gone, and an engine's
 process could outlive its actor. The reaper holds a pipe from the driver, which closes however the driver dies,
-and tracks every process that descended from it. A thread that waits in the kernel for a disk keeps the pipe of
-a dead driver open, so the reaper looks at the driver as well.
+and tracks every process that descended from it. A thread of a dead driver that waits in the kernel for a disk
+keeps the pipe open, so the reaper looks at the driver as well.
 
 A killed process also leaves its named semaphores in /dev/shm (vLLM's engine has one), because Ray kills the
 tracker that Python keeps for them along with it. The reaper finds them by the processes that have them mapped.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 LOOK_S = 1.0
 GRACE_S = 5.0
+KILL_AFTER_S = 5.0  # Ray's own kill takes less
 
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORE = "sem.mp-"  # the prefix that Python's multiprocessing gives them
@@ -122,6 +123,31 @@ def _stat(pid: str) -> tuple[int, Process] | None:
         return None
     state, parent, *rest = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
     return None if state == "Z" else (int(parent), (int(pid), rest[17]))
+
+
+def send_stack_signal(process: Process) -> None:
+    """Send SIGUSR1 to a process, unless it has ended."""
+    _send(process, signal.SIGUSR1)
+
+
+def kill_if_left(process: Process, after_s: float = KILL_AFTER_S) -> None:
+    """Wait for a process to end, and kill it if it does not."""
+    kill_at = time.monotonic() + after_s
+    while process_at(process[0]) == process and time.monotonic() < kill_at:
+        time.sleep(0.05)
+    _send(process, signal.SIGKILL)
+
+
+def _send(process: Process, number: int) -> None:
+    """Send a signal to a process, unless it has ended: its pid may be another process's by now."""
+    pid, _ = process
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        descriptor = os.pidfd_open(pid)  # whatever the pid means later, the signal goes to this process
+        try:
+            if process_at(pid) == process:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
 
 
 if __name__ == "__main__":
