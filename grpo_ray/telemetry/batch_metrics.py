@@ -47,8 +47,8 @@ SHOWN = 200  # characters of a response
 def ungraded_in(groups: Sequence[ScoredGroup]) -> Ungraded | None:
     """Return the answers that the grader failed on, or that ended it; None if there are none.
 
-    An answer that the reward itself calls ungradable is graded: it is a wrong one. An episode whose environment
-    raised an error has failed, also if `episodes.error_reward` gives it a reward.
+    An answer that the reward itself calls ungradable is graded: it is a wrong one. An episode that ended in
+    an error of its environment has failed, also if `episodes.error_reward` gives it a reward.
     """
     failed = [(group.rollout, sample, reason) for group in groups for sample, reason in _failures_in(group)]
     if not failed:
