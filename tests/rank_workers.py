@@ -13,6 +13,7 @@ from grpo_ray.policy.ranks import Seat
 from grpo_ray.policy.rendezvous import NUM_BYTES, open_store
 
 TIMEOUT_S = 120.0
+ANSWER_S = 1200.0  # for all that a rank does: some tests train with every setting in one call
 SECRET = bytes(range(NUM_BYTES))
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["grpo_ray.actors.learner", "builders", "peft"])
@@ -58,7 +59,7 @@ def meeting() -> TCPStore:
 def _answers(pipes: Sequence[Connection]) -> list[Any]:
     answers: dict[Connection, Any] = {}
     while len(answers) < len(pipes):
-        ready = wait([pipe for pipe in pipes if pipe not in answers], TIMEOUT_S)
+        ready = wait([pipe for pipe in pipes if pipe not in answers], ANSWER_S)
         if not ready:
             raise TimeoutError(f"{len(pipes) - len(answers)} ranks gave no answer")
         for pipe in ready:
