@@ -11,10 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.checkpoint import Checkpoint, CheckpointState, CheckpointStore, read_checkpoint
 from grpo_ray.telemetry.run_files import RunDirectory
+
+WEIGHTS = save({"weights": np.zeros(2, "<f4")})
 
 
 def make_store(folder: Path, keep: int = 2, keep_best: bool = True) -> CheckpointStore:
@@ -31,8 +34,8 @@ def write(store: CheckpointStore, step: int, mark: float = 0.0) -> Checkpoint:
     """Write a checkpoint with small files in place of the real ones."""
     folder = store.begin(step)
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights" * 10)
-    (folder / "training" / "optimizer.safetensors").write_bytes(b"moments" * 20)
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
+    (folder / "training" / "optimizer.safetensors").write_bytes(save({"moments": np.zeros(20, "<f4")}))
     (folder / "training" / "groups.parquet").write_bytes(b"groups")
     return store.commit(step, make_state(step, mark), sizes(folder))
 
@@ -85,9 +88,9 @@ def test_committed_checkpoint_is_found(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000040"]
     assert json.loads((found.training_path / "state.json").read_text())["files"] == {
         "config.json": 2,
-        "model.safetensors": 70,
+        "model.safetensors": 80,
         "training/groups.parquet": 6,
-        "training/optimizer.safetensors": 140,
+        "training/optimizer.safetensors": 152,
     }
 
 
@@ -172,11 +175,38 @@ def test_damaged_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
     assert reasons[0] == "training/state.json is of step 2"
     assert "training/state.json is not readable (FileNotFoundError" in reasons[1]
     assert "training/state.json is not readable (JSONDecodeError" in reasons[2]
-    assert reasons[3] == "model.safetensors has 63 bytes instead of 70"
+    assert reasons[3] == "model.safetensors has 63 bytes instead of 80"
     assert reasons[4] == "training/groups.parquet is missing"
     assert "KeyError('ledger')" in reasons[5]
     store.latest()
     assert len(store.damaged) == 6  # not accumulated
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training/optimizer.safetensors"])
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"\xff" * 6,
+        b"\x09",
+        bytes(8),
+        b"",
+        save({"w": np.zeros(1, "<f4")}),
+        (10).to_bytes(8, "little") + b"[1, 2, 33]",
+    ],
+    ids=["length", "short", "empty", "nothing", "other", "list"],
+)
+def test_weights_whose_header_is_damaged_are_not_resumed(tmp_path: Path, name: str, begin: bytes) -> None:
+    """The size is right; every resume would end with an actor that cannot load them."""
+    store = make_store(tmp_path, keep=9)
+    for step in (1, 2):
+        write(store, step)
+    file = tmp_path / "checkpoints" / "step-000002" / name
+    whole = file.read_bytes()
+    file.write_bytes((begin + whole[len(begin) :]) if begin else whole)
+    found = store.latest()
+    assert found is not None
+    assert found.state.step == (1 if begin else 2)
+    assert store.damaged == ([f"{file.parents[name.count('/')]}: {name} has a damaged header"] if begin else [])
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '{"step": 1}', '{"step": 1, "metrics": null}', "\0\0\0"])
@@ -381,7 +411,7 @@ KILL_EVERYWHERE = """
 import os, shutil, signal, sys
 from pathlib import Path
 sys.path.insert(0, "tests")
-from test_checkpoint import make_store, names, write
+from test_checkpoint import WEIGHTS, make_store, names, write
 
 root, first, second = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
@@ -409,7 +439,7 @@ for number in range(1, 1000):
     found = store.latest()
     left = names(folder)
     print(found.state.step, int(found.state.metrics["mark"]), len(store.damaged), os.WIFSIGNALED(status))
-    assert (found.path / "model.safetensors").read_bytes() == b"weights" * 10
+    assert (found.path / "model.safetensors").read_bytes() == WEIGHTS
     write(make_store(folder, keep=1), 99)
     assert names(folder) == ["step-000099"], (left, names(folder))
     shutil.rmtree(folder)

@@ -147,22 +147,27 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, which is never pruned; `damaged` has the newer ones.
 
+        The headers of its weights are read, too: a run that began with damaged ones would end at every resume.
+
         Only for the process that holds the run's lock.
         """
         self._put_back_replaced()
         self.damaged = []
         for step, folder in sorted(self._folders("step"), reverse=True):
-            checkpoint = self._read(step, folder)
+            checkpoint = self._read(step, folder, reads_headers=True)
             if checkpoint is not None:
                 self._in_use.add(step)
                 return checkpoint
         return None
 
-    def _read(self, step: int, folder: Path) -> Checkpoint | None:
+    def _read(self, step: int, folder: Path, reads_headers: bool = False) -> Checkpoint | None:
         try:
             checkpoint = read_checkpoint(folder)
             if checkpoint.state.step != step:
                 raise ValueError(f"training/state.json is of step {checkpoint.state.step}")
+            for file in sorted(folder.rglob("*.safetensors")) if reads_headers else ():
+                if not _has_header(file):
+                    raise ValueError(f"{file.relative_to(folder)} has a damaged header")
         except ValueError as error:
             self.damaged.append(f"{folder}: {error}")
             return None
@@ -274,6 +279,22 @@ def make_store(config: Config, run: RunDirectory) -> CheckpointStore:
 
 def _state_path(folder: Path) -> Path:
     return folder / "training" / "state.json"
+
+
+def _has_header(file: Path) -> bool:
+    """Return whether a file of tensors begins with a header that fits its size.
+
+    It is read, not mapped as the library does: an error of the disk would end this process.
+    """
+    size = file.stat().st_size - 8
+    with file.open("rb") as data:
+        length = int.from_bytes(data.read(8), "little")
+        text = data.read(length) if length <= size else b""
+    try:
+        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        return size - length == max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def _is_whole(folder: Path) -> bool:
