@@ -58,7 +58,8 @@ def make_pool(worker: Worker, max_concurrent: int, max_seconds: float) -> Pool:
 
 
 async def play(pool: Pool, group_id: int) -> tuple[Any, int]:
-    return await pool.play(make_item(group_id), SETTINGS, "train", lambda: None)
+    async with pool.room(is_alone=False) as worker:
+        return await pool.play(worker, make_item(group_id), SETTINGS, "train")
 
 
 def test_groups_that_wait_for_a_place_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:

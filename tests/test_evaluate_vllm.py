@@ -95,7 +95,7 @@ def test_an_invalid_reward_affects_only_its_response(tmp_path: Path) -> None:
     assert (results.summary.num_correct, results.summary.num_errors) == (3, 3)
     categories = [row["category"] for row in results.rows]
     assert categories == ["correct", "not_graded", "not_graded", "not_graded", "correct", "correct"]
-    assert "reward_fn returned 0.2 as 'answer_reward'; it must be 0 or 1" in results.rows[3]["error"]
+    assert ") returned 0.2 as 'answer_reward'; it must be 0 or 1" in results.rows[3]["error"]
     assert pq.read_table(tmp_path / "e" / "examples.parquet").to_pylist() == results.rows
 
 

@@ -128,6 +128,35 @@ def test_a_driver_with_a_thread_that_waits_in_the_kernel_is_dead_although_its_pi
     driver.stdout.close()
 
 
+STARTING = """
+import subprocess, sys, time
+import ray
+from grpo_ray.cluster import session
+from grpo_ray.cluster.reaper import LOOK_S
+
+def init(**_):
+    agent = subprocess.Popen(sys.argv[1:], start_new_session=True)
+    time.sleep(2 * LOOK_S)  # until the reaper knows it
+    print(agent.pid, flush=True)
+    time.sleep(120)
+
+ray.init = init
+with session.connected(): pass
+"""
+
+
+def test_a_driver_that_is_killed_while_ray_starts_leaves_no_agent(started: list[int]) -> None:
+    """Ray's own agents wait a minute for a server that is gone."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTING, *SLEEP], stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        agent = int(driver.stdout.readline())
+        started.append(agent)
+        driver.kill()
+    assert within(60, lambda: not is_alive(agent))
+
+
 def test_closing_its_stdin_ends_a_reaper_that_has_nothing_to_do(started: list[int]) -> None:
     watcher = start_reaper()
     started.append(watcher.pid)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,7 @@ def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> Non
 
 def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path) -> None:
     process = started(NATIVE, folder)
+    time.sleep(1.0)  # between its last line and the call, Python answers
     process.send_signal(signal.SIGINT)
     status, _, errors = ending(process)
     assert status == 130

@@ -159,7 +159,9 @@ def test_generators_that_are_up_shut_down_whatever_the_others_do(
         return SimpleNamespace(handle=SimpleNamespace(name=name, take_stats=probe, shutdown=shutdown))
 
     clients = {name: client(index) for index, name in enumerate(names)}
-    group = SimpleNamespace(generators=dict.fromkeys(names), teachers={}, _clients=clients, _ending=[])
+    group = SimpleNamespace(
+        generators=dict.fromkeys(names), teachers={}, environments={}, _clients=clients, _ending=[]
+    )
     group._kill = killed.append
     up = names[num_hung:]
     monkeypatch.setattr(ray, "wait", lambda probes, **_: (up, names[:num_hung]))

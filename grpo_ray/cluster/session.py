@@ -109,10 +109,10 @@ def _own_cluster(secrets_kept: Collection[str]) -> Iterator[None]:
     """Start a Ray for this user and this run alone; it ends with this process, however the process ends."""
     enable_token_auth()
     folder = private_ray_folder()
-    with without_secrets(keep=secrets_kept):
-        ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
-    reaper = start_reaper()
+    reaper = start_reaper()  # first, because Ray's agents outlive a driver that is killed while Ray starts
     try:
+        with without_secrets(keep=secrets_kept):
+            ray.init(address="local", include_dashboard=False, _temp_dir=folder, **QUIET)
         yield
     finally:
         dismiss(reaper)
