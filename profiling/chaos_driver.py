@@ -87,13 +87,14 @@ class ChaosGrader(Grader):
 
 class ChaosScorer(Scorer):
     def __init__(
-        self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int, turn_discount: float
-    ) -> None:
+        self, rewards: Mapping[str, Any], algorithm: Any, config: Any, max_tokens: int, turn_discount: float,
+        secrets: Mapping[str, str],
+    ) -> None:  # fmt: skip
         _follow_clock()
         if is_requested("hang_scorer_start"):
             time.sleep(FOREVER_S)
         processes.START_TIMEOUT_S = 10  # a fork server that hangs is replaced before the stall watch looks
-        super().__init__({}, algorithm, config, max_tokens, turn_discount)
+        super().__init__({}, algorithm, config, max_tokens, turn_discount, secrets)
         self._grader = ChaosGrader(rewards, config)
 
     def _score(self, group: RolloutGroup) -> Verdict:

@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def joining_ray() -> Iterator[Joining]:
     """`with joining_ray():` makes runs that start inside it join one Ray, which the tests of a worker share."""
-    environment = token_environment()
+    paths = [str(Path(__file__).parent), os.getcwd()]  # of the modules that tests name in configurations
+    environment = {**token_environment(), "PYTHONPATH": os.pathsep.join(paths)}
 
     @contextlib.contextmanager
     def joining() -> Iterator[None]:

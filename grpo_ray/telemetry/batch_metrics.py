@@ -8,7 +8,7 @@ import numpy as np
 from grpo_ray.telemetry.episode_metrics import episode_metrics, episodes_in
 from grpo_ray.types import CONTEXT, Episode, GroupOutcome, ScoredGroup, Ungraded
 
-FAILED = "environment_error"  # in episodes/outcome.py, which this module may not import
+FAILED, LATE = "environment_error", "truncated_time"  # in episodes/outcome.py, which is not imported here
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict[str, float]:
@@ -44,13 +44,21 @@ def rollout_metrics(groups: Sequence[ScoredGroup], num_dropped: int = 0) -> dict
 SHOWN = 200  # characters of a response
 
 
-def ungraded_in(groups: Sequence[ScoredGroup]) -> Ungraded | None:
+def ungraded_in(groups: Sequence[ScoredGroup], with_late: bool = True) -> Ungraded | None:
     """Return the answers that the grader failed on, or that ended it; None if there are none.
 
     An answer that the reward itself calls ungradable is graded: it is a wrong one. An episode that ended in
     an error of its environment has failed, also if `episodes.error_reward` gives it a reward.
+
+    Args:
+        with_late: count the episodes that did not end in their time.
     """
-    failed = [(group.rollout, sample, reason) for group in groups for sample, reason in _failures_in(group)]
+    failed = [
+        (group.rollout, sample, reason)
+        for group in groups
+        for sample, reason in _failures_in(group)
+        if with_late or getattr(group.rollout.completions[sample], "status", None) != LATE
+    ]
     if not failed:
         return None
     rollout, sample, reason = failed[0]
