@@ -183,7 +183,6 @@ def test_no_schedule_of_episodes_trains_an_old_token_or_loses_a_prompt(
 
 def test_episodes_end_at_their_limits(tmp_path: Path) -> None:
     changes = [*SMALL, *EPISODES, "episodes.max_tokens=340", "episodes.max_seconds=8"]
-
     config = load_config("configs/calculator.yaml", changes)
     speeds = FAST.model_copy(update={"environment_s": 4.0, "prompt_tokens": 100, "answer_tokens": 50})
     result = simulate(config, RunDirectory(tmp_path / "run"), speeds, LognormalLengths(30.0, 1.0))
