@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from local_actors import LocalActors
 from local_runs import Recorder, make_config
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.run.restores import train_through_restores

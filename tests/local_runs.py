@@ -1,4 +1,4 @@
-"""Whole runs in this process: real engine, Learner, Scorer and buffer, over local_actors."""
+"""Whole runs in this process: real engine, Learner, Scorer and buffer, as `train --local` has them."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from local_actors import LocalActors
 from small_run import QUICKSTART, SMALL
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.run.controller import Controller

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from builders import make_completion
-from local_actors import LocalClient
 
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.scorer import Scorer, scorer_arguments
+from grpo_ray.cluster.local import LocalClient
 from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine

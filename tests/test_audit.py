@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from local_actors import LocalActors
 from safetensors.torch import load_file, save_file
 from small_run import QUICKSTART, SMALL
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.rewards import REWARDS

@@ -12,10 +12,10 @@ import pytest
 import torch
 from builders import make_buffer, make_completion, make_group, make_item, parts, same_groups, simple_group
 from episode_groups import branched_episode, make_episode_group
-from local_actors import LocalActors
 from local_runs import Recorder, make_config, train
 from report_runs import make_run, metrics_of, write_lines
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.task import EpisodesTaskConfig
 from grpo_ray.run.controller import Controller
 from grpo_ray.tasks.episode_examples import episode_examples

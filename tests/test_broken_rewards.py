@@ -9,9 +9,9 @@ import broken_rewards
 import pytest
 from broken_rewards import FAULTS
 from builders import make_completion, make_group, make_item
-from local_actors import LocalActors
 from local_runs import make_config, train, until
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.errors import RunError
 from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry.batch_metrics import ungraded_in

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from any_reward_cli import ParityGrader
-from local_actors import LocalActors
 from local_runs import Killed, Recorder, Watcher, kill_after, make_config, train, until
 from safetensors.torch import load_file
 
 from grpo_ray.actors import scorer
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, RunError
 from grpo_ray.run.controller import Controller

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from builders import perturb
-from local_actors import LocalActors
 from local_runs import Killed, kill_after, make_config, train, until
 from run_process import untimed
 from transformers import AutoModelForCausalLM
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError

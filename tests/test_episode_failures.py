@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import small_episodes
-from local_actors import LocalActors
 from local_runs import make_config as plain_config
 from local_runs import train
 from tiny_games import game_config
 
 from grpo_ray.actors.generator import Generator
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.episodes.session import Session

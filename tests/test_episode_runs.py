@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from local_actors import LocalActors
 from local_runs import Killed, Watcher, kill_after, train, until
 from run_process import untimed
 from safetensors.torch import load_file
 from tiny_games import game_config
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.episodes.session import Session
 from grpo_ray.run.controller import Controller

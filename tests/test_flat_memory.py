@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_actors import LocalActors, LocalClient
 from local_runs import Recorder, make_config
 
 from grpo_ray.actors.generator import Generator
 from grpo_ray.actors.learner import STAGES
+from grpo_ray.cluster.local import LocalActors, LocalClient
 from grpo_ray.config import Config
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import Prepared, check_files, prepare

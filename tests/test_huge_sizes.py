@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from local_actors import LocalActors
 from local_runs import make_config, train, until
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import check_files

@@ -110,7 +110,7 @@ def test_a_reference_arrives_as_its_value_also_in_a_box() -> None:
         client = LocalClient("worker", Worker)
         reference = client.asynchronous(7)
         assert await client.asynchronous(reference) == 7
-        assert await client.asynchronous([reference, 8]) == (7, 8)
+        assert await client.asynchronous((reference, 8)) == (7, 8)
 
     asyncio.run(main())
 

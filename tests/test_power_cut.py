@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_actors import LocalActors
 from local_runs import Killed, make_config, train, until
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.errors import RunError
 from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry import durable

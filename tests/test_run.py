@@ -6,12 +6,12 @@ from pathlib import Path
 
 import local_runs
 import pytest
-from local_actors import LocalActors
 from local_runs import train
 from small_run import QUICKSTART, SMALL
 
 from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import running
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.run.controller import Controller

@@ -20,13 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import changed
-from local_actors import LocalActors
 from local_runs import make_config, train
 from rank_workers import SECRET, context, meeting, on_ranks
 from test_controller import once
 from test_wire import CPU, join, make_sender, pack, tensors, transfer
 from torch.distributed import HashStore, TCPStore
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.errors import FORGED, ActorDied, RunError
 from grpo_ray.policy.ranks import Ranks, Seat
 from grpo_ray.policy.rendezvous import NUM_BYTES, SignedStore, open_store, prove

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from local_actors import LocalActors
 from local_runs import make_config, train, until
 from transformers import AutoTokenizer
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config import Config
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import check_files

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_actors import LocalActors
 from local_runs import make_config, train
 
 from grpo_ray.actors.generator import Generator
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.errors import ActorDied
 from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry.activity import Activity, Window

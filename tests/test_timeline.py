@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_actors import LocalActors
 from local_runs import make_config, train, until
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry.run_files import RunDirectory, last_logged_step, read_metrics
 from grpo_ray.telemetry.stage_clock import Span, StageTimes

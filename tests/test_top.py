@@ -17,9 +17,9 @@ from typing import Any
 import local_runs
 import psutil
 import pytest
-from local_actors import LocalActors
 from rich.console import Console
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError

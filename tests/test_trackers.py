@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from builders import make_completion, make_group, make_item
-from local_actors import LocalActors
 from local_runs import make_config, train
 
 from grpo_ray.cluster import session
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.config.loading import ConfigError
 from grpo_ray.errors import RunError
 from grpo_ray.run import training

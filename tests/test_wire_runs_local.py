@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_actors import LocalActors
 from local_runs import make_config, train, until
 from test_controller import assert_same_run, audit, events, once
 
+from grpo_ray.cluster.local import LocalActors
 from grpo_ray.run.controller import Controller
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 

@@ -150,10 +150,10 @@ class LocalClient:
 
 
 async def _value_of(argument: Any) -> Any:
-    """Return the value of a reference, also of references that are boxed in a list of tuples."""
+    """Return the value of a reference, also of references that are boxed in a tuple."""
     if isinstance(argument, Answer | Part | asyncio.Future):
         return await argument
-    if isinstance(argument, tuple | list) and any(isinstance(item, Answer | Part) for item in argument):
+    if isinstance(argument, tuple) and any(isinstance(item, Answer | Part) for item in argument):
         return tuple([await _value_of(item) for item in argument])
     return argument
 

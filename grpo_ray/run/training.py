@@ -211,8 +211,7 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host]]
     """Yield the console, and the host of the actors; connect to Ray and reserve their resources before."""
     with RunConsole(config.algorithm.num_steps) as console:
         if is_local:
-            with sigterm_interrupts():
-                yield console, local.running
+            yield console, local.running
             return
         console.status("starting Ray")
         from grpo_ray.cluster import hosting, session

@@ -50,10 +50,11 @@ class Validation:
             raise RunError(
                 f"no validation prompt could be sampled at step {step}; see {self._log.run.events_path}"
             )
-        ungraded = ungraded_in(groups, with_late=False)  # at the start, engines may still be slow
-        if ungraded is not None and ungraded.is_all and not self._has_graded:
-            raise RunError(ungraded.refusal(f"in the validation at step {step}"))
-        self._has_graded = True
+        if not self._has_graded:
+            ungraded = ungraded_in(groups, with_late=False)  # at the start, engines may still be slow
+            if ungraded is not None and ungraded.is_all:
+                raise RunError(ungraded.refusal(f"in the validation at step {step}"))
+            self._has_graded = True
         summary = summarise_groups(step, groups)
         summary = replace(summary, episodes=self._log.bounded(summary.episodes))
         self._unwritten.append((summary, groups))

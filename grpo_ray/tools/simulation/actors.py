@@ -49,7 +49,8 @@ class SimulatedClient(LocalClient):
             trace: receives a line per call and per death.
             dispatch: what a call of `generate` waits for; default: nothing.
         """
-        super().__init__(name, build)
+        actor = build()  # now, so that no metered call builds it
+        super().__init__(name, lambda: actor)
         self._trace, self._meter, self._dispatch = trace, meter, dispatch
 
     def die(self, reason: str = "it was ended") -> None:
