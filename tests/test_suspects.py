@@ -14,7 +14,7 @@ from builders import make_item, make_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_runs import Recorder, make_config
-from turn_clients import FakeGenerator, completion
+from turn_clients import FakeGenerator, completion, until_death
 
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
 from grpo_ray.errors import ActorDied, DataLost, RunError, TurnLost, first_error
@@ -166,15 +166,7 @@ class Worker:
         return PlayReport(10, 0)
 
     async def alive(self, work: Any) -> Any:
-        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.dead.wait())
-        try:
-            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if self.dead.is_set():
-                raise ActorDied(self.name, "killed by a signal")
-            return working.result()
-        finally:
-            working.cancel()
-            dying.cancel()
+        return await until_death(work, self.dead, ActorDied(self.name, "killed by a signal"))
 
 
 class WeightSync:

@@ -53,15 +53,20 @@ class FakeGenerator:
             self.num_running -= 1
 
     async def _alive(self, work: Awaitable[T]) -> T:
-        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._dead.wait())
-        try:
-            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if self._dead.is_set():
-                raise ActorDied(self.name, "the test ended it")
-            return working.result()
-        finally:
-            working.cancel()
-            dying.cancel()
+        return await until_death(work, self._dead, ActorDied(self.name, "the test ended it"))
+
+
+async def until_death(work: Awaitable[T], dead: asyncio.Event, error: ActorDied) -> T:
+    """Await the work of an actor, or raise the error once the actor is dead."""
+    working, dying = asyncio.ensure_future(work), asyncio.ensure_future(dead.wait())
+    try:
+        await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if dead.is_set():
+            raise error
+        return working.result()
+    finally:
+        working.cancel()
+        dying.cancel()
 
 
 async def at_once(token_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
