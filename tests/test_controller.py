@@ -503,9 +503,19 @@ def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
     run = RunDirectory(tmp_path / "run")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 5 and (run.checkpoints / "step-000002").exists())
-        actors.learner.die()
-        await asyncio.sleep(60)
+        await until(lambda: controller._version >= 1)  # the Learner is there
+        learner = actors.learner.actor
+        original = learner.train_step
+
+        async def die_in_step_6(batch: Any) -> Any:
+            if learner.version == 5:
+                await until((run.checkpoints / "step-000002").exists)
+                actors.learner.die()
+                await asyncio.sleep(0)  # which is cancelled
+            return original(batch)
+
+        learner.train_step = die_in_step_6
+        await asyncio.sleep(600)
 
     train(config, run.path, once(meddle))
     audit(run, config)
