@@ -9,14 +9,14 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 # Each process of the tests would compile this package, and rewrite the assertions of all tests, again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test quick campaign lint format docs environments clean
+.PHONY: quickstart test quick campaign lint format docs environments system-packages clean
 
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
-# Everything, in two processes. A file's tests stay together, as they share what is expensive to start;
+# Every promise once, in two processes. A file's tests stay together, as they share what is expensive to start;
 # tests/conftest.py puts the files that take longest first.
-test: $(READY)
+test: $(READY) $(VENV)/.environments
 	$(PYTEST) -m "not campaign"
 
 # What needs neither Ray nor vLLM, but for tests that are slow by nature: many whole runs, a browser, real waits.
@@ -24,7 +24,7 @@ quick: $(READY)
 	$(PYTEST) -m "not ray and not vllm and not slow and not campaign"
 
 # What takes long and is run before a release: whole tables of combinations.
-campaign: $(READY)
+campaign: $(READY) $(VENV)/.environments
 	$(PYTEST) -m campaign
 
 lint: $(READY)
@@ -41,8 +41,12 @@ format: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Packages of environments that episodes can be played in (docs/environments.md). No other target needs them.
+# Packages of environments that episodes can be played in (docs/environments.md); the tests play in them.
 environments: $(VENV)/.environments
+
+# Chromium and Prometheus, for the tests of pages and dashboards; needs root and apt-get.
+system-packages:
+	.ci/system-packages
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache site

@@ -4,6 +4,7 @@ Imports nothing heavy: the process that only hands out tests to the workers load
 """
 
 import contextlib
+import functools
 import importlib
 import os
 import re
@@ -14,7 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from process_census import CensusPlugin
 from ray_nodes import ray_head, token_environment
+from xdist.scheduler import LoadFileScheduling
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
@@ -28,6 +31,12 @@ Joining = Callable[[], contextlib.AbstractContextManager[None]]
 LONGEST = ("vllm", "ray", "slow")  # a file's first marker among these decides its place
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    has_workers = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+    if "campaign" not in config.getoption("markexpr").replace("not campaign", ""):
+        config.pluginmanager.register(CensusPlugin(counts_here=not has_workers))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first, so that two workers end at about the same time."""
     marked = {(item.path, marker.name) for item in items for marker in item.iter_markers()}
@@ -37,6 +46,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for file in files
     }
     items.sort(key=lambda item: places[item.path])
+
+
+class ByFile(LoadFileScheduling):
+    """A file's tests go to one worker; so do all files that share one Ray."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "one Ray" if _shares_ray(file) else file
+
+
+@functools.cache
+def _shares_ray(file: str) -> bool:
+    text = (Path(__file__).parents[1] / file).read_text()
+    return "shared_ray" in text or "joining_ray" in text
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+PACKAGED = {"make environments": ("could not import",), "make system-packages": ("Chromium", "prometheus")}
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how to get what was skipped."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for command, words in PACKAGED.items():
+        if skipped := [reason for reason in reasons if any(word in reason for word in words)]:
+            terminalreporter.write_line(f"{len(skipped)} tests were skipped; for what they need: {command}")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from grpo_ray.tools.audit.audit import audit
 
 @pytest.mark.ray
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("shared_ray", "model_cache")
 def test_the_logprobs_of_a_teacher_in_vllm_are_those_of_a_plain_forward_pass(tmp_path: Path) -> None:
     pytest.importorskip("vllm")

@@ -48,6 +48,7 @@ ONE_TOKEN = make_settings(num_samples=100, max_tokens=1)
 NUCLEUS = make_settings(num_samples=200, top_p=0.2, max_tokens=1)
 
 Groups = list[tuple[Completion, ...]]
+LATER = [pytest.param(name, marks=pytest.mark.campaign) for name in ("TransformerLM, untied", "Qwen3-MoE")]
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Record:
     refusal: str  # the error for a snapshot that lacks a tensor
 
 
-@pytest.fixture(scope="module", params=["Qwen2, tied", "TransformerLM, untied", "Qwen3-MoE"])
+@pytest.fixture(scope="module", params=["Qwen2, tied", *LATER])
 def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tiny_moe: Path) -> Record:
     pytest.importorskip("vllm")
     own = request.param.startswith("TransformerLM")
@@ -293,7 +294,7 @@ def test_snapshot_without_a_tensor_is_refused(record: Record) -> None:
 # ---- the output layer in float32 ----
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_a_float32_head_over_bfloat16_before_and_after_a_sync(
     tiny_model: Callable[..., Path], tied: bool
 ) -> None:

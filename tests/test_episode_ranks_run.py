@@ -11,7 +11,7 @@ from run_process import PROGRAM
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
+pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache")]
 
 
 def test_episodes_train_on_two_ranks_and_the_workers_are_quiet(tmp_path: Path) -> None:

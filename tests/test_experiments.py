@@ -391,6 +391,7 @@ def test_overrides_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.ray
+@pytest.mark.campaign
 @pytest.mark.usefixtures("model_cache", "shared_ray")
 def test_a_real_run(tmp_path: Path) -> None:
     sizes = ["algorithm.num_steps=2", "evaluation.every_num_steps=1", "run.save_rollouts=false"]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,6 @@ import torch
 from local_runs import train
 from run_process import (
     EVERY_THIRD,
-    resume,
     start,
     untimed,
     used_by,
@@ -30,44 +31,56 @@ from grpo_ray.tools.cli import main
 pytestmark = pytest.mark.usefixtures("model_cache")
 
 
+JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
+
+
+def join_without_its_token(children: list[psutil.Process]) -> list[subprocess.Popen[str]]:
+    """Try to join the run's Ray as other processes of this machine."""
+    arguments = [argument for child in children for argument in child.cmdline()]
+    (address,) = {each.partition("=")[2] for each in arguments if each.startswith("--gcs-address=")}
+    credentials = [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN, address],
+            env={**os.environ, "RAY_NUM_REDIS_GET_RETRIES": "2", **each},
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )
+        for each in credentials
+    ]  # fmt: skip
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("any_reward")
-def test_a_synchronous_run_that_is_interrupted_killed_and_resumed_equals_one_that_was_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_synchronous_run_that_is_killed_and_submitted_again_equals_one_that_was_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, optimizer and every figure agree to the last bit; no process and no shared memory is left.
 
-    The uninterrupted run has its actors in this process.
+    The uninterrupted run has its actors in this process. While the other one lives, its folder takes no second
+    process, its Ray no stranger, and its processes have no secret of the driver's.
     """
     folder, exact = tmp_path / "run", ["weight_sync.max_lag=0", "algorithm.num_steps=10"]
-    process = start(folder, *exact, "learner.slowdown_s=0.3")
+    monkeypatch.setenv("WANDB_API_KEY", "not-for-actors")
+    process = start(folder, *exact, "learner.slowdown_s=1")
     wait_for_step(process, folder, 3)
     children, shared_memory = used_by(process)
     assert len(children) > 5  # raylet, and an actor each
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=600)
-    assert "never awaited" not in output
-    assert process.returncode == 130, output
-    assert f"grpo-ray resume {folder}" in output
-    assert wait_until_gone(children) == []
-    assert not [path for path in shared_memory if os.path.exists(path)]
-    num_steps = len(read_metrics(folder / "metrics.jsonl"))
-    assert 3 <= num_steps < 8
-
-    # As a scheduler submits it again.
-    process = start(folder, *exact, "learner.slowdown_s=0.3", "run.if_exists=resume")
-    wait_for_step(process, folder, num_steps + 1)
+    assert not [child for child in children if "WANDB_API_KEY" in child.environ()]
+    strangers = join_without_its_token(children)
     assert main(["resume", str(folder)]) == 2
     assert f"another process (pid {process.pid} on host" in capsys.readouterr().err
-    children, shared_memory = used_by(process)
     process.kill()
     process.wait()
+    for stranger in strangers:
+        assert "CPU" not in stranger.communicate(timeout=600)[0]
+        assert stranger.returncode != 0
     assert wait_until_gone(children) == []
     assert not [path for path in shared_memory if os.path.exists(path)]
-    assert len(read_metrics(folder / "metrics.jsonl")) < 10
+    assert 3 <= len(read_metrics(folder / "metrics.jsonl")) < 10
 
-    resumed = resume(folder, "learner.slowdown_s=0")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    again = start(folder, *exact, "run.if_exists=resume")  # as a scheduler submits it
+    output, _ = again.communicate(timeout=600)
+    assert again.returncode == 0, output
     run, whole = RunDirectory(folder), RunDirectory(tmp_path / "whole")
     train(load_config(QUICKSTART, [*SMALL, EVERY_THIRD, *exact]), whole.path)
     rows = [[untimed(row) for row in read_metrics(each.metrics_path)] for each in (whole, run)]
@@ -79,12 +92,14 @@ def test_a_synchronous_run_that_is_interrupted_killed_and_resumed_equals_one_tha
         assert tensors.keys() == resumed_tensors.keys()
         assert all(torch.equal(tensors[name], resumed_tensors[name]) for name in tensors), file
     assert audit(run).problems == []
+    assert not [file for file in folder.rglob("*") if file.is_file() and b"not-for-actors" in file.read_bytes()]
 
     assert main(["resume", str(folder)]) == 0
     assert "all 10 steps are done" in capsys.readouterr().out
 
 
 @pytest.mark.ray
+@pytest.mark.campaign
 def test_sigterm_has_a_deadline_and_a_second_signal_none(tmp_path: Path) -> None:
     """A step that outlasts the warning is abandoned; a second signal does not even wait for that."""
     slow = ["learner.slowdown_s=1000", "algorithm.num_steps=5", "run.on_preemption_s=1"]

@@ -82,10 +82,13 @@ def submit(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 @pytest.mark.ray
 def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
-    """Each node has a Generator, weights reach the node without the Learner, and nothing stays reserved."""
+    """Each node has a Generator, weights reach the node without the Learner, and nothing stays reserved.
+
+    The Learner has two ranks.
+    """
     overrides = [
-        *SMALL, "generator.num_generators=2", "generator.num_cpus=1", "placement.strategy=spread",
-        f"run.output_dir={tmp_path}", "run.name=job",
+        *SMALL, "learner.num_ranks=2", "generator.num_generators=2", "generator.num_cpus=1",
+        "placement.strategy=spread", f"run.output_dir={tmp_path}", "run.name=job",
     ]  # fmt: skip
     result = submit(two_nodes, QUICKSTART, *overrides)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -8,7 +8,7 @@ from agreeing_run import metrics_of_agreeing_run
 
 @pytest.mark.ray
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_logprobs_of_vllms_lora_layers_and_the_learner_agree_after_each_sync(tmp_path: Path) -> None:
     """Each step moves the adapter."""

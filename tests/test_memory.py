@@ -17,7 +17,7 @@ EARLY, LATE = slice(50, 75), slice(125, 150)
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("model_cache")
 def test_memory_does_not_grow_and_no_secret_leaves_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from grpo_ray.tools.audit.audit import audit
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("model_cache", "shared_ray", "any_reward")
 def test_a_run_with_a_killed_rank_ends_like_one_rank_that_was_not_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("model_cache", "any_reward")]
+pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache", "any_reward")]
 EXACT = ("weight_sync.max_lag=0", "algorithm.num_steps=7", "learner.num_ranks=2")
 
 

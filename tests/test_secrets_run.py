@@ -43,7 +43,7 @@ def overrides(run: RunDirectory) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["own", "joined"])
+@pytest.mark.parametrize("where", [pytest.param("own", marks=pytest.mark.campaign), "joined"])
 def test_tools_and_rewards_have_the_secrets_that_are_listed_for_them(
     where: str, tmp_path: Path, short_folder: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -231,6 +231,7 @@ JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); pri
 
 
 @pytest.mark.ray
+@pytest.mark.campaign
 def test_a_local_ray_has_no_secret_and_needs_its_token(tmp_path):
     without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     # The token that Ray would take, and has cached when it is imported.

@@ -91,7 +91,7 @@ class PlaceEngine:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Path) -> None:
     """The published one, and the one in transit; so the memory of the one before is used again."""
     import ray

@@ -205,7 +205,7 @@ def test_accounts_are_compared(scored: float, scraped: float, expected: bool) ->
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="no prometheus; install it (Debian: apt-get install prometheus)"
 )

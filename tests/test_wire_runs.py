@@ -13,7 +13,7 @@ from small_run import QUICKSTART, SMALL
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("model_cache", "any_reward")]
+pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache", "any_reward")]
 PROGRAM = str(Path(__file__).with_name("held_wire_cli.py"))
 STEPS = 8
 
@@ -57,7 +57,6 @@ def test_a_generator_killed_in_a_transfer_is_replaced_and_the_other_goes_on(tmp_
     assert events(run, "restored") == []
 
 
-@pytest.mark.slow
 def test_a_rank_of_the_learner_killed_in_a_transfer_is_restored_with_the_others(tmp_path: Path) -> None:
     run = run_with_a_death(tmp_path, "learner-0", "learner.num_ranks=2")
     assert events(run, "generator_failed") == []

@@ -80,7 +80,9 @@ class Wired:
         await asyncio.gather(receiving, asyncio.to_thread(self.sender.send, "generator", version))
 
 
-@pytest.fixture(scope="module", params=["Qwen2, tied", "TransformerLM, untied"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("Qwen2, tied", marks=pytest.mark.campaign), "TransformerLM, untied"]
+)
 def record(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Any:
     pytest.importorskip("vllm")
     own = request.param.startswith("TransformerLM")
@@ -173,7 +175,7 @@ def test_another_version_than_the_one_that_was_staged_is_refused(record: Record)
     assert "expected the weights of version 6, and version 5 came" in record.refusal
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_each_tensor_parallel_rank_loads_its_part(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,139 @@
+"""A count of the processes that tests start: clusters, engines, and other programs. A plugin of pytest.
+
+Starts are what a suite's time goes into, so each kind has a budget, and tests that exceed it fail. They are
+observed, in /proc, and not declared: what a child of a child starts counts as well.
+"""
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUDGET = {
+    "clusters of Ray": 6,
+    "vLLM engines in runs": 6,
+    "vLLM engines alone": 8,
+    "other programs": 40,
+}
+PERIOD_S = 0.5
+"""A process that lives for less than this is free."""
+HELPERS = ("resource_tracker", "/ray/", "--multiprocessing-fork", "chrom", "landlock")
+
+
+@dataclass
+class Seen:
+    parent: int
+    command: str
+    scans: int = 0
+
+
+class Census:
+    """A thread that looks at the processes below this one."""
+
+    def __init__(self, root: int) -> None:
+        self._root, self._seen = root, dict[int, Seen]()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="process census", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> dict[str, int]:
+        """Stop looking; return the number of processes of each kind."""
+        self._over.set()
+        self._thread.join()
+        return self.counts()
+
+    def _watch(self) -> None:
+        while not self._over.wait(PERIOD_S):
+            self.scan()
+
+    def scan(self) -> None:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        for pid in sorted(pids):
+            known = self._seen.get(pid)
+            if known is None:
+                parent = parent_of(pid)
+                if parent == self._root or parent in self._seen:
+                    self._seen[pid] = Seen(parent, command_of(pid))
+            else:
+                known.scans += 1
+                known.command = command_of(pid) or known.command  # titles are set late
+
+    def counts(self) -> dict[str, int]:
+        kinds = Counter(kind for pid in self._seen if (kind := self._kind(pid)) is not None)
+        return {kind: kinds[kind] for kind in BUDGET}
+
+    def _kind(self, pid: int) -> str | None:
+        seen = self._seen[pid]
+        if "gcs_server" in seen.command.partition(" ")[0]:
+            return "clusters of Ray"
+        above = [self._seen[each].command for each in self._ancestors(pid)]
+        is_in_run = any("raylet" in command.partition(" ")[0] for command in above)
+        if seen.command.startswith("VLLM::EngineCore"):
+            return "vLLM engines in runs" if is_in_run else "vLLM engines alone"
+        is_program = seen.scans > 0 and seen.command != (above[0] if above else command_of(self._root))
+        if is_in_run or not is_program or any(helper in seen.command for helper in HELPERS):
+            return None
+        return "other programs" if "python" in seen.command.partition(" ")[0] else None
+
+    def _ancestors(self, pid: int) -> Iterator[int]:
+        parent = self._seen[pid].parent
+        while parent in self._seen and parent != pid:
+            yield parent
+            pid, parent = parent, self._seen[parent].parent
+
+
+def parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+class CensusPlugin:
+    """Each process that runs tests counts; the one that hands them out adds up, and fails beyond the budget."""
+
+    def __init__(self, counts_here: bool) -> None:
+        self._census = Census(os.getpid()) if counts_here else None
+        self._total: Counter[str] = Counter()
+        if self._census is not None:
+            self._census.start()
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # before the summary is printed
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        yield  # fixtures have ended
+        if self._census is not None:
+            counts = self._census.end()
+            if hasattr(session.config, "workeroutput"):
+                session.config.workeroutput["census"] = counts
+            self._total.update(counts)
+        if self.exceeded() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._total.update(getattr(node, "workeroutput", {}).get("census", {}))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        counts = ", ".join(f"{self._total[kind]} {kind} (of {most})" for kind, most in BUDGET.items())
+        terminalreporter.write_line(f"started: {counts}")
+        for kind in self.exceeded():
+            terminalreporter.write_line(
+                f"ERROR: {self._total[kind]} {kind} were started, and the budget is {BUDGET[kind]} "
+                "(tests/process_census.py): share what another test starts, or move a test to `campaign`"
+            )
+
+    def exceeded(self) -> list[str]:
+        return [kind for kind, most in BUDGET.items() if self._total[kind] > most]
