@@ -14,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_ray.algorithms import Objective, group_advantages, policy_gradient_step, token_log_probs
 from grpo_ray.config.loading import load_config
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.models.loading import load_policy, load_tokenizer
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.tiny import tiny_model_folder
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.prompts import load_template

@@ -15,7 +15,7 @@ from grpo_ray.cluster.placement import environment_names
 from grpo_ray.config import Config
 from grpo_ray.engines import make_engine
 from grpo_ray.episodes.environment_worker import EnvironmentWorker
-from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.tools.evaluation import evaluate
 from grpo_ray.types import Completion, SamplingSettings, StartingModel
 

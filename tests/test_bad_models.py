@@ -17,7 +17,8 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.engines.torch_engine import TorchEngine
-from grpo_ray.models.loading import check_finite, load_policy, load_tokenizer
+from grpo_ray.models.loading import check_finite, load_policy
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.tiny import build_model
 from grpo_ray.run.preflight import check_files, prepare
 

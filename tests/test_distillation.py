@@ -30,10 +30,10 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.algorithms import SELECTIONS, Objective, policy_gradient_step, teacher_term
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
-from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.sequences import sequences_of
 from grpo_ray.models.teacher import check_teacher
-from grpo_ray.models.tiny import train_tokenizer
+from grpo_ray.models.tiny_tokenizer import train_tokenizer
 from grpo_ray.policy.microbatch import collate_padded
 from grpo_ray.telemetry.batch_metrics import teacher_metrics
 from grpo_ray.telemetry.rollout_log import read_groups, read_rollouts, write_rollouts

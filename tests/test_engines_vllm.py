@@ -23,7 +23,8 @@ from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.models.adapters import served_weights
 from grpo_ray.models.hub_format import in_hub_format
-from grpo_ray.models.loading import cast_parameters, load_policy, load_tokenizer
+from grpo_ray.models.loading import cast_parameters, load_policy
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.transformer_lm import TransformerLM

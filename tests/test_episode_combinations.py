@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
-from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.tiny import tiny_model_folder
 from grpo_ray.run.preflight import check_files
 from grpo_ray.telemetry.console import banner

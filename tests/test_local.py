@@ -46,6 +46,19 @@ def test_a_run_and_its_continuation_need_neither_ray_nor_vllm(tmp_path: Path) ->
     assert audit(made).problems == []
 
 
+CHECK = """
+import sys
+from grpo_ray.tools.cli import main
+status = main(["check", *sys.argv[1:]])
+sys.exit(status or ', '.join({"torch", "ray", "vllm", "sympy"} & sys.modules.keys()))
+"""
+
+
+def test_a_check_does_not_wait_for_torch() -> None:
+    checked = subprocess.run([sys.executable, "-c", CHECK, QUICKSTART], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     "override",
     [

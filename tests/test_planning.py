@@ -26,7 +26,8 @@ from grpo_ray.models.loading import cast_parameters
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.segments import SegmentTree
 from grpo_ray.models.sequences import TrainSequence
-from grpo_ray.models.tiny import build_model, tiny_tokenizer
+from grpo_ray.models.tiny import build_model
+from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.policy import log_probs
 from grpo_ray.policy.forward_backward import ForwardBackward

@@ -20,26 +20,19 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
 from grpo_ray.config.task import SortingTaskConfig
-from grpo_ray.models import loading
-from grpo_ray.models.loading import (
+from grpo_ray.models import model_files
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.model_files import (
     at_commit,
     check_lengths,
     check_local_model,
     end_token_ids,
     is_local,
-    load_policy,
     load_tokenizer,
     max_positions,
 )
-from grpo_ray.models.tiny import (
-    END_TOKEN,
-    _recipe,
-    build_model,
-    cache_folder,
-    tiny_model_folder,
-    tiny_tokenizer,
-    train_tokenizer,
-)
+from grpo_ray.models.tiny import _recipe, build_model, cache_folder, tiny_model_folder
+from grpo_ray.models.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.models.warmup import IGNORED, _encode, _pad, warm_up
 from grpo_ray.run.preflight import check_files
@@ -376,13 +369,13 @@ def test_the_hub_is_asked_for_a_models_commit_and_else_its_cache(monkeypatch: py
             raise OSError("404")
         return ModelInfo(id=name, sha="c0ffee")
 
-    monkeypatch.setattr(loading.HfApi, "model_info", model_info)
+    monkeypatch.setattr(model_files.HfApi, "model_info", model_info)
     assert at_commit("owner/model") == at_commit("owner/model@v2") == "owner/model@c0ffee"
     with pytest.raises(ValueError, match=r"model\.path: 'missing/model' is not a local folder, and .*404"):
         at_commit("missing/model")
     assert asked == ["owner/model None", "owner/model v2", "missing/model None"]
     monkeypatch.setattr(
-        loading, "try_to_load_from_cache", lambda name, file, revision: "/cache/f00/config.json"
+        model_files, "try_to_load_from_cache", lambda name, file, revision: "/cache/f00/config.json"
     )
     assert at_commit("missing/model") == "missing/model@f00"
     assert (at_commit(None), at_commit("/a/model")) == (None, "/a/model")

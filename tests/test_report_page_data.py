@@ -16,7 +16,8 @@ from builders import changed, make_completion, make_group, make_item, plain_logp
 from report_runs import add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
 from grpo_ray.config import Config
-from grpo_ray.models.loading import load_policy, load_tokenizer
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.telemetry.readable_rollouts import MAX_CHARACTERS
 from grpo_ray.telemetry.rollout_log import read_rollouts, write_rollouts

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
-from grpo_ray.models.loading import load_policy, load_tokenizer
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.run import restores, training
 from grpo_ray.run.preflight import check_files
 from grpo_ray.tasks.input_digests import check_inputs, input_digests, write_digests

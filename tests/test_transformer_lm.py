@@ -12,7 +12,7 @@ from builders import ENDS, changed, make_batch, perturb, relative_difference, wr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
@@ -464,7 +464,7 @@ def test_models_of_a_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return str(tmp_path)
 
     monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **_: make_config())
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: make_config())
     model = load_policy("owner/name", implementation="grpo_ray")
     assert asked == [("owner/name", ["*.json", "model*.safetensors"])]
     assert torch.equal(model.lm_head.weight, make_model().lm_head.weight)

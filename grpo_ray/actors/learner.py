@@ -22,7 +22,8 @@ from grpo_ray.models.adapters import (
     trained_parameters,
 )
 from grpo_ray.models.blocks import compile_blocks, recompute_in_backward
-from grpo_ray.models.loading import cast_parameters, load_tokenizer
+from grpo_ray.models.loading import cast_parameters
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.sequences import TrainSequence, minibatches, samples_of, sequences_of
 from grpo_ray.models.sharded import whole

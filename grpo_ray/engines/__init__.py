@@ -2,6 +2,8 @@
 
 import hashlib
 
+import numpy as np
+
 from grpo_ray.config import Config
 from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.base import Engine, TeacherEngine
@@ -17,6 +19,11 @@ def engine_seed(run_seed: int, generator: str, version: int, num_starts: int) ->
     """
     text = f"{run_seed}/{generator}/{version}/{num_starts}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+def derived_seed(seed: int, *place: int) -> int:
+    """Return the seed of one of the places that draw apart from each other, below 2**63."""
+    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def make_engine(config: Config, model_path: str, max_model_len: int, seed: int) -> Engine:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from grpo_ray.engines import derived_seed
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.types import Completion, SamplingSettings
 
@@ -58,11 +59,6 @@ def new_sequences(prompt: tuple[int, ...], settings: SamplingSettings, seed: int
 def sample_seed(seed: int, sample: int) -> int:
     """Return the seed of one of a request's samples, counted from 0; the first has the request's own."""
     return seed if sample == 0 else derived_seed(seed, 0, sample)
-
-
-def derived_seed(seed: int, *place: int) -> int:
-    """Return the seed of one of the places that draw apart from each other, below 2**63."""
-    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class SamplingBatch:

@@ -10,7 +10,7 @@ from grpo_ray.config.distillation import DistillationConfig
 from grpo_ray.config.model import HeadDtype
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.engines.vllm_engine import common_arguments
-from grpo_ray.models.loading import located
+from grpo_ray.models.model_files import located
 from grpo_ray.models.sequences import TrainSequence
 
 

@@ -25,7 +25,7 @@ from grpo_ray.episodes.session import Session
 from grpo_ray.episodes.threads import EpisodeThread, StoppedThreads
 from grpo_ray.episodes.turn_link import TurnClient
 from grpo_ray.episodes.turn_router import RoutedSampler, TurnRouter
-from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.tasks.examples import Example
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock

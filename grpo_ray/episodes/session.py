@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from grpo_ray.engines import derived_seed
 from grpo_ray.engines.base import Engine
-from grpo_ray.engines.sampling_batch import derived_seed
 from grpo_ray.episodes.chat_template import Message, Template, Tool, normalized, token_bounds
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, Status

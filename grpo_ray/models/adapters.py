@@ -16,7 +16,8 @@ from torch import nn
 
 from grpo_ray.config.model import AdapterConfig, ModelConfig
 from grpo_ray.models.hub_format import ExactBuffer, persistent_buffers
-from grpo_ray.models.loading import cast_parameters, is_local, load_policy
+from grpo_ray.models.loading import cast_parameters, load_policy
+from grpo_ray.models.model_files import is_local
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.quantization import dequantized, is_quantized, quantize_linear_layers

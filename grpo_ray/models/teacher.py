@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from grpo_ray.config import Config
-from grpo_ray.models.loading import check_vocabulary, load_tokenizer, max_positions
+from grpo_ray.models.model_files import check_vocabulary, load_tokenizer, max_positions
 
 
 def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase, longest_prompt: int) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,20 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2Tokenizer,
 )
 
 from grpo_ray.config import Config
 from grpo_ray.config.model import Implementation, TinyModelConfig
-from grpo_ray.config.task import MixtureTaskConfig, SortingTaskConfig
-from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, TEMPLATE, give_plain_chat
+from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.models.plain_chat import RESPONSE_TEMPLATE, TEMPLATE
 from grpo_ray.models.policy_model import PolicyModel
+from grpo_ray.models.tiny_tokenizer import prompt_template, rendered, tiny_tokenizer
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.models.warmup import warm_up
 from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
 from grpo_ray.tasks.examples import Pairs
-from grpo_ray.tasks.prompts import TextTemplate, template_of
 from grpo_ray.tasks.warmup import tokenizer_pairs, warmup_pairs
 
-END_TOKEN = "<|endoftext|>"
 _RECIPE = 1  # increase when the code below would build a different model from the same configuration
 
 
@@ -38,22 +36,6 @@ def cache_folder() -> Path:
     """Return the folder of built models: $GRPO_RAY_CACHE, or grpo_ray/ in the user's cache folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "grpo_ray"
     return Path(os.environ.get("GRPO_RAY_CACHE", default))
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Learn a byte-level BPE of at most `vocab_size` tokens from `texts`.
-
-    transformers builds a Qwen2Tokenizer for any Qwen2 config, whatever was saved with it. The merges are
-    therefore learned through that class's own backend, so that AutoTokenizer and vLLM agree on every string.
-    With a Llama config both build the saved class, which is the same.
-    """
-    learner = Qwen2Tokenizer()
-    trained = learner.train_new_from_iterator(texts, vocab_size, show_progress=False)
-    model = json.loads(trained.backend_tokenizer.to_str())["model"]
-    merges = [tuple(merge) for merge in model["merges"]]
-    return Qwen2Tokenizer(
-        vocab=model["vocab"], merges=merges, eos_token=END_TOKEN, pad_token=END_TOKEN, unk_token=END_TOKEN
-    )
 
 
 def build_model(
@@ -85,16 +67,6 @@ def build_model(
     return model
 
 
-def tiny_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Learn the tokenizer of the configured tiny model from the task's own text."""
-    assert config.model.tiny is not None
-    pairs = _rendered(config, tokenizer_pairs(config.task, config.run.seed))
-    tokenizer = train_tokenizer((prompt + response for prompt, response in pairs), config.model.tiny.vocab_size)
-    if config.episode_tasks:
-        give_plain_chat(tokenizer)
-    return tokenizer
-
-
 def tiny_skeleton(config: Config, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
     """Return the configured tiny model without memory for its weights."""
     assert config.model.tiny is not None
@@ -109,20 +81,7 @@ def _warmup_pairs(config: Config) -> Pairs:
     if warmup is None:
         return []
     num_pairs = warmup.num_steps * warmup.batch_size
-    return _rendered(config, warmup_pairs(config.task, config.run.seed, num_pairs))
-
-
-def _rendered(config: Config, pairs: Pairs) -> Pairs:
-    template = _template(config)
-    return [(template.render(question), response) for question, response in pairs]
-
-
-def _template(config: Config) -> TextTemplate:
-    assert not isinstance(config.task, MixtureTaskConfig)  # a mixture has no pairs
-    template = template_of(config.task)
-    if not isinstance(template, TextTemplate):
-        raise ValueError("task.prompt: a tiny model has no chat template; choose another prompt")
-    return template
+    return rendered(config, warmup_pairs(config.task, config.run.seed, num_pairs))
 
 
 def tiny_model_folder(config: Config, progress: Callable[[int, int, float], None] | None = None) -> Path:
@@ -165,6 +124,6 @@ def _recipe(config: Config) -> list[Any]:
     if isinstance(task, SortingTaskConfig):  # what its pairs are generated from
         numbers = task.model_dump(include={"kind", "num_digits", "num_train_prompts", "num_validation_prompts"})
         ending = ENDINGS[answer_place(task.reward)]
-        return [*recipe, numbers, _template(config).text, ending]
+        return [*recipe, numbers, prompt_template(config).text, ending]
     # The pairs themselves, since a file may hold them.
-    return [*recipe, _rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config)]
+    return [*recipe, rendered(config, tokenizer_pairs(task, seed)), _warmup_pairs(config)]

@@ -6,29 +6,25 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NoReturn
 
-from grpo_ray.algorithms import check_algorithm, notices_on_loss
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
+from grpo_ray.config.losses import RATIO_LOSSES
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.engine_args import check_engine_args
 from grpo_ray.episodes.checking import check_episodes, check_room, check_template, notices_on
-from grpo_ray.models.adapters import check_adapter
-from grpo_ray.models.loading import (
+from grpo_ray.models.model_files import (
     at_commit,
     check_lengths,
-    check_llama,
     check_local_model,
     check_vocabulary,
     end_token_ids,
     is_local,
     load_tokenizer,
     max_positions,
-    skeleton,
 )
-from grpo_ray.models.quantization import check_quantization
 from grpo_ray.models.teacher import check_teacher
-from grpo_ray.policy.optimizer import check_moments
+from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.protection import protection_here
@@ -47,6 +43,9 @@ from grpo_ray.tasks.prompts import (
 from grpo_ray.tasks.sources import source_names
 from grpo_ray.tasks.warmup import check_warmup
 from grpo_ray.types import PromptItem, StartingModel
+
+WITH_OPTIONS = ("pass_at_k",)
+"""An advantage that is of no use without an option."""
 
 WarmupProgress = Callable[[int, int, float], None]
 
@@ -101,12 +100,11 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     if ":" in config.generator.engine:
         import_function(config.generator.engine, "generator.engine")
     check_engine_args(config.distillation.engine_args, "distillation")
-    check_algorithm(config.algorithm)
+    algorithm_notices = _check_algorithm(config)
     for name, reward in config.task.rewards.items():
         check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
     check_episodes(config)
-    check_moments(config.learner)
-    check_quantization(config.model)
+    _check_bitsandbytes(config)
     if config.model.tiny is not None:
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
@@ -122,13 +120,43 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ())
-    notices += notices_on(config) + notices_on_loss(config)
+    notices += notices_on(config) + algorithm_notices
     task = TaskData(examples.train, examples.validation, templates, notices)
     if config.distillation.teacher is not None and is_local(config.distillation.teacher):
         check_local_model(config.distillation.teacher, "distillation.teacher")
     if all(map(is_local, model_paths(config))):
         task = _fit_prompts(config, task)
     return task
+
+
+def _check_algorithm(config: Config) -> tuple[str, ...]:
+    """Check functions and options of the algorithm, and return notices about it.
+
+    The functions, which need torch, are left alone if each is the package's own and none takes an option.
+    """
+    algorithm = config.algorithm
+    names = (algorithm.advantage_kind, algorithm.loss, algorithm.token_selection, *algorithm.corrections)
+    options = [
+        getattr(algorithm, f"{part}_options") for part in ("advantage", "loss", "selection", "correction")
+    ]
+    has_own = any(":" in name or name in WITH_OPTIONS for name in names) or any(options)
+    if not has_own and algorithm.loss in RATIO_LOSSES and not algorithm.corrections:
+        return ()
+    from grpo_ray.algorithms import check_algorithm, notices_on_loss
+
+    check_algorithm(algorithm)
+    return notices_on_loss(config)
+
+
+def _check_bitsandbytes(config: Config) -> None:
+    if config.learner.moments == "8bit":
+        from grpo_ray.policy.optimizer import check_moments
+
+        check_moments(config.learner)
+    if config.model.base_quantization != "none":
+        from grpo_ray.models.quantization import check_quantization
+
+        check_quantization(config.model)
 
 
 def model_paths(config: Config) -> list[str]:
@@ -196,15 +224,14 @@ def _prepare(
 def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
     """Return the tokenizer, checked against the model, and the longest sequence that the model supports."""
     if config.model.tiny is not None:  # both are built to fit
-        from grpo_ray.models.tiny import tiny_skeleton, tiny_tokenizer
-
         tokenizer = tiny_tokenizer(config)
-        if config.model.adapter is not None:
-            check_adapter(config.model, tiny_skeleton(config, tokenizer))
+        _check_adapter(config, tokenizer)
         return tokenizer, config.model.tiny.max_position_embeddings
     assert config.model.path is not None
     path, trust = config.model.path, config.model.trust_remote_code
     if config.model.implementation == "grpo_ray":
+        from grpo_ray.models.loading import check_llama
+
         check_llama(path)
     positions = max_positions(path, trust)  # reads config.json, without which no tokenizer is found either
     tokenizer = load_tokenizer(path, trust)
@@ -216,9 +243,22 @@ def _tokenizer_and_positions(config: Config) -> tuple[Tokenizer, int | None]:
             "or set eos_token in tokenizer_config.json"
         )
     check_vocabulary(path, tokenizer, ends, trust)
-    if config.model.adapter is not None:
-        check_adapter(config.model, skeleton(path, trust, config.model.implementation))
+    _check_adapter(config, tokenizer)
     return tokenizer, positions
+
+
+def _check_adapter(config: Config, tokenizer: Tokenizer) -> None:
+    if config.model.adapter is None:
+        return
+    from grpo_ray.models.adapters import check_adapter
+    from grpo_ray.models.loading import skeleton
+    from grpo_ray.models.tiny import tiny_skeleton
+
+    path, model = config.model.path, config.model
+    if path is None:
+        check_adapter(model, tiny_skeleton(config, tokenizer))
+    else:
+        check_adapter(model, skeleton(path, model.trust_remote_code, model.implementation))
 
 
 @dataclass(frozen=True)

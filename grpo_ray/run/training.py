@@ -11,7 +11,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
-from grpo_ray.models.loading import is_local as is_local_model
+from grpo_ray.models.model_files import is_local as is_local_model
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.preflight import (
     Prepared,

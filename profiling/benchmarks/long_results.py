@@ -21,7 +21,7 @@ from grpo_ray.episodes.chat_template import ChatTemplate
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded
 from grpo_ray.episodes.session import Session
-from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.models.plain_chat import TEMPLATE
 from grpo_ray.types import Completion, SamplingSettings
 

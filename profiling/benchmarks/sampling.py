@@ -29,7 +29,7 @@ from grpo_ray.config.loading import load_config
 from grpo_ray.engines import make_engine
 from grpo_ray.engines.base import Engine
 from grpo_ray.engines.vllm_engine import VllmEngine, _sampling_params
-from grpo_ray.models.loading import end_token_ids, load_tokenizer
+from grpo_ray.models.model_files import end_token_ids, load_tokenizer
 from grpo_ray.run.context import ServingContext
 from grpo_ray.run.generator_pool import GeneratorPool
 from grpo_ray.run.open_calls import OpenCalls

@@ -17,7 +17,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.actors.scorer import Scorer
 from grpo_ray.actors.trajectory_buffer import GROUPS, REPLAY
 from grpo_ray.config import Config
-from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.run.preflight import check_files, prepare
 from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.telemetry.checkpoint import CheckpointState, make_store

@@ -9,8 +9,9 @@ import numpy as np
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
-from grpo_ray.models.loading import end_token_ids, load_tokenizer
-from grpo_ray.models.tiny import build_model, tiny_tokenizer
+from grpo_ray.models.model_files import end_token_ids, load_tokenizer
+from grpo_ray.models.tiny import build_model
+from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.types import Completion, PromptItem, RolloutGroup, ScoredGroup, TrainBatch
 
 QUICKSTART = "configs/quickstart.yaml"

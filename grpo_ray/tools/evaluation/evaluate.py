@@ -9,7 +9,7 @@ from grpo_ray.cluster import session
 from grpo_ray.cluster.hosting import serving
 from grpo_ray.config import Config
 from grpo_ray.errors import RunError, all_of, shown_plainly
-from grpo_ray.models.loading import is_local
+from grpo_ray.models.model_files import is_local
 from grpo_ray.run.preflight import PreparedServing, check_files, prepare_serving
 from grpo_ray.run.signals import Interrupted, signals_answered, sigterm_interrupts
 from grpo_ray.tasks import load_validation

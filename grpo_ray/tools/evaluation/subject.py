@@ -10,7 +10,7 @@ import torch
 from grpo_ray.config.loading import make_config, read_config
 from grpo_ray.config.schema import nearest_name
 from grpo_ray.errors import RunError
-from grpo_ray.models.loading import is_local
+from grpo_ray.models.model_files import is_local
 from grpo_ray.telemetry.adapter_files import is_adapter, saved_config
 from grpo_ray.telemetry.checkpoint import LAST, Checkpoint, CheckpointStore
 from grpo_ray.telemetry.run_files import RunDirectory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_ray.config.loading import load_config
 from grpo_ray.errors import RunError
-from grpo_ray.models.loading import load_tokenizer
+from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.run.signals import sigterm_interrupts
 from grpo_ray.telemetry.checkpoint import CheckpointStore
 from grpo_ray.telemetry.durable import sync, sync_tree

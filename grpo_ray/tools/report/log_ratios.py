@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from grpo_ray.config import Config
-from grpo_ray.models.loading import check_local_model, end_token_ids, load_policy, load_tokenizer
+from grpo_ray.models.loading import load_policy
+from grpo_ray.models.model_files import check_local_model, end_token_ids, load_tokenizer
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.sequences import TrainSequence, places_in_turns
 from grpo_ray.policy.forward_backward import ForwardBackward

@@ -1,0 +1,210 @@
+"""A model's folder, or its name on the hub: what can be known and checked without its weights.
+
+Imports neither torch nor a class of models, so that `check` answers quickly.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:  # it imports torch
+    from transformers import PreTrainedConfig
+
+WEIGHTS = "model*.safetensors"  # excludes second copies under other names
+NO_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+def is_local(path: str) -> bool:
+    """Return whether `model.path` names a local folder rather than a model on a hub (`owner/name`)."""
+    return path.startswith(("/", "./", "../")) or Path(path).exists() or path.count("/") != 1
+
+
+@functools.cache
+def located(path: str, weights: bool = False) -> str:
+    """Return a path that `from_pretrained` takes: for `owner/name@revision` the folder in the hub's cache.
+
+    It is downloaded if necessary. Any other path is returned as it is.
+
+    Args:
+        weights: fetch the weights too.
+
+    Raises:
+        ValueError: neither the hub nor its cache has the revision.
+    """
+    name, _, revision = path.partition("@")
+    if is_local(path) or not revision:
+        return path
+    try:
+        return snapshot_download(
+            name, revision=revision, allow_patterns=[*NO_WEIGHTS, WEIGHTS] if weights else NO_WEIGHTS
+        )
+    except Exception as error:  # the client's network library raises its own errors
+        raise ValueError(f"model.path: {path!r} cannot be fetched from the hub: {error}") from error
+
+
+def check_local_model(path: str, field: str = "model.path") -> None:
+    """Refuse a local folder without a usable model, before anything is started.
+
+    Only the headers of the weights are read; their values are checked by `load_policy`.
+
+    Raises:
+        ValueError: the folder is missing, has no config.json or no weights, or a file of weights is damaged.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"{field}: no folder {path!r}; give a folder in Hugging Face format or a hub name")
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{field}: {path!r} has no config.json; it is not a model in Hugging Face format")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{field}: {path!r} has no *.safetensors; save it with save_pretrained()")
+    for file in [*sorted(folder.glob("*.safetensors")), *listed_shards(folder, field)]:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{field}: {file} is damaged or missing ({error}); copy or download the model again"
+            ) from None
+
+
+def listed_shards(folder: Path, field: str) -> list[Path]:
+    """Return the files listed in the index of a sharded model."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return []
+    try:
+        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"{field}: {index} is not an index of safetensors files; copy or download the model again"
+        ) from None
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer.
+
+    Raises:
+        ValueError: its files are damaged or missing.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(located(path), trust_remote_code=trust_remote_code)
+    except Exception as error:  # of many kinds: even a KeyError for a damaged tokenizer.json
+        raise ValueError(
+            f"model.path: the tokenizer of {path!r} cannot be loaded ({type(error).__name__}: {error}); "
+            "save it next to the model with save_pretrained()"
+        ) from error
+
+
+def max_positions(path: str, trust_remote_code: bool = False) -> int | None:
+    """Return the longest sequence that the model supports, in tokens; None if its config does not say."""
+    return getattr(text_config(path, trust_remote_code), "max_position_embeddings", None)
+
+
+def check_vocabulary(
+    path: str, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...], trust_remote_code: bool = False
+) -> None:
+    """Refuse a tokenizer that can give the model a token without an embedding.
+
+    The reverse is common and harmless: a vocabulary padded to a round number has tokens that the tokenizer does
+    not know, and such a token decodes to nothing when it is sampled.
+
+    Raises:
+        ValueError: a token or an end token lies outside the model's vocabulary.
+    """
+    size = getattr(text_config(path, trust_remote_code), "vocab_size", None)
+    if size is None:
+        return
+    needed = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if needed > size:
+        raise ValueError(
+            f"model.path: the tokenizer of {path!r} has {needed} tokens, but the model's vocab_size is {size}; "
+            f"use the model's own tokenizer, or resize the model with model.resize_token_embeddings({needed})"
+        )
+    if outside := [token for token in ends if not 0 <= token < size]:
+        raise ValueError(
+            f"model.path: generation_config.json of {path!r} has the end tokens {outside}, but the model's "
+            f"vocab_size is {size}; correct eos_token_id"
+        )
+
+
+def text_config(path: str, trust_remote_code: bool = False) -> "PreTrainedConfig":
+    """Return the configuration of the model's language part; raises ValueError if config.json is of no use."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(located(path), trust_remote_code=trust_remote_code)
+        return config.get_text_config()
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"model.path: config.json of {path!r} cannot be used: {error}") from error
+
+
+def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every token that ends a response: the tokenizer's, and those of the model's generation config.
+
+    Raises:
+        ValueError: generation_config.json exists but cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        listed = GenerationConfig.from_pretrained(located(path)).eos_token_id
+    except OSError as error:  # generation_config.json is missing or damaged
+        if (Path(located(path)) / "generation_config.json").exists():
+            raise ValueError(f"model.path: {error} Correct it or remove it") from error
+        listed = None
+    ids = {listed} if isinstance(listed, int) else set(listed or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def check_lengths(
+    longest_prompt: int, max_tokens: int, limit: int | None, what: str, place: str = "", remedy: str = ""
+) -> None:
+    """Refuse prompts and responses that do not fit `limit` tokens (None: no known limit).
+
+    Args:
+        what: the name of the limit in the message.
+        place: the file and line of the longest prompt, if it has one.
+        remedy: an alternative to fewer response tokens.
+
+    Raises:
+        ValueError: the longest prompt and response together exceed the limit.
+    """
+    if limit is not None and longest_prompt + max_tokens > limit:
+        raise ValueError(
+            f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt "
+            f"({longest_prompt} tokens{place and f': {place}'}) do not fit {what} ({limit}); "
+            f"set it to {max(0, limit - longest_prompt)} or less{remedy and f', {remedy}'}"
+        )
+
+
+def at_commit(path: str | None, field: str = "model.path") -> str | None:
+    """Return `owner/name@commit` for a model on the hub, and any other path as it is.
+
+    The commit is the newest of the hub, or of the local cache if the hub does not answer.
+
+    Raises:
+        ValueError: neither has the model.
+    """
+    if path is None or is_local(path):
+        return path
+    name, _, revision = path.partition("@")
+    try:
+        commit = HfApi().model_info(name, revision=revision or None, timeout=10).sha
+    except Exception as error:  # the client's network library raises its own errors
+        cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
+        if not isinstance(cached, str):
+            raise ValueError(
+                f"{field}: {path!r} is not a local folder, and cannot be read from the hub: {error}"
+            ) from error
+        commit = Path(cached).parent.name
+    return f"{name}@{commit}"
