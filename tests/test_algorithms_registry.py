@@ -1,5 +1,6 @@
 """Losses and corrections of the user's own: found by import path, checked before a run, trained with."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,13 @@ import torch
 from builders import changed, gradient, make_batch, relative_difference
 
 from grpo_ray.actors.learner import Learner
-from grpo_ray.algorithms import LOSSES, Objective, check_algorithm
+from grpo_ray.algorithms import ADVANTAGES, LOSSES, SELECTIONS, Objective, check_algorithm
 from grpo_ray.algorithms.inputs import parameters_of, uses_ratio
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.losses import LOSS_RECORDS, LossType
 from grpo_ray.models.sequences import sequences_of
-from grpo_ray.run.preflight import check_files
+from grpo_ray.run.preflight import WITH_OPTIONS, check_files
 
 MODULE = "my_losses_4711"
 CODE = """
@@ -200,3 +201,11 @@ def test_the_records_of_losses_say_what_their_functions_do() -> None:
         record, parameters = LOSS_RECORDS[name], parameters_of(function)
         assert record.has_ratio == uses_ratio(function), name
         assert (record.epsilons is not None) == ("cliprange" in parameters), name
+
+
+def test_what_is_not_checked_without_options_needs_none() -> None:
+    """Preflight leaves the package's own functions alone, unless they are among WITH_OPTIONS."""
+    for name, function in {**ADVANTAGES, **LOSSES, **SELECTIONS}.items():
+        parameters = inspect.signature(function).parameters.values()
+        needed = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+        assert not needed - {"cliprange"} or name in WITH_OPTIONS, name  # a field, which has a default

@@ -50,7 +50,7 @@ CHECK = """
 import sys
 from grpo_ray.tools.cli import main
 status = main(["check", *sys.argv[1:]])
-sys.exit(status or ', '.join({"torch", "ray", "vllm", "sympy"} & sys.modules.keys()))
+sys.exit(status or ", ".join(sorted({"torch", "ray", "vllm", "sympy"} & sys.modules.keys())) or None)
 """
 
 
