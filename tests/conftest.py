@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from process_census import CensusPlugin
 from ray_nodes import ray_head, token_environment
+from sampled import leave_the_others_to_the_campaign
 from xdist.scheduler import LoadFileScheduling
 
 from grpo_ray.config import Config
@@ -37,8 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CensusPlugin(counts_here=not has_workers))
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first, so that two workers end at about the same time."""
+    leave_the_others_to_the_campaign(items)
     marked = {(item.path, marker.name) for item in items for marker in item.iter_markers()}
     files = {item.path for item in items}
     places = {

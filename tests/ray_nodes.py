@@ -84,7 +84,7 @@ def _end_with_children(process: subprocess.Popen[bytes]) -> None:
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=3)  # some workers of Ray never end by themselves
     for member in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()

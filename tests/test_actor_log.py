@@ -29,6 +29,7 @@ print("the end", file=sys.stderr, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_log_is_bounded_and_holds_the_newest_output_of_all_processes(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "generator-0.log"
     subprocess.run(

@@ -96,6 +96,7 @@ def test_an_adapter_names_its_base_as_peft_does(
 # ---- the same as PEFT ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", KINDS)
 def test_merged_weights_give_the_logits_of_pefts_own_forward_pass(
     adapter: dict[str, Any], tiny_model: Callable[..., Path]
@@ -141,6 +142,7 @@ def peft_model(folder: Path, **options: Any) -> PeftModel:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder), **options).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}], ids=["lora", "dora"])
 def test_a_checkpoint_loads_in_peft_and_merges_there_to_what_generators_get(
     adapter: dict[str, Any], make_learner: Callable[..., Learner], tmp_path: Path
@@ -166,6 +168,7 @@ def test_adapted_weights_are_merged_one_at_a_time(make_learner: Callable[..., Le
 # ---- training ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_only_the_adapter_is_trained(
@@ -190,6 +193,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_the_package_s_own_model_is_adapted_too(
     checkpointing: str, tiny_config: Config, tiny_model: Callable[..., Path]
@@ -323,6 +327,7 @@ def test_dora_on_a_4_bit_base_is_merged_as_it_computes(make_learner: Callable[..
         assert relative_difference(plain(tokens).logits, learner.model(tokens).logits) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 @pytest.mark.parametrize("which", ["full", "selective"])
 def test_gradient_checkpointing_changes_nothing(

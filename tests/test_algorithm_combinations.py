@@ -215,6 +215,7 @@ def check_update(base: Config, model: str, loss: str, layout: str, factor: str, 
     assert found_loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_sample_of_updates_with_a_loss(
     loss: str, tiny_config: Config, tiny_model: Callable[..., Path]

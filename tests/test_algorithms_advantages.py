@@ -143,6 +143,7 @@ def test_scale_divides_out_with_the_std_only(rewards, scale):
         torch.testing.assert_close(group_advantages(scale * group, kind), scale * without_std)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(rewards=reward_lists, std=st.sampled_from(["sample", "population"]))
 def test_advantages_are_centred_with_unit_std(rewards, std):

@@ -237,6 +237,7 @@ def train(num_steps, method="none", normalization=("sequence", None), max_grad_n
     return loss, metadata, torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "normalization"), list(product(METHODS, NORMALIZATIONS)))
 def test_the_gradient_is_the_same_into_however_many_parts_the_batch_is_divided(method, normalization):
     """Six rows in 1, 2, 4, 5 (which do not divide them), 6 and 9 parts; one row has no response tokens."""
@@ -336,6 +337,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_of_the_handout_learns_a_letter(name):
     """Sixteen responses of one letter per step: the right one becomes the most likely within 40 steps."""

@@ -168,6 +168,7 @@ def test_options_and_clip_ranges_reach_the_function() -> None:
     assert loss.item() == pytest.approx(3 * 2 / 0.5 - 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "builtin"),
     [

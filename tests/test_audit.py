@@ -98,6 +98,7 @@ def mixed(finished_run: Callable[..., RunDirectory], tmp_path: Path) -> RunDirec
     return copied(finished_run(*MIXED), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
     report = audit(clean)
     assert report.problems == []

@@ -141,6 +141,7 @@ def test_options_arrive_as_their_dataclasses() -> None:
     assert (keywords.output, keywords.num_keywords, keywords.temperature) == (Path("x"), (3, 3), 1.0)
 
 
+@pytest.mark.slow
 def test_help_lists_every_command_and_imports_neither_torch_nor_ray() -> None:
     code = (
         "import sys; from grpo_ray.tools.cli import COMMANDS, main\n"

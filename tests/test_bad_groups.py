@@ -105,6 +105,7 @@ def test_a_buffer_writes_its_rollouts_and_its_part_of_a_checkpoint(tmp_path: Pat
     assert read_rollouts(tmp_path / "step-000001.parquet")[0]["error"] == r"\ud83d"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_a_run_says_what_it_wrote_otherwise_and_goes_on(tmp_path: Path) -> None:
     """Give the buffer and the validation texts that no file can hold, behind all checks."""
@@ -194,6 +195,7 @@ def test_a_state_with_half_a_pair_is_written_and_read(tmp_path: Path) -> None:
     assert (read_state(run) or state).warnings == ("?",)
 
 
+@pytest.mark.slow
 def test_any_failure_of_the_thread_of_the_state_is_said(tmp_path: Path) -> None:
     recorder, ended, tries = Recorder(), threading.Event(), []
 

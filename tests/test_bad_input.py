@@ -140,6 +140,7 @@ def test_a_line_of_gigabytes_is_refused_without_reading_it(tmp_path: Path) -> No
     assert f"{task.train_path}, line 2: longer than 16 MiB; write one example per line" in message
 
 
+@pytest.mark.slow
 def test_the_longest_line_allowed(tmp_path: Path) -> None:
     padding = files.MAX_LINE_BYTES - len(line("x"))
     task = write_task(tmp_path, line("x" + " " * padding) + line("y"))

@@ -381,6 +381,7 @@ def test_the_reward_loses_the_kl_to_the_reference(make_learner: Callable[..., Le
     assert relative_difference(of_update, gradient(without)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [KL, TO_GO])
 def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
     make_learner: Callable[..., Learner], kl: dict[str, Any]
@@ -406,6 +407,7 @@ def test_of_old_tokens_the_kl_in_the_reward_is_that_of_the_current_policy(
     assert metrics["reward/kl_penalty"] == pytest.approx(fmean(penalties), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -91,6 +91,7 @@ def test_queue_of_a_resumed_run_by_hand() -> None:
     assert queue.window() == [0, 2, 3]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     size=st.integers(1, 4), lookahead=st.integers(1, 7), waiting=st.sets(st.integers(0, 20)),
@@ -278,6 +279,7 @@ ASIDE = st.sets(st.integers(0, NUM - 1), max_size=4)
 TAKES = st.lists(st.booleans(), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     size=st.integers(1, 4), max_dropped=st.integers(0, 6), arrival=ARRIVAL, signals=SIGNALS, aside=ASIDE,
@@ -290,6 +292,7 @@ def test_strict_batches_do_not_depend_on_the_order_of_arrival(
     assert steps == list(slow_strict(size, max_dropped, signals, aside))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(size=st.integers(1, 4), lookahead=st.integers(1, 7), arrival=ARRIVAL, takes=TAKES)
 def test_no_group_is_later_than_the_look_ahead_allows(
@@ -324,6 +327,7 @@ def test_one_straggler_is_as_late_as_allowed_and_no_later(size: int, lookahead: 
     assert 1 <= late <= math.ceil((lookahead - 1) / size)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     size=st.integers(1, 4), lookahead=st.integers(1, 5), first_come=st.booleans(),

@@ -182,6 +182,7 @@ def test_means_of_a_run_leave_out_its_first_steps_and_its_last(bench: ModuleType
         steady_means(run)
 
 
+@pytest.mark.slow
 def test_a_synthetic_run_is_as_training_would_leave_it(bench: ModuleType, tmp_path: Path) -> None:
     """Its audit is clean, its catalog complete, and only its first steps have files of their own."""
     from benchmarks.long_run import SMALL

@@ -33,6 +33,7 @@ def accumulated(learner: Learner, batch: Any) -> torch.Tensor:
     return gradient(learner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("which", ["full", "selective"])
 @pytest.mark.parametrize("family", FAMILIES)

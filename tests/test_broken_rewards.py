@@ -45,6 +45,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.exists() else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_reward_that_always_fails_ends_the_run_at_its_first_validation(fault: str, tmp_path: Path) -> None:
     with pytest.raises(RunError) as ending:
@@ -57,6 +58,7 @@ def test_a_reward_that_always_fails_ends_the_run_at_its_first_validation(fault: 
     assert not rows_of(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raises", "hangs"])
 def test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step(fault: str, tmp_path: Path) -> None:
     sizes = ["algorithm.num_steps=2", "algorithm.prompts_per_step=8"]
@@ -72,6 +74,7 @@ def test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step(fault: str
     assert [event["text"] for event in events if event["kind"] == "detected_reward_errors"] == [said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [(), ("algorithm.oversample_frac=0.5",), ("buffer.replay.frac=0.5", "algorithm.dynamic_sampling_tries=2")],

@@ -123,6 +123,7 @@ def test_leftovers_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_only_the_bytes_that_were_reported_become_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +382,7 @@ def test_a_failed_deletion_is_retried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == ["step-000040"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint_and_the_next_succeeds(tmp_path: Path) -> None:
     script = """
 import resource, sys

@@ -51,6 +51,7 @@ def test_a_python_without_trl_is_refused(
     assert "the head of this file" in shown
 
 
+@pytest.mark.slow
 def test_both_sides_get_the_same_work(
     compare_trl: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

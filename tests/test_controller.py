@@ -185,6 +185,7 @@ def events(run: RunDirectory, *kinds: str) -> list[dict[str, Any]]:
     return [event for event in rows if event["kind"] in kinds]
 
 
+@pytest.mark.slow
 def test_a_generator_that_dies_is_replaced_and_synced_before_it_serves(tmp_path: Path) -> None:
     config = make_config("generator.num_generators=2", "algorithm.num_steps=12")
 
@@ -289,6 +290,7 @@ def test_a_run_restores_itself_when_an_actor_dies_that_cannot_be_replaced(
     assert event["text"] in expected
 
 
+@pytest.mark.slow
 def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> None:
     victims = iter(["buffer", "learner", "learner"])
 
@@ -302,6 +304,7 @@ def test_restores_are_bounded_and_the_first_error_is_shown(tmp_path: Path) -> No
         train(make_config("recovery.max_restores=2"), tmp_path / "run", meddle)
 
 
+@pytest.mark.slow
 def test_restarts_are_bounded_and_the_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
     config = make_config("recovery.max_restarts=2", "algorithm.num_steps=500", "checkpoint.every_num_steps=400")
 
@@ -394,6 +397,7 @@ def test_a_stall_is_explained_and_ended(tmp_path: Path, victim: str) -> None:
     assert len(events(run, "restored")) == (victim == "learner")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_retried_and_shown_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,6 +467,7 @@ def test_a_resumed_run_may_change_fields_that_are_not_fixed(tmp_path: Path) -> N
     audit(RunDirectory(tmp_path / "run"), longer.model_copy(update={"weight_sync": make_config().weight_sync}))
 
 
+@pytest.mark.slow
 def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -> None:
     config, run = make_config(), RunDirectory(tmp_path / "run")
     prepared = prepare(config, check_files(config))
@@ -493,6 +498,7 @@ def test_a_stop_is_not_forgotten_when_the_learner_dies_with_it(tmp_path: Path) -
     audit(run, config)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,6 +528,7 @@ def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
     assert [event["text"] for event in events(run, "restored")] == ["the run continues from step 2"]
 
 
+@pytest.mark.slow
 def test_a_last_checkpoint_is_written_when_the_disk_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,6 +571,7 @@ def disk_is_full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 def test_a_restore_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = make_config(), RunDirectory(tmp_path / "run")
     original, calls = RunDirectory.rewind, []
@@ -588,6 +596,7 @@ def test_a_restore_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pyt
     assert any("No space left" in text for text in recorder.warnings)
 
 
+@pytest.mark.slow
 def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

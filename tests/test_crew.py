@@ -183,10 +183,12 @@ def test_a_collective_that_fails_on_all_ranks_is_restored_from() -> None:
     assert "Timed out" in ended(TIMED_OUT, CLOSED)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_outside_of_collectives_has_a_limit() -> None:
     assert ended("done", SILENT, method="capture") == "learner-1 on 10.0.0.1: no answer"
 
 
+@pytest.mark.slow
 def test_a_write_may_take_the_first_rank_long() -> None:
     async def main() -> None:
         ranks = Ranks(2)

@@ -116,6 +116,7 @@ def two_versions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return old.view(np.uint8), new.view(np.uint8)
 
 
+@pytest.mark.slow
 @given(two_versions())
 @settings(
     max_examples=200,
@@ -180,6 +181,7 @@ def test_payload_that_is_cut_off_is_refused() -> None:
             apply(payload[:num_bytes], words(*range(99)))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(0, 7))
 @settings(max_examples=200, deadline=None)
 def test_flipped_bit_writes_nothing_outside_and_is_refused_or_seen(place: int, bit: int) -> None:

@@ -216,6 +216,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [row for row in (read_metrics(path) if path.exists() else []) if "detected" in row["kind"]]
 
 
+@pytest.mark.slow
 def test_a_run_warns_on_the_console_and_in_its_events_and_once_when_resumed(tmp_path: Path) -> None:
     recorder = train(make_config(WRONG_MASK, VARIED, "algorithm.num_steps=4"), tmp_path / "run")
     (event,) = events(tmp_path / "run")
@@ -230,6 +231,7 @@ def test_a_run_warns_on_the_console_and_in_its_events_and_once_when_resumed(tmp_
     assert events(tmp_path / "run") == [event]
 
 
+@pytest.mark.slow
 def test_a_silent_detector_and_the_right_loss_give_no_event(tmp_path: Path) -> None:
     silent = make_config(WRONG_MASK, VARIED, "run.silent_detectors=[wrong_mask]", "algorithm.num_steps=3")
     train(silent, tmp_path / "silent")

@@ -49,6 +49,7 @@ def test_a_group_larger_than_the_engine_runs_alone() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_time_in_the_queue_does_not_count_against_the_limit() -> None:
     """Six groups of 4, one after another on an engine for 4: each takes 0.1 s, the last 0.6 s with its wait."""
 
@@ -91,6 +92,7 @@ def test_groups_wait_for_a_generator_to_serve() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_no_room_is_lost_however_groups_end() -> None:
     """Random ends, cancellations at every stage and replacements leave every engine empty."""
 

@@ -59,6 +59,7 @@ def test_the_term_is_the_bounded_log_ratio_to_the_current_policy() -> None:
     assert not term.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["unclipped", "cispo", "grpo_clip"])
 @pytest.mark.parametrize(("lag", "num_updates"), [(0, 1), (8, 1), (0, 16)])
 def test_the_policy_comes_to_the_teacher_from_old_tokens_too(loss: str, lag: int, num_updates: int) -> None:
@@ -143,6 +144,7 @@ def test_tokens_are_selected_by_the_advantage_with_the_teachers_term(
     np.testing.assert_allclose(seen["advantages"], 2 * np.concatenate(gaps), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["reinforce_with_baseline", "no_baseline", "grpo_clip", "cispo", "unclipped"])
 @pytest.mark.parametrize(("use_reward", "noise"), [(True, 0.0), (False, 0.0), (True, 0.3)])
 def test_the_gradient_is_that_of_the_plain_policy_gradient(

@@ -68,6 +68,7 @@ def test_a_policy_comes_closer_to_its_teacher_without_a_reward(tmp_path: Path) -
     assert all(row["time/teacher-0/look_up_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_validations_ask_no_teacher(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)
@@ -106,6 +107,7 @@ def test_a_teacher_that_dies_is_replaced_and_looks_up_again(tmp_path: Path, numb
     assert read_metrics(run.metrics_path)[-1]["recovery/restarts"] == 1
 
 
+@pytest.mark.slow
 def test_a_group_is_sampled_again_if_its_look_up_fails(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
 
@@ -150,6 +152,7 @@ def test_combinations(tmp_path: Path, overrides: list[str]) -> None:
     assert audit(run).problems == []
 
 
+@pytest.mark.slow
 def test_episodes_are_judged_too(tmp_path: Path) -> None:
     teacher = teacher_of(load_config("tests/small_episodes.yaml"))
     overrides = [f"distillation.teacher={teacher}", "distillation.engine=torch", "distillation.num_gpus=0"]
@@ -161,6 +164,7 @@ def test_episodes_are_judged_too(tmp_path: Path) -> None:
     assert all(len(row["teacher_logprobs"]) == len(row["token_ids"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_teacher(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(make_config(*with_teacher(), "algorithm.num_steps=1"), run.path)

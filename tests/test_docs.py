@@ -205,6 +205,7 @@ def commands(page: Path) -> Iterator[list[str]]:
         yield shlex.split(line, comments=True)
 
 
+@pytest.mark.slow
 def test_every_command_in_the_pages_is_one() -> None:
     found = [(page.name, arguments) for page in PAGES for arguments in commands(page)]
     assert len(found) > 15
@@ -230,6 +231,7 @@ def literals() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_the_messages_under_troubleshooting_are_the_programs() -> None:
     known, page = literals(), (DOCS / "troubleshooting.md").read_text()
     symptoms = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]

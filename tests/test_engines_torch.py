@@ -69,6 +69,7 @@ def logprob_error(
 # ---- sampling ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprobs_are_the_models(
@@ -88,6 +89,7 @@ def test_logprobs_are_the_models(
             assert len(completion.token_ids) == len(completion.versions) == len(completion.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 1)])
 def test_draws_follow_the_distribution(
     make_torch_engine: Callable[..., TorchEngine],
@@ -249,6 +251,7 @@ def test_end_token_ends_a_response_from_min_tokens_on(
     assert min(len(c.token_ids) for c in group) == 4
 
 
+@pytest.mark.slow
 def test_stop_string_ends_a_response_and_is_kept(
     make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
 ) -> None:
@@ -314,6 +317,7 @@ async def length_reached(engine: TorchEngine, num_tokens: int) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_replaced_in_flight(
@@ -344,6 +348,7 @@ def test_weights_replaced_in_flight(
                 assert errors[version][versions != version].max() > 1e-2
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_running_requests_are_kept_if_so_configured(
     make_torch_engine: Callable[..., TorchEngine], tiny_model: Callable[..., Path]
 ) -> None:

@@ -295,7 +295,7 @@ def test_snapshot_without_a_tensor_is_refused(record: Record) -> None:
 # ---- the output layer in float32 ----
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_float32_head_over_bfloat16_before_and_after_a_sync(
     tiny_model: Callable[..., Path], tied: bool
 ) -> None:

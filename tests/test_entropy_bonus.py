@@ -42,6 +42,7 @@ def test_an_adapted_weight_by_hand() -> None:
     assert (other.weight, other.state()) == (bonus.weight, bonus.state())
 
 
+@pytest.mark.slow
 def test_a_learner_follows_the_target_and_resumes(
     tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

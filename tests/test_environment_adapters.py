@@ -269,6 +269,7 @@ def test_the_tasks_of_a_taskset_are_the_examples(numbers: Any) -> None:
     assert [example.ground_truth for example in found.train] == ["2", "3", "4", "5", "6"]
 
 
+@pytest.mark.slow
 def test_a_verifiers_environment_continues_its_tokens(numbers: Any) -> None:
     result, (text,) = play(numbers.episode, said("1", "5", "3"), numbers.examples(0).train[0])
     assert (result.status, result.reward) == (Status.FINISHED, 1.0), result.error

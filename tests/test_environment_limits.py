@@ -62,6 +62,7 @@ async def play(pool: Pool, group_id: int) -> tuple[Any, int]:
         return await pool.play(worker, make_item(group_id), SETTINGS, "train")
 
 
+@pytest.mark.slow
 def test_groups_that_wait_for_a_place_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_pool, "GRACE_S", 0.1)
 

@@ -160,6 +160,7 @@ def test_a_worker_that_dies_between_groups_is_replaced_at_once(tmp_path: Path) -
     assert pool.actors.starts == {"environment-0": 2}
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced_without_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_worker_that_hangs_is_replaced_without_a_stall(
     assert "it has not answered for 0.1 s" in pool.events("environment_failed")[0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_pool, "ANSWER_S", 0.1)
     pool = Pool(tmp_path, good)

@@ -24,6 +24,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "overrides"),
     [

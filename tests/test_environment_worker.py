@@ -161,6 +161,7 @@ def test_a_group_is_its_episodes(model: StartingModel) -> None:
     run(worker, work)
 
 
+@pytest.mark.slow
 def test_an_episode_that_blocks_its_thread_stops_no_other_group(model: StartingModel) -> None:
     worker = make_worker(model, "blocking", "episodes.max_seconds=1")
 
@@ -196,6 +197,7 @@ def test_threads_end_with_their_groups(model: StartingModel) -> None:
     run(worker, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_in_a_turn", [True, False])
 def test_cancelling_a_play_cancels_its_episodes(model: StartingModel, is_in_a_turn: bool) -> None:
     worker = make_worker(model, "plain" if is_in_a_turn else "blocking")
@@ -316,6 +318,7 @@ def test_no_turn_is_lost_when_its_generator_dies(model: StartingModel) -> None:
     run(worker, work)
 
 
+@pytest.mark.slow
 def test_time_without_generators_is_not_the_episodes_own(
     model: StartingModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +353,7 @@ def test_a_generator_that_refuses_a_turn_fails_the_group(model: StartingModel) -
     run(worker, work, refusing)
 
 
+@pytest.mark.slow
 def test_groups_that_wait_have_no_thread_and_no_open_file(model: StartingModel) -> None:
     worker = make_worker(model, "plain", "episodes.max_concurrent=8")
     process, threads, files = psutil.Process(), [0], [0]

@@ -210,6 +210,7 @@ def check_call(name: Any, arguments: Any) -> None:
         json.dumps(call.arguments, ensure_ascii=False).encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(end=FUZZED)
 def test_any_ending_can_be_stored(end: Callable[[], Any], folder: Path) -> None:
@@ -248,6 +249,7 @@ def run_of(folder: Path, episode: str, *overrides: str) -> RunDirectory:
     return RunDirectory(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_a_run_loses_only_the_episodes_that_end_badly(tmp_path: Path) -> None:
     sizes = ["algorithm.num_steps=4", f"algorithm.prompts_per_step={len(ENDINGS) // 4}"]
@@ -265,6 +267,7 @@ def test_a_run_loses_only_the_episodes_that_end_badly(tmp_path: Path) -> None:
     assert not run.skipped.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_a_run_bounds_the_names_of_metrics_and_trains_on_the_largest_rewards(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", "odd_names", "algorithm.num_steps=3", "algorithm.advantage=mean")

@@ -100,6 +100,7 @@ def run(folder: Path, *overrides: str) -> RunDirectory:
 FAST = ("plain", "lora", "kl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES]
 )
@@ -203,6 +204,7 @@ def finished(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Run
     return run(tmp_path_factory.mktemp("finished"))
 
 
+@pytest.mark.slow
 def test_the_tools_read_a_run_with_episodes(
     finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +228,7 @@ def test_a_report_has_the_log_ratios_of_episodes(finished: RunDirectory) -> None
     assert all(abs(ratio) < 1e-3 for row in last for ratio in row["ratios"] if ratio is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["last", "all"])
 def test_a_run_is_evaluated(
     weights: str, finished: RunDirectory, tmp_path: Path, serve_locally: Any, capsys: pytest.CaptureFixture[str]

@@ -43,12 +43,14 @@ def make_config(episode: str) -> Config:
     return game_config(f"{__name__}:{episode}", *few)
 
 
+@pytest.mark.slow
 def test_a_run_ends_if_every_episode_fails(tmp_path: Path) -> None:
     message = r"every episode in the validation at step 0 failed: (.|\n)*OSError: the environment is gone"
     with pytest.raises(RunError, match=message):
         train(make_config("failing"), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_single_failures_are_counted_and_left_out(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(make_config("failing_often"), run.path)

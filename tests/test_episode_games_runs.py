@@ -39,6 +39,7 @@ def test_the_configuration_passes_its_checks(path: str) -> None:
     assert tiny.hidden_size // tiny.num_heads == 32  # which vLLM's attention on a CPU has
 
 
+@pytest.mark.slow
 def test_two_steps_of_guess_number(tmp_path: Path) -> None:
     config = load_config(CONFIGS[0], SMALL)
     recorder = train(config, tmp_path / "run")

@@ -117,7 +117,7 @@ def test_the_run_is_the_same(sharing: str, tmp_path: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one), file
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_batches_of_the_engine_round_differently(tmp_path: Path) -> None:
     episodes, plain = two_runs(tmp_path, "algorithm.num_steps=1")
     for one, other in zip(*(read_groups(r.rollouts_path(1)) for r in (episodes, plain)), strict=True):

@@ -68,6 +68,7 @@ def test_groups_share_nothing() -> None:
 tokens_st = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(st.tuples(tokens_st, tokens_st, st.integers(0, 1)), min_size=1, max_size=9),
     budget=st.integers(1, 40),

@@ -72,6 +72,7 @@ OBJECTIVES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "aggregation"), OBJECTIVES)
 def test_gradient_is_that_of_a_loop_over_turns(
     make_learner: Callable[..., Learner], loss: str, aggregation: str
@@ -81,6 +82,7 @@ def test_gradient_is_that_of_a_loop_over_turns(
     check(learner, LOSSES.index(loss) + 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -99,6 +101,7 @@ def test_added_terms_and_weights(make_learner: Callable[..., Learner], algorithm
     check(make_learner(algorithm=algorithm), 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k3", "k3+", "unbiased"])
 def test_distance_to_a_reference(
     make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], estimator: str
@@ -112,6 +115,7 @@ def test_distance_to_a_reference(
 # ---- layouts and micro-batches ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo_clip", "gspo"])
 def test_layouts_and_micro_batches_change_nothing(make_learner: Callable[..., Learner], loss: str) -> None:
     """With stored logprobs of other policies, which are looked up in the same micro-batches."""
@@ -140,6 +144,7 @@ def test_layouts_and_micro_batches_change_nothing(make_learner: Callable[..., Le
     assert found["auto", 4096][0]["computed_tokens"] < found["auto", 1][0]["computed_tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 30, 4096])
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 def test_each_sampled_token_is_trained_once(
@@ -190,6 +195,7 @@ def as_episode(completion: Completion, prompt: Sequence[int]) -> Completion:
     return replace(episode, logprobs=completion.logprobs, versions=completion.versions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_an_episode_of_one_turn_is_a_plain_completion_to_the_bit(
     make_learner: Callable[..., Learner], aggregation: str
@@ -329,6 +335,7 @@ def test_a_step_without_any_sampled_token_changes_nothing(make_learner: Callable
         assert torch.equal(learner.masters.parameters[0], before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"train_batch_size": 3, "epochs_per_batch": 2}])
 def test_steps_on_episodes(make_learner: Callable[..., Learner], options: dict[str, Any]) -> None:
     kl = {"kl": {"coefficient": 0.1, "reference": "ema"}, "old_log_probs": "proximal"}

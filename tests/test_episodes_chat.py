@@ -53,6 +53,7 @@ async def converse(session: Session, turns: Sequence[Sequence[dict[str, Any]]]) 
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
@@ -334,6 +335,7 @@ def test_only_a_long_conversation_becomes_tokens_in_a_thread() -> None:
     assert sampler.prompts[2] == rendered(tokenizer_of("qwen2.5"), session._turns[-1].messages[:-1])
 
 
+@pytest.mark.slow
 def test_calls_get_their_seeds_in_order_also_beside_a_long_one() -> None:
     """Else a resumed run would sample other replies than the first."""
     texts = ["a " * SHORT_CHARS, "b", "c " * SHORT_CHARS, "d"]

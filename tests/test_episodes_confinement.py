@@ -58,6 +58,7 @@ def attempt(code: str, readable: tuple[str, ...] = (), writable: tuple[str, ...]
     return ended.stdout.strip()
 
 
+@pytest.mark.slow
 @needs_landlock
 def test_other_files_are_neither_read_nor_written(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
@@ -82,6 +83,7 @@ def test_named_paths_and_a_temporary_folder_are_open(tmp_path: Path) -> None:
     assert attempt("import tempfile; tempfile.TemporaryFile().write(b'x')") == "done"
 
 
+@pytest.mark.slow
 def test_the_workers_own_memory_is_measured() -> None:
     code = "from grpo_ray.telemetry.memory import resident_bytes; assert resident_bytes(with_children=False)"
     assert attempt(code) == "done"
@@ -114,6 +116,7 @@ def test_paths_must_exist(tmp_path: Path) -> None:
     assert Confinement.of(EpisodesConfig(confined=False)) is None
 
 
+@pytest.mark.slow
 @needs_landlock
 @pytest.mark.parametrize(
     "code",
@@ -142,6 +145,7 @@ def shared_file() -> Iterator[Path]:
     Path(name).unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 @needs_landlock
 @pytest.mark.parametrize("code", ["open({!r}).read()", "open({!r}, 'w')", "import os; os.remove({!r})"])
 def test_shared_memory_of_others_is_neither_read_nor_removed(code: str, shared_file: Path) -> None:
@@ -149,6 +153,7 @@ def test_shared_memory_of_others_is_neither_read_nor_removed(code: str, shared_f
     assert shared_file.read_text() == "of another process"
 
 
+@pytest.mark.slow
 @needs_landlock
 def test_semaphores_need_a_path_of_their_own() -> None:
     code = "import multiprocessing; multiprocessing.get_context('fork').Lock()"
@@ -170,6 +175,7 @@ IN_A_CHILD = """
 """
 
 
+@pytest.mark.slow
 @needs_landlock
 def test_a_child_process_is_confined_as_well() -> None:
     assert attempt(IN_A_CHILD) == "PermissionError"  # of the last line

@@ -266,6 +266,7 @@ def test_what_a_template_or_parser_does_not_take_is_refused(error: Exception) ->
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_request_that_is_too_large_ends_the_episode_unread() -> None:
     """The limit follows from max_tokens, not from the endpoint."""
 
@@ -431,6 +432,7 @@ def test_a_request_sent_again_is_sampled_once() -> None:
     assert len(sampler.prompts) == 2
 
 
+@pytest.mark.slow
 def test_each_of_many_sessions_gets_its_own_replies() -> None:
     tokenizer = chat_tokenizer(QWEN25)
 

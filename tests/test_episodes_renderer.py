@@ -134,6 +134,7 @@ def test_sampled_tokens_stay_whatever_they_are(turns: list[tuple[str, list[int]]
         assert sequence.response_token_ids[sequence.turns == number].tolist() == reply
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(TEXTS, st.lists(st.tuples(REPLIES, TEXTS, TEXTS), min_size=1, max_size=3))
 def test_thoughts_and_results_continue_the_tokens(question: str, cycles: list[tuple[str, str, str]]) -> None:

@@ -110,6 +110,7 @@ def test_a_slow_environment_ends_by_the_clock() -> None:
     assert 0.2 <= result.seconds < 5
 
 
+@pytest.mark.slow
 def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "GRACE_S", 0.1)
     late: list[BaseException] = []
@@ -216,6 +217,7 @@ def test_a_generator_that_fails_is_no_error_of_the_environment() -> None:
         assert result.error == "RuntimeError: the engine died"
 
 
+@pytest.mark.slow
 def test_one_bad_episode_stops_no_other() -> None:
     async def episode(session: Session, example: Example) -> float:
         reward = await one_turn(session, example)

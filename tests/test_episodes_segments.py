@@ -69,6 +69,7 @@ def test_an_empty_prompt_is_refused() -> None:
         Segments().add_prompt([])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), TOKENS, TOKENS), min_size=1, max_size=12))
 def test_every_sampled_token_is_trained_once(turns: list[tuple[int, int, list[int], list[int]]]) -> None:
     """Prompts continue any earlier path, cut anywhere, by any tokens."""

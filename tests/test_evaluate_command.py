@@ -81,6 +81,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Row]]:
     return data, pq.read_table(folder / "examples.parquet").to_pylist()
 
 
+@pytest.mark.slow
 def test_known_answers_to_a_gsm8k_file(tmp_path: Path, tiny_model: Model, serve_locally: Serve) -> None:
     serve_locally(gsm8k_answers)
     given = options(
@@ -278,6 +279,7 @@ def test_a_prompt_that_always_fails_is_left_out_and_named(
     assert "1 prompts failed every attempt" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ungraded_responses_are_counted_separately(
     tmp_path: Path, tiny_model: Model, serve_locally: Serve, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -357,6 +359,7 @@ def test_a_checkpoint_that_cannot_be_used_is_skipped(
     assert not (curve / "step-000004").exists()
 
 
+@pytest.mark.slow
 def test_greedy(run: RunDirectory, tmp_path: Path, serve_locally: Serve) -> None:
     serve_locally()
 

@@ -19,6 +19,7 @@ from grpo_ray.tools.cli import main
 
 
 @pytest.mark.ray
+@pytest.mark.campaign
 @pytest.mark.usefixtures("shared_ray")
 def test_two_generators_and_the_scorer_evaluate_a_model_on_a_mixture(
     tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]

@@ -63,6 +63,7 @@ def nucleus(row: Tensor, top_p: float) -> list[int]:
     return kept
 
 
+@pytest.mark.slow
 def test_top_p_samples_only_from_the_nucleus(
     sampled: Callable[..., tuple[Completion, ...]], tiny_model: Callable[..., Path]
 ) -> None:

@@ -50,6 +50,7 @@ def test_intervals_of_two_prompts() -> None:
     assert bootstrap_intervals(values) == pytest.approx(np.array([[0.0, 1.0], [0.7, 0.7]]))
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_true_mean_95_percent_of_the_time() -> None:
     rng = np.random.default_rng(1)
     draws = rng.random((150, 400)) < 0.3  # 400 evaluations of 150 prompts, as statistics of one call

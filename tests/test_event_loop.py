@@ -122,6 +122,7 @@ def test_tasks_that_wake_together_go_on_a_few_per_turn_in_their_order() -> None:
     assert went_on == [n for n in range(3 * PER_TURN) if n != 5] + [-1]
 
 
+@pytest.mark.slow
 def test_an_actors_cpu_time_is_that_of_its_calls_and_of_the_tasks_that_they_create() -> None:
     def burn(seconds: float) -> None:
         end = time.thread_time() + seconds

@@ -71,6 +71,7 @@ def test_the_few_shot_prompt_is_the_short_one_after_right_examples() -> None:
 VARIANTS = [(name, variant) for name in ("prompt", "cs336-2026") for variant in EXPERIMENTS[name].variants]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_each_variants_longest_response_fits(name: str, variant: str) -> None:
     """No stop string cuts it off."""

@@ -218,6 +218,7 @@ def test_shares_are_of_the_computed_tokens() -> None:
     assert mean_metrics({"computed_tokens": 0.0}) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", ["none", "initial", "ema with a coefficient"])
 def test_a_learner_counts_what_its_updates_need(
     tiny_config: Config, tiny_model: Callable[..., Path], kl: str

@@ -180,6 +180,7 @@ def hang_first(what: str) -> Behaviour:
     return lambda asked, number: asyncio.sleep(60) if asked == what and number == 0 else 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "name"), [("generate", "generator-0"), ("score", "scorer")])
 def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, what: str, name: str) -> None:
     def answer(asked: str, number: int) -> Any:
@@ -194,6 +195,7 @@ def test_a_replacement_that_does_not_start_is_replaced_as_well(tmp_path: Path, w
     assert f"{name} did not start within 0.2 s (recovery.start_timeout_s)" in pool.events(kind)[1]
 
 
+@pytest.mark.slow
 def test_the_stall_watch_does_not_wait_for_the_scorer_that_it_replaces(tmp_path: Path) -> None:
     """The Scorer hangs, and so does its successor: the watch looks on, and the third one scores."""
 
@@ -235,6 +237,7 @@ def test_an_actor_that_starts_for_long_is_no_stall(tmp_path: Path, kind: str) ->
     assert pool.actors.num_stack_dumps >= 1
 
 
+@pytest.mark.slow
 def test_groups_that_are_only_retried_are_a_stall(tmp_path: Path) -> None:
     """A node flaps: the group is sampled again and again, its data is lost each time, and nothing moves."""
     lost = fails("score", lambda: DataLost("the node is gone"))
@@ -402,6 +405,7 @@ def test_a_group_whose_look_up_fails_is_sampled_again_and_then_given_up(tmp_path
     assert all("no finite logprob" in text for text in pool.events("group_failed"))
 
 
+@pytest.mark.slow
 def test_a_teacher_that_hangs_is_replaced_by_the_stall_watch(tmp_path: Path) -> None:
     pool = Pool(
         tmp_path, lambda asked, number: asyncio.sleep(60) if (asked, number) == ("look_up", 0) else 3, *TAUGHT

@@ -130,6 +130,7 @@ def test_a_checkpoint_has_persistent_buffers_as_they_are(
     assert files["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_learner_sends_what_its_checkpoint_holds(
     dtype: str, tiny_moe: Path, tiny_config: Config, tmp_path: Path

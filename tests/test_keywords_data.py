@@ -232,6 +232,7 @@ def good(keywords: list[str], attempt: int) -> str:
     return f"Here: {' '.join(keywords)}."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_loses_nothing(
     tmp_path: Path,

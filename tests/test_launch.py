@@ -181,6 +181,7 @@ def test_local_is_grpo_ray_train_without_a_cluster(elsewhere, tmp_path):
     assert elsewhere("local.sh").returncode == 2
 
 
+@pytest.mark.slow
 def test_a_node_joins_with_the_heads_token_only(elsewhere):
     refused = elsewhere("join.sh", "head:6379")
     assert refused.returncode == 2
@@ -189,6 +190,7 @@ def test_a_node_joins_with_the_heads_token_only(elsewhere):
     assert {"--address=head:6379", "--num-cpus=2", "mode token"} <= set(joined.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_a_head_has_a_token_that_only_its_owner_can_read(elsewhere, tmp_path):
     assert elsewhere("start_head.sh", RAY_AUTH_MODE="disabled").returncode == 2
     result = elsewhere("start_head.sh", "--num-cpus=2", "--dashboard-port=1234", EXAMPLE_TOKEN="mine")

@@ -275,6 +275,7 @@ def test_slurm_starts_a_head_and_the_other_nodes_and_trains(
     assert not any(call[:2] == ["scontrol", "requeue 123456"] for call in calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("signal", "is_requeued"), [("USR1", True), ("TERM", False)])
 def test_slurm_ends_with_a_checkpoint(
     slurm: Callable[..., tuple[int, list[list[str]]]], signal: str, is_requeued: bool

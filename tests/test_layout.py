@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "grpo_ray"
 ORDER = [
     "types",
@@ -36,6 +38,7 @@ def test_the_package_has_sixteen_entries() -> None:
     assert entries == set(ORDER)
 
 
+@pytest.mark.slow
 def test_each_entry_imports_only_what_stands_above_it() -> None:
     upward = []
     for path in PACKAGE.rglob("*.py"):

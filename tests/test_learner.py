@@ -100,6 +100,7 @@ def reference_gradient(
     return total.item(), torch.cat([g.flatten() for g in gradients])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_is_the_published_formulas(
@@ -114,6 +115,7 @@ def test_gradient_is_the_published_formulas(
     assert relative_difference(gradient(learner), expected) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_does_not_depend_on_micro_batches(
@@ -173,6 +175,7 @@ def test_batch_without_any_signal_leaves_the_weights(make_learner: Callable[...,
     assert report.metrics["loss/policy"] == report.metrics["optim/grad_norm"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_tokens_without_a_finite_logprob(
@@ -277,6 +280,7 @@ def with_versions(groups: Sequence[ScoredGroup], versions: dict[tuple[int, int],
     return TrainBatch(tuple(changed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_lag", "too_old"), [(0, 4), (1, 3), (3, 1)])
 def test_one_token_too_old_refuses_the_batch_and_changes_nothing(
     make_learner: Callable[..., Learner], max_lag: int, too_old: int
@@ -469,6 +473,7 @@ def optimizer_state(learner: Learner) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_resumed_from_a_checkpoint_is_the_same_bit_for_bit(
     make_learner: Callable[..., Learner], resume: Callable[..., Learner], tmp_path: Path, tied: bool
@@ -493,6 +498,7 @@ def saved_random_state(folder: Path) -> torch.Tensor:
     return load_file(folder / "training" / "optimizer.safetensors")["random/cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_steps_after_the_capture_do_not_change_what_is_written(
     make_learner: Callable[..., Learner], tmp_path: Path, tied: bool
@@ -521,6 +527,7 @@ def test_steps_after_the_capture_do_not_change_what_is_written(
     assert learner._captured is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_folder_is_a_model_in_its_dtype(
     make_learner: Callable[..., Learner], tmp_path: Path, tied: bool
@@ -608,6 +615,7 @@ def poisoned(groups: list[ScoredGroup]) -> TrainBatch:
     return TrainBatch(tuple(groups))
 
 
+@pytest.mark.slow
 def test_update_that_is_not_finite_is_skipped(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
     learner = make_learner(learner={"learning_rate": 1e-2, "warmup_steps": 4})
     learner._skipped_folder = tmp_path / "skipped"

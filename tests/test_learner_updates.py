@@ -176,6 +176,7 @@ def tokens_of(sequences: Sequence[TrainSequence]) -> Counter[bytes]:
 # ---- several updates per batch ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "size", "sizes"),
     [(1, None, [12]), (3, None, [12] * 3), (1, 12, [12]), (2, 4, [4] * 6), (1, 6, [6, 6])],
@@ -196,6 +197,7 @@ def test_each_epoch_updates_on_every_response_once(
         assert sum((tokens_of(update.sequences) for update in own), Counter()) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_update_is_the_formula_at_its_own_weights(
     make_learner: Callable[..., Learner], loss: str
@@ -281,6 +283,7 @@ def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
     assert calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
 def test_only_update_has_ratio_1_whatever_the_sampler_assigned(
     make_learner: Callable[..., Learner], loss: str
@@ -368,6 +371,7 @@ def test_minibatches_without_any_signal_are_updates_of_zero(
 # ---- every loss ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["unclipped", "gspo", "cispo"])
 def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, aggregation: str) -> None:
@@ -383,6 +387,7 @@ def test_gradient_of_each_loss(make_learner: Callable[..., Learner], loss: str, 
     assert relative_difference(gradient(learner), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["unclipped", "gspo", "cispo"])
 def test_micro_batches_do_not_change_a_loss(make_learner: Callable[..., Learner], loss: str) -> None:
     gradients = []
@@ -394,6 +399,7 @@ def test_micro_batches_do_not_change_a_loss(make_learner: Callable[..., Learner]
     assert relative_difference(gradients[2], gradients[0]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"cliprange": 0.1, "cliprange_high": 0.4}, {"dual_clip": 1.3}, {"loss": "gspo", "cliprange": 0.01}],
@@ -522,6 +528,7 @@ def test_corrections_of_a_list_are_multiplied(make_learner: Callable[..., Learne
     assert 0 < metrics["correction/dropped_frac"] < metrics["correction/limited_frac"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_aggregation_over_minibatches_of_parts_of_groups(
     make_learner: Callable[..., Learner], aggregation: str
@@ -579,6 +586,7 @@ def test_tokens_without_a_finite_logprob_are_no_samples(make_learner: Callable[.
     assert metrics["mismatch/kl"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"old_log_probs": "proximal"}])
 def test_mismatch_is_measured_before_the_policy_moves(
     make_learner: Callable[..., Learner], options: dict
@@ -624,6 +632,7 @@ def mismatch_by_hand(learner: Learner, sequences: Sequence[TrainSequence]) -> li
     return [(weights - 1 - log_ratios).mean(), np.abs(log_ratios).max(), kish]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", POPULATION.values(), ids=POPULATION)
 def test_mismatch_is_of_the_same_tokens_in_every_configuration(
     make_learner: Callable[..., Learner], options: dict
@@ -641,6 +650,7 @@ def test_mismatch_is_of_the_same_tokens_in_every_configuration(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])
 def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: Callable[..., Learner], old: str) -> None:
     learner = make_learner(algorithm={"old_log_probs": old, "train_batch_size": 6})
@@ -740,6 +750,7 @@ def cut_off(groups: Sequence[ScoredGroup], which: set[tuple[int, int]]) -> list[
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_truncated_responses_are_left_out_of_sum_and_count(
     make_learner: Callable[..., Learner], aggregation: str
@@ -780,6 +791,7 @@ def move_reference(learner: Learner) -> None:
     perturb(learner._reference.model, seed=3, scale=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["reinforce_with_baseline", "grpo_clip"])
 def test_gradient_of_the_entropy_bonus(
@@ -811,6 +823,7 @@ def test_gradient_of_the_kl_penalty(
     update.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", ["entropy", "kl"])
 def test_groups_without_signal_have_the_added_terms(make_learner: Callable[..., Learner], term: str) -> None:
     kl = {"reference": "initial", "coefficient": 0.7}
@@ -838,6 +851,7 @@ def mean_entropy(learner: Learner, groups: Sequence[ScoredGroup]) -> float:
     return float(np.mean([torch.distributions.Categorical(logits=row).entropy().item() for row in rows]))
 
 
+@pytest.mark.slow
 def test_everything_at_once(make_learner: Callable[..., Learner]) -> None:
     options = {
         "loss": "grpo_clip", "aggregation": "token_mean", "cliprange_high": 0.28, "dual_clip": 2.0,

@@ -132,6 +132,7 @@ def test_the_base_on_disk_is_left_alone(finished: Path) -> None:
     assert zlib.crc32(base.read_bytes()) == before
 
 
+@pytest.mark.slow
 def test_an_evaluation_serves_the_exported_weights(finished: Path, tmp_path: Path) -> None:
     """A run, its checkpoint and the adapter's folder alone have the same weights to evaluate."""
     checkpoint = finished / "checkpoints/step-000004"
@@ -160,6 +161,7 @@ def test_a_run_is_evaluated_from_the_adapter_that_it_began_with(finished: Path, 
     assert find_subject(str(tmp_path / "job.yaml")).weights == (Weights(0, checkpoint),)
 
 
+@pytest.mark.slow
 def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_path: Path) -> None:
     assert main(["report", str(finished), "--output", str(tmp_path / "page.html"), "--log-ratio", "last"]) == 0
     rows = [{"prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-1.0, -1.0]}]
@@ -167,6 +169,7 @@ def test_a_report_compares_tokens_with_the_adapter_s_policy(finished: Path, tmp_
     assert found[0].shape == (2,)
 
 
+@pytest.mark.slow
 def test_a_run_without_an_adapter_is_exported_too(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     train(make_config("algorithm.num_steps=2"), tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), "--merged", str(tmp_path / "model")]) == 0

@@ -48,6 +48,7 @@ def test_float32_weights_are_their_own_masters(tiny_model: Callable[..., Path]) 
     assert all(master is model.get_parameter(name) for name, master in masters.named.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_copy_is_bfloat16_and_masters_are_what_was_loaded(
@@ -80,6 +81,7 @@ def test_learner_computes_what_the_sampler_computes(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_are_summed_in_float32(make_learner: Callable[..., Learner], family: str) -> None:
     learner = make_learner(family, learner={"micro_batch_tokens": 1}, algorithm={"aggregation": "constant"})

@@ -185,6 +185,7 @@ def test_shuffling_depends_on_the_seed_alone() -> None:
 # ---- plan ----
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), max_size=30),
     num_prompts=st.integers(1, 5),

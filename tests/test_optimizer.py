@@ -85,6 +85,7 @@ def train(learner: Learner, seed: int) -> torch.Tensor:
     return torch.cat([master.detach().flatten().clone() for master in learner.masters.parameters])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ALL_MOMENTS)
 def test_training_resumes_bit_for_bit(
     make_learner: Callable[..., Learner], tmp_path: Path, moments: str

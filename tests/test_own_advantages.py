@@ -146,6 +146,7 @@ def test_the_packages_own_take_the_same_form() -> None:
         assert function(inputs, **options).shape == (1, 2)
 
 
+@pytest.mark.slow
 def test_the_audit_runs_it_only_if_told_to(tmp_path: Path, model_cache: None) -> None:
     run = RunDirectory(tmp_path / "run")
     changes = ["algorithm.num_steps=2", f"algorithm.advantage={MODULE}:median"]

@@ -187,6 +187,7 @@ def test_long_lists_of_actors_are_shortened(names: list[str], text: str) -> None
     assert listed(names) == text
 
 
+@pytest.mark.slow
 def test_check_prints_the_bundles_and_what_a_cluster_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     """The quickstart's data are built in, so only its places are changed here."""
     command = ["check", QUICKSTART, "generator.num_gpus=1", "learner.num_gpus=1", *RANKS]
@@ -239,6 +240,7 @@ def test_a_driver_is_on_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -
             session.connected().__enter__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "message"),
     [

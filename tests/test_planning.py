@@ -366,6 +366,7 @@ def test_a_chunk_is_as_large_as_the_learners() -> None:
     assert learner_memory.CHUNK_BYTES == chunked.CHUNK_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["none", "initial", "ema"])
 def test_the_state_is_what_a_learner_holds(
     tiny_config: Config, tiny_model: Callable[..., Path], reference: str
@@ -695,6 +696,7 @@ def test_the_longest_prompt_is_what_the_models_length_leaves(folder_of: Folder) 
     assert plan_memory(limited).prompt_tokens == 1500 - 1024
 
 
+@pytest.mark.slow
 def test_a_plan_needs_neither_torch_nor_ray(folder_of: Folder) -> None:
     code = (
         "import sys; from grpo_ray.tools.cli import main; assert main(sys.argv[1:]) == 0; "

@@ -98,4 +98,4 @@ def test_a_rank_holds_what_is_planned(num_ranks: int, vocab_size: int, tmp_path:
         assert "after the backward pass" in items[-1].note
         assert planned == pytest.approx(peak, rel=0.08)
     else:
-        assert 0.6 * planned <= peak <= 1.15 * planned
+        assert 0.6 * planned <= peak <= 1.3 * planned  # oneDNN's scratch differs by processor

@@ -376,6 +376,7 @@ def test_a_plan_warns_where_rates_are_of_another_model_or_other_devices(
     assert "!" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_a_run_that_was_trained_is_planned_with_its_own_rates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -347,6 +347,7 @@ def playground(*arguments: str, output: Path | None = None) -> int:
 SHORT = ("--steps", "3", "--updates", "1", "--seeds", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "folder", "labels"),
     [
@@ -379,6 +380,7 @@ def test_sorting_leaves_picture_and_figures(
     assert all(label in out for label in labels)
 
 
+@pytest.mark.slow
 def test_examples_leave_picture_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert playground("baseline", "--samples", "20", output=tmp_path) == 0
     assert playground("frozen", output=tmp_path) == 0
@@ -459,6 +461,7 @@ def test_other_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert caught.value.code == 2
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
     modules = "grpo_ray.tools.cli, grpo_ray.tools.course.playground.play"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

@@ -163,6 +163,7 @@ def mean_response_nll(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase
     return sum(nlls) / len(nlls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_warm_up_lowers_the_loss_of_responses(
     tokenizer: PreTrainedTokenizerBase, implementation: Implementation

@@ -85,6 +85,7 @@ def test_a_run_resumes_after_a_power_cut_and_its_audit_is_clean(
     assert audit(run).problems == []
 
 
+@pytest.mark.slow
 def test_everything_before_a_checkpoint_is_on_disk_before_it_appears(
     tmp_path: Path, synced: Synced, monkeypatch: pytest.MonkeyPatch
 ) -> None:

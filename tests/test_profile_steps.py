@@ -43,6 +43,7 @@ def test_a_run_leaves_a_trace_of_each_profiled_step(tmp_path: Path) -> None:
         assert not {f"step {other}" for other in range(1, 5) if other != step} & found.keys()
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_consecutive(
     tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_the_parts_of_a_step_are_consecutive(
     assert any(e["name"] == "aten::mm" for e in trace["traceEvents"] if e.get("cat") == "cpu_op")
 
 
+@pytest.mark.slow
 def test_profiling_does_not_change_the_training(
     tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -72,11 +74,13 @@ def test_profiling_does_not_change_the_training(
         assert reports[0].metrics[name] == reports[1].metrics[name]
 
 
+@pytest.mark.slow
 def test_profiling_is_off_by_default(tmp_path: Path) -> None:
     local_runs.train(local_runs.make_config("algorithm.num_steps=2"), tmp_path / "run")
     assert not (tmp_path / "run" / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_is_a_warning_and_training_continues(tmp_path: Path) -> None:
     config = local_runs.make_config("learner.profile_steps=[1,1]", "algorithm.num_steps=2")
     run = RunDirectory(tmp_path / "run")

@@ -299,6 +299,7 @@ class Run:
         assert sorted(known) == list(range(self.ledger.next_group_id))  # each group is in one state
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), num_examples=st.integers(1, 7))
 def test_no_prompt_is_skipped_or_trained_twice(data: st.DataObject, num_examples: int) -> None:

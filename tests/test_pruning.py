@@ -52,6 +52,7 @@ def num_tokens(groups: Sequence[ScoredGroup], which: set[tuple[int, int]] | None
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [{}, {"train_batch_size": 6, "epochs_per_batch": 2}], ids=["one", "four"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_weights_are_those_of_training_on_every_response(
@@ -72,6 +73,7 @@ def test_weights_are_those_of_training_on_every_response(
     assert (flat_weights(pruned.model) - flat_weights(whole.model)).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "prompt_mean"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_denominator_stays_the_whole_batchs(

@@ -210,6 +210,7 @@ def test_a_mixture_of_experts(tiny_config: Config, tiny_moe: Path) -> None:
         torch.testing.assert_close(sent[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_replicas_give_the_gradient_of_one_rank_and_others_resume_them(
     tiny_config: Config, tiny_model: Callable[..., Path], batches: list[list[ScoredGroup]], tmp_path: Path
 ) -> None:
@@ -362,6 +363,7 @@ def writes(seat: Seat, folder: Path) -> list[str]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_its_shards_fails_all_and_the_next_checkpoint_succeeds(tmp_path: Path) -> None:
     for outcomes in on_ranks(2, writes, tmp_path):
         assert outcomes[0] == "OSError: rank 1: [Errno 27] File too large"

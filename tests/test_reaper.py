@@ -145,6 +145,7 @@ with session.connected(): pass
 """
 
 
+@pytest.mark.campaign
 def test_a_driver_that_is_killed_while_ray_starts_leaves_no_agent(started: list[int]) -> None:
     """Ray's own agents wait a minute for a server that is gone."""
     with subprocess.Popen(

@@ -74,6 +74,7 @@ def test_frozen_reference_stays(make_learner: Callable[..., Learner]) -> None:
     assert not torch.equal(flat_weights(learner.model), first)
 
 
+@pytest.mark.slow
 def test_refreshed_reference_is_the_policy_of_every_second_step(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(REFRESHED)
     policies = [flat_weights(learner.model)]
@@ -106,6 +107,7 @@ def test_reference_has_no_gradient_and_shares_no_memory(make_learner: Callable[.
     assert not learner._reference.model.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [FROZEN, REFRESHED, AVERAGE])
 def test_reference_computes_in_the_served_dtype_and_only_an_average_keeps_float32(
     make_learner: Callable[..., Learner], kl: dict
@@ -165,6 +167,7 @@ def test_without_a_reference_no_distance_is_measured(make_learner: Callable[...,
 # ---- the measured distance ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 @pytest.mark.parametrize("kl", [FROZEN, AVERAGE])
 def test_distance_is_0_at_the_first_step_and_grows(
@@ -200,6 +203,7 @@ def test_distance_by_a_loop(make_learner: Callable[..., Learner]) -> None:
     assert metrics["loss/kl_ref_k3"] > 0.01
 
 
+@pytest.mark.slow
 def test_penalty_holds_the_policy_near_the_reference(make_learner: Callable[..., Learner]) -> None:
     free, held = make_learner(FROZEN), make_learner({**FROZEN, "coefficient": 50.0})
     distances = []
@@ -249,6 +253,7 @@ def test_reference_is_the_same_after_a_resume(
     assert torch.equal(flat_weights(second.model), flat_weights(straight.model))
 
 
+@pytest.mark.slow
 def test_bfloat16_reference_is_the_same_after_a_resume(
     make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -262,6 +267,7 @@ def test_bfloat16_reference_is_the_same_after_a_resume(
         assert torch.equal(reference_weights(second), reference_weights(learner))
 
 
+@pytest.mark.slow
 def test_checkpoint_keeps_only_a_reference_that_moved(
     make_learner: Callable[..., Learner], tmp_path: Path
 ) -> None:

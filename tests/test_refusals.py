@@ -20,6 +20,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("message", "overrides"), MISTAKES.items(), ids=[change[-1] for change in MISTAKES.values()]
 )

@@ -106,6 +106,7 @@ def test_an_argument_that_died_with_its_owner_is_no_death_of_the_actor(error: Ra
         asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_answer_need_not_be_awaited() -> None:
     """A snapshot's publication may be cancelled before it begins."""
     with warnings.catch_warnings(record=True) as complaints:

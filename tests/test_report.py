@@ -28,6 +28,7 @@ METRICS = [{"step": step, "reward/mean": step / 10, **TIMES} for step in range(1
 EVALUATIONS = [{"step": step, "reward": 0.2 + step / 20, "reward_standard_error": 0.05} for step in (0, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metrics", "evaluations"),
     [
@@ -142,6 +143,7 @@ def test_ending_of_a_long_run_does_not_hold_its_metrics_in_memory(tmp_path: Path
     assert peak < run.metrics_path.stat().st_size  # 23 MB
 
 
+@pytest.mark.slow
 def test_ending_lists_the_groups_that_were_set_aside_each_once(tmp_path: Path) -> None:
     events = [
         {"kind": kind, "actor": None, "step": 1, "text": "?", "group_id": group_id}
@@ -152,6 +154,7 @@ def test_ending_lists_the_groups_that_were_set_aside_each_once(tmp_path: Path) -
     assert told == [f"\nSet aside, never finished: groups 4, 19 (see {run.events_path})"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("events", [None, [], [{"kind": "restored", "step": 0, "text": "?"}]])
 def test_ending_of_a_run_that_set_nothing_aside_does_not_mention_it(
     tmp_path: Path, events: list[dict[str, Any]] | None
@@ -159,6 +162,7 @@ def test_ending_of_a_run_that_set_nothing_aside_does_not_mention_it(
     assert not any("Set aside" in line for line in ending(finished_run(tmp_path, events)))
 
 
+@pytest.mark.slow
 def test_warnings_of_detectors_stand_at_the_end_and_on_the_page(tmp_path: Path) -> None:
     text = "step 3: 6% of the tokens have no gradient; see docs/failures.md#a-wrong-mask"
     event = {"time": 1.0, "kind": "detected_wrong_mask", "actor": None, "step": 3, "text": text}

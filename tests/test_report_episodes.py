@@ -64,6 +64,7 @@ def test_a_turn_shared_in_part_does_not_count(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rows_of_episodes_have_texts_and_log_ratios(
     tmp_path: Path, config: Config, tiny_model: Callable[..., Path]
 ) -> None:

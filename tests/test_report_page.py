@@ -100,6 +100,7 @@ def test_the_pages_policy_allows_its_own_script_and_style_only(tmp_path: Path, t
     assert "unsafe" not in page.partition("</head>")[0].partition("<style>")[0]
 
 
+@pytest.mark.slow
 def test_a_long_runs_page_is_a_few_megabytes(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]
 ) -> None:
@@ -124,6 +125,7 @@ def test_links_planted_in_a_runs_folder_are_not_followed(tmp_path: Path, tiny_co
 # ---- the command ----
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_into_the_run(
     tmp_path: Path, tiny_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:

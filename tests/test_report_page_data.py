@@ -245,6 +245,7 @@ def test_a_small_run_is_shown_completely(tmp_path: Path, tiny_config: Config) ->
     assert (sample.num_rollouts, sample.num_steps, sample.num_sampled_steps) == (18, 6, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 3, 8, 17, 40])
 def test_a_sample_is_bounded_seeded_and_spread_over_the_run(
     tmp_path: Path, tiny_config: Config, limit: int
@@ -288,6 +289,7 @@ def test_steps_outside_the_sample_are_read_by_small_columns_only(
     assert len(read) == 3
 
 
+@pytest.mark.slow
 def test_all_rows_are_drawn_equally_often(tmp_path: Path, tiny_config: Config) -> None:
     run = many_steps(tmp_path / "run", tiny_config, num_steps=1, size=5)
     files = step_files(run)
@@ -344,6 +346,7 @@ def test_log_ratios_are_the_checkpoints_logprobs_minus_the_samplers(
         np.testing.assert_allclose(ratio, plain - behaviour, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_have_tokens_ratios_and_version_spans(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path]
 ) -> None:
@@ -384,6 +387,7 @@ def test_without_a_checkpoint_a_notice_explains_the_missing_tokens(tmp_path: Pat
     ]
 
 
+@pytest.mark.slow
 def test_a_requested_checkpoint_must_exist(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +403,7 @@ def test_a_requested_checkpoint_must_exist(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_obstacle_to_log_ratios_is_a_notice_and_the_rest_is_shown(
     tmp_path: Path, tiny_config: Config, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "edit"), EDITS.items(), ids=[file for file, _ in EDITS.values()])
 def test_an_edited_input_is_refused_by_name(
     tmp_path: Path,
@@ -153,6 +154,7 @@ def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(
 COMMITS = ("a" * 40, "b" * 40)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_loads_the_commit_that_it_began_with(
     tmp_path: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

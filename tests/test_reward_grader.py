@@ -21,6 +21,7 @@ from grpo_ray.rewards.math.text import normalize
 from grpo_ray.rewards.math.units import as_radians, read_quantities, read_quantity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", TABLE)
 def test_verdicts_in_tags(group: str) -> None:
     disagreements = [

@@ -156,6 +156,7 @@ def test_a_message_is_read_as_sent() -> None:
     assert read_message(b'["ended", "SIGKILL", false, 3]') == ["ended", "SIGKILL", False, 3]
 
 
+@pytest.mark.slow
 def test_waiting_for_a_message_has_a_deadline_and_a_limit_of_bytes() -> None:
     ours, theirs = socket.socketpair()
     worker, stop = WorkerProcess(ours), threading.Event()
@@ -255,6 +256,7 @@ def test_too_many_open_files_are_waited_for() -> None:
     assert result.stdout.splitlines() == ["[ScoringError('exit status 0')]", "[]", "1.0"], result.stderr
 
 
+@pytest.mark.slow
 def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PAUSES_S", (0.01, 0.02))
     pool = RewardPool({"own": "hostile_rewards:obey"}, num_workers=1, timeout_s=1.0, memory_gib=0.25)
@@ -275,6 +277,7 @@ def test_a_refusal_that_lasts_is_an_error_in_plain_words(monkeypatch: pytest.Mon
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
     start = processes.subprocess.Popen

@@ -53,6 +53,7 @@ def run_actors(config: Config, folder: Path) -> RunDirectory:
 
 
 @pytest.mark.ray
+@pytest.mark.campaign
 @pytest.mark.usefixtures("shared_ray")
 def test_lag_is_bounded_and_every_prompt_is_trained_once(tmp_path: Path) -> None:
     """Two Generators run one version ahead of a slow Learner; test_controller.py has more, without Ray."""
@@ -102,6 +103,7 @@ def test_lag_is_bounded_and_every_prompt_is_trained_once(tmp_path: Path) -> None
     assert [(s["step"], s["version"]) for s in summaries] == [(0, 0), (4, 4), (8, 8)]
 
 
+@pytest.mark.slow
 def test_no_replayed_group_is_older_than_max_age(tmp_path: Path) -> None:
     """With a slow Learner, a look-ahead and two Generators; test_schedules.py has more schedules."""
     schedule = ["buffer.replay.frac=0.5", "buffer.replay.max_age=2", "buffer.lookahead=2"]
@@ -120,6 +122,7 @@ def test_no_replayed_group_is_older_than_max_age(tmp_path: Path) -> None:
     assert audit(run).problems == []
 
 
+@pytest.mark.slow
 def test_a_group_that_slipped_past_admission_is_refused_and_sampled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def leave_writer(run: RunDirectory, **changes: Any) -> None:
     writer_file(run).write_text(json.dumps({**own, "pid": ended.pid, "started": 1, **changes}))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_flock")
 def test_without_flock_a_file_names_the_writer(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")

@@ -75,6 +75,7 @@ SECRETS = {
 }
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_the_listed_secrets_alone() -> None:
     """The memory that the process was started with, which /proc shows, has not even the listed ones."""
     own, child, initial = environment_after("keep_only({'TOOL_KEY': 'given'})", **SECRETS, PLAIN="text")
@@ -91,6 +92,7 @@ def test_a_process_that_is_left_alone_has_them_in_all_three_places() -> None:
         assert {f"{name}={value}" for name, value in SECRETS.items()} <= set(entries)
 
 
+@pytest.mark.slow
 def test_variables_that_were_changed_since_the_start_are_kept() -> None:
     """Their values are no longer in the memory that is overwritten."""
     code = "os.environ['HTTPS_PROXY'] = 'http://proxy'; keep_only({})"
@@ -162,6 +164,7 @@ def test_no_value_is_in_the_runs_configuration(
 # ---- rewards ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("listed", "reward"), [("[JUDGE_KEY]", 1.0), ("[]", 0.0)])
 def test_a_reward_sees_the_keys_of_its_term_alone(
     listed: str, reward: float, module: str, monkeypatch: pytest.MonkeyPatch

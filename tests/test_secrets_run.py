@@ -19,7 +19,7 @@ from grpo_ray.models.tiny import tiny_model_folder
 from grpo_ray.rewards.isolation.landlock import landlock_version
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
+pytestmark = [pytest.mark.ray, pytest.mark.campaign, pytest.mark.usefixtures("model_cache")]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def overrides(run: RunDirectory) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("where", [pytest.param("own", marks=pytest.mark.campaign), "joined"])
+@pytest.mark.parametrize("where", ["own", "joined"])
 def test_tools_and_rewards_have_the_secrets_that_are_listed_for_them(
     where: str, tmp_path: Path, short_folder: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -28,6 +28,7 @@ def test_only_the_time_of_serving_counts() -> None:
     assert seconds == [1.0, 1.0, 1.0, 3.0, 7.0]
 
 
+@pytest.mark.slow
 def test_a_limit_ends_later_by_the_time_without_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_time, "LOOK_S", 0.02)
 

@@ -29,6 +29,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_arrays_in_shared_memory_are_found_and_read_by_another_process() -> None:
     with tempfile.TemporaryFile() as file:
         file.write(BYTES.tobytes())
@@ -91,7 +92,7 @@ class PlaceEngine:
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.campaign
 def test_two_snapshots_are_stored_at_a_time_and_read_where_they_lie(tmp_path: Path) -> None:
     """The published one, and the one in transit; so the memory of the one before is used again."""
     import ray

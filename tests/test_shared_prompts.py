@@ -138,6 +138,7 @@ def gradient_of(
 
 
 # The two implementations take turns: they differ in the log-probabilities alone, which the tests above compare.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "policy"),
     [(algorithm, ("transformers", "grpo_ray")[n % 2]) for n, algorithm in enumerate(ALGORITHMS)],
@@ -171,6 +172,7 @@ def test_gradient_and_sums_equal_the_padded_path(
     assert whole["padding_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_packed_rows(tiny_config: Config, policy: PolicyModel) -> None:
     sequences = random_sequences(2, SHAPES)
     _, expected = gradient_of(tiny_config, policy, sequences)
@@ -425,6 +427,7 @@ def test_a_float32_head_in_bfloat16(
     assert gradient.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_float32_head_changes_nothing_in_float32(policy: PolicyModel, tiny_config: Config) -> None:
     sequences = random_sequences(1, SHAPES)
     _, expected = gradient_of(tiny_config, policy, sequences)
@@ -471,6 +474,7 @@ def test_the_reason_is_told_once(tiny_config: Config) -> None:
     assert passes.take_obstacle() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["full", "selective"])
 def test_recomputation_leaves_dropout_off(which: Recomputation, tiny_config: Config) -> None:
     model = random_model(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))

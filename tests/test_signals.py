@@ -79,6 +79,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) -> None:
     process = started(INTERRUPTED, folder)
@@ -86,6 +87,7 @@ def test_a_first_signal_interrupts_the_main_thread(number: int, folder: Path) ->
     assert ending(process) == (130, "cleaned up\n", "")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_and_says_how_to_resume(folder: Path) -> None:
     process = started(SWALLOWS, folder)
     process.send_signal(signal.SIGINT)
@@ -96,6 +98,7 @@ def test_a_second_signal_ends_the_process_and_says_how_to_resume(folder: Path) -
     assert (status, errors) == (130, f"\nkilled; resume with: grpo-ray resume {folder}\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> None:
     process = started(SWALLOWS, folder / "none")
     os.kill(process.pid, signal.SIGINT)
@@ -105,6 +108,7 @@ def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> Non
     assert errors.endswith("\nkilled\n")
 
 
+@pytest.mark.slow
 def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path) -> None:
     process = started(NATIVE, folder)
     time.sleep(1.0)  # between its last line and the call, Python answers
@@ -114,6 +118,7 @@ def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path)
     assert "killed, because it did not answer within 0.1 s; resume with: " in errors
 
 
+@pytest.mark.slow
 def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> None:
     process = started(DEAF_LOOP, folder)
     process.send_signal(signal.SIGINT)

@@ -49,6 +49,7 @@ def simulated(
 FAULTS = FAST.model_copy(update={"generator_life_s": 20.0, "learner_life_s": 12.0})
 
 
+@pytest.mark.slow
 def test_a_run_repeats_to_the_byte_with_its_faults(tmp_path: Path) -> None:
     traces: dict[str, list[str]] = {"one": [], "other": [], "seeded": []}
     for name, seed in (("one", 3), ("other", 3), ("seeded", 4)):
@@ -66,6 +67,7 @@ def test_a_run_repeats_to_the_byte_with_its_faults(tmp_path: Path) -> None:
     assert {"generator_failed", "generator_back", "restored"} <= kinds
 
 
+@pytest.mark.slow
 def test_a_simulated_run_passes_the_audit_of_real_ones(tmp_path: Path) -> None:
     """The records have the form of a real run's, so an independent reader can check them."""
     result = simulated(tmp_path / "run", "run.save_rollouts=true", "algorithm.num_steps=12", speeds=FAULTS)
@@ -104,6 +106,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=6, deadline=None)
 @given(
@@ -156,6 +159,7 @@ EPISODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGES)
 @settings(max_examples=6, deadline=None)
 @given(
@@ -234,6 +238,7 @@ def test_old_tokens_are_counted_and_a_restored_run_forgets_later_steps() -> None
 # ---- the command ----
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "speeds.json").write_text('{"decode_s": 0.5, "train_s": 0.01, "train_token_s": 0}')
     arguments = ["simulate", QUICKSTART, *SMALL, "--generators", "20", "--steps", "5", "--seed", "3"]

@@ -42,6 +42,7 @@ def record(folder: Path, *changes: str, speeds: Speeds = KNOWN) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_generators", "max_lag"), [(1, 0), (3, 0), (2, 1)])
 def test_a_fit_recovers_the_speeds_of_a_simulated_run(
     tmp_path: Path, num_generators: int, max_lag: int
@@ -57,6 +58,7 @@ def test_a_fit_recovers_the_speeds_of_a_simulated_run(
     assert ("gather_s" in names) == (max_lag == 0)
 
 
+@pytest.mark.slow
 def test_what_one_run_cannot_tell_apart_is_said(tmp_path: Path) -> None:
     path = record(tmp_path / "run", "sampling.max_tokens=5", "sampling.min_tokens=5")
     warnings = " ".join(calibrate([read_run(path)]).warnings)
@@ -70,6 +72,7 @@ def test_actors_that_shared_cores_cannot_be_told_apart(tmp_path: Path) -> None:
         calibrate([run], cores=2)
 
 
+@pytest.mark.slow
 def test_a_wrong_folder_is_refused_with_the_file_and_the_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +90,7 @@ def test_a_wrong_folder_is_refused_with_the_file_and_the_fix(
         read_run(short)
 
 
+@pytest.mark.slow
 def test_the_command_saves_speeds_that_it_reads_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +102,7 @@ def test_the_command_saves_speeds_that_it_reads_again(
     assert main(["simulate", QUICKSTART, *CHANGES, "--speeds", file]) == 0
 
 
+@pytest.mark.slow
 def test_lengths_are_replayed_in_order(tmp_path: Path) -> None:
     lengths = ReplayedLengths([np.array([1, 2]), np.array([3, 4])])
     rng = np.random.default_rng(0)

@@ -45,6 +45,7 @@ def heard(process: "subprocess.Popen[str]") -> bool:
     return out == "signalled\n"
 
 
+@pytest.mark.slow
 def test_the_process_is_signalled(process: "subprocess.Popen[str]") -> None:
     found = process_at(process.pid)
     assert found is not None
@@ -52,6 +53,7 @@ def test_the_process_is_signalled(process: "subprocess.Popen[str]") -> None:
     assert heard(process)
 
 
+@pytest.mark.slow
 def test_another_process_with_the_same_pid_is_not(process: "subprocess.Popen[str]") -> None:
     """SIGUSR1 ends a process that does not expect it; a pid may be reused after its actor has died."""
     send_stack_signal((process.pid, "12345"))
@@ -71,6 +73,7 @@ def test_a_process_that_is_gone_or_another_users_is_left_alone() -> None:
         send_stack_signal(me)
 
 
+@pytest.mark.slow
 def test_a_killed_actor_that_is_stopped_does_not_stay(
     group: Any, tmp_path: Path, process: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:

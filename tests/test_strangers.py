@@ -126,6 +126,7 @@ def seat_at(port: int, rank: int, **changes: Any) -> Seat:
     return Seat(**seat)
 
 
+@pytest.mark.slow
 def test_a_stranger_in_a_ranks_seat_is_refused_and_runs_nothing(stranger: Callable[..., None]) -> None:
     store = meeting()
     stranger(take_a_ranks_seat, store.port)
@@ -143,6 +144,7 @@ def joined_after_the_deed(seat: Seat) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_a_pickle", [False, True])
 def test_ranks_whose_store_is_overwritten_fail_and_those_after_them_meet(
     with_a_pickle: bool, stranger: Callable[..., None]
@@ -168,6 +170,7 @@ def in_anothers_place(seat: Seat, its_rank: int) -> str:
     return "joined"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "replicas", "its_rank"), [(2, 1, 1), (3, 1, 0), (4, 2, 3)])
 def test_a_stranger_with_a_ranks_connections_is_noticed_by_all_that_it_has_one_to(
     size: int, replicas: int, its_rank: int
@@ -192,6 +195,7 @@ def listening() -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_stores_and_ranks_listen_at_their_own_address_alone() -> None:
     before = listening()
     store = open_store("127.0.0.1")
@@ -199,6 +203,7 @@ def test_stores_and_ranks_listen_at_their_own_address_alone() -> None:
     assert on_ranks(2, addresses) == [{"127.0.0.1"}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_a_run_whose_start_a_stranger_disturbed_begins_again(tmp_path: Path) -> None:
     config, run = make_config("algorithm.num_steps=1"), RunDirectory(tmp_path / "run")
@@ -221,6 +226,7 @@ def test_a_run_whose_start_a_stranger_disturbed_begins_again(tmp_path: Path) -> 
 # ---- wires ----
 
 
+@pytest.mark.slow
 def test_a_stranger_in_a_generators_seat_is_refused_and_the_generator_joins_the_next_wire(
     threads: ThreadPoolExecutor, stranger: Callable[..., None]
 ) -> None:
@@ -236,6 +242,7 @@ def test_a_stranger_in_a_generators_seat_is_refused_and_the_generator_joins_the_
         assert torch.equal(found[name], tensor.bfloat16())
 
 
+@pytest.mark.slow
 def test_a_wire_whose_store_is_overwritten_fails_at_both_ends(
     threads: ThreadPoolExecutor, stranger: Callable[..., None]
 ) -> None:

@@ -45,6 +45,7 @@ def make_context(address: str = HERE, **others: Any) -> SubmissionContext:
 # ---- what is sent ----
 
 
+@pytest.mark.slow
 def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     overrides = ["run.name=a b", 'sampling.stop=["</answer>", "$(id)"]', "run.output_dir=out"]
     job = training_job(QUICKSTART, overrides, make_context())
@@ -62,6 +63,7 @@ def test_a_training_job_names_its_run_and_every_word_arrives_as_it_is() -> None:
     assert (config.run.name, config.run.output_dir) == ("a b", str(run.parent))
 
 
+@pytest.mark.slow
 def test_a_run_without_a_name_gets_one_that_the_metadata_knows() -> None:
     job = training_job(QUICKSTART, [], make_context())
     config = load_config(QUICKSTART, job.command[5:])
@@ -77,12 +79,14 @@ def test_names_that_yaml_would_read_as_something_else(tmp_path: Path) -> None:
     assert (config.run.name, config.run.output_dir) == ("007", f"{tmp_path}/out #1")
 
 
+@pytest.mark.slow
 def test_the_python_of_the_cluster() -> None:
     assert training_job(QUICKSTART, [], make_context(ELSEWHERE)).command[0] == "python"
     given = make_context(ELSEWHERE, python="/opt/grpo/bin/python")
     assert training_job(QUICKSTART, [], given).command[0] == "/opt/grpo/bin/python"
 
 
+@pytest.mark.slow
 def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("GRPO_RAY_CACHE", "https://user:password@cache")  # looks like a credential: not sent
@@ -444,6 +448,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
     return fake
 
 
+@pytest.mark.slow
 def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.not_ready = 2  # a head that is still starting
     assert main(["submit", QUICKSTART, "run.name=a", "--address", HERE]) == 0
@@ -458,12 +463,14 @@ def test_submit_follows_to_the_end(jobs: FakeJobs, capsys: pytest.CaptureFixture
     assert sent.runtime_env["working_dir"] == str(Path.cwd())
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_a_command_that_fails(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.ending = "FAILED"
     assert main(["submit", QUICKSTART]) == 1
     assert capsys.readouterr().out.endswith("step 2\njob job-1: failed: exit code 2\n")
 
 
+@pytest.mark.slow
 def test_a_jobs_output_is_shown_and_not_obeyed(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
     shown = r"\x1b]52;c;ZXZpbA==\x07 \x9b2J \r \u202e"
@@ -474,6 +481,7 @@ def test_a_jobs_output_is_shown_and_not_obeyed(jobs: FakeJobs, capsys: pytest.Ca
     assert capsys.readouterr().out.endswith(f"step 1 {shown}\njob job-1: failed: {shown}\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.output = ["step 1\n", KeyboardInterrupt()]
     assert main(["submit", QUICKSTART]) == INTERRUPTED
@@ -484,6 +492,7 @@ def test_ctrl_c_stops_following_only(jobs: FakeJobs, capsys: pytest.CaptureFixtu
     assert "step 2\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", QUICKSTART, "--no-wait", "run.name=a"]) == 0
     assert "step 1" not in capsys.readouterr().out
@@ -497,6 +506,7 @@ def test_stop_says_how_to_go_on(jobs: FakeJobs, capsys: pytest.CaptureFixture[st
     assert "no longer waiting" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [[RuntimeError("closed with close code 1006")], []])
 def test_a_connection_that_ends_says_that_the_job_goes_on(
     jobs: FakeJobs,
@@ -510,6 +520,7 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
     assert "the job keeps running; follow it again with --follow job-1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -534,6 +545,7 @@ def test_a_mistake_is_refused_before_anything_is_submitted(
     assert jobs.jobs == {}
 
 
+@pytest.mark.slow
 def test_files_that_the_cluster_alone_has(
     jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -548,6 +560,7 @@ def test_files_that_the_cluster_alone_has(
         assert "! task.train_path: /none/train.jsonl is not on this machine" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_head_that_takes_no_jobs(
     jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

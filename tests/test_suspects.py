@@ -267,6 +267,7 @@ def check(plan: Plan, folder: Path) -> None:
         assert sum(world.starts.values()) <= 9 * len(plan.culprits)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(plans())
 def test_whatever_the_schedule_culprits_are_set_aside_and_all_others_finish(
@@ -293,6 +294,7 @@ def test_a_run_whose_every_group_ends_its_process_ends_by_the_budget(kind: str, 
         play(Plan(0, 16, **ends), tmp_path / "run", max_restarts=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Generators", "workers", "turns"])
 def test_it_ends_even_if_its_deaths_are_too_rare_for_the_budget(kind: str, tmp_path: Path) -> None:
     """Each takes minutes, as an episode that slowly fills the memory does; it is not the prompts' fault."""

@@ -90,6 +90,7 @@ def test_a_mixture_of_any_schedule_is_clean(
     assert audit(RunDirectory(tmp_path / "run")).problems == []
 
 
+@pytest.mark.slow
 def test_a_model_built_here_trains_on_arithmetic(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(make_config(f"task={SUMS}"), run.path)
@@ -122,6 +123,7 @@ def test_a_curriculum_resumes_as_the_same_run(tmp_path: Path) -> None:
     assert [{n: v for n, v in line.items() if n.startswith("curriculum/")} for line in resumed] == figures
 
 
+@pytest.mark.slow
 def test_a_curriculum_one_version_behind_is_clean(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     train(make_config(*CURRICULUM, "weight_sync.max_lag=2"), run.path)
@@ -188,6 +190,7 @@ def chat_model(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_models_own_chat_template(chat_model: Path, tmp_path: Path) -> None:
     task = ["task.prompt=chat", "task.system_prompt=Be brief."]
     run = RunDirectory(tmp_path / "run")

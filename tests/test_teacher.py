@@ -39,6 +39,7 @@ def look_up(teacher: Teacher, group: RolloutGroup) -> tuple[np.ndarray, int]:
     return asyncio.run(teacher.look_up(group))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share_prompts", ["auto", "never"])
 @pytest.mark.parametrize(("temperature", "min_tokens"), [(1.0, 0), (0.7, 3)])
 def test_logprobs_are_those_of_a_plain_forward_pass(

@@ -158,6 +158,7 @@ with RunDirectory(sys.argv[1]).lock():
 """
 
 
+@pytest.mark.slow
 def test_lock_lasts_as_long_as_its_process_and_no_longer(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, run.path], stdout=subprocess.PIPE, text=True)
@@ -230,6 +231,7 @@ def test_last_logged_step(tmp_path: Path) -> None:
     assert last_logged_step(path) == 2
 
 
+@pytest.mark.slow
 def test_disk_that_fills_up_loses_no_line(tmp_path: Path) -> None:
     """Use a separate process with files limited to 100 bytes."""
     script = """

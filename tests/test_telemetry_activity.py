@@ -217,6 +217,7 @@ def test_a_runs_stages_add_up_to_its_time(tmp_path: Path, max_lag: int) -> None:
     assert in_turns == pytest.approx(trained, rel=0.02, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_a_generator_that_never_answers_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Generator.take_stats
@@ -243,6 +244,7 @@ def test_a_generator_that_never_answers_delays_nothing(tmp_path: Path, monkeypat
     assert sampled > trained  # both Generators' tokens, and those of the evaluation at step 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_actors_report_what_they_are_doing(tmp_path: Path) -> None:
     seen: set[str] = set()

@@ -147,6 +147,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
     assert (lengths[0], lengths[-1]) == (1, 11)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
     """Rows have no gaps or overlaps, and the seconds of metrics.jsonl, even if a Generator dies."""
@@ -184,6 +185,7 @@ def test_a_runs_timeline_is_its_metrics(tmp_path: Path) -> None:
     assert len(set(begun)) == len(begun) >= 32
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache")
 def test_steps_that_are_trained_again_are_drawn_again(tmp_path: Path) -> None:
     """The time before a restore stays, although metrics.jsonl has each step only once."""

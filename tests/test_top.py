@@ -198,6 +198,7 @@ def test_a_disk_that_hangs_blocks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     hangs.set()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model_cache", "any_reward", "quick")
 def test_a_real_run_is_followed(tmp_path: Path) -> None:
     config = local_runs.make_config("algorithm.num_steps=6", "weight_sync.max_lag=1")

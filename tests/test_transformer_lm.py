@@ -478,6 +478,7 @@ def make_learner(config: Config, folder: Path, implementation: str, **changes: A
     return Learner(str(folder), changed(config, model=model, **changes), ENDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"learner": {"gradient_checkpointing": True}}, {"algorithm": {"kl": {"reference": "initial"}}}],

@@ -135,6 +135,7 @@ def report(run: RunDirectory, *options: str) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 def test_report_shows_an_evil_run_without_its_tokens(evil: RunDirectory, marker: Path) -> None:
     data = report(evil)
     assert not marker.exists()
@@ -192,6 +193,7 @@ def test_audit_checks_all_but_rewards_that_are_code(
     assert f"note: rewards are not checked, because {REWARD} is code" in printed
 
 
+@pytest.mark.slow
 def test_audit_runs_a_reward_on_request(evil: RunDirectory, marker: Path) -> None:
     main(["audit", str(evil.path), "--run-reward-code"])
     assert marker.exists()
@@ -302,6 +304,7 @@ def test_evaluate_refuses_an_engine_that_is_code(
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_evaluate_samples_an_evil_run_with_another_reward(
     evil: RunDirectory,
     marker: Path,
@@ -345,6 +348,7 @@ def test_evaluate_runs_the_models_code_on_request(
     assert marker.exists()
 
 
+@pytest.mark.slow
 def test_a_configuration_of_the_users_own_is_believed_as_by_train(
     tmp_path: Path,
     marker: Path,
@@ -423,6 +427,7 @@ def test_the_bundled_functions_exist_and_are_all_that_our_configurations_name() 
         assert code_in(load_config(path)) == [], path
 
 
+@pytest.mark.slow
 def test_audit_grades_again_with_a_bundled_function() -> None:
     name = "grpo_ray.rewards.examples.numeric_tolerance:reward_fn"
     grader = Regrader(load_config(SORTING, [f"task.reward={name}"]), run_reward_code=False)

@@ -247,6 +247,7 @@ def test_a_generator_that_hangs_is_reported_after_the_limit() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_turn_that_waits_for_others_does_not_fail_its_generator() -> None:
     """Turns that are queued, or last longer than the limit, are no fault while any other finishes."""
 
@@ -267,6 +268,7 @@ def test_a_turn_that_waits_for_others_does_not_fail_its_generator() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_time_without_turns_is_no_silence() -> None:
     async def work() -> None:
         ends: list[asyncio.Future[Completion]] = [asyncio.Future(), asyncio.Future()]
@@ -323,6 +325,7 @@ def test_an_alarm_that_rang_rings_again() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_generator_that_hangs_is_found_by_turns_that_give_up_sooner() -> None:
     """Episodes end by their own clock before the limit; the time of their turns adds up."""
 

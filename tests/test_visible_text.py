@@ -66,6 +66,7 @@ def test_the_marks_that_the_page_once_missed(mark: str) -> None:
     assert mark not in visible(mark)
 
 
+@pytest.mark.slow
 def test_the_page_knows_the_same_characters() -> None:
     script = Path("grpo_ray/tools/report/web/elements.js").read_text(encoding="utf-8")
     (text,) = re.findall(r"^const UNSEEN = /(.*)/gu;$", script, re.M)
@@ -144,6 +145,7 @@ def test_errors_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     check(capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_the_traceback_of_an_unexpected_error() -> None:
     program = (
         "from grpo_ray.tools import cli\n"

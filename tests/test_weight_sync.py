@@ -377,6 +377,7 @@ def test_generator_admitted_before_the_first_publish_already_has_the_right_weigh
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False])
 @pytest.mark.parametrize("phase", PHASES)
 def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(phase: str, hangs: bool) -> None:
@@ -488,6 +489,7 @@ class ServingGenerator:
         return 0.0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     turns=st.lists(st.integers(0, 5), min_size=1, max_size=12),

@@ -241,6 +241,7 @@ def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_death_that_another_actor_reports_keeps_its_name() -> None:
     """Ray sends an actor's error as a pickle; without its own form ActorDied came as something else."""
     for error in (ActorDied("learner", "killed"), OutOfDeviceMemory("learner", "CUDA", 4096)):

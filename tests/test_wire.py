@@ -311,6 +311,7 @@ def test_a_receiver_that_hangs_holds_its_send_for_the_time_limit(
     assert time.monotonic() - started > 2.5
 
 
+@pytest.mark.slow
 def test_a_dropped_wire_ends_what_the_receiver_waits_for(threads: ThreadPoolExecutor) -> None:
     sender = make_sender(timeout_s=60.0)
     inbox, snapshot = join(threads, sender), pack_much(sender, 1)

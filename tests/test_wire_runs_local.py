@@ -67,6 +67,7 @@ def test_a_generator_that_dies_in_a_transfer_is_replaced_while_the_run_continues
     assert [event["actor"] for event in events(run, "generator_back")] == ["generator-1"]
 
 
+@pytest.mark.slow
 def test_a_learner_that_dies_in_a_transfer_is_restored(tmp_path: Path) -> None:
     config = make_config("generator.num_generators=2", COLLECTIVE)
 

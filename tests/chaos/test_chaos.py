@@ -36,6 +36,7 @@ def test_a_run_of_real_actors_survives_faults_with_a_clean_audit(tmp_path: Path)
     assert audited["num_steps"] > len(kinds)
 
 
+@pytest.mark.campaign
 def test_the_tables_count_what_is_not_as_it_must_be(tmp_path: Path) -> None:
     same = {"scenario": "torch", "seed": 0, "commit": "abc", "step": 3, "what": "it", "seconds": 1.0}
     rows = [
