@@ -109,7 +109,7 @@ def try_mutant(mutant: Mutant, covering: Json, marks: str, template: Path) -> Js
             status, output = run_tests(tree, environment, "-x", "-m", marks, *files, timeout_s=TIMEOUT_S)
     test = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
     caught_by = "a timeout" if status == -1 else test[1] if test else f"exit status {status}"
-    is_caught = status not in (0, 5)  # 5: none of the tests has the marks
+    is_caught, is_covered = status not in (0, 5), is_covered and status != 5  # 5: no test has the marks
     result = {"caught_by": caught_by if is_caught else None, "is_covered": is_covered, "files": files}
     text = (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
     return {**asdict(mutant), **result, "seconds": round(time.monotonic() - started, 1), "text": text}
