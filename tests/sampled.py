@@ -1,7 +1,7 @@
 """Parametrized tests of which `make test` runs some cases, and `make campaign` the others.
 
-Each case of a table takes seconds, and the cases that are kept go through the code of all of them; what the others
-add is a combination.
+Each case of a table takes seconds. Those that are kept go through the code of all; what the others add is a
+combination.
 """
 
 from collections.abc import Iterable
@@ -18,23 +18,38 @@ KEPT: dict[str, tuple[str, ...]] = {
         "plain",
     ),
     "test_broken_rewards.py::test_a_reward_that_always_fails_ends_the_run_at_its_first_validation": (
-        "raises", "hangs",
+        "raises",
+        "hangs",
     ),
     "test_broken_rewards.py::test_a_reward_that_sometimes_fails_is_said_once_in_the_first_step": ("raises",),
     "test_controller.py::test_a_stall_is_explained_and_ended": ("learner",),
-    "test_controller.py::test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_continue": ("True",),
+    "test_controller.py::test_a_hung_sync_is_named_and_its_generator_replaced_while_the_others_continue": (
+        "True",
+    ),
     "test_controller.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("stop-2", "kill-1"),
     "test_controller.py::test_no_prompt_is_skipped_or_trained_twice_over_ten_kills": ("1",),
     "test_distillation_runs.py::test_a_teacher_that_dies_is_replaced_and_looks_up_again": ("2",),
     "test_distillation_runs.py::test_combinations": ("overrides2", "overrides3"),
     "test_episode_combinations.py::test_episodes_train_with": (
-        "plain", "synchronous", "lora", "kl", "several_updates", "collective", "curriculum", "replay",
+        "plain",
+        "synchronous",
+        "lora",
+        "kl",
+        "several_updates",
+        "collective",
+        "curriculum",
+        "replay",
     ),
     "test_episode_failures.py::test_an_example_that_ends_its_worker_is_set_aside_and_costs_no_other_group": (
-        "many workers", "replayed",
+        "many workers",
+        "replayed",
     ),
-    "test_episode_failures.py::test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group": ("1",),
-    "test_episode_failures.py::test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group": ("2",),
+    "test_episode_failures.py::test_a_prompt_that_ends_its_generator_is_set_aside_and_costs_no_other_group": (
+        "1",
+    ),
+    "test_episode_failures.py::test_a_turn_that_ends_its_generator_is_set_aside_and_costs_no_other_group": (
+        "2",
+    ),
     "test_episode_of_one_turn.py::test_the_run_is_the_same": ("auto",),
     "test_episode_runs.py::test_a_synchronous_run_that_is_killed_and_resumed_equals_one_that_was_not": ("3",),
     "test_episode_runs.py::test_no_token_beyond_the_lag_is_trained": ("mask",),
@@ -42,31 +57,48 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_engines_vllm.py::test_a_float32_head_over_bfloat16_before_and_after_a_sync": ("True",),
     "test_hung_disk.py::test_a_driver_ends_in_time_although_a_write_hangs": ("deadline",),
     "test_out_of_memory.py::test_step_is_the_same_with_smaller_micro_batches": (
-        "auto-24-algorithm1-float32", "never-60-algorithm2-bfloat16",
+        "auto-24-algorithm1-float32",
+        "never-60-algorithm2-bfloat16",
     ),
     "test_planning.py::test_a_micro_batch_takes_what_is_planned": (
-        "float32-False-320-268435456-options0", "float32-True-8192-4194304-options5",
-        "bfloat16-False-320-268435456-options6", "bfloat16-False-8192-4194304-options10",
+        "float32-False-320-268435456-options0",
+        "float32-True-8192-4194304-options5",
+        "bfloat16-False-320-268435456-options6",
+        "bfloat16-False-8192-4194304-options10",
     ),
     "test_planning_ranks.py::test_a_rank_holds_what_is_planned": ("2-512",),
     "test_ranks.py::test_adapters_and_dtypes": (
-        "full-bfloat16-float32", "lora-float32-model", "dora-bfloat16-model", "4 bits-float32-model",
+        "full-bfloat16-float32",
+        "lora-float32-model",
+        "dora-bfloat16-model",
+        "4 bits-float32-model",
     ),
     "test_ranks.py::test_every_setting_gives_the_gradients_of_one_rank": ("2",),
     "test_ranks.py::test_resuming_with_as_many_ranks_is_exact_and_with_others_is_close": ("float32",),
-    "test_reference.py::test_reference_is_the_same_after_a_resume": ("3-kl0-True", "1-kl1-False", "3-kl2-False"),
+    "test_reference.py::test_reference_is_the_same_after_a_resume": (
+        "3-kl0-True",
+        "1-kl1-False",
+        "3-kl2-False",
+    ),
     "test_report_page_browser.py::test_every_text_has_enough_contrast": ("size0-light", "size3-dark"),
     "test_report_page_browser.py::test_ranks_have_curves_and_a_table": ("size0-light",),
     "test_schedules.py::test_a_synchronous_run_that_is_interrupted_is_the_same_run": ("dynamic", "reference"),
     "test_schedules.py::test_every_schedule_trains_each_prompt_once_on_recent_tokens": (
-        "synchronous-False", "colocated-False", "dynamic-False", "replay-advantage-False", "lookahead-True",
-        "oversampled-async-True", "everything-True",
+        "synchronous-False",
+        "colocated-False",
+        "dynamic-False",
+        "replay-advantage-False",
+        "lookahead-True",
+        "oversampled-async-True",
+        "everything-True",
     ),
     "test_schedules.py::test_kills_lose_nothing_in_asynchronous_schedules": ("everything",),
     "test_signals.py::test_a_first_signal_interrupts_the_main_thread": ("2",),
-    "test_strangers.py::test_a_stranger_with_a_ranks_connections_is_noticed_by_all_that_it_has_one_to": ("3-1-0",),
+    "test_strangers.py::test_a_stranger_with_a_ranks_connections_is_noticed_by_all_that_it_has_one_to": (
+        "3-1-0",
+    ),
     "test_strangers.py::test_ranks_whose_store_is_overwritten_fail_and_those_after_them_meet": ("True",),
-}  # fmt: skip
+}
 
 
 def leave_the_others_to_the_campaign(items: Iterable[pytest.Item]) -> None:
