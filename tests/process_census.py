@@ -21,8 +21,9 @@ BUDGET = {
     "vLLM engines alone": 8,
     "other programs": 40,
 }
-PERIOD_S = 0.5
-"""A process that lives for less than this is free."""
+PERIOD_S = 1.0
+NUM_SCANS = 2
+"""A program that lives for fewer periods is free."""
 HELPERS = ("resource_tracker", "/ray/", "--multiprocessing-fork", "chrom", "landlock")
 
 
@@ -78,7 +79,7 @@ class Census:
         is_in_run = any("raylet" in command.partition(" ")[0] for command in above)
         if seen.command.startswith("VLLM::EngineCore"):
             return "vLLM engines in runs" if is_in_run else "vLLM engines alone"
-        is_program = seen.scans > 0 and seen.command != (above[0] if above else command_of(self._root))
+        is_program = seen.scans >= NUM_SCANS and seen.command != (above[0] if above else command_of(self._root))
         if is_in_run or not is_program or any(helper in seen.command for helper in HELPERS):
             return None
         return "other programs" if "python" in seen.command.partition(" ")[0] else None

@@ -27,6 +27,8 @@ from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
+pytestmark = pytest.mark.slow
+
 Rows = list[dict[str, Any]]
 
 
@@ -98,7 +100,6 @@ def mixed(finished_run: Callable[..., RunDirectory], tmp_path: Path) -> RunDirec
     return copied(finished_run(*MIXED), tmp_path)
 
 
-@pytest.mark.slow
 def test_a_clean_run_is_clean(clean: RunDirectory) -> None:
     report = audit(clean)
     assert report.problems == []
@@ -124,7 +125,6 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)
 def test_a_clean_run_of_any_schedule_is_clean(
     finished_run: Callable[..., RunDirectory], changes: tuple[str, ...]

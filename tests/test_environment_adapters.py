@@ -26,6 +26,8 @@ from grpo_ray.episodes.outcome import EpisodeResult, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
 from grpo_ray.tasks.examples import Example
 
+pytestmark = pytest.mark.slow
+
 MOVES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "down", "right", "right"]  # over the lake's 4 x 4 fields, past its holes
 
@@ -261,7 +263,6 @@ def numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return VerifiersEpisodes({"taskset": {"id": "verifiers_numbers"}}, num_train=5, num_validation=2)
 
 
-@pytest.mark.slow
 def test_the_tasks_of_a_taskset_are_the_examples(numbers: Any) -> None:
     found = numbers.examples(0)
     assert [example.question for example in found.train] == ["Guess my number."] * 5
@@ -269,7 +270,6 @@ def test_the_tasks_of_a_taskset_are_the_examples(numbers: Any) -> None:
     assert [example.ground_truth for example in found.train] == ["2", "3", "4", "5", "6"]
 
 
-@pytest.mark.slow
 def test_a_verifiers_environment_continues_its_tokens(numbers: Any) -> None:
     result, (text,) = play(numbers.episode, said("1", "5", "3"), numbers.examples(0).train[0])
     assert (result.status, result.reward) == (Status.FINISHED, 1.0), result.error
@@ -371,7 +371,6 @@ def test_a_rehearsal_that_fails_says_so() -> None:
 # The page
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "replies"),
     [

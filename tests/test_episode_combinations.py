@@ -34,7 +34,7 @@ from grpo_ray.types import Completion, Episode, ScoredGroup
 __all__ = ["serve_locally"]
 
 SMALL = "tests/small_episodes.yaml"
-pytestmark = pytest.mark.usefixtures("model_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model_cache")]
 
 # Overrides by the feature that they turn on.
 FEATURES: dict[str, list[str]] = {
@@ -97,18 +97,11 @@ def run(folder: Path, *overrides: str) -> RunDirectory:
     return directory
 
 
-FAST = ("plain", "lora", "kl")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "feature", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES]
-)
+@pytest.mark.parametrize("feature", FEATURES)
 def test_episodes_train_with(feature: str, tmp_path: Path) -> None:
     run(tmp_path, *FEATURES[feature])
 
 
-@pytest.mark.slow
 def test_the_small_task_has_branches_rewards_per_turn_and_episodes_that_are_cut_off(tmp_path: Path) -> None:
     groups = groups_of(run(tmp_path, "algorithm.num_steps=6"))
     episodes = [e for group in groups for e in group.rollout.completions if isinstance(e, Episode)]
@@ -122,7 +115,6 @@ def groups_of(directory: RunDirectory) -> list[ScoredGroup]:
     return [group for path in sorted(directory.rollouts.glob("*.parquet")) for group in read_groups(path)]
 
 
-@pytest.mark.slow
 def test_masked_are_the_episodes_that_reached_a_limit(tmp_path: Path) -> None:
     """Each step trains the tokens of the episodes that ended by themselves and have an advantage."""
     directory = run(tmp_path, "algorithm.mask_truncated=true", "algorithm.num_steps=6")
@@ -139,7 +131,6 @@ def test_masked_are_the_episodes_that_reached_a_limit(tmp_path: Path) -> None:
         assert row["throughput/trained_tokens"] == sum(trained)
 
 
-@pytest.mark.slow
 def test_validation_of_several_samples(tmp_path: Path) -> None:
     directory = run(tmp_path, "evaluation.samples_per_prompt=3")
     for summary in read_metrics(directory.evaluations_summary_path):
@@ -147,7 +138,6 @@ def test_validation_of_several_samples(tmp_path: Path) -> None:
         assert summary["episodes"]["episodes/turns/mean"] >= 1
 
 
-@pytest.mark.slow
 def test_examples_come_from_files(tmp_path: Path) -> None:
     for name, numbers in (("train", range(24)), ("validation", range(24, 28))):
         rows = [{"question": small_episodes.question(n), "truth": str(n)} for n in numbers]
@@ -179,7 +169,6 @@ def mixture(folder: Path, episode: str = "talk") -> list[str]:
     return ["model.tiny=null", f"model.path={model}", f"task={task}"]
 
 
-@pytest.mark.slow
 def test_a_mixture_of_episodes_and_a_plain_task(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     # This model's rate is large enough to clip many tokens, which is what the detector is for.
@@ -204,7 +193,6 @@ def finished(model_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Run
     return run(tmp_path_factory.mktemp("finished"))
 
 
-@pytest.mark.slow
 def test_the_tools_read_a_run_with_episodes(
     finished: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +216,6 @@ def test_a_report_has_the_log_ratios_of_episodes(finished: RunDirectory) -> None
     assert all(abs(ratio) < 1e-3 for row in last for ratio in row["ratios"] if ratio is not None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["last", "all"])
 def test_a_run_is_evaluated(
     weights: str, finished: RunDirectory, tmp_path: Path, serve_locally: Any, capsys: pytest.CaptureFixture[str]
@@ -277,7 +264,6 @@ def test_a_plan_has_the_length_of_episodes() -> None:
     assert (plan.prompt_tokens, plan.config.sampling.max_tokens, plan.response_tokens) == (20, 76, 76)
 
 
-@pytest.mark.slow
 def test_trackers_get_tables_of_episodes(tmp_path: Path) -> None:
     run(tmp_path, "tracking.trackers=[tensorboard]", "tracking.rollouts_every_num_steps=2")
     events = EventAccumulator(str(next((tmp_path / "run").rglob("events.out.*")).parent), {"tensors": 0})

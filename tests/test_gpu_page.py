@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 TINY = [
     "--device",
@@ -51,7 +53,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]
     return json.loads(out.read_text()), out.with_suffix(".md").read_text()
 
 
-@pytest.mark.slow
 def test_the_learner_is_exact_in_float32_and_near_in_bfloat16(page: tuple[dict[str, Any], str]) -> None:
     rows = page[0]["exactness"]
     assert not any(row["error"] for row in rows)
@@ -107,7 +108,6 @@ def test_the_shapes_are_qwens(gpu: ModuleType) -> None:
         assert sum(p.numel() for p in model.parameters()) == size
 
 
-@pytest.mark.slow
 def test_running_out_of_memory_is_a_result(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_page import page
     from gpu_page.throughput import Case, LearnerStep, run_case

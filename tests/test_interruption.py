@@ -61,19 +61,20 @@ def test_a_synchronous_run_that_is_killed_and_submitted_again_equals_one_that_wa
     """
     folder, exact = tmp_path / "run", ["weight_sync.max_lag=0", "algorithm.num_steps=10"]
     monkeypatch.setenv("WANDB_API_KEY", "not-for-actors")
-    process = start(folder, *exact, "learner.slowdown_s=1")
+    process = start(folder, *exact, "learner.slowdown_s=2")
+    wait_for_step(process, folder, 1)
+    strangers = join_without_its_token(used_by(process)[0])
     wait_for_step(process, folder, 3)
     children, shared_memory = used_by(process)
     assert len(children) > 5  # raylet, and an actor each
     assert not [child for child in children if "WANDB_API_KEY" in child.environ()]
-    strangers = join_without_its_token(children)
     assert main(["resume", str(folder)]) == 2
     assert f"another process (pid {process.pid} on host" in capsys.readouterr().err
-    process.kill()
-    process.wait()
     for stranger in strangers:
         assert "CPU" not in stranger.communicate(timeout=600)[0]
         assert stranger.returncode != 0
+    process.kill()
+    process.wait()
     assert wait_until_gone(children) == []
     assert not [path for path in shared_memory if os.path.exists(path)]
     assert 3 <= len(read_metrics(folder / "metrics.jsonl")) < 10

@@ -54,6 +54,7 @@ sys.exit(status or ", ".join(sorted({"torch", "ray", "vllm", "sympy"} & sys.modu
 """
 
 
+@pytest.mark.slow
 def test_a_check_does_not_wait_for_torch() -> None:
     checked = subprocess.run([sys.executable, "-c", CHECK, QUICKSTART], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")

@@ -5,14 +5,20 @@ import subprocess
 import sys
 import threading
 
-from process_census import Census, CensusPlugin
+from process_census import NUM_SCANS, Census, CensusPlugin
 
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
 
 
+def settle(census: Census) -> None:
+    """Let processes of earlier tests grow old."""
+    for _ in range(NUM_SCANS + 1):
+        census.scan()
+
+
 def test_programs_that_live_on_are_counted_and_so_are_their_children() -> None:
     census = Census(os.getpid())
-    census.scan()
+    settle(census)
     before = census.counts()["other programs"]
     with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, text=True) as process:
         while census.counts()["other programs"] < before + 2:
@@ -24,15 +30,14 @@ def test_programs_that_live_on_are_counted_and_so_are_their_children() -> None:
 
 def test_threads_forks_and_what_is_short_are_free() -> None:
     census, may_end = Census(os.getpid()), threading.Event()
-    census.scan()
+    settle(census)
     before = census.counts()
     threading.Thread(target=may_end.wait).start()
     reading, writing = os.pipe()
     if (forked := os.fork()) == 0:
         os.read(reading, 1)
         os._exit(0)
-    for _ in range(3):
-        census.scan()
+    settle(census)
     subprocess.run([sys.executable, "-c", ""], check=True)
     census.scan()
     os.write(writing, b"x")

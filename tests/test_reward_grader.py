@@ -34,6 +34,7 @@ def test_verdicts_in_tags(group: str) -> None:
     assert not disagreements
 
 
+@pytest.mark.slow
 def test_verdicts_in_boxes() -> None:
     """Return the pairs with balanced braces, as LaTeX requires; an empty box is no answer."""
     balanced = [pair for pair in PAIRS if _is_balanced(pair[1])]
