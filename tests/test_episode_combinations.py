@@ -66,7 +66,7 @@ FEATURES: dict[str, list[str]] = {
     "pass_at_k": ["algorithm.advantage=pass_at_k", "algorithm.advantage_options={k: 2}"],
     "kl_of_an_adapter": ["model.adapter.rank=4", "algorithm.kl.reference=initial",
                          "algorithm.kl.coefficient=0.1"],
-    "curriculum": ["task.curriculum={min_weight: 0.2}", "algorithm.num_steps=10"],
+    "curriculum": ["task.curriculum={min_weight: 0.2}", "algorithm.num_steps=10", "weight_sync.max_lag=0"],
     "colocated": ["generator.colocated=true", "weight_sync.max_lag=0"],
     "not_in_flight": ["weight_sync.in_flight=false"],
     "kept_kv": ["weight_sync.recompute_kv=false"],

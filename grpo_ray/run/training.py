@@ -1,10 +1,12 @@
 """The entry points `train` and `resume`: a run from its checks, through restores, to its last checkpoint."""
 
 import contextlib
+import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 from grpo_ray.cluster import local
 from grpo_ray.config import Config
@@ -214,12 +216,17 @@ def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host]]
             yield console, local.running
             return
         console.status("starting Ray")
-        from grpo_ray.cluster import hosting, session
+        importing = Thread(target=importlib.import_module, args=("grpo_ray.cluster.hosting",), daemon=True)
+        importing.start()  # takes seconds, which Ray takes as well
+        from grpo_ray.cluster import session
 
         needs_hub = not all(map(is_local_model, model_paths(config)))
         with session.connected(needs_hub), sigterm_interrupts():
             console.status("reserving resources for the actors")
             with session.placed(config) as placement:
+                importing.join()
+                from grpo_ray.cluster import hosting
+
                 yield console, partial(hosting.running, placement)
 
 
