@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' requirements/cpu.txt)
 READY  := $(VENV)/.ready
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=25
 
 # Each process of the tests would compile this package, and rewrite the assertions of all tests, again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,18 +14,18 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
-# Every promise once, in two processes. A file's tests stay together, as they share what is expensive to start;
+# Every promise once, in three processes, as they often wait. A file's tests stay together, as they share what is expensive to start;
 # tests/conftest.py puts the files that take longest first.
 test: $(READY) $(VENV)/.environments
-	$(PYTEST) -m "not campaign"
+	$(PYTEST) -n 3 -m "not campaign"
 
 # What needs neither Ray nor vLLM, but for tests that are slow by nature: many whole runs, a browser, real waits.
 quick: $(READY)
-	$(PYTEST) -m "not ray and not vllm and not slow and not campaign"
+	$(PYTEST) -n 2 -m "not ray and not vllm and not slow and not campaign"
 
 # What takes long and is run before a release: whole tables of combinations.
 campaign: $(READY) $(VENV)/.environments
-	$(PYTEST) -m campaign
+	$(PYTEST) -n 2 -m campaign
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -24,7 +24,18 @@ BUDGET = {
 PERIOD_S = 1.0
 NUM_SCANS = 2
 """A program that lives for fewer periods is free."""
-HELPERS = ("resource_tracker", "/ray/", "--multiprocessing-fork", "chrom", "landlock")
+NAME_CHARS = 60
+HELPERS = (
+    "resource_tracker",
+    "/ray/",
+    "bin/ray ",
+    "ray.util",
+    "--multiprocessing-fork",
+    "chrom",
+    "landlock",
+    " -S ",
+)
+"""Parts of a cluster or of another program, and `python -S`, which loads no package."""
 
 
 @dataclass
@@ -71,6 +82,14 @@ class Census:
         kinds = Counter(kind for pid in self._seen if (kind := self._kind(pid)) is not None)
         return {kind: kinds[kind] for kind in BUDGET}
 
+    def programs(self) -> dict[str, int]:
+        """Return the number of other programs by what they run."""
+        return Counter(
+            " ".join(seen.command.split()[1:6])[-NAME_CHARS:]
+            for pid, seen in self._seen.items()
+            if self._kind(pid) == "other programs"
+        )
+
     def _kind(self, pid: int) -> str | None:
         seen = self._seen[pid]
         if "gcs_server" in seen.command.partition(" ")[0]:
@@ -109,6 +128,7 @@ class CensusPlugin:
     def __init__(self, counts_here: bool) -> None:
         self._census = Census(os.getpid()) if counts_here else None
         self._total: Counter[str] = Counter()
+        self._programs: Counter[str] = Counter()
         if self._census is not None:
             self._census.start()
 
@@ -118,14 +138,17 @@ class CensusPlugin:
         if self._census is not None:
             counts = self._census.end()
             if hasattr(session.config, "workeroutput"):
-                session.config.workeroutput["census"] = counts
+                session.config.workeroutput["census"] = counts, dict(self._census.programs())
             self._total.update(counts)
+            self._programs.update(self._census.programs())
         if self.exceeded() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._total.update(getattr(node, "workeroutput", {}).get("census", {}))
+        counts, programs = getattr(node, "workeroutput", {}).get("census", ({}, {}))
+        self._total.update(counts)
+        self._programs.update(programs)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         counts = ", ".join(f"{self._total[kind]} {kind} (of {most})" for kind, most in BUDGET.items())
@@ -135,6 +158,7 @@ class CensusPlugin:
                 f"ERROR: {self._total[kind]} {kind} were started, and the budget is {BUDGET[kind]} "
                 "(tests/process_census.py): share what another test starts, or move a test to `campaign`"
             )
+            terminalreporter.write_line(f"the most frequent programs: {self._programs.most_common(12)}")
 
     def exceeded(self) -> list[str]:
         return [kind for kind, most in BUDGET.items() if self._total[kind] > most]

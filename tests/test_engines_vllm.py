@@ -45,7 +45,7 @@ SEEDED = make_settings(num_samples=2, max_tokens=12, seed=7)
 DETOKENIZED = make_settings(num_samples=2, max_tokens=12, seed=7, stop=("no response has this text",))
 # For evaluation alone: their tokens cannot be trained on.
 GREEDY = make_settings(temperature=0.0, max_tokens=12, end_token_ids=ENDS)
-ONE_TOKEN = make_settings(num_samples=100, max_tokens=1)
+ONE_TOKEN = make_settings(num_samples=40, max_tokens=1)
 NUCLEUS = make_settings(num_samples=200, top_p=0.2, max_tokens=1)
 
 Groups = list[tuple[Completion, ...]]

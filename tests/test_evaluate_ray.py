@@ -95,6 +95,7 @@ def greedy(path: Path, model: PolicyModel) -> list[str]:
 
 
 @pytest.mark.ray
+@pytest.mark.campaign
 @pytest.mark.usefixtures("shared_ray")
 def test_the_greedy_answers_of_a_runs_checkpoints(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     """One engine: it starts with the run's first model, and the checkpoints' weights are swapped in."""

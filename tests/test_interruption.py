@@ -51,13 +51,13 @@ def join_without_its_token(children: list[psutil.Process]) -> list[subprocess.Po
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("any_reward")
-def test_a_synchronous_run_that_is_killed_and_submitted_again_equals_one_that_was_not(
+def test_a_synchronous_run_that_is_killed_and_interrupted_equals_one_that_was_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, optimizer and every figure agree to the last bit; no process and no shared memory is left.
 
-    The uninterrupted run has its actors in this process. While the other one lives, its folder takes no second
-    process, its Ray no stranger, and its processes have no secret of the driver's.
+    The uninterrupted run has its actors in this process, and so have the last steps of the other. While that
+    one lives, its folder takes no second process, its Ray no stranger, and its processes have no secret.
     """
     folder, exact = tmp_path / "run", ["weight_sync.max_lag=0", "algorithm.num_steps=10"]
     monkeypatch.setenv("WANDB_API_KEY", "not-for-actors")
@@ -79,11 +79,21 @@ def test_a_synchronous_run_that_is_killed_and_submitted_again_equals_one_that_wa
     assert not [path for path in shared_memory if os.path.exists(path)]
     assert 3 <= len(read_metrics(folder / "metrics.jsonl")) < 10
 
-    again = start(folder, *exact, "run.if_exists=resume")  # as a scheduler submits it
+    again = start(folder, *exact, "learner.slowdown_s=0.5", "run.if_exists=resume")  # as a scheduler submits it
+    wait_for_step(again, folder, 6)
+    children, shared_memory = used_by(again)
+    again.send_signal(signal.SIGINT)
     output, _ = again.communicate(timeout=600)
-    assert again.returncode == 0, output
+    assert again.returncode == 130, output
+    assert "never awaited" not in output
+    assert f"grpo-ray resume {folder}" in output
+    assert wait_until_gone(children) == []
+    assert not [path for path in shared_memory if os.path.exists(path)]
+    assert 6 <= len(read_metrics(folder / "metrics.jsonl")) < 10
+
     run, whole = RunDirectory(folder), RunDirectory(tmp_path / "whole")
-    train(load_config(QUICKSTART, [*SMALL, EVERY_THIRD, *exact]), whole.path)
+    for each in (whole, run):
+        train(load_config(QUICKSTART, [*SMALL, EVERY_THIRD, *exact]), each.path)
     rows = [[untimed(row) for row in read_metrics(each.metrics_path)] for each in (whole, run)]
     assert any(row["optim/grad_norm"] > 0 for row in rows[0])
     assert rows[0] == rows[1]

@@ -27,7 +27,7 @@ def kill_engine(folder: Path, generator: str) -> None:
 
 @pytest.mark.ray
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("model_cache", "any_reward")
 def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_path: Path) -> None:
     """They also agree for an engine that replaced one that was killed.

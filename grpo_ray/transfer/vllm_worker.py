@@ -42,7 +42,7 @@ def register() -> None:
     """Register the transport; every vLLM process calls this through the entry point `vllm.general_plugins`."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SharedMemoryTransferEngine")
-    # vLLM 0.32 computes attention in bfloat16 with AMX where there is one, and does not ask Linux for its registers.
+    # vLLM 0.32 computes attention in bfloat16 with AMX where there is one, and does not ask Linux to allow it.
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
