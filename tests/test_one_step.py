@@ -27,7 +27,7 @@ sys.exit(bool({{"ray", "vllm"}} & set(sys.modules)))
     return ran.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_one_step_of_grpo_raises_the_reward_without_ray_and_vllm(tmp_path: Path) -> None:
     shown = run_without_ray_and_vllm(SCRIPT, tmp_path)
     before, after = map(float, re.findall(r"mean reward (\d\.\d+)", shown))
