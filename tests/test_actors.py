@@ -257,6 +257,7 @@ async def generate_s(generator: Generator) -> float:
     return (await generator.take_stats()).stages.seconds["generate"]
 
 
+@pytest.mark.slow
 def test_groups_tokens_and_seconds() -> None:
     async def run() -> None:
         engine = FakeEngine()
@@ -356,6 +357,7 @@ def test_slowdown_delays_a_group() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_response_that_cannot_be_graded_is_an_error_and_has_no_advantage() -> None:
     rewards = {"sums": "exact_match", "own": "hostile_rewards:obey"}
     scorer = Scorer(rewards, AlgorithmConfig(std="population"), ScorerConfig(num_workers=2), 16)

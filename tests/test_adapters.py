@@ -78,6 +78,7 @@ def train(learner: Learner, seed: int = 0) -> dict[str, float]:
     return learner.train_step(TrainBatch(tuple(groups))).metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["owner/name", f"owner/name@{'a' * 40}", "LOCAL/a@b"])
 def test_an_adapter_names_its_base_as_peft_does(
     tmp_path: Path, tiny_model: Callable[..., Path], base: str
@@ -114,6 +115,7 @@ def test_merged_weights_give_the_logits_of_pefts_own_forward_pass(
         assert relative_difference(merged(tokens).logits, model(tokens).logits) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_a_peft_model(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
     """PeftModel, loaded from the checkpoint, differentiates the loss in plain loops."""
     learner = make_learner(algorithm={"loss": "reinforce_with_baseline", "aggregation": "sequence_mean"})
@@ -214,6 +216,7 @@ def test_the_package_s_own_model_is_adapted_too(
 # ---- the reference ----
 
 
+@pytest.mark.slow
 def test_the_initial_reference_is_the_base(
     make_learner: Callable[..., Learner], tiny_model: Callable[..., Path]
 ) -> None:
@@ -267,6 +270,7 @@ def raw_state(learner: Learner) -> list[bytes]:
     return [raw(tensor) for tensor in (*served.values(), *learner.masters.parameters)]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_continued_from_elsewhere(make_learner: Callable[..., Learner], tmp_path: Path) -> None:
     learner = make_learner()
     train(learner)
@@ -281,6 +285,7 @@ def test_an_adapter_is_continued_from_elsewhere(make_learner: Callable[..., Lear
 # ---- four bits ----
 
 
+@pytest.mark.slow
 def test_a_4_bit_base_computes_what_its_dequantized_copy_does(
     make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -365,6 +370,7 @@ def test_a_4_bit_base_has_the_flops_of_its_weights(make_learner: Callable[..., L
 # ---- refusals ----
 
 
+@pytest.mark.slow
 def test_what_cannot_be_adapted_is_refused_by_name(
     make_learner: Callable[..., Learner], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_without_end_token_or_stop_string_a_response_would_never_end(
     assert "give sampling.stop, or set eos_token in tokenizer_config.json" in message
 
 
+@pytest.mark.slow
 def test_a_stop_string_is_end_enough(without_end: Path, of_folder: Callable[..., Config]) -> None:
     config = of_folder(sampling={"stop": ("5",)})
     prepared = prepare(config, check_files(config))
@@ -205,6 +206,7 @@ def test_an_end_token_outside_the_vocabulary_is_refused(folder: Path, of_folder:
     assert "has the end tokens [300], but the model's vocab_size is 300; correct eos_token_id" in message
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_is_allowed_and_its_unknown_tokens_have_no_text(
     folder: Path, of_folder: Callable[..., Config]
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_hung_rank_is_named_before_those_that_waited_for_it() -> None:
     assert "Timed out waiting 20000ms" in reason
 
 
+@pytest.mark.slow
 def test_those_that_die_waiting_name_the_few_that_gave_no_answer() -> None:
     """NCCL's watchdog ends a process that waited in vain; but many that wait for a dead one are no news."""
     assert ended(died(0), SILENT, died(2)).endswith("; learner-1 on 10.0.0.1: no answer")

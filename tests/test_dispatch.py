@@ -65,6 +65,7 @@ def test_time_in_the_queue_does_not_count_against_the_limit() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_group_that_its_engine_has_scheduled_is_ended_at_the_limit() -> None:
     async def run() -> None:
         dispatcher, never = Dispatcher([client("a")], max_num_seqs=8), asyncio.Event()

@@ -69,6 +69,7 @@ def test_the_torch_engine_takes_none() -> None:
         quickstart("generator.engine=torch", "generator.engine_args.quantization=fp8")
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_unknown_names_are_refused_with_the_nearest_one_and_without_importing_vllm() -> None:
     refusal = r"no argument .max_num_batched_token.; did you mean max_num_batched_tokens\?"

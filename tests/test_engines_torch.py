@@ -211,6 +211,7 @@ def test_only_a_synchronous_run_samples_each_request_by_itself(
     assert seen == widths
 
 
+@pytest.mark.slow
 def test_engines_and_requests_have_their_own_seeds(
     make_torch_engine: Callable[..., TorchEngine],
 ) -> None:

@@ -217,6 +217,7 @@ def test_any_ending_can_be_stored(end: Callable[[], Any], folder: Path) -> None:
     check_ending(end, folder)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(name=st.just("look") | JSON, arguments=JSON)
 def test_any_call_can_be_stored(name: Any, arguments: Any) -> None:

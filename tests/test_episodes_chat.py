@@ -66,6 +66,7 @@ def test_prompts_are_the_templates_own(name: str, turns: list[tuple[str, str]]) 
     assert len(session.segments.sequences()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 250), max_size=8)), min_size=2, max_size=4))

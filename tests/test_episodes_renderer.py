@@ -108,6 +108,7 @@ def check_prefixes(session: Session, sampler: Scripted) -> None:
         assert after[: len(before) + len(reply)] == before + reply
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.booleans(), st.lists(st.tuples(TEXTS, REPLIES), min_size=1, max_size=4))
 def test_prompts_are_the_chat_templates(thinks: bool, turns: list[tuple[str, str]]) -> None:
@@ -119,6 +120,7 @@ def test_prompts_are_the_chat_templates(thinks: bool, turns: list[tuple[str, str
         check_prefixes(session, sampler)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 250), max_size=8)), min_size=2, max_size=4))
 def test_sampled_tokens_stay_whatever_they_are(turns: list[tuple[str, list[int]]]) -> None:

@@ -98,6 +98,7 @@ def test_an_episode_may_answer_its_limit_with_a_reward() -> None:
     assert run(endless, Limits(max_turns=2, truncated_reward=-0.5)).reward == -0.5
 
 
+@pytest.mark.slow
 def test_a_slow_environment_ends_by_the_clock() -> None:
     async def episode(session: Session, example: Example) -> float:
         await one_turn(session, example)

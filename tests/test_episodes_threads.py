@@ -105,6 +105,7 @@ def test_a_thread_that_does_not_come_back_is_stuck_until_it_does(monkeypatch: py
     assert stopped.num_stuck() == 0
 
 
+@pytest.mark.slow
 def test_a_call_of_to_thread_that_hangs_is_stuck_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The episode itself ends when it is cancelled; only the call that it began in another thread goes on."""
     monkeypatch.setattr(threads, "WIND_DOWN_S", 0.0)

@@ -325,6 +325,7 @@ def test_the_learners_turn_begins_after_a_generator_has_started(tmp_path: Path) 
     asyncio.run(pool.during(work))
 
 
+@pytest.mark.slow
 def test_groups_are_shared_among_scorers_and_one_that_dies_is_replaced_alone(tmp_path: Path) -> None:
     """Each group goes to the least busy Scorer; while one is being replaced, the others get its share."""
 

@@ -72,6 +72,7 @@ def test_jobs_run_in_order_and_their_errors_are_not_lost() -> None:
     assert done[-1] == 5  # one mistake stops no other record
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_reported_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, may_end, done = BackgroundThread("test"), threading.Event(), []
     assert thread.problem() is None

@@ -186,6 +186,7 @@ def test_adapter_that_came_as_a_delta_is_written_as_a_whole_one() -> None:
 # ---- the Learner ----
 
 
+@pytest.mark.slow
 def test_learner_sends_the_whole_first_and_then_what_an_update_changed(
     tiny_config: Config, tiny_model: Callable[..., Path]
 ) -> None:

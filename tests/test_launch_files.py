@@ -97,6 +97,7 @@ def pods() -> list[tuple[int, dict[str, Any]]]:
     return [(1, cluster["headGroupSpec"]), *((g["replicas"], g) for g in cluster["workerGroupSpecs"])]
 
 
+@pytest.mark.slow
 def test_the_rayjob_trains_what_its_pods_have_room_for() -> None:
     config, nodes = trained(), []
     for count, group in pods():
@@ -244,6 +245,7 @@ def slurm(tmp_path: Path) -> Callable[..., tuple[int, list[list[str]]]]:
     return run
 
 
+@pytest.mark.slow
 def test_slurm_starts_a_head_and_the_other_nodes_and_trains(
     slurm: Callable[..., tuple[int, list[list[str]]]],
 ) -> None:

@@ -222,6 +222,7 @@ def leash(inputs: RatioInputs):
 """
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_term_of_its_own_is_computed_where_the_advantage_is_zero(
     make_learner: Callable[..., Learner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +261,7 @@ def test_later_updates_compare_with_the_policy_before_the_first(
     assert (num_clipped > 0) == (loss not in ("unclipped", "sapo", "vespo"))
 
 
+@pytest.mark.slow
 def test_old_log_probabilities_are_looked_up_once_and_only_for_several_updates(
     make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +334,7 @@ def test_training_with_several_updates_resumes_from_a_checkpoint_bit_for_bit(
     assert train(other, range(1)) != expected[:1]  # another seed, other minibatches
 
 
+@pytest.mark.slow
 def test_every_step_shuffles_anew(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(algorithm={"train_batch_size": 4}, learner={"learning_rate": 0.0})
     groups, dealt = make_batch(learner), []
@@ -672,6 +675,7 @@ def test_what_was_not_measured_is_absent(make_learner: Callable[..., Learner], o
     assert ("loss/kl_ref" in metrics) == ("kl" in options)
 
 
+@pytest.mark.slow
 def test_clipping_is_measured_of_the_same_tokens_with_kl_and_without(
     make_learner: Callable[..., Learner],
 ) -> None:

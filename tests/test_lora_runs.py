@@ -123,6 +123,7 @@ def test_an_exported_model_is_the_one_that_was_sampled_from(finished: Path, tmp_
     assert main(["export", str(finished), "--merged", str(tmp_path / "model")]) == 2  # exists already
 
 
+@pytest.mark.slow
 def test_the_base_on_disk_is_left_alone(finished: Path) -> None:
     base = Path(base_folder(lora_config())) / "model.safetensors"
     before = zlib.crc32(base.read_bytes())

@@ -46,6 +46,7 @@ def test_fused_updates_are_adamw() -> None:
     assert relative_difference(fused, plain) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moments", "bound", "num_bytes"),
     [("bfloat16", 0.01, 2), pytest.param("8bit", 0.05, 1, marks=needs_bitsandbytes)],
@@ -125,6 +126,7 @@ def test_moments_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -
     check_moments(LearnerConfig())
 
 
+@pytest.mark.slow
 def test_bfloat16_moments_resume_a_float32_checkpoint(
     make_learner: Callable[..., Learner], tmp_path: Path
 ) -> None:

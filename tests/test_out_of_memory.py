@@ -109,6 +109,7 @@ def test_each_size_is_tried_once(make_learner: Callable[..., Learner]) -> None:
     assert not learner._optimizer.state
 
 
+@pytest.mark.slow
 def test_a_run_has_an_event_with_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = iter(["out of GPU memory with 64 tokens; goes on with 32"])
     monkeypatch.setattr(SmallerMicroBatches, "take_report", lambda _: next(reports, None))

@@ -238,6 +238,7 @@ def sequences_of_groups(num_groups: int, num_prompt: int, num_response: int) -> 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [

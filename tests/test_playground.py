@@ -396,6 +396,7 @@ def test_examples_leave_picture_and_figures(tmp_path: Path, capsys: pytest.Captu
     assert "p_old not frozen: gradient +0.0000; ascent takes p from 0.12 to 0.12" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_done", [0, 3])
 def test_ctrl_c_keeps_what_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, num_done: int

@@ -24,6 +24,7 @@ def child_of_64_mib() -> Iterator[None]:
     child.communicate("\n")
 
 
+@pytest.mark.slow
 def test_resident_memory_counts_children() -> None:
     """In a process of its own: that of the tests may have other children, such as the Ray that they share."""
     script = f"import {__name__}; {__name__}.check_with_children()"

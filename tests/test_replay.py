@@ -199,6 +199,7 @@ def check_frequencies(actual: Frequencies, expected: Frequencies) -> None:
         assert abs(actual.get(chosen, 0.0) - p) <= 5 * math.sqrt(p * (1 - p) / NUM_SEEDS), chosen
 
 
+@pytest.mark.slow
 def test_uniform_draws_every_set_equally_often() -> None:
     groups = [with_advantages(g, [10.0**g, 0.0]) for g in range(4)]
     expected: Frequencies = dict.fromkeys(itertools.combinations(range(4), 2), 1 / 6)
@@ -214,11 +215,13 @@ BY_WEIGHT = [
 ]
 
 
+@pytest.mark.slow
 def test_by_advantage_draws_one_in_proportion() -> None:
     expected: Frequencies = {(group_id,): weight / sum(WEIGHTS) for group_id, weight in enumerate(WEIGHTS)}
     check_frequencies(frequencies(BY_WEIGHT, 1, "advantage"), expected)
 
 
+@pytest.mark.slow
 def test_by_advantage_draws_several_one_after_another() -> None:
     """Draws are without replacement: the second is in proportion among the remaining groups."""
     expected: Frequencies = defaultdict(float)
@@ -229,6 +232,7 @@ def test_by_advantage_draws_several_one_after_another() -> None:
     check_frequencies(frequencies(BY_WEIGHT, 2, "advantage"), expected)
 
 
+@pytest.mark.slow
 def test_group_without_advantage_is_drawn_last() -> None:
     assert frequencies(BY_WEIGHT, 3, "advantage") == {(0, 1, 2): 1.0}
     memory = make_memory(4, sampling="advantage")

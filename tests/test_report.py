@@ -119,6 +119,7 @@ def ending(run: RunDirectory) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path: Path) -> None:
     text = "\n".join(ending(finished_run(tmp_path, None)))
     assert "Samples at step 0:\n  reward 1  'prompt 0' -> 'response at 0'" in text

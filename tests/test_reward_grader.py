@@ -93,6 +93,7 @@ def test_a_fraction_is_what_it_reduces_to(numerator: int, denominator: int, fact
     assert not is_equal(f"{numerator * factor + 1}/{denominator * factor}", truth)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=5, unique=True), st.randoms())
 def test_order_matters_in_tuples_alone(numbers: list[int], random: object) -> None:

@@ -142,6 +142,7 @@ def test_a_kernel_that_offers_everything_gives_no_notice() -> None:
     assert "no Landlock" in notice
 
 
+@pytest.mark.slow
 def test_a_run_says_at_its_start_what_its_kernel_does_not_hold(
     tiny_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

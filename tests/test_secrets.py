@@ -87,6 +87,7 @@ def test_a_worker_keeps_the_listed_secrets_alone() -> None:
     assert not [value for value in SECRETS.values() if value in "\0".join(initial)]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_left_alone_has_them_in_all_three_places() -> None:
     for entries in environment_after("", **SECRETS):
         assert {f"{name}={value}" for name, value in SECRETS.items()} <= set(entries)
@@ -181,6 +182,7 @@ def test_a_reward_sees_the_keys_of_its_term_alone(
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_scorer_is_given_what_the_driver_has(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process, on whatever machine, has none of it before."""
     monkeypatch.setenv("JUDGE_KEY", "a key")

@@ -66,6 +66,7 @@ def test_what_one_run_cannot_tell_apart_is_said(tmp_path: Path) -> None:
     assert "train_s, train_token_s" in warnings
 
 
+@pytest.mark.slow
 def test_actors_that_shared_cores_cannot_be_told_apart(tmp_path: Path) -> None:
     run = read_run(record(tmp_path / "run", "weight_sync.max_lag=1"))
     with pytest.raises(ValueError, match=r"--cores .*max_lag 1; give a run with"):

@@ -105,6 +105,7 @@ def test_only_named_variables_and_a_few_settings_are_sent(monkeypatch: pytest.Mo
         training_job(QUICKSTART, [], make_context(env=["NOT_THERE"]))
 
 
+@pytest.mark.slow
 def test_listed_secrets_are_sent_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "mine")
     monkeypatch.setenv("OTHER_API_KEY", "not listed")
@@ -331,6 +332,7 @@ def test_a_folder_that_is_too_large_says_what_is_large(tmp_path: Path, monkeypat
     check_upload(job)
 
 
+@pytest.mark.slow
 def test_a_file_outside_of_the_working_directory(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(Path(QUICKSTART).read_text())

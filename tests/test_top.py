@@ -749,6 +749,7 @@ def test_ctrl_c_leaves_the_last_frame_on_the_terminal(tmp_path: Path, monkeypatc
     assert "Learner waits 62% of the time" in after
 
 
+@pytest.mark.slow
 def test_the_last_step_of_a_real_run_is_in_the_frame(tmp_path: Path) -> None:
     """The columns use metrics that real runs write: each has a value, except validation's."""
     run = RunDirectory(tmp_path / "run")

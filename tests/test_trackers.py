@@ -635,6 +635,7 @@ def test_wandb(tmp_path: Path) -> None:
     assert [(point["step"], point["reward/mean"]) for point in wandb_points(second)] == [(3, 1.0)]
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
 
@@ -652,6 +653,7 @@ def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.Monke
     assert asked == [{"prompt": False, "verify": False}]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_settings_that_wandb_refuses_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb

@@ -146,6 +146,7 @@ def test_report_shows_an_evil_run_without_its_tokens(evil: RunDirectory, marker:
     assert data["notices"][-1].startswith("responses are not split into tokens")
 
 
+@pytest.mark.slow
 def test_report_shows_all_where_transformers_knows_the_classes(evil: RunDirectory, marker: Path) -> None:
     keep_to_transformers(evil)
     data = report(evil, "--log-ratio", "last")

@@ -159,6 +159,7 @@ def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_error(s
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
     learner, bad, good = FakeLearner(), Joining("a", hangs="stage"), Joining("b")
     learner.sends["a"] = _later(hang)

@@ -152,6 +152,7 @@ def test_a_checksum_tells_of_bytes_that_changed(threads: ThreadPoolExecutor) -> 
         check_snapshot(transfer(threads, sender, inbox, snapshot))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", ["version", "layout"])
 def test_something_else_than_expected_is_refused_and_the_sender_told(
     threads: ThreadPoolExecutor, lie: str
@@ -337,6 +338,7 @@ def test_an_end_that_waits_for_one_that_never_comes_gives_up(who: str) -> None:
     assert time.monotonic() - started < 120
 
 
+@pytest.mark.slow
 def test_a_wire_dropped_while_it_is_joined_is_not_used(threads: ThreadPoolExecutor) -> None:
     sender = make_sender(timeout_s=5.0)
     meeting = sender.open_wire("a")
