@@ -509,13 +509,13 @@ def test_a_checkpoint_waits_for_the_metrics_of_earlier_steps(
     run = RunDirectory(tmp_path / "run")
 
     async def meddle(actors: LocalActors, controller: Controller) -> None:
-        await until(lambda: controller._version >= 1)  # the Learner is there
         learner = actors.learner.actor
         original = learner.train_step
 
         async def die_in_step_6(batch: Any) -> Any:
-            if learner.version == 5:
+            if learner.version == 2:  # before the disk is full
                 await until((run.checkpoints / "step-000002").exists)
+            if learner.version == 5:
                 actors.learner.die()
                 await asyncio.sleep(0)  # which is cancelled
             return original(batch)
