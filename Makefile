@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(READY)
 	$(BIN)/grpo-ray train configs/quickstart.yaml
 
-# Every promise once, in three processes, as they often wait. A file's tests stay together, as they share what is expensive to start;
-# tests/conftest.py puts the files that take longest first.
+# Every promise once, in three processes, as they often wait. A file's tests stay together, as they share what is
+# expensive to start; tests/conftest.py puts the files that take longest first.
 test: $(READY) $(VENV)/.environments
 	$(PYTEST) -n 3 -m "not campaign"
 

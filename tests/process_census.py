@@ -56,11 +56,10 @@ class Census:
     def start(self) -> None:
         self._thread.start()
 
-    def end(self) -> dict[str, int]:
-        """Stop looking; return the number of processes of each kind."""
+    def end(self) -> None:
+        """Stop looking."""
         self._over.set()
         self._thread.join()
-        return self.counts()
 
     def _watch(self) -> None:
         while not self._over.wait(PERIOD_S):
@@ -136,17 +135,19 @@ class CensusPlugin:
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
         yield  # fixtures have ended
         if self._census is not None:
-            counts = self._census.end()
+            self._census.end()
+            found = self._census.counts(), dict(self._census.programs())
             if hasattr(session.config, "workeroutput"):
-                session.config.workeroutput["census"] = counts, dict(self._census.programs())
-            self._total.update(counts)
-            self._programs.update(self._census.programs())
+                session.config.workeroutput["census"] = found
+            self._add(*found)
         if self.exceeded() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        counts, programs = getattr(node, "workeroutput", {}).get("census", ({}, {}))
+        self._add(*getattr(node, "workeroutput", {}).get("census", ({}, {})))
+
+    def _add(self, counts: dict[str, int], programs: dict[str, int]) -> None:
         self._total.update(counts)
         self._programs.update(programs)
 
@@ -158,6 +159,7 @@ class CensusPlugin:
                 f"ERROR: {self._total[kind]} {kind} were started, and the budget is {BUDGET[kind]} "
                 "(tests/process_census.py): share what another test starts, or move a test to `campaign`"
             )
+        if self.exceeded():
             terminalreporter.write_line(f"the most frequent programs: {self._programs.most_common(12)}")
 
     def exceeded(self) -> list[str]:

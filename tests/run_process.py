@@ -1,6 +1,8 @@
 """Runs in other processes: starting, waiting, finding their actors, comparing what they wrote."""
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,6 +62,18 @@ def used_by(driver: subprocess.Popen[str]) -> tuple[list[psutil.Process], set[st
         with contextlib.suppress(psutil.NoSuchProcess):
             files |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
     return children, files
+
+
+def interrupt(process: subprocess.Popen[str], folder: Path) -> None:
+    """Press Ctrl-C; check that the run says how to go on, and that no process and no shared memory is left."""
+    children, shared_memory = used_by(process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, output
+    assert "never awaited" not in output
+    assert f"grpo-ray resume {folder}" in output
+    assert wait_until_gone(children) == []
+    assert not [path for path in shared_memory if os.path.exists(path)]
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,10 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_controller.py::test_no_prompt_is_skipped_or_trained_twice_over_ten_kills": ("1",),
     "test_distillation_runs.py::test_a_teacher_that_dies_is_replaced_and_looks_up_again": ("2",),
     "test_distillation_runs.py::test_combinations": ("overrides2", "overrides3"),
+    "test_environment_training.py::test_the_pages_environments_are_trained": (
+        "frozen_lake-gymnasium-overrides0",
+    ),
+    "test_flat_memory.py::test_memory_does_not_grow_with_the_steps": ("everything",),
     "test_episode_combinations.py::test_episodes_train_with": (
         "plain",
         "synchronous",

@@ -12,7 +12,6 @@ from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.tools.audit.audit import audit
 
 pytestmark = pytest.mark.usefixtures("model_cache")
-LONG = pytest.mark.campaign
 SMALL = (
     "model.tiny={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, max_position_embeddings: 256, "
     "warmup: {num_steps: 10, batch_size: 8}}",
@@ -29,10 +28,9 @@ SMALL = (
     ("name", "package", "overrides"),
     [
         ("frozen_lake", "gymnasium", ()),
-        pytest.param(  # the tokenizer's pairs alone are 1,000 conversations
-            "colors", "openai", ("sampling.max_tokens=40", "episodes.tool_parser=transformers"), marks=LONG
-        ),
-        pytest.param("play_numbers", "verifiers.v1", ("episodes.max_turns=3",), marks=LONG),
+        # The tokenizer's pairs alone are 1,000 conversations.
+        ("colors", "openai", ("sampling.max_tokens=40", "episodes.tool_parser=transformers")),
+        ("play_numbers", "verifiers.v1", ("episodes.max_turns=3",)),
     ],
 )
 def test_the_pages_environments_are_trained(

@@ -13,6 +13,7 @@ import torch
 from local_runs import train
 from run_process import (
     EVERY_THIRD,
+    interrupt,
     start,
     untimed,
     used_by,
@@ -81,14 +82,7 @@ def test_a_synchronous_run_that_is_killed_and_interrupted_equals_one_that_was_no
 
     again = start(folder, *exact, "learner.slowdown_s=0.5", "run.if_exists=resume")  # as a scheduler submits it
     wait_for_step(again, folder, 6)
-    children, shared_memory = used_by(again)
-    again.send_signal(signal.SIGINT)
-    output, _ = again.communicate(timeout=600)
-    assert again.returncode == 130, output
-    assert "never awaited" not in output
-    assert f"grpo-ray resume {folder}" in output
-    assert wait_until_gone(children) == []
-    assert not [path for path in shared_memory if os.path.exists(path)]
+    interrupt(again, folder)
     assert 6 <= len(read_metrics(folder / "metrics.jsonl")) < 10
 
     run, whole = RunDirectory(folder), RunDirectory(tmp_path / "whole")

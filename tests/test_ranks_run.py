@@ -1,11 +1,10 @@
 """Whole runs with a Learner of two ranks: real processes, real Ray."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from run_process import resume, start, untimed, used_by, wait_for_step, wait_until_gone
+from run_process import interrupt, resume, start, untimed, wait_for_step
 from safetensors.torch import load_file
 
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
@@ -36,11 +35,7 @@ def test_a_run_of_two_ranks_that_is_resumed_equals_one_that_was_not(tmp_path: Pa
     uninterrupted = start(whole.path, *EXACT)
     process = start(cut.path, *EXACT, "learner.slowdown_s=0.5")
     wait_for_step(process, cut.path, 3)
-    children, _ = used_by(process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, output
-    assert wait_until_gone(children) == []
+    interrupt(process, cut.path)
     assert 3 <= len(read_metrics(cut.metrics_path)) < 7
     assert uninterrupted.wait(timeout=600) == 0, uninterrupted.communicate()[0]
     resumed = resume(cut.path, "learner.slowdown_s=0")

@@ -1,14 +1,12 @@
 """A synchronous run on two vLLM engines, one of which is killed, that Ctrl-C ends."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from run_process import num_lines, pid_of, used_by, wait_for_step, wait_until, wait_until_gone
+from run_process import interrupt, num_lines, pid_of, wait_for_step, wait_until
 from small_run import QUICKSTART
 
 from grpo_ray.telemetry.rollout_log import read_rollouts
@@ -50,14 +48,7 @@ def test_synchronous_logprobs_of_two_vllm_generators_and_the_learner_agree(tmp_p
     wait_until(process, lambda: events.exists() and '"generator_back"' in events.read_text())
     came_back = num_lines(run.metrics_path)
     wait_for_step(process, run.path, came_back + 2)
-    children, shared_memory = used_by(process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, output
-    assert "never awaited" not in output
-    assert f"grpo-ray resume {run.path}" in output
-    assert wait_until_gone(children) == []
-    assert not [path for path in shared_memory if os.path.exists(path)]
+    interrupt(process, run.path)
 
     metrics = read_metrics(run.metrics_path)
     last = read_rollouts(run.rollouts_path(came_back + 2))

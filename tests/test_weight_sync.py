@@ -124,7 +124,7 @@ def test_no_generator_pauses_before_all_have_the_weights_and_then_none_waits_for
     assert (report.version, report.failed) == (1, {})
     assert report.metrics.pop("timing/weight_sync/paused_s") == 0.5  # as the slower Generator says
     assert set(report.metrics) == {f"timing/weight_sync/{phase}_s" for phase in PHASES}
-    assert report.metrics["timing/weight_sync/stage_s"] > 0.01  # of the slower Generator
+    assert all(seconds >= 0.002 for seconds in report.metrics.values())  # those of the slower Generator
     assert asyncio.run(sync.versions()) == {"a": 1, "b": 1}
 
 
