@@ -21,6 +21,8 @@ T_co = TypeVar("T_co", covariant=True)
 Method = TypeVar("Method", bound=Callable[..., object])
 _MARK = "returns_bulk_and_facts"
 
+TERM = "reward/"
+"""Begins the name of a reward's term in scores and in rollout files."""
 NO_VERSION = 2**31 - 1  # later than any
 INT_BYTES = 36  # of a number in a tuple: an object of 28 bytes, and the reference to it
 CONTEXT = -1
@@ -70,6 +72,9 @@ class PromptItem:
     ground_truth: str
     num_cuts: int = 0  # times that oversampling has cut it off so far
     task: str = ""  # the part of a mixture that the prompt belongs to
+    about: str = (
+        ""  # JSON of `Example.facts`, and a chat's messages, if a function of the user's may ask for it
+    )
 
 
 @dataclass(frozen=True)
@@ -233,6 +238,7 @@ class Verdict:
     ungradable: Mapping[int, str] = field(default_factory=dict)  # by sample: the reason that it counts as wrong
     turn_advantages: tuple[np.ndarray, ...] = ()  # of episodes with rewards per turn: float32 `[turns]` of each
     overruns: frozenset[int] = frozenset()  # the ungradable ones that ended their grading; not kept on disk
+    terms: Mapping[str, np.ndarray] = field(default_factory=dict)  # by name, unweighted; NaN: did not apply
 
 
 @dataclass(frozen=True)
@@ -249,6 +255,7 @@ class ScoredGroup:
     turn_advantages: tuple[np.ndarray, ...] = ()
     teacher_logprobs: np.ndarray | None = None  # float32 [group_tokens], completions end to end; context: 0
     overruns: frozenset[int] = frozenset()
+    terms: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -299,7 +306,7 @@ class ScoredGroup:
         arrays = [self.rewards, self.format_rewards, self.answer_rewards, self.advantages]
         arrays += [getattr(c, name) for c in completions for name in PER_TOKEN if hasattr(c, name)]
         arrays += [] if self.teacher_logprobs is None else [self.teacher_logprobs]
-        texts = [item.prompt, item.ground_truth, *(c.text for c in completions)]
+        texts = [item.prompt, item.ground_truth, item.about, *(c.text for c in completions)]
         prompts = [item.prompt_token_ids]
         prompts += [s.prompt_token_ids for c in completions if isinstance(c, Episode) for s in c.sequences]
         return sum(a.nbytes for a in arrays) + sum(map(len, texts)) + INT_BYTES * sum(map(len, prompts))

@@ -78,8 +78,8 @@ def _follow_clock() -> None:
 
 
 class ChaosGrader(Grader):
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Any]:
-        results = super().grade(task, pairs)
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]], item: Any = None) -> list[Any]:
+        results = super().grade(task, pairs, item)
         if is_requested("poison_reward"):
             results[0] = ScoringError("chaos: the grading of this response fails")
         return results

@@ -133,12 +133,12 @@ def test_an_edited_model_is_refused_by_name(
     config = changed(config, **{section: {name: str(folder), **engine}})
     run.create(config)
     task = check_files(make())
-    before = input_digests(config, task.templates, task.validation)
+    before = input_digests(config, task.templates, task.train, task.validation)
     write_digests(run, before)
     assert check_inputs(run, before) is None
     MODEL_EDITS[file](folder / file)
     with pytest.raises(RunError, match=f"^{re.escape(field)} \\({re.escape(file)}\\): not what this run began"):
-        check_inputs(run, input_digests(config, task.templates, task.validation))
+        check_inputs(run, input_digests(config, task.templates, task.train, task.validation))
 
 
 def test_a_run_of_an_earlier_release_has_no_digests_of_its_model(
@@ -201,7 +201,7 @@ def test_a_resumed_run_loads_the_commit_that_it_began_with(
 
 def digests(config: Config) -> dict[str, str]:
     task = check_files(config)
-    return input_digests(config, task.templates, task.validation)
+    return input_digests(config, task.templates, task.train, task.validation)
 
 
 # ---- sampling ----

@@ -195,16 +195,19 @@ def test_a_weighted_sum_by_hand() -> None:
     )
     response = tagged("71")
     brevity = 1 - len(response) / 100
-    assert reward_fn(response, "72") == scores(pytest.approx(0.5 - 0.25 * brevity), 1, 0)
-    assert reward_fn(tagged("72"), "72") == scores(pytest.approx(1.5 - 0.25 * brevity), 1, 1)
-    assert reward_fn("72" * 100, "72") == scores(0, 0, 0)
+    own = {"reward/r1_zero": 0, "reward/format": 1, "reward/brevity": pytest.approx(brevity)}
+    assert reward_fn(response, "72") == scores(pytest.approx(0.5 - 0.25 * brevity), 1, 0) | own
+    own["reward/r1_zero"] = 1
+    assert reward_fn(tagged("72"), "72") == scores(pytest.approx(1.5 - 0.25 * brevity), 1, 1) | own
+    assert reward_fn("72" * 100, "72") == scores(0, 0, 0) | dict.fromkeys(own, 0)
 
 
 def test_format_and_answer_are_the_first_terms() -> None:
     terms = (RewardTerm(reward="keyword_inclusion"), RewardTerm(reward="exact_match", weight=3))
-    assert get_reward_fn(terms)(tagged("cat"), "cat") == scores(4, 1, 1)
-    assert get_reward_fn(terms)("a cat", "cat") == scores(1, 1, 1)
-    assert get_reward_fn(terms[::-1])("a cat", "cat") == scores(1, 0, 0)
+    both, one = ({"reward/keyword_inclusion": 1, "reward/exact_match": value} for value in (1, 0))
+    assert get_reward_fn(terms)(tagged("cat"), "cat") == scores(4, 1, 1) | both
+    assert get_reward_fn(terms)("a cat", "cat") == scores(1, 1, 1) | one
+    assert get_reward_fn(terms[::-1])("a cat", "cat") == scores(1, 0, 0) | one
 
 
 def test_rewards_that_may_run_away_are_isolated() -> None:

@@ -69,8 +69,7 @@ BLEU = 3
 def reward(response, ground_truth): return float(response == ground_truth)
 def scaled(response: str, ground_truth: str, scale: float, mode: Literal["a", "b"] = "a") -> float: return scale
 def anything(response, ground_truth, **options): return 0.5
-def named_only(*, response, ground_truth): return 0.5
-def three(response, ground_truth, prompt): return 0.5
+def three(response, ground_truth, margin): return 0.5
 class Judge:
     def __call__(self, response, ground_truth): return 0.25
 judge = Judge()
@@ -113,8 +112,7 @@ def test_a_module_in_the_current_folder_is_found() -> None:
         ("failing_4711:reward", {}, "importing 'failing_4711' failed: ZeroDivisionError: division by zero"),
         ("leaving_4711:reward", {}, "importing 'leaving_4711' failed: SystemExit: 3"),
         ("needing_4711:reward", {}, "'needing_4711' imports 'no_such_library_4711', which is not installed"),
-        ("my_rewards_4711:named_only", {}, r"must take \(response, ground_truth\)"),
-        ("my_rewards_4711:three", {}, "my_rewards_4711:three needs prompt; give `arguments`"),
+        ("my_rewards_4711:three", {}, "my_rewards_4711:three needs margin; give `arguments`"),
         ("my_rewards_4711:reward", {"scale": 1}, "has no argument 'scale'; it takes none"),
         ("my_rewards_4711:scaled", {"scael": 1}, "has no argument 'scael'; it takes scale, mode"),
         ("my_rewards_4711:scaled", {"scale": "x"}, "has scale='x': input should be a valid number"),

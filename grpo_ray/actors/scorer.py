@@ -10,7 +10,7 @@ import numpy as np
 from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import Config, ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
-from grpo_ray.config.reward import Reward, secrets_in
+from grpo_ray.config.reward import Reward, secrets_in, term_weights
 from grpo_ray.config.secrets import values_of
 from grpo_ray.episodes.returns import verdict_on
 from grpo_ray.rewards.base import Overrun, Ungradable, verdict
@@ -18,7 +18,7 @@ from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.telemetry.memory import resident_bytes
 from grpo_ray.telemetry.stage_clock import ActorStats, StageClock
-from grpo_ray.types import Episode, RolloutGroup, Verdict
+from grpo_ray.types import TERM, Episode, RolloutGroup, Verdict
 
 NO_SECRETS: Mapping[str, str] = {}
 UNGRADED = verdict(has_format=False, is_right=False)
@@ -45,6 +45,7 @@ class Scorer:
         """
         os.environ.update(secrets)
         self._grader = Grader(rewards, config)
+        self._weights = {task: term_weights(reward) for task, reward in rewards.items()}
         self._algorithm, self._max_tokens, self._turn_discount = algorithm, max_tokens, turn_discount
         self._clock = StageClock(("start", "score"), rest="wait_for_groups")
 
@@ -75,7 +76,7 @@ class Scorer:
         item = group.item
         pairs = [(completion.text, item.ground_truth) for completion in group.completions]
         scores, errors, ungradable, overruns = [], {}, {}, set()
-        for sample, result in enumerate(self._grader.grade(item.task, pairs)):
+        for sample, result in enumerate(self._grader.grade(item.task, pairs, item)):
             if isinstance(result, ScoringError):
                 errors[sample] = str(result)
                 tail = pairs[sample][0][-200:]
@@ -93,10 +94,17 @@ class Scorer:
         )
         lengths = np.array([len(completion.token_ids) for completion in group.completions])
         is_graded = np.array([sample not in errors for sample in range(len(scores))])
+        weights = self._weights[item.task]
+        terms = {
+            name: np.array([score.get(f"{TERM}{name}", np.nan) for score in scores], np.float32)
+            for name in weights
+        }
         advantages = advantages_of(
-            rewards, lengths, is_graded, self._algorithm, self._max_tokens, formats, answers
+            rewards, lengths, is_graded, self._algorithm, self._max_tokens, formats, answers, terms, weights
         )
-        return Verdict(rewards, formats, answers, advantages, errors, ungradable, overruns=frozenset(overruns))
+        return Verdict(
+            rewards, formats, answers, advantages, errors, ungradable, overruns=frozenset(overruns), terms=terms
+        )
 
     def take_stats(self) -> ActorStats:
         """Return the stage times since the last call, and the process's memory."""

@@ -126,23 +126,33 @@ def _choices(size: int, chosen: int, like: Tensor) -> Tensor:
 def gdpo(
     inputs: AdvantageInputs,
     *,
-    reward_weight: float = 1.0,
-    format_weight: float = 1.0,
-    answer_weight: float = 0.0,
+    reward_weight: float | None = None,
+    format_weight: float | None = None,
+    answer_weight: float | None = None,
     eps: float = 1e-6,
     std: Std = "sample",
 ) -> Tensor:
     """Return the weighted sum of `(r - mean) / (std + eps)` over a response's several rewards.
 
     (GDPO, Liu et al. arXiv:2601.05242: in one sum of rewards, a rare one would drown. Its second half, which
-    whitens the sums over the batch, is `algorithm.advantage_scale: whiten_responses`.)
+    whitens the sums over the batch, is `algorithm.advantage_scale: whiten_responses`.) The rewards are those of
+    the terms of `task.reward`, each with its weight there and compared with those responses that it applies to.
+    A reward of a single term, or any weight given here, makes them the reward (default weight 1), the format
+    (1) and the answer (0).
     """
-    parts = (
-        (reward_weight, inputs.rewards),
-        (format_weight, inputs.format_rewards),
-        (answer_weight, inputs.answer_rewards),
-    )
-    return torch.stack([weight * _standardized(part, eps, std) for weight, part in parts]).sum(dim=0)
+    if inputs.terms and reward_weight is format_weight is answer_weight is None:
+        weighted = [
+            inputs.weights[name] * _standardized_where_known(term, eps, std)
+            for name, term in inputs.terms.items()
+        ]
+    else:
+        parts = (
+            (1.0 if reward_weight is None else reward_weight, inputs.rewards),
+            (1.0 if format_weight is None else format_weight, inputs.format_rewards),
+            (0.0 if answer_weight is None else answer_weight, inputs.answer_rewards),
+        )
+        weighted = [weight * _standardized(part, eps, std) for weight, part in parts]
+    return torch.stack(weighted).sum(dim=0)
 
 
 ADVANTAGES: dict[AdvantageKind, AdvantageFn] = {
@@ -167,6 +177,18 @@ def _standardized(rewards: Tensor, eps: float, std: Std) -> Tensor:
         return centred
     deviation = rewards.std(dim=1, keepdim=True, correction=int(std == "sample"))
     return _or_zero(centred / (deviation + eps), rewards)
+
+
+def _standardized_where_known(rewards: Tensor, eps: float, std: Std) -> Tensor:
+    """Standardize each group's rewards that are not NaN among themselves; return 0 for the others."""
+    known = ~rewards.isnan()
+    if known.all():
+        return _standardized(rewards, eps, std)
+    found = torch.zeros_like(rewards)
+    for row, is_known, result in zip(rewards, known, found, strict=True):
+        if is_known.any():
+            result[is_known] = _standardized(row[is_known][None], eps, std)[0]
+    return found
 
 
 def _or_zero(advantages: Tensor, rewards: Tensor) -> Tensor:

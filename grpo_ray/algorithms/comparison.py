@@ -1,5 +1,7 @@
 """The configured comparison of one group's responses: from rewards to advantages, ungraded ones left out."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -7,6 +9,9 @@ from grpo_ray.algorithms.advantages import overlong_penalties
 from grpo_ray.algorithms.inputs import AdvantageInputs, arguments_of
 from grpo_ray.algorithms.registry import advantage_function
 from grpo_ray.config.algorithm import AlgorithmConfig
+
+NO_TERMS: Mapping[str, np.ndarray] = {}
+NO_WEIGHTS: Mapping[str, float] = {}
 
 
 def advantages_of(
@@ -17,6 +22,8 @@ def advantages_of(
     max_tokens: int,
     format_rewards: np.ndarray | None = None,
     answer_rewards: np.ndarray | None = None,
+    terms: Mapping[str, np.ndarray] = NO_TERMS,
+    weights: Mapping[str, float] = NO_WEIGHTS,
 ) -> np.ndarray:
     """Return the advantages of a group of single turns, `[G]` float32.
 
@@ -27,9 +34,11 @@ def advantages_of(
         lengths: `[G]`, in tokens.
         is_graded: `[G]` bool.
         format_rewards, answer_rewards: `[G]`; None: 0.
+        terms: of a sum, `[G]` each, unweighted, by name; NaN where one does not apply.
+        weights: of the terms.
     """
     shaped = shaped_rewards(rewards, lengths, algorithm, max_tokens)
-    return compare_group(shaped, is_graded, algorithm, format_rewards, answer_rewards, lengths)
+    return compare_group(shaped, is_graded, algorithm, format_rewards, answer_rewards, lengths, terms, weights)
 
 
 def shaped_rewards(
@@ -50,6 +59,8 @@ def compare_group(
     format_rewards: np.ndarray | None = None,
     answer_rewards: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
+    terms: Mapping[str, np.ndarray] = NO_TERMS,
+    weights: Mapping[str, float] = NO_WEIGHTS,
 ) -> np.ndarray:
     """Return the configured advantages of a group's rewards as they are, `[G]` float32.
 
@@ -67,7 +78,10 @@ def compare_group(
     parts = (rewards, format_rewards, answer_rewards)
     rows = [np.zeros(len(rewards)) if part is None else part for part in parts]
     rows.append(np.ones(len(rewards)) if lengths is None else lengths)
-    inputs = AdvantageInputs(*(torch.tensor(row[is_graded][None], dtype=torch.float32) for row in rows))
+    columns = [torch.tensor(row[is_graded][None], dtype=torch.float32) for row in (*rows, *terms.values())]
+    by_name = dict(zip(terms, columns[len(rows) :], strict=True))
+    shaped, formats, answers, token_counts = columns[: len(rows)]
+    inputs = AdvantageInputs(shaped, formats, answers, token_counts, by_name, weights)
     function = advantage_function(kind)
     fields = arguments_of(function, {"eps": algorithm.advantage_eps, "std": algorithm.std})
     found = function(inputs, **algorithm.advantage_options, **fields)

@@ -5,7 +5,7 @@ A function of the user's own has the same form as the package's.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -25,6 +25,10 @@ class AdvantageInputs:
     format_rewards: Tensor  # float [groups, G], 0 or 1; of an episode 1 if it finished by itself
     answer_rewards: Tensor  # float [groups, G], 0 or 1; of an episode 1 if its reward is positive
     lengths: Tensor  # float [groups, G], sampled tokens; of an episode those of all its turns
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    """The rewards of a sum's terms by name, unweighted, float `[groups, G]`; NaN where one does not apply."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights of the terms."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The configuration of rewards (by name, a function of the user's, or a weighted sum) and of the Scorer."""
 
+import re
 from collections.abc import Iterable, Mapping
+from itertools import chain, count
 from math import isfinite
 from typing import Annotated, Any
 
@@ -10,10 +12,12 @@ from pydantic import (
     Discriminator,
     Field,
     FiniteFloat,
+    NonNegativeInt,
     PlainValidator,
     PositiveFloat,
     PositiveInt,
     Tag,
+    model_validator,
 )
 
 from grpo_ray.config.secrets import SecretName
@@ -56,6 +60,15 @@ Argument = Annotated[
 ]  # a plain union reports one error per member
 
 
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w-]*", name, re.ASCII):
+        raise ValueError(f"{name!r} is not valid; give letters, digits, `_` and `-`")
+    return name
+
+
+TermName = Annotated[str, AfterValidator(_plain_name)]
+
+
 class RewardTerm(Section):
     """One term of a weighted sum."""
 
@@ -67,11 +80,40 @@ class RewardTerm(Section):
     """Extra keyword arguments for the reward function."""
     secrets: tuple[SecretName, ...] = ()
     """Environment variables that a function of yours needs, such as a judge's key, by their names."""
+    name: TermName | None = None
+    """Name of the term in metrics (`reward/<name>/mean`) and for `gdpo`; default: that of its function."""
+    batched: bool = False
+    """Call a function of yours once per group, with lists in place of values; it returns a list."""
+    network: bool = False
+    """Let a function of yours use the network, as an LLM judge does; it may be an `async def`."""
+    timeout_s: PositiveFloat = 60.0
+    """Seconds for one call (`network` only)."""
+    retries: NonNegativeInt = 2
+    """Further calls after one that failed or took too long (`network` only)."""
+    concurrency: PositiveInt = 32
+    """Calls at the same time, per Scorer (`network` only)."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> "RewardTerm":
+        for field in ("batched", "network"):
+            if getattr(self, field) and ":" not in self.reward:
+                raise ValueError(f"{field}: {self.reward} is built in; only a function of your own may be")
+        for field in ("timeout_s", "retries", "concurrency"):
+            default = type(self).model_fields[field].default  # a run's config.yaml has every field
+            if getattr(self, field) != default and not self.network:
+                raise ValueError(
+                    f"{field}: is for a reward with `network: true`; the others have scorer.timeout_s and "
+                    "scorer.num_workers. Omit it, or set network"
+                )
+        return self
 
 
 def _some_terms(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
     if not terms:
         raise ValueError("an empty list rewards nothing; give at least one term, such as {reward: r1_zero}")
+    names = [term.name for term in terms if term.name is not None]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two terms have the name {repeated[0]!r}; give one of them another `name`")
     return terms
 
 
@@ -90,9 +132,44 @@ Reward = Annotated[
 ]
 
 
+def terms_of(reward: Reward) -> tuple[RewardTerm, ...]:
+    """Return the terms of a reward; a name alone is one."""
+    return (RewardTerm(reward=reward),) if isinstance(reward, str) else reward
+
+
+def is_own(reward: Reward) -> bool:
+    """Return True if a term of the reward is a function of the user's."""
+    return any(":" in term.reward for term in terms_of(reward))
+
+
+def named_terms(reward: Reward) -> tuple[RewardTerm, ...]:
+    """Return the terms, each of a sum with a name.
+
+    A second term of a function gets a number, unless it was given a name; a single reward may have none.
+    """
+    terms = terms_of(reward)
+    if len(terms) == 1:
+        return terms
+    names = {term.name for term in terms if term.name is not None}
+    named = []
+    for term in terms:
+        name = term.name
+        if name is None:
+            base = term.reward.rpartition(":")[2]
+            name = next(n for n in chain([base], (f"{base}_{i}" for i in count(2))) if n not in names)
+            names.add(name)
+        named.append(term.model_copy(update={"name": name}))
+    return tuple(named)
+
+
+def term_weights(reward: Reward) -> dict[str, float]:
+    """Return the weight of each term that has a name."""
+    return {term.name: term.weight for term in named_terms(reward) if term.name is not None}
+
+
 def secrets_in(rewards: Iterable[Reward]) -> list[str]:
     """Return the names of the secrets that the rewards list, each once."""
-    terms = [term for reward in rewards if not isinstance(reward, str) for term in reward]
+    terms = [term for reward in rewards for term in terms_of(reward)]
     return list(dict.fromkeys(name for term in terms for name in term.secrets))
 
 

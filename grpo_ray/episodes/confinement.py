@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_ray.config.episodes import EpisodesConfig
-from grpo_ray.rewards.isolation.confinement import drop_capabilities
+from grpo_ray.rewards.isolation.confinement import NETWORK_FILES, drop_capabilities
 from grpo_ray.rewards.isolation.kernel import forgo_privileges
 from grpo_ray.rewards.isolation.landlock import READ_FOLDER, Ruleset, landlock_version
 from grpo_ray.rewards.isolation.readable import listable_folders, readable_paths
@@ -27,7 +27,6 @@ HINT = (
 )
 NO_MEMORY_HINT = "\n(memory beyond episodes.memory_gib is refused)"
 SCRATCH = "grpo-ray-scratch-"
-NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 
 
 @dataclass(frozen=True)

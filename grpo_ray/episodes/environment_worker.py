@@ -119,7 +119,7 @@ class EnvironmentWorker:
             TurnLost: Generators died of a turn.
             RuntimeError: a turn could not be sampled; the message says why.
         """
-        example = Example(item.prompt, item.ground_truth, task=item.task, seed=seed)
+        example = Example(item.prompt, item.ground_truth, task=item.task, seed=seed, facts=item.about)
         thread = EpisodeThread(f"group {item.group_id}")
         label = f"group {item.group_id}, {settings.num_samples} episodes"
         samplers = [RoutedSampler(self._router) for _ in range(settings.num_samples)]

@@ -1,9 +1,20 @@
 """The types of rewards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 Scores = dict[str, float]
-"""`format_reward` and `answer_reward` are 0.0 or 1.0; `reward`, which is trained on, is within +-1e12."""
+"""`format_reward` and `answer_reward` are 0.0 or 1.0; `reward`, which is trained on, is within +-1e12.
+
+Of a sum, each term's own reward is there too, unweighted, as `reward/NAME`; not if the term did not apply.
+Empty: no term applied."""
+
+About = Mapping[str, Any]
+"""What a function of the user's may ask for besides a response and its ground truth.
+
+`prompt`, `question`, `row` (the columns other than question and answer), `fields` (these two), and of a chat
+`messages`."""
+NOTHING: About = {}
 
 RewardFn = Callable[[str, str], Scores]
 """(response, ground truth) to scores."""

@@ -1,14 +1,22 @@
 """A configured reward as one function: a built-in by its name, a function of the user's, or a weighted sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
-from grpo_ray.config.reward import Reward
-from grpo_ray.config.user_code import import_function
-from grpo_ray.rewards.base import RewardFn, Scores, scores
+from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms, terms_of
+from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, scores
 from grpo_ray.rewards.builtin import ALGEBRAIC, REWARDS
 from grpo_ray.rewards.math.answer import NO_TRUTH
-from grpo_ray.rewards.user_function import as_reward_fn
+from grpo_ray.rewards.user_function import UserFunction
+from grpo_ray.types import TERM
+
+T = TypeVar("T")
+
+Outcome = Scores | Exception
+"""The scores of a response, or what its grading raised."""
+GroupFn = Callable[[Sequence[str], Sequence[str], About], list[Outcome]]
+"""(responses of a group, ground truths, facts about the prompt) to the outcome of each response."""
 
 
 def get_reward_fn(reward: Reward) -> RewardFn:
@@ -17,9 +25,102 @@ def get_reward_fn(reward: Reward) -> RewardFn:
     Raises:
         ValueError: there is no such reward, module or function.
     """
-    if isinstance(reward, str):
-        return _named(reward)
-    return weighted_sum([(term.weight, partial(_named(term.reward), **term.arguments)) for term in reward])
+    if isinstance(reward, str) and ":" not in reward:
+        return _built_in(reward)
+    grade = GroupReward(reward)
+
+    def reward_fn(response: str, ground_truth: str) -> Scores:
+        (result,) = grade([response], [ground_truth], NOTHING)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return reward_fn
+
+
+class GroupReward:
+    """A reward as a GroupFn: it never raises, as what one response makes it raise is its outcome."""
+
+    def __init__(self, reward: Reward) -> None:
+        """
+        Raises:
+            ValueError: there is no such reward, module or function.
+        """
+        self._terms = named_terms(reward)
+        self._functions = [_function_of(term) for term in self._terms]
+
+    @property
+    def needs_group(self) -> bool:
+        """True if the responses of a group must be graded together."""
+        return any(isinstance(each, UserFunction) and each.needs_group for each in self._functions)
+
+    def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Outcome]:
+        columns = [
+            _outcomes(function, term, responses, ground_truths, about)
+            for term, function in zip(self._terms, self._functions, strict=True)
+        ]
+        return [weighted_sum(self._terms, row) for row in zip(*columns, strict=True)]
+
+
+def weighted_sum(terms: Sequence[RewardTerm], row: Sequence[Outcome]) -> Outcome:
+    """Return the sum of weight x reward of one response's terms, with the rewards of those that have names.
+
+    What one raised is the result. One that does not apply adds nothing. Format and answer are the first's.
+    """
+    for outcome in row:
+        if isinstance(outcome, Exception):
+            return outcome
+    applied = [(term, each) for term, each in zip(terms, row, strict=True) if isinstance(each, dict) and each]
+    if not applied:
+        return {}
+    total = sum(term.weight * each["reward"] for term, each in applied)
+    own = {f"{TERM}{term.name}": each["reward"] for term, each in applied if term.name is not None}
+    return {**applied[0][1], "reward": float(total), **own}
+
+
+def _outcomes(
+    function: UserFunction | RewardFn,
+    term: RewardTerm,
+    responses: Sequence[str],
+    truths: Sequence[str],
+    about: About,
+) -> Sequence[Outcome]:
+    pairs = zip(responses, truths, strict=True)
+    if not isinstance(function, UserFunction):
+        return [tried(partial(function, *pair, **term.arguments)) for pair in pairs]
+    if function.takes_group:
+        size = len(responses)
+        return for_each(
+            tried(lambda: function.read_group(function.call_group(responses, truths, about), size)), size
+        )
+    if function.needs_group:
+        about = {**about, "completions": list(responses)}
+    return [tried(partial(function.graded, *pair, about)) for pair in pairs]
+
+
+def tried(call: Callable[[], T]) -> T | Exception:
+    """Return the result of the call, or what it raised; running out of memory concerns the whole process."""
+    try:
+        return call()
+    except MemoryError:
+        raise
+    except Exception as error:  # a function of the user's may raise anything
+        return error
+
+
+def for_each(results: list[Scores] | Exception, size: int) -> list[Outcome]:
+    """Return the outcome of each response of a group; an exception is that of all."""
+    return [results] * size if isinstance(results, Exception) else [*results]
+
+
+def _function_of(term: RewardTerm) -> UserFunction | RewardFn:
+    return UserFunction.of(term) if ":" in term.reward else _built_in(term.reward)
+
+
+def _built_in(name: str) -> RewardFn:
+    if name not in REWARDS:
+        raise ValueError(f"task.reward: {name!r} is not a reward; give one of {', '.join(REWARDS)}")
+    return REWARDS[name]
 
 
 def get_wrong_fn(reward: Reward, own: float | None) -> RewardFn | None:
@@ -30,35 +131,24 @@ def get_wrong_fn(reward: Reward, own: float | None) -> RewardFn | None:
     Args:
         own: taken as the reward of each function of the user's; with None, a reward with one has no result.
     """
-    names = _names(reward)
-    if own is None and any(":" in name for name in names):
+    if own is None and is_own(reward):
         return None
-    if isinstance(reward, str):
-        return _as_wrong(reward, own)
-    return weighted_sum(
-        [(term.weight, partial(_as_wrong(term.reward, own), **term.arguments)) for term in reward]
-    )
+    terms = named_terms(reward)
+
+    def wrong_fn(response: str, ground_truth: str) -> Scores:
+        row = [_as_wrong(term, own, response, ground_truth) for term in terms]
+        result = weighted_sum(terms, row)
+        assert not isinstance(result, Exception)
+        return result
+
+    return wrong_fn
 
 
-def _as_wrong(name: str, own: float | None) -> RewardFn:
-    def reward_fn(response: str, ground_truth: str, **arguments: float | str | bool) -> Scores:
-        if ":" in name:
-            return scores(own or 0.0, has_format=False, is_right=False)
-        truth = NO_TRUTH if name in ALGEBRAIC else ground_truth
-        return REWARDS[name](response, truth, **arguments)
-
-    return reward_fn
-
-
-def weighted_sum(terms: Sequence[tuple[float, RewardFn]]) -> RewardFn:
-    """Return the sum of weight x reward over (weight, reward) terms; format and answer are the first term's."""
-
-    def reward_fn(response: str, ground_truth: str) -> Scores:
-        judged = [function(response, ground_truth) for _, function in terms]
-        total = sum(weight * term["reward"] for (weight, _), term in zip(terms, judged, strict=True))
-        return {**judged[0], "reward": total}
-
-    return reward_fn
+def _as_wrong(term: RewardTerm, own: float | None, response: str, ground_truth: str) -> Scores:
+    if is_own((term,)):
+        return scores(own or 0.0, has_format=False, is_right=False)
+    truth = NO_TRUTH if term.reward in ALGEBRAIC else ground_truth
+    return REWARDS[term.reward](response, truth, **term.arguments)
 
 
 def needs_isolation(reward: Reward) -> bool:
@@ -66,21 +156,9 @@ def needs_isolation(reward: Reward) -> bool:
 
     It may run away, or it is a function of the user's own.
     """
-    return uses_algebra(reward) or any(":" in name for name in _names(reward))
+    return uses_algebra(reward) or is_own(reward)
 
 
 def uses_algebra(reward: Reward) -> bool:
     """Return True if a term of the reward compares answers by computer algebra."""
-    return any(name in ALGEBRAIC for name in _names(reward))
-
-
-def _names(reward: Reward) -> list[str]:
-    return [reward] if isinstance(reward, str) else [term.reward for term in reward]
-
-
-def _named(name: str) -> RewardFn:
-    if ":" in name:
-        return as_reward_fn(import_function(name, "task.reward"), name)
-    if name not in REWARDS:
-        raise ValueError(f"task.reward: {name!r} is not a reward; give one of {', '.join(REWARDS)}")
-    return REWARDS[name]
+    return any(term.reward in ALGEBRAIC for term in terms_of(reward))

@@ -1,14 +1,17 @@
 """The Grader of a run's answers, which the Scorer, the audit and the evaluation share."""
 
+import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from grpo_ray.config import ScorerConfig
-from grpo_ray.config.reward import Reward
-from grpo_ray.rewards.base import RewardFn, Scores, Ungradable
+from grpo_ray.config.reward import Reward, RewardTerm, is_own, named_terms
+from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, Ungradable
 from grpo_ray.rewards.configured import get_reward_fn, get_wrong_fn, needs_isolation
 from grpo_ray.rewards.isolation.pool import Result, RewardPool, ScoringError
 from grpo_ray.rewards.isolation.protection import protection_here
 from grpo_ray.rewards.isolation.worker import try_to_grade
+from grpo_ray.types import TERM, PromptItem
 
 
 class Grader:
@@ -19,18 +22,27 @@ class Grader:
         Args:
             rewards: each task's reward, by the task's name (`config.task.rewards`).
         """
-        isolated = {task: reward for task, reward in rewards.items() if needs_isolation(reward)}
         self._reward_fns = {
-            task: get_reward_fn(reward) for task, reward in rewards.items() if task not in isolated
+            task: get_reward_fn(reward) for task, reward in rewards.items() if not needs_isolation(reward)
         }
         self._wrong_fns: dict[str, RewardFn | None] = {
             task: get_wrong_fn(reward, config.ungradable_reward) for task, reward in rewards.items()
         }
-        self._pool = None
-        if isolated:
-            self._pool = RewardPool(
-                isolated, config.num_workers, config.timeout_s, config.memory_gib, config.readable_paths
-            )
+        self._asks_about = {task for task, reward in rewards.items() if is_own(reward)}
+        terms = {task: named_terms(reward) for task, reward in rewards.items() if needs_isolation(reward)}
+        offline = {task: tuple(term for term in own if not term.network) for task, own in terms.items()}
+        limits = config.timeout_s, config.memory_gib, config.readable_paths
+        # One pool for all terms without the network, and one for each with it, as only that has its secrets.
+        self._pools: dict[str, list[RewardPool]] = {task: [] for task in terms}
+        if offline := {task: own for task, own in offline.items() if own}:
+            shared = RewardPool(offline, config.num_workers, *limits)
+            self._pools |= {task: [shared] for task in offline}
+        for task, own in terms.items():
+            networked = (term for term in own if term.network)
+            self._pools[task] += [
+                RewardPool({task: (term,)}, config.num_workers, *limits, term) for term in networked
+            ]
+        self._order = {task: _order(own) for task, own in terms.items()}
 
     def start(self) -> None:
         """Wait until answers can be graded.
@@ -38,18 +50,23 @@ class Grader:
         Raises:
             RunError: workers cannot be started; the message says why.
         """
-        if self._pool is not None:
-            self._pool.start()
+        for pool in self._all_pools:
+            pool.start()
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Gaps in the isolation of the workers on this machine, if there are workers; at most one line."""
-        return protection_here().notices if self._pool is not None else ()
+        return protection_here().notices if self._all_pools else ()
 
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Result]:
+    def grade(
+        self, task: str, pairs: Sequence[tuple[str, str]], item: PromptItem | None = None
+    ) -> list[Result]:
         """Return, in order, the scores of each (response, ground truth), or the reason why it has none.
 
         An answer that is the cause itself is Ungradable, with the scores of a wrong one.
+
+        Args:
+            item: the prompt that all of them answer, about which a function of the user's may ask.
 
         Raises:
             RunError: workers cannot be started.
@@ -58,12 +75,22 @@ class Grader:
         if reward_fn is not None:
             results = [_in_process(reward_fn, *pair) for pair in pairs]
         else:
-            assert self._pool is not None, f"no reward for task {task!r}"
-            results = self._pool.grade(task, pairs)
+            results = self._grade_isolated(task, pairs, item)
         return [
             self._as_wrong(task, pair, result) if isinstance(result, Ungradable) else result
             for pair, result in zip(pairs, results, strict=True)
         ]
+
+    def _grade_isolated(
+        self, task: str, pairs: Sequence[tuple[str, str]], item: PromptItem | None
+    ) -> list[Result]:
+        about: About = about_of(item) if task in self._asks_about and item is not None else NOTHING
+        pools = self._pools[task]
+        if len(pools) == 1:
+            return [_sum_of([result]) for result in pools[0].grade(task, pairs, about)]
+        with ThreadPoolExecutor(len(pools)) as threads:
+            parts = [*threads.map(lambda pool: pool.grade(task, pairs, about), pools)]
+        return [_sum_of([parts[i][n] for i in self._order[task]]) for n in range(len(pairs))]
 
     def wrong_scores(self, task: str, response: str, ground_truth: str) -> Scores | ScoringError:
         """Return what the response earns if no term that may run away judges it right."""
@@ -79,8 +106,44 @@ class Grader:
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._all_pools:
+            pool.close()
+
+    @property
+    def _all_pools(self) -> list[RewardPool]:
+        return list(dict.fromkeys(pool for pools in self._pools.values() for pool in pools))
+
+
+def _order(terms: Sequence[RewardTerm]) -> list[int]:
+    """Return the order of a reward's pools, of which the one with the first term comes first.
+
+    The first pool has the terms without the network, if there are any.
+    """
+    num_pools = sum(term.network for term in terms) + any(not term.network for term in terms)
+    first = 1 if terms[0].network and not all(term.network for term in terms) else 0
+    return [first, *(i for i in range(num_pools) if i != first)]
+
+
+def _sum_of(parts: Sequence[Result]) -> Result:
+    """Return the sum of what the pools gave one answer; an error before what is the answer's own doing.
+
+    Format and answer are those of the first part that applies.
+    """
+    for kind in (ScoringError, Ungradable):
+        if failed := next((part for part in parts if isinstance(part, kind)), None):
+            return failed
+    applied = [part for part in parts if isinstance(part, dict) and part]
+    if not applied:
+        return ScoringError("no reward applies to it: each returned None")
+    if len(applied) == 1:
+        return applied[0]
+    terms = {name: value for part in applied for name, value in part.items() if name.startswith(TERM)}
+    return {**applied[0], **terms, "reward": sum(part["reward"] for part in applied)}
+
+
+def about_of(item: PromptItem) -> About:
+    """Return the facts about a prompt that functions of the user's may ask for."""
+    return {"prompt": item.prompt, **(json.loads(item.about) if item.about else {})}
 
 
 def _in_process(reward_fn: RewardFn, response: str, ground_truth: str) -> Result:

@@ -1,32 +1,189 @@
-"""A reward function of the user's own, named as `module:function`."""
+"""A reward function of the user's own, named as `module:function`, and the three ways in which it is called.
+
+    one at a time    reward(response, ground_truth, ...)
+    `batched: true`  the same with lists, once per group
+    as in TRL        reward(prompts, completions, **columns) with lists, once per group
+
+More is given by name: `question`, `prompt`, `row` (a dict of the other columns), any column, and `completions`
+(the group's responses).
+
+Each may be an `async def` if its term has `network: true` (networked.py).
+"""
 
 import inspect
 import math
 import os
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from grpo_ray.rewards.base import RewardFn, Scores, scores
+from grpo_ray.config.reward import RewardTerm
+from grpo_ray.config.user_code import check_arguments, import_function, keyword_parameters
+from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, scores
 
 FACTS = ("format_reward", "answer_reward")
+BY_NAME = ("question", "prompt", "row", "completions")
+LOGGERS = ("log_extra", "log_metric")  # of TRL; what they are told is dropped
+TRL_GIVES = ("prompts", *LOGGERS)
+UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+
+
+class UserFunction:
+    """A function of the user's, and what it asks for."""
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, arguments: Mapping[str, Any], is_batched: bool = False
+    ) -> None:
+        """
+        Args:
+            name: for messages.
+            arguments: of the term, passed by name.
+        """
+        self._function, self._name, self._arguments = function, name, arguments
+        try:
+            self._parameters = dict(inspect.signature(function).parameters)
+        except ValueError:  # C code without a signature
+            self._parameters = {}
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        plain = inspect.unwrap(function)
+        self.is_async = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(
+            getattr(plain, "__call__", None)  # noqa: B004
+        )
+        self.is_of_trl = "completions" in self._parameters and "response" not in self._parameters
+        self.takes_group = is_batched or self.is_of_trl  # in one call
+        self.needs_group = self.takes_group or "completions" in self._parameters
+        code = plain.__code__ if inspect.isfunction(plain) else None
+        self._where = f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
+
+    @classmethod
+    def of(cls, term: RewardTerm, field: str = "task.reward") -> "UserFunction":
+        """Import the function of a term; raises ValueError as `import_function`."""
+        return cls(import_function(term.reward, field), term.reward, term.arguments, term.batched)
+
+    def check(self, field: str, columns: Collection[str] | None) -> None:
+        """Compare the signature with the term's arguments and with the columns of the data.
+
+        Args:
+            columns: of the rows, without the question and the answer; None: not known yet.
+
+        Raises:
+            ValueError: names the field, and what does not fit.
+        """
+        what = f"{field}: {self._name}"
+        if self._is_by_name(columns or ()):
+            given = ("prompts", "completions") if self.is_of_trl else ("response", "ground_truth")
+            own = {n: p for n, p in self._parameters.items() if n not in given and p.kind != p.VAR_POSITIONAL}
+        else:
+            own = keyword_parameters(self._function, "response, ground_truth", what) or {}
+        filled = {*BY_NAME, *(columns or ())} | ({*TRL_GIVES} if self.is_of_trl else set())
+        asked = {
+            n: p
+            for n, p in own.items()
+            if n in self._arguments or p.kind is p.VAR_KEYWORD
+            or (n not in filled and (columns is not None or p.default is not p.empty))
+        }  # fmt: skip
+        remedy = f"give `arguments` in a list: [{{reward: {self._name}, arguments: {{{{}}: ...}}}}]"
+        if columns:
+            remedy = f"there is no such column, only {', '.join(columns)}; add it to the data, or {remedy}"
+        check_arguments(asked, self._arguments, what, remedy)
+
+    def call(self, response: str, ground_truth: str, about: About) -> Any:
+        """Call the function for one response; an `async def` returns what is to be awaited."""
+        return self._apply(response, ground_truth, _values(about), about)
+
+    def call_group(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> Any:
+        """Call the function once for the responses of a group; see `call`."""
+        values = {name: [value] * len(responses) for name, value in _values(about).items()}
+        values["completions"] = list(responses)
+        if self.is_of_trl:
+            values |= _as_in_trl(responses, about)
+        return self._apply(list(responses), list(ground_truths), values, about)
+
+    def graded(self, response: str, ground_truth: str, about: About) -> Scores:
+        """Return what the function gives one response, checked; raises whatever it does."""
+        return self.read(self.call(response, ground_truth, about))
+
+    def graded_group(
+        self, responses: Sequence[str], ground_truths: Sequence[str], about: About
+    ) -> list[Scores]:
+        """Return what the function gives a group in one call, checked; raises whatever it does."""
+        return self.read_group(self.call_group(responses, ground_truths, about), len(responses))
+
+    def read(self, result: Any) -> Scores:
+        """Check the result of `call`; raises ValueError as `read_result`."""
+        return read_result(result, self._where)
+
+    def read_group(self, result: Any, size: int) -> list[Scores]:
+        """Check the result of `call_group`; what is None in it does not apply, and has no scores.
+
+        Raises:
+            ValueError: it is no list of `size`, or a value in it is none of a reward's.
+        """
+        values = result.tolist() if hasattr(result, "tolist") else result  # an array or a tensor
+        if not isinstance(values, list | tuple) or len(values) != size:
+            found = (
+                f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+            )
+            raise ValueError(
+                f"task.reward: {self._where} returned {found} for {size} responses; return a list of {size}"
+            )
+        return [{} if value is None else self.read(value) for value in values]
+
+    def _apply(self, response: Any, ground_truth: Any, values: dict[str, Any], about: About) -> Any:
+        own = {} if self.is_of_trl else {"response": response}
+        values = {**values, **own, "ground_truth": ground_truth, **self._arguments}
+        by_position: tuple[Any, ...] = ()
+        names = list(self._parameters)
+        if not self._is_by_name(about.get("row", ())):
+            by_position, names = (response, ground_truth), names[2:]
+            values = {n: v for n, v in values.items() if n not in ("response", "ground_truth")}
+        wanted = [name for name in names if self._parameters[name].kind not in UNNAMED]
+        for name in wanted:
+            if name not in values and self._parameters[name].default is inspect.Parameter.empty:
+                columns = ", ".join(about.get("row", ())) or "none"
+                raise LookupError(f"it asks for {name!r}, which this row lacks (its columns: {columns})")
+        taken = values if self._takes_any else {n: values[n] for n in wanted if n in values}
+        if self._takes_any and by_position:
+            taken = {n: v for n, v in values.items() if n not in [*self._parameters][:2]}
+        return self._function(*by_position, **(taken if self._parameters else self._arguments))
+
+    def _is_by_name(self, columns: Collection[str]) -> bool:
+        """Return True if the response and the truth are passed by name, and not as the first two parameters.
+
+        `(response, tests)` gets the column `tests` if there is one, and otherwise the truth.
+        """
+        names = [n for n, p in self._parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        second = names[1] if len(names) > 1 else None
+        is_named = second is None or second in (*BY_NAME, "ground_truth", *self._arguments, *columns)
+        return self.is_of_trl or ("response" in self._parameters and (is_named or names[0] != "response"))
 
 
 def as_reward_fn(function: Callable[..., Any], name: str) -> RewardFn:
-    """Return the function with a check of its result, which must be a number or a dict of rewards."""
-
-    code = inspect.unwrap(function).__code__ if inspect.isfunction(inspect.unwrap(function)) else None
-    where = f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
-
-    @wraps(function)
-    def reward_fn(response: str, ground_truth: str, **arguments: float | str | bool) -> Scores:
-        return _read_result(function(response, ground_truth, **arguments), where)
-
-    return reward_fn
+    """Return a function of (response, ground truth) alone, with a check of its result."""
+    own = UserFunction(function, name, {})
+    return lambda response, ground_truth: own.graded(response, ground_truth, NOTHING)
 
 
-def _read_result(result: Any, name: str) -> Scores:
+def _values(about: About) -> dict[str, Any]:
+    """Return what a function may ask for by name: the columns, and over them what BY_NAME lists."""
+    known = {name: about[name] for name in BY_NAME if name in about}
+    return {**about.get("fields", {}), **about.get("row", {}), **known}
+
+
+def _as_in_trl(responses: Sequence[str], about: About) -> dict[str, Any]:
+    """Return prompts and completions as TRL passes them: texts, or conversations with a chat template."""
+    messages = about.get("messages")
+    is_chat = messages is not None
+    completions = [[{"role": "assistant", "content": r}] if is_chat else r for r in responses]
+    prompts = [messages if is_chat else about.get("prompt", "")] * len(responses)
+    return {"prompts": prompts, "completions": completions, **dict.fromkeys(LOGGERS, _drop)}
+
+
+def _drop(*_: Any, **__: Any) -> None:
+    """Take what a function of TRL's wants to log."""
+
+
+def read_result(result: Any, name: str) -> Scores:
     """Return the result as scores; a number counts as in the format, and as right if it is at least 1.
 
     Raises:

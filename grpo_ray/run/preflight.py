@@ -1,7 +1,7 @@
 """Checks of everything that a run needs, before anything expensive starts."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NoReturn
@@ -9,6 +9,7 @@ from typing import NoReturn
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
+from grpo_ray.config.reward import is_own
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.engine_args import check_engine_args
@@ -60,10 +61,13 @@ class TaskData:
     notices: tuple[str, ...] = ()  # what was skipped or cut, and gaps in isolation
     longest_prompt: int | None = None  # tokens; None for a model on the hub, as its tokenizer is not loaded yet
     max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
+    with_facts: Collection[str] = ()  # parts with code of the user's that may ask about an example
 
     def prompters(self, tokenizer: Tokenizer) -> Prompters:
-        cuts = self.max_prompt_tokens
-        return {name: Prompter(t, tokenizer, cuts.get(name)) for name, t in self.templates.items()}
+        cuts, asked = self.max_prompt_tokens, self.with_facts
+        return {
+            name: Prompter(t, tokenizer, cuts.get(name), name in asked) for name, t in self.templates.items()
+        }
 
     def part(self, name: str) -> ExampleSets:
         train, validation = ([e for e in some if e.task == name] for some in (self.train, self.validation))
@@ -121,12 +125,20 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ())
     notices += notices_on(config) + algorithm_notices
-    task = TaskData(examples.train, examples.validation, templates, notices)
+    asked = [name for name, part in parts_of(config.task).items() if may_ask(part)]
+    task = TaskData(examples.train, examples.validation, templates, notices, with_facts=asked)
     if config.distillation.teacher is not None and is_local(config.distillation.teacher):
         check_local_model(config.distillation.teacher, "distillation.teacher")
     if all(map(is_local, model_paths(config))):
         task = _fit_prompts(config, task)
     return task
+
+
+def may_ask(task: PlainTask) -> bool:
+    """Return True if code of the user's, a reward or an episode, may ask about an example's other columns."""
+    if isinstance(task, EpisodesTaskConfig):
+        return task.validation_examples is not None
+    return is_own(task.reward)
 
 
 def _check_algorithm(config: Config) -> tuple[str, ...]:

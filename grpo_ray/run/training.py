@@ -65,7 +65,7 @@ def _train(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
         with run.lock():
             with shown_plainly():
                 run.create(config)
-            write_digests(run, input_digests(config, task.templates, task.validation))
+            write_digests(run, input_digests(config, task.templates, task.train, task.validation))
             _run_to_the_end(config, prepared, run, console, host)
     return run
 
@@ -90,7 +90,7 @@ def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
     config = _with_commits_of(before, config)
     _check_same_prompts(before, config)
     task = _check(config, is_local)
-    digests = input_digests(config, task.templates, task.validation)
+    digests = input_digests(config, task.templates, task.train, task.validation)
     unchecked = check_inputs(run, digests)
     with run.lock():
         checkpoint = make_store(config, run).latest()

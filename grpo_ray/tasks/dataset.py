@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from grpo_ray.config.reward import is_own
 from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.tasks.duplicates import distinct, drop_duplicates
 from grpo_ray.tasks.examples import ExampleSets
@@ -40,4 +41,6 @@ def dataset_validation(task: ExamplesTaskConfig, seed: int, limit: int) -> Examp
 
 
 def _fields(task: ExamplesTaskConfig) -> Fields:
-    return Fields(task.question_field, task.answer_field, task.answer_marker, task.answer_is_boxed)
+    return Fields(
+        task.question_field, task.answer_field, task.answer_marker, task.answer_is_boxed, is_own(task.reward)
+    )

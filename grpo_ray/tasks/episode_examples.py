@@ -57,7 +57,7 @@ def episode_warmup(task: EpisodesTaskConfig, seed: int, num_pairs: int) -> Pairs
 
 
 def _from_files(task: EpisodesTaskConfig, validation_path: str) -> ExampleSets:
-    fields = Fields(task.question_field, task.answer_field, None, False)
+    fields = Fields(task.question_field, task.answer_field, keeps_row=True)
     train, notices = read_examples(_source(task.examples), fields)
     validation, more = read_examples(_source(validation_path), fields, limit=task.num_validation_prompts)
     return ExampleSets(train, validation, (*notices, *more))

@@ -28,6 +28,7 @@ class Fields:
     answer: str
     marker: str | None = None  # the ground truth follows the marker's last occurrence in the answer
     is_boxed: bool = False  # the ground truth is in the last `\boxed{}` of the answer
+    keeps_row: bool = False  # for code of the user's that asks for other columns
 
     def ground_truth(self, answer: str) -> str | None:
         """Read the ground truth from a row's answer; None if it has none."""
@@ -58,14 +59,16 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
     """
     examples: list[Example] = []
     without: list[str] = []  # places
-    rows = chain.from_iterable(read_rows(path, (fields.question, fields.answer)) for path in source.files)
+    names = (fields.question, fields.answer)
+    rows = chain.from_iterable(read_rows(path, () if fields.keeps_row else names) for path in source.files)
     for place, row in rows:
         question = text_of(place, row, fields.question)
         truth = fields.ground_truth(answer_of(place, row, fields.answer))
         if truth is None:
             without.append(place)
         else:
-            examples.append(Example(question, truth, place))
+            facts = facts_of(row, names) if fields.keeps_row else ""
+            examples.append(Example(question, truth, place, facts=facts))
         if len(examples) == limit:
             break
     if not examples and without:
@@ -77,6 +80,12 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
     if not examples:
         raise ValueError(f"{source.name}: holds no examples; give a file with at least one")
     return examples, [_left_out(source, fields, without)] if without else []
+
+
+def facts_of(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return `Example.facts` of a row; what JSON does not have becomes text."""
+    others = {name: value for name, value in row.items() if name not in names}
+    return json.dumps({"row": others, "fields": {name: row[name] for name in names}}, default=str)
 
 
 def _boxed(solution: str) -> str | None:
@@ -101,6 +110,8 @@ def _left_out(source: Source, fields: Fields, without: Sequence[str]) -> str:
 
 def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (place, row) pairs; the place is for messages, and other columns than `fields` may be missing.
+
+    Without `fields` all columns are there.
 
     Raises:
         ValueError: the file cannot be read, or a line is not valid.
@@ -163,7 +174,7 @@ def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapp
     try:
         with pq.ParquetFile(path) as file:
             # `text_of` reports a missing column, and lists those that exist.
-            columns = list(fields) if set(fields) <= set(file.schema_arrow.names) else None
+            columns = list(fields) if fields and set(fields) <= set(file.schema_arrow.names) else None
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in _batch_rows(path, batch, number):

@@ -21,10 +21,14 @@ from grpo_ray.telemetry.durable import replacing
 from grpo_ray.telemetry.run_files import RunDirectory
 
 MODEL, TEACHER = "model.path", "distillation.teacher"
+COLUMNS = "the other columns of the questions"
 
 
 def input_digests(
-    config: Config, templates: Mapping[str, PromptTemplate], validation: Sequence[Example]
+    config: Config,
+    templates: Mapping[str, PromptTemplate],
+    train: Sequence[Example],
+    validation: Sequence[Example],
 ) -> dict[str, str]:
     """Return a digest of each template, the validation questions, each module with a reward, and local models.
 
@@ -36,6 +40,9 @@ def input_digests(
         if isinstance(template, TextTemplate)
     }
     digests["the validation questions and their answers"] = examples_digest(validation)
+    rows = [example.row for example in (*train, *validation)]
+    if any(rows):
+        digests[f"{COLUMNS} (for the code that reads them)"] = _sha256(json.dumps(rows).encode())
     for name, reward in config.task.rewards.items():
         for module, path in _modules(reward):
             digests[f"{_field(name)}.reward (module {module}, {path.name})"] = _sha256(path.read_bytes())
@@ -76,7 +83,8 @@ def check_inputs(run: RunDirectory, digests: Mapping[str, str]) -> str | None:
         return f"{run.inputs_path} is missing, so edits of the run's inputs were not looked for"
     try:
         before = json.loads(run.inputs_path.read_text(encoding="utf-8"))
-        new = [field for field in (MODEL, TEACHER) if not any(name.startswith(f"{field} (") for name in before)]
+        fields = (MODEL, TEACHER, COLUMNS)
+        new = [field for field in fields if not any(name.startswith(f"{field} (") for name in before)]
         unknown = [name for name in digests if name.partition(" (")[0] in new]  # of a run of an earlier release
         edited = [
             name for name in sorted({*before, *digests} - {*unknown}) if before.get(name) != digests.get(name)

@@ -1,5 +1,6 @@
 """Prompts made of questions: with a text that contains `{question}`, or with the model's chat template."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,11 @@ class ChatTemplate:
 
     system_prompt: str | None = None
 
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """Return the conversation that the model answers."""
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return [*system, {"role": "user", "content": question}]
+
     def render(self, question: str, tokenizer: Tokenizer) -> str:
         """Write the conversation as text, special tokens included: tokenize it with `add_special_tokens=False`.
 
@@ -58,11 +64,10 @@ class ChatTemplate:
                 "task.prompt: `chat` requires the model's chat template, and its tokenizer has none; use a "
                 f"model that was trained on conversations, or give one of {', '.join(template_names())}"
             )
-        messages = [{"role": "user", "content": question}]
-        if self.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
         try:
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = tokenizer.apply_chat_template(
+                self.messages(question), tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:
             raise ValueError(
                 f"task.prompt: the model's chat template refuses the question ({error}); "
@@ -116,6 +121,7 @@ class Prompter:
     template: PromptTemplate
     tokenizer: Tokenizer
     max_tokens: int | None = None  # longer prompts are cut on the left; None: there are none
+    with_facts: bool = False  # code of the user's may ask about the example
 
     def item(self, group_id: int, example: Example) -> PromptItem:
         """Make a group's prompt of its example."""
@@ -124,7 +130,16 @@ class Prompter:
         if self.max_tokens is not None and len(token_ids) > self.max_tokens:
             token_ids = token_ids[-self.max_tokens :]  # the end of the template must stay: the model answers it
             prompt = self.tokenizer.decode(token_ids)
-        return PromptItem(group_id, prompt, tuple(token_ids), example.ground_truth, task=example.task)
+        about = self._about(example) if self.with_facts else ""
+        return PromptItem(
+            group_id, prompt, tuple(token_ids), example.ground_truth, task=example.task, about=about
+        )
+
+    def _about(self, example: Example) -> str:
+        facts = {"question": example.question, **(json.loads(example.facts) if example.facts else {})}
+        if isinstance(self.template, ChatTemplate):
+            facts["messages"] = self.template.messages(example.question)
+        return json.dumps(facts)
 
 
 Prompters = Mapping[str, Prompter]  # by `Example.task`

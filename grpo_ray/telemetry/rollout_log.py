@@ -26,7 +26,7 @@ from grpo_ray.telemetry.episode_columns import (
     run_lengths,
 )
 from grpo_ray.telemetry.visible_text import encodable, visible
-from grpo_ray.types import Completion, Episode, PromptItem, RolloutGroup, ScoredGroup
+from grpo_ray.types import TERM, Completion, Episode, PromptItem, RolloutGroup, ScoredGroup
 
 DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or trained for the first time
 
@@ -106,6 +106,10 @@ class _Columns:
         has_teacher = "teacher_logprobs" in table.column_names
         self._teacher = list_rows(table["teacher_logprobs"]) if has_teacher else []
         self._versions = RunLengths(table["versions"], "version")
+        self._about = table["about"].to_pylist() if "about" in table.column_names else []
+        self._terms = [
+            (name.removeprefix(TERM), table[name]) for name in table.column_names if name.startswith(TERM)
+        ]
         self._episodes = EpisodeColumns(table)
 
     def group(self, start: int, end: int) -> ScoredGroup:
@@ -113,7 +117,10 @@ class _Columns:
         plain = {name: values[start] for name, values in self._plain.items()}
         prompt_ids = tuple(self._prompt_ids[start].tolist())
         task = plain["task"]
-        item = PromptItem(plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"], task=task)
+        about = (self._about[start] if self._about else None) or ""
+        item = PromptItem(
+            plain["group_id"], plain["prompt"], prompt_ids, plain["ground_truth"], task=task, about=about
+        )
         completions = tuple(self._completion(row) for row in range(start, end))
         rewards, formats, answers, advantages = (
             self._table[name][start:end].to_numpy().copy()
@@ -127,7 +134,11 @@ class _Columns:
         )
         per_turn = self._episodes.turn_advantages(start, end)
         taught = np.concatenate(self._teacher[start:end]) if self._teacher else None
-        return ScoredGroup(rollout, rewards, formats, answers, advantages, errors, ungradable, per_turn, taught)
+        terms = {name: column[start:end] for name, column in self._terms}
+        of_task = {n: c.to_numpy().copy() for n, c in terms.items() if c.null_count < len(c)}
+        return ScoredGroup(
+            rollout, rewards, formats, answers, advantages, errors, ungradable, per_turn, taught, terms=of_task
+        )
 
     def _completion(self, row: int) -> Completion:
         fields = {
@@ -186,6 +197,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         "token_ids": lists([completion.token_ids for completion in completions], np.int32),
         "logprobs": lists([completion.logprobs for completion in completions], np.float32),
         "versions": run_lengths([completion.versions for completion in completions], "version"),
+        **_columns_of_own_rewards(groups),
         **_teacher_columns(groups),
         **episode_columns(groups),
     }
@@ -203,7 +215,7 @@ def _problem(group: ScoredGroup) -> str:
 
 def _storable(group: ScoredGroup) -> ScoredGroup:
     """Return the group with its texts escaped and its numbers as floats; what is neither is left out."""
-    item = replace(group.rollout.item, **_texts(group.rollout.item, "prompt", "ground_truth", "task"))
+    item = replace(group.rollout.item, **_texts(group.rollout.item, "prompt", "ground_truth", "task", "about"))
     completions = tuple(map(_storable_completion, group.rollout.completions))
     rollout = replace(group.rollout, item=item, completions=completions, **_texts(group.rollout, "generator"))
     errors, ungradable = (
@@ -241,6 +253,25 @@ def _float(value: Any) -> float | None:
         return float(value)
     except Exception:
         return None
+
+
+def _columns_of_own_rewards(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:
+    """Return the columns that a file has only with functions of the user's, or with rewards of several terms.
+
+    A term is null in groups of a task without it, and NaN where it does not apply.
+    """
+    columns: dict[str, pa.Array] = {}
+    if any(group.rollout.item.about for group in groups):
+        columns["about"] = pa.array(
+            [group.rollout.item.about for group in groups for _ in group.rewards], pa.string()
+        )
+    for name in dict.fromkeys(name for group in groups for name in group.terms):
+        values = [
+            group.terms[name].tolist() if name in group.terms else [None] * len(group.rewards)
+            for group in groups
+        ]
+        columns[f"{TERM}{name}"] = pa.array([value for row in values for value in row], pa.float32())
+    return columns
 
 
 def _teacher_columns(groups: Sequence[ScoredGroup]) -> dict[str, pa.Array]:

@@ -22,6 +22,7 @@ from grpo_ray.rewards.isolation.seccomp import CallFilter
 PR_SET_PDEATHSIG = 1
 CAPABILITY_VERSION = 0x20080522
 CAP_DAC_READ_SEARCH = 1 << 2
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/host.conf")
 MAX_FILES = 256  # open at once: pipes and sockets hold memory that no limit of memory counts
 
 
@@ -36,23 +37,30 @@ class Confinement:
     """The sandbox of a fork server's workers, prepared once, after all imports."""
 
     def __init__(
-        self, memory_gib: float, readable: Iterable[str] = (), protection: Protection | None = None
+        self,
+        memory_gib: float,
+        readable: Iterable[str] = (),
+        protection: Protection | None = None,
+        is_offline: bool = True,
     ) -> None:
         """
         Args:
             readable: files and folders that workers may read besides what their modules need.
             protection: the parts of the kernel to use; default: all that it has.
+            is_offline: deny the network and threads, and all system calls that computing does not need.
 
         Raises:
             ValueError: one of `readable` does not exist.
             OSError: the kernel refuses the ruleset.
         """
-        self._memory_gib = memory_gib
+        self._memory_gib, self._is_offline = memory_gib, is_offline
         protection = protection or protection_here()
-        self._filter = CallFilter(platform.machine()) if protection.has_filter else None
+        self._filter = CallFilter(platform.machine()) if protection.has_filter and is_offline else None
+        if not is_offline:
+            readable = [*readable, *filter(os.path.exists, NETWORK_FILES)]
         self._ruleset = None
         if protection.landlock:
-            self._ruleset = Ruleset(readable_paths(readable), protection.landlock)
+            self._ruleset = Ruleset(readable_paths(readable), protection.landlock, is_offline)
             for folder in listable_folders():
                 self._ruleset.allow(folder, READ_FOLDER)
 
@@ -62,7 +70,7 @@ class Confinement:
         Raises:
             OSError: the system refuses one of them.
         """
-        limit_resources(self._memory_gib)
+        limit_resources(self._memory_gib, self._is_offline)
         drop_capabilities()
         if self._ruleset is not None:
             self._ruleset.enter()
@@ -70,8 +78,11 @@ class Confinement:
             self._filter.enter()
 
 
-def limit_resources(memory_gib: float) -> None:
-    """Allow `memory_gib` beyond the memory in use now, but no written file, core dump or new process."""
+def limit_resources(memory_gib: float, is_offline: bool = True) -> None:
+    """Allow `memory_gib` beyond the memory in use now, but no written file, core dump or new process.
+
+    A worker with the network starts threads, which count as processes, and each maps a stack.
+    """
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = {
         resource.RLIMIT_AS: MappedMemory().num_bytes() + int(memory_gib * 2**30),
@@ -80,6 +91,8 @@ def limit_resources(memory_gib: float) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NPROC: 0,
     }
+    if not is_offline:
+        del limits[resource.RLIMIT_NPROC]
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     sys.dont_write_bytecode = True

@@ -2,8 +2,8 @@
 
     python -m grpo_ray.rewards.isolation.fork_server ARGUMENTS    (JSON; standard input is a socket to the pool)
 
-It sends ["ready"] or ["failed", why], and then receives one end of a socket for each worker to fork.
-Responses bypass it: it reads none, so none can block it.
+It sends ["ready", the tasks of which groups are graded together] or ["failed", why], and then receives one end
+of a socket for each worker to fork. Responses bypass it: it reads none, so none can block it.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from grpo_ray.config.reward import Reward
-from grpo_ray.rewards.base import RewardFn
-from grpo_ray.rewards.configured import get_reward_fn, uses_algebra
+from grpo_ray.config.reward import Reward, terms_of
+from grpo_ray.rewards.configured import GroupFn, GroupReward, uses_algebra
 from grpo_ray.rewards.isolation.confinement import Confinement, die_with_parent
 from grpo_ray.rewards.isolation.worker import OUT_OF_MEMORY, describe_error, serve
 from grpo_ray.rewards.math.algebra import is_equal_latex
+from grpo_ray.rewards.networked import NetworkReward
 
 REWARDS: TypeAdapter[dict[str, Reward]] = TypeAdapter(dict[str, Reward])
 
@@ -61,11 +61,11 @@ class _ForkServer:
     def __init__(
         self,
         control: socket.socket,
-        reward_fns: Mapping[str, RewardFn],
+        rewards: Mapping[str, GroupFn],
         confinement: Confinement,
         memory_gib: float,
     ) -> None:
-        self._control, self._reward_fns = control, reward_fns
+        self._control, self._rewards = control, rewards
         self._confinement, self._memory_gib = confinement, memory_gib
         self._by_channel: dict[int, _Child] = {}
         self._by_exit: dict[int, _Child] = {}
@@ -110,7 +110,7 @@ class _ForkServer:
             try:
                 die_with_parent(parent)
                 self._become_worker()
-                serve(channel, self._reward_fns, self._confinement, self._memory_gib, num_begun)
+                serve(channel, self._rewards, self._confinement, self._memory_gib, num_begun)
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -162,23 +162,29 @@ def _ending(status: int) -> tuple[str, bool]:
 
 def _main(arguments: dict[str, Any]) -> None:
     control = socket.socket(fileno=0)
-    memory_gib = arguments["memory_gib"]
+    memory_gib, num_slots = arguments["memory_gib"], arguments["num_slots"]
     signal.alarm(arguments["start_timeout_s"])  # in case a user's import never ends and the pool has died
     sys.path[:] = arguments["path"]
     try:
         rewards = REWARDS.validate_python(arguments["rewards"])
-        reward_fns = {task: get_reward_fn(reward) for task, reward in rewards.items()}
+        functions: Mapping[str, GroupFn]
+        if num_slots:
+            ((task, (term,)),) = ((task, terms_of(reward)) for task, reward in rewards.items())
+            functions, together = {task: NetworkReward(term, num_slots)}, [task]
+        else:
+            functions = graded = {task: GroupReward(reward) for task, reward in rewards.items()}
+            together = [task for task, reward in graded.items() if reward.needs_group]
         if any(map(uses_algebra, rewards.values())):
             for left, right in WARM_UP:
                 is_equal_latex(left, right)
-        confinement = Confinement(memory_gib, arguments["readable_paths"])
+        confinement = Confinement(memory_gib, arguments["readable_paths"], is_offline=not num_slots)
     except Exception as error:  # a user's module can raise anything
         control.sendall(json.dumps(["failed", describe_error(error)]).encode())
         return
     signal.alarm(0)
     gc.freeze()  # collecting what was imported would copy its pages into each worker
-    control.sendall(json.dumps(["ready"]).encode())
-    _ForkServer(control, reward_fns, confinement, memory_gib).run()
+    control.sendall(json.dumps(["ready", together]).encode())
+    _ForkServer(control, functions, confinement, memory_gib).run()
 
 
 if __name__ == "__main__":

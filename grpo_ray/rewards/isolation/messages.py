@@ -7,7 +7,9 @@ import json
 from typing import Any
 
 from grpo_ray.rewards.base import Scores
+from grpo_ray.types import TERM
 
+FACTS = ("format_reward", "answer_reward")
 MAX_BYTES = 2**16  # of a message
 LONGEST_ERROR = 2000  # characters
 LARGEST_REWARD = 1e12  # a gradient of it, squared for its norm, still fits into float32
@@ -19,8 +21,10 @@ FORMS: dict[str, tuple[type, ...]] = {
     "scores": (dict,),
     "ungradable": (str,),
     "error": (str,),
+    "group": (list,),
     "ended": (str, bool, int),
 }
+RESULTS = ("scores", "ungradable", "error")
 
 
 class Garbage(ValueError):
@@ -45,17 +49,24 @@ def read_message(line: bytes) -> list[Any]:
         raise Garbage(f"no message: {storable(repr(line[:100]))}")
     if kind == "scores":
         return [kind, _scores(values[0])]
+    if kind == "group":
+        members = [read_message(json.dumps(member).encode()) for member in values[0]]
+        if any(member[0] not in RESULTS for member in members):
+            raise Garbage(f"no message: {storable(repr(line[:100]))}")
+        return [kind, members]
     return [kind, *(storable(value) if isinstance(value, str) else value for value in values)]
 
 
 def _scores(values: dict[str, Any]) -> Scores:
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-    if numbers.keys() != {"reward", "format_reward", "answer_reward"} or len(numbers) != len(values):
+    facts = {name: numbers.pop(name) for name in FACTS if name in numbers}
+    is_whole = len(facts) == 2 and "reward" in numbers and all(fact in (0, 1) for fact in facts.values())
+    are_terms = all(name == "reward" or name.startswith(TERM) for name in numbers)
+    if len(numbers) + len(facts) != len(values) or not are_terms or not all(map(is_storable, numbers.values())):
         raise Garbage(f"no scores: {storable(repr(values)[:100])}")
-    facts = (numbers["format_reward"], numbers["answer_reward"])
-    if not is_storable(numbers["reward"]) or not all(fact in (0, 1) for fact in facts):
+    if values and not is_whole:
         raise Garbage(f"no scores: {storable(repr(values)[:100])}")
-    return {name: float(value) for name, value in numbers.items()}
+    return {name: float(value) for name, value in values.items()}
 
 
 def is_storable(reward: float) -> bool:

@@ -17,11 +17,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_ray.config.reward import Reward
+from grpo_ray.config.reward import Reward, RewardTerm, is_own
 from grpo_ray.errors import RunError
-from grpo_ray.rewards.base import Overrun, Scores, Ungradable
+from grpo_ray.rewards.base import NOTHING, About, Overrun, Scores, Ungradable
 from grpo_ray.rewards.isolation.messages import Garbage
 from grpo_ray.rewards.isolation.processes import ForkServer, WorkerProcess
+from grpo_ray.rewards.networked import longest_s
 
 MAX_CHUNK = 16  # answers sent to a worker at once
 MAX_CHUNK_BYTES = 64 * 1024  # less than a socket holds, so that pool and worker never both wait to send
@@ -56,11 +57,13 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Answer:
-    """One answer to be graded, as the line that a worker reads."""
+    """One answer to be graded, or all of a group together, as the line that a worker reads."""
 
     line: bytes
     batch: _Batch
-    index: int  # in the batch
+    index: int  # in the batch, of the first
+    limit_s: float
+    size: int | None = None  # of a group
 
 
 class RewardPool:
@@ -77,15 +80,21 @@ class RewardPool:
         timeout_s: float,
         memory_gib: float,
         readable_paths: Sequence[str] = (),
+        network: RewardTerm | None = None,
     ) -> None:
         """
         Args:
             rewards: each task's reward, by the task's name.
             readable_paths: files and folders that the rewards may read, besides modules.
+            network: the only term of the only reward, which may use the network, and has its own time limit.
         """
         self._timeout_s, self._num_workers = timeout_s, num_workers
+        self._own = {task for task, reward in rewards.items() if is_own(reward)}
         self._too_long = f"longer than {timeout_s:g} s (scorer.timeout_s)"
-        self._fork_server = ForkServer(rewards, memory_gib, readable_paths)
+        self._network, self._num_slots = network, 0
+        if network is not None:
+            self._num_slots = max(1, network.concurrency // num_workers)
+        self._fork_server = ForkServer(rewards, memory_gib, readable_paths, self._num_slots)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[_Answer] = deque()
@@ -102,10 +111,14 @@ class RewardPool:
         """
         self._fork_server.new_worker().close()
 
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Result]:
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]], about: About | None = None) -> list[Result]:
         """Return the task's scores of each (response, ground truth), or the reason why it has none.
 
         Ungradable is the answer's doing: it is an Overrun, or the reward says so.
+
+        Args:
+            about: facts about the prompt that all of them answer, for functions of the user's. Those that need
+                a whole group get all pairs in one call, in as many times the time limit.
 
         Raises:
             RunError: workers cannot be started, or the pool is closed.
@@ -114,13 +127,25 @@ class RewardPool:
             return []
         batch = _Batch([None] * len(pairs), len(pairs))
         # JSON escapes line breaks and lone surrogates.
-        lines = [json.dumps([task, *pair]).encode() + b"\n" for pair in pairs]
+        about = about or NOTHING
+        if task in self._own and self._fork_server.is_graded_together(task):
+            responses, truths = zip(*pairs, strict=True)
+            line = _line(task, responses, truths, about)
+            answers = [_Answer(line, batch, 0, self._limit_s(len(pairs)), len(pairs))]
+        else:
+            lines = [_line(task, response, truth, about) for response, truth in pairs]
+            answers = [_Answer(line, batch, index, self._timeout_s) for index, line in enumerate(lines)]
         with self._changed:
             if self._is_closed:
                 raise RunError(CLOSED)
-            self._waiting.extend(_Answer(line, batch, index) for index, line in enumerate(lines))
+            self._waiting.extend(answers)
             self._changed.notify_all()
         return batch.done.result()
+
+    def _limit_s(self, size: int) -> float:
+        if self._network is not None:
+            return longest_s(self._network, self._num_slots, size)
+        return size * self._timeout_s
 
     def close(self) -> None:
         """End all processes; answers in flight fail."""
@@ -182,7 +207,7 @@ class RewardPool:
         if worker.has_spoken:  # its next message would count as the result of another answer
             return False
         try:
-            worker.send([answer.line for answer in chunk], self._timeout_s)
+            worker.send([answer.line for answer in chunk], chunk[0].limit_s)
             while chunk:
                 kind, *value = self._receive(worker, chunk)
                 if kind == "ended":
@@ -192,7 +217,7 @@ class RewardPool:
                     ):  # otherwise it died between answers, and not because of one
                         self._settle(chunk.popleft(), (Overrun if is_answers_doing else ScoringError)(ending))
                     return False
-                result = _result(kind, *value)
+                result = _result(kind, value[0] if value else None, chunk[0].size)
                 worker.num_settled += 1
                 self._settle(chunk.popleft(), result)
         except Starved as error:
@@ -214,27 +239,28 @@ class RewardPool:
             Starved: there was none, because the worker hardly ran.
             Garbage: what came is none.
         """
-        patience_s = min(PATIENCE_S, self._timeout_s / 2)
+        limit_s = chunk[0].limit_s
+        patience_s = min(PATIENCE_S, limit_s / 2)
         with contextlib.suppress(TimeoutError):
             return worker.receive(patience_s)
         with self._changed:
             while len(chunk) > 1:
                 self._waiting.appendleft(chunk.pop())
             self._changed.notify_all()
-        return self._receive_slow(worker, self._timeout_s - patience_s)
+        return self._receive_slow(worker, limit_s - patience_s, limit_s)
 
-    def _receive_slow(self, worker: WorkerProcess, left_s: float) -> list[Any]:
+    def _receive_slow(self, worker: WorkerProcess, left_s: float, limit_s: float) -> list[Any]:
         """Wait for a message; on a busy machine longer than `left_s`, until the worker has had some of it."""
         began = ran = worker.cpu_s()
         for _ in range(MAX_EXTENSIONS):
             with contextlib.suppress(TimeoutError):
                 return worker.receive(left_s)
             before, ran = ran, worker.cpu_s()
-            if ran - began >= LEAST_SHARE * self._timeout_s:
+            if ran - began >= LEAST_SHARE * limit_s:
                 raise TimeoutError
             if ran - before < IDLE_SHARE * left_s:
                 break
-            left_s = self._timeout_s
+            left_s = limit_s
         raise Starved(f"its worker ran for {max(0, ran - began):.1f} s")
 
     def _fail(self, answers: deque[_Answer], error: Exception) -> None:
@@ -243,21 +269,35 @@ class RewardPool:
                 if not answer.batch.done.done():
                     answer.batch.done.set_exception(error)
 
-    def _settle(self, answer: _Answer, result: Result) -> None:
+    def _settle(self, answer: _Answer, result: Result | list[Result]) -> None:
+        """Note a result, of a group one for all or one for each."""
+        results = result if isinstance(result, list) else [result] * (answer.size or 1)
         with self._lock:
             batch = answer.batch
-            batch.results[answer.index] = result
-            batch.num_left -= 1
+            batch.results[answer.index : answer.index + len(results)] = results
+            batch.num_left -= len(results)
             if not batch.num_left and not batch.done.done():
                 batch.done.set_result([result for result in batch.results if result is not None])
 
 
-def _result(kind: str, value: Any = None) -> Result:
-    """Return the result that a message of this kind is.
+def _line(task: str, response: Any, ground_truth: Any, about: About) -> bytes:
+    return json.dumps([task, response, ground_truth, about]).encode() + b"\n"
+
+
+def _result(kind: str, value: Any, size: int | None) -> Result | list[Result]:
+    """Return the result that a message of this kind is; for a group of `size`, those of its members.
 
     Raises:
         Garbage: it is none.
     """
+    if size is not None:
+        if kind != "group" or len(value) != size:
+            raise Garbage(f"{kind!r} instead of {size} results")
+        return [_result_of(*member) for member in value]
+    return _result_of(kind, value)
+
+
+def _result_of(kind: str, value: Any) -> Result:
     if kind == "scores":
         scores: Scores = value
         return scores

@@ -109,15 +109,29 @@ class ForkServer:
     """
 
     def __init__(
-        self, rewards: Mapping[str, Reward], memory_gib: float, readable_paths: Sequence[str] = ()
+        self,
+        rewards: Mapping[str, Reward],
+        memory_gib: float,
+        readable_paths: Sequence[str] = (),
+        num_slots: int = 0,
     ) -> None:
+        """
+        Args:
+            num_slots: calls at the same time of the only reward, which has the network; 0: none has it.
+        """
         data = TypeAdapter(dict[str, Reward]).dump_python(dict(rewards), mode="json")
-        arguments = {"rewards": data, "memory_gib": memory_gib, "start_timeout_s": START_TIMEOUT_S}
+        arguments = {
+            "rewards": data,
+            "memory_gib": memory_gib,
+            "start_timeout_s": START_TIMEOUT_S,
+            "num_slots": num_slots,
+        }
         self._arguments = json.dumps({**arguments, "readable_paths": [*readable_paths], "path": sys.path})
         environment = reward_environment(secrets_in(rewards.values()))
         self._environment = {**environment, "OMP_NUM_THREADS": "1"}  # workers may start no thread
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._together: list[str] | None = None  # tasks of which a group's answers are graded in one call
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):  # `new_worker` tries again
             self._begin()
@@ -195,7 +209,7 @@ class ForkServer:
         if self._closed.is_set():
             raise RunError("no worker can be started to grade: the pool is closed")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._state: list[Any] | None = None  # its first message: ["ready"] or ["failed", why]
+        self._state: list[Any] | None = None  # its first message: ["ready", tasks] or ["failed", why]
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -209,6 +223,17 @@ class ForkServer:
                 self._control.close()
                 raise
 
+    def is_graded_together(self, task: str) -> bool:
+        """Return True if the task's reward needs all responses of a group; waits until this is known.
+
+        Raises:
+            RunError: no worker can be started.
+        """
+        if self._together is None:
+            self.new_worker().close()
+        assert self._together is not None
+        return task in self._together
+
     def _until_ready(self) -> None:
         if self._state is None:
             self._control.settimeout(START_TIMEOUT_S + END_TIMEOUT_S)  # longer than its own alarm
@@ -218,9 +243,10 @@ class ForkServer:
             except TimeoutError:  # it hangs
                 self._state = ["failed", _too_slow()]
                 self._end(0.0)
-        kind, *cause = self._state
+        kind, detail = self._state
         if kind == "failed":
-            raise RunError(f"no worker can be started to grade (task.reward): {cause[0]}")
+            raise RunError(f"no worker can be started to grade (task.reward): {detail}")
+        self._together = detail
 
     def _ending(self) -> str:
         assert self._process is not None

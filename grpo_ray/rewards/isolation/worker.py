@@ -2,6 +2,7 @@
 
 It sends the pool lines of JSON: first ["ready", its pid] or ["failed", why], then for each answer in order
 ["scores", {...}], ["ungradable", why] (the answer's doing) or ["error", why] (the function's or the truth's).
+Answers that must be graded together come as lists in one line, and their results as ["group", [...]].
 When it has died, its fork server adds ["ended", how, whether the answer did it, answers begun]; if it could
 not be forked, the fork server says ["refused", why]. messages.py reads all of these.
 """
@@ -13,10 +14,12 @@ import traceback
 from collections.abc import Mapping
 from itertools import dropwhile
 from mmap import mmap
+from typing import Any
 
 from grpo_ray.rewards.base import NotGraded, RewardFn, Scores, Ungradable
+from grpo_ray.rewards.configured import GroupFn, Outcome, tried
 from grpo_ray.rewards.isolation.confinement import Confinement, MappedMemory
-from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, is_storable, storable
+from grpo_ray.rewards.isolation.messages import LARGEST_REWARD, MAX_BYTES, is_storable, storable
 
 OUT_OF_MEMORY = 99  # exit status
 LONGEST_LINE, LONGEST_TRACE = 500, 1200  # characters of an error
@@ -24,7 +27,7 @@ LONGEST_LINE, LONGEST_TRACE = 500, 1200  # characters of an error
 
 def serve(
     channel: socket.socket,
-    reward_fns: Mapping[str, RewardFn],
+    rewards: Mapping[str, GroupFn],
     confinement: Confinement,
     memory_gib: float,
     num_begun: mmap,
@@ -32,8 +35,8 @@ def serve(
     """Grade the answers that arrive on `channel` until it is closed.
 
     Args:
-        reward_fns: by task.
-        num_begun: 8 bytes shared with the fork server: the number of answers begun. It shows which answer a
+        rewards: by task.
+        num_begun: 8 bytes shared with the fork server: the number of lines begun. It shows which answer a
             worker died on, or that it died between answers.
     """
     memory = MappedMemory()
@@ -47,40 +50,54 @@ def serve(
     for count, line in enumerate(channel.makefile("rb"), 1):
         num_begun[:] = count.to_bytes(8, "little")
         try:
-            task, response, ground_truth = json.loads(line)
-            result = try_to_grade(reward_fns[task], response, ground_truth)
+            task, response, ground_truth, about = json.loads(line)
+            is_group = isinstance(response, list)
+            results = rewards[task](
+                response if is_group else [response], ground_truth if is_group else [ground_truth], about
+            )
+            messages = [_message(result, len(results)) for result in results]
         except MemoryError:  # caches may hold on to the memory, and the next answer would run out of it
             os._exit(OUT_OF_MEMORY)
-        if isinstance(result, Ungradable):
-            _say(channel, "ungradable", str(result))
-        else:
-            _say(channel, "error" if isinstance(result, str) else "scores", result)
+        _say(channel, *(["group", messages] if is_group else messages[0]))
         if memory.num_bytes() > enough:  # memory that this answer left behind must not end another one
             return
 
 
+def _message(outcome: Outcome, num_results: int) -> list[Any]:
+    """Return the message about a response; a group's must not be too long together."""
+    result = result_of(outcome)
+    if isinstance(result, dict):
+        return ["scores", result]
+    kind = "ungradable" if isinstance(result, Ungradable) else "error"
+    return [kind, str(result)[: MAX_BYTES // (8 * num_results)] if num_results > 1 else str(result)]
+
+
 def try_to_grade(reward_fn: RewardFn, response: str, ground_truth: str) -> Scores | Ungradable | str:
     """Return the reward's scores, or Ungradable for the answer's doing, or the error of the grader."""
-    try:
-        scores = reward_fn(response, ground_truth)
-        if not is_storable(scores["reward"]):
-            return f"the reward is {scores['reward']:g}; it must be within +-{LARGEST_REWARD:g}"
-        return scores
-    except MemoryError:  # it concerns the process, not only this answer
-        raise
-    except Ungradable as error:
-        return Ungradable(storable(str(error)))
-    except NotGraded as error:
-        return storable(str(error))
-    except Exception as error:  # whatever a user's function raises is this answer's error alone
-        return describe_error(error, SANDBOX if isinstance(error, PermissionError) else "")
+    return result_of(tried(lambda: reward_fn(response, ground_truth)))
+
+
+def result_of(outcome: Outcome) -> Scores | Ungradable | str:
+    """Return scores that can be stored, Ungradable for the answer's doing, or the error of the grader."""
+    if isinstance(outcome, dict):
+        numbers = [value for name, value in outcome.items() if name.startswith("reward")]
+        bad = next((value for value in numbers if not is_storable(value)), None)
+        return outcome if bad is None else f"the reward is {bad:g}; it must be within +-{LARGEST_REWARD:g}"
+    if isinstance(outcome, Ungradable):
+        return Ungradable(storable(str(outcome)))
+    if isinstance(outcome, NotGraded):
+        return storable(str(outcome))
+    # Whatever a user's function raises is this answer's error alone.
+    return describe_error(outcome, SANDBOX if isinstance(outcome, PermissionError) else "")
 
 
 SANDBOX = (
     "; the grader's sandbox forbids writing files, connecting and starting processes, and reads only modules "
     "and scorer.readable_paths"
 )
-CALLERS = tuple(f"grpo_ray/rewards/{file}.py" for file in ("isolation/worker", "user_function", "configured"))
+CALLERS = tuple(
+    f"grpo_ray/rewards/{file}.py" for file in ("isolation/worker", "user_function", "configured", "networked")
+)
 
 
 def describe_error(error: Exception, hint: str = "") -> str:
@@ -96,5 +113,5 @@ def describe_error(error: Exception, hint: str = "") -> str:
     return storable(f"{text} ({place}){hint}\n{trace[-LONGEST_TRACE:]}")
 
 
-def _say(channel: socket.socket, kind: str, *values: Scores | str | int) -> None:
+def _say(channel: socket.socket, kind: str, *values: Any) -> None:
     channel.sendall(json.dumps([kind, *values]).encode() + b"\n")

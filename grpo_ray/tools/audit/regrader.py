@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 from grpo_ray.config import Config
+from grpo_ray.config.reward import terms_of
 from grpo_ray.config.user_code import is_function_name
 from grpo_ray.rewards.base import Scores
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.tools.trust import code_of
+from grpo_ray.types import PromptItem
 
 UNTRUSTED = "is code that the run's configuration names; if you trust it, audit with --run-reward-code"
 
@@ -23,9 +25,12 @@ class Regrader:
         rewards = config.task.rewards
         code = {task: names for task, reward in rewards.items() if (names := code_of(reward))}
         self._skipped = {} if run_reward_code else code
+        # A judge may answer otherwise today, and costs money.
+        self._judged = {task for task, reward in rewards.items() if any(t.network for t in terms_of(reward))}
         advantage = config.algorithm.advantage_kind
         self._skipped_advantage = advantage if is_function_name(advantage) and not run_reward_code else None
-        self._grader = Grader({t: r for t, r in rewards.items() if t not in self._skipped}, config.scorer)
+        graded = {t: r for t, r in rewards.items() if not self.skips(t)}
+        self._grader = Grader(graded, config.scorer)
 
     @property
     def skips_advantages(self) -> bool:
@@ -37,22 +42,26 @@ class Regrader:
         """One line per task that is not graded again, and one for advantages that are not computed again."""
         skipped = [self._skipped_advantage] if self._skipped_advantage else []
         notes = [f"advantages are not checked, because {name} {UNTRUSTED}" for name in skipped]
+        notes += [
+            f"{f'task {task}: ' if task else ''}rewards are not checked, because they come over the network"
+            for task in sorted(self._judged - self._skipped.keys())
+        ]
         return notes + [
             f"{f'task {task}: ' if task else ''}rewards are not checked, because {', '.join(names)} {UNTRUSTED}"
             for task, names in self._skipped.items()
         ]
 
     def skips(self, task: str) -> bool:
-        """Return True if the task's reward is code that is not run."""
-        return task in self._skipped
+        """Return True if the task's reward is code that is not run, or asks the network."""
+        return task in self._skipped or task in self._judged
 
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Result]:
-        """Return what each (response, ground truth) earns, or the reason why it has no scores.
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]], item: PromptItem) -> list[Result]:
+        """Return what each (response, ground truth) to the prompt earns, or the reason why it has no scores.
 
         Raises:
             RunError: workers cannot be started.
         """
-        return self._grader.grade(task, pairs)
+        return self._grader.grade(task, pairs, item)
 
     def wrong_scores(self, task: str, response: str, ground_truth: str) -> Scores | ScoringError:
         """Return what a response earns that was a wrong one because it could not be graded."""

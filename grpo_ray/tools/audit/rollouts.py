@@ -12,13 +12,14 @@ from grpo_ray.actors.scorer import UNGRADED
 from grpo_ray.actors.staleness import version_trained_at
 from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import Config
+from grpo_ray.config.reward import term_weights
 from grpo_ray.rewards.base import Ungradable
 from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.telemetry.rollout_log import DROPPED, FRESH
 from grpo_ray.tools.audit.episodes import audit_comparison, audit_episode, is_episode, num_masked, num_unrelated
 from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.tools.audit.teacher import audit_teacher, teacher_kl
-from grpo_ray.types import CONTEXT
+from grpo_ray.types import CONTEXT, TERM, PromptItem
 
 Row = dict[str, Any]
 REWARDS = ("reward", "format_reward", "answer_reward")
@@ -238,7 +239,7 @@ def _audit_rewards(rows: RolloutRows, grader: Regrader) -> tuple[list[str], list
             name = f"group {group}: completion {row['sample']}"
             if isinstance(earned, ScoringError | Ungradable):
                 failures.append(f"{name}: {earned}")
-            elif any(row[column] != np.float32(earned[column]) for column in REWARDS):  # as stored in the file
+            elif any(row.get(name, value) != np.float32(value) for name, value in earned.items()):  # as stored
                 problems.append(f"{name}: reward {row['reward']:g}, it earns {earned}")
     notes = [f"{len(failures)} responses could not be graded now; first {failures[0]}"] if failures else []
     if num_apart := sum(num_unrelated(row) for row in rows.rows if is_episode(row)):
@@ -250,7 +251,11 @@ def _earned(members: list[Row], grader: Regrader) -> list[Result]:
     """Return what each response earns; nothing, or a wrong one's, for those that the run could not grade."""
     task = members[0]["task"]
     graded = [row for row in members if row["error"] is None and row.get("ungradable") is None]
-    results = iter(grader.grade(task, [(row["response"], row["ground_truth"]) for row in graded]))
+    first = members[0]
+    prompt = PromptItem(
+        first["group_id"], first["prompt"], (), first["ground_truth"], about=first.get("about") or ""
+    )
+    results = iter(grader.grade(task, [(row["response"], row["ground_truth"]) for row in graded], prompt))
     return [_earned_by(row, results, grader) for row in members]
 
 
@@ -266,8 +271,12 @@ def _audit_advantages(members: list[Row], config: Config) -> Iterator[str]:
     rewards = np.array([row["reward"] for row in members], np.float32)
     lengths = np.array([row["num_tokens"] for row in members])
     is_graded = np.array([row["error"] is None for row in members])
-    parts = (np.array([row[name] for row in members], np.float32) for name in REWARDS[1:])
-    expected = advantages_of(rewards, lengths, is_graded, config.algorithm, config.sampling.max_tokens, *parts)
+    formats, answers = (np.array([row[name] for row in members], np.float32) for name in REWARDS[1:])
+    weights = term_weights(config.task.rewards[members[0]["task"]])
+    weights = {name: weight for name, weight in weights.items() if TERM + name in members[0]}  # of this release
+    terms = {name: np.array([row[TERM + name] for row in members], np.float32) for name in weights}
+    shapes = config.algorithm, config.sampling.max_tokens
+    expected = advantages_of(rewards, lengths, is_graded, *shapes, formats, answers, terms, weights)
     recorded = np.array([row["advantage"] for row in members])
     if not np.allclose(recorded, expected, rtol=1e-5, atol=1e-5):
         yield f"advantages {recorded.tolist()} are recorded, its rewards give {expected.tolist()}"

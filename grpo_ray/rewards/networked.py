@@ -1,0 +1,86 @@
+"""A term that may use the network, such as an LLM judge: many calls at once, each with a limit and retries.
+
+It is called in a grading process of its own, with the secrets of this term alone. A failure is the grader's
+error, as no response can help an outage.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import ceil
+from typing import Any
+
+from grpo_ray.config.reward import RewardTerm
+from grpo_ray.rewards.base import About, Scores
+from grpo_ray.rewards.configured import Outcome, for_each, tried, weighted_sum
+from grpo_ray.rewards.user_function import UserFunction
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between a failed call and the next
+
+
+class NetworkReward:
+    """The reward of a networked term for the responses of a group; a GroupFn."""
+
+    def __init__(self, term: RewardTerm, num_slots: int) -> None:
+        """
+        Args:
+            num_slots: calls at the same time.
+
+        Raises:
+            ValueError: there is no such module or function.
+        """
+        self._function, self._term, self._num_slots = UserFunction.of(term), term, num_slots
+        self._runner: asyncio.Runner | None = None  # one loop for all groups: clients keep their connections
+
+    def __call__(self, responses: Sequence[str], ground_truths: Sequence[str], about: About) -> list[Outcome]:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+            self._runner.get_loop().set_default_executor(ThreadPoolExecutor(self._num_slots))
+        outcomes = self._runner.run(self._outcomes(responses, ground_truths, about))
+        return [weighted_sum([self._term], [outcome]) for outcome in outcomes]
+
+    async def _outcomes(self, responses: Sequence[str], truths: Sequence[str], about: About) -> list[Outcome]:
+        function, slots = self._function, asyncio.Semaphore(self._num_slots)
+        if function.takes_group:
+            size = len(responses)
+            result = await self._until_it_succeeds(slots, lambda: function.call_group(responses, truths, about))
+            return for_each(tried(lambda: function.read_group(value_of(result), size)), size)
+        about = {**about, "completions": list(responses)}
+        pairs = zip(responses, truths, strict=True)
+        calls = [self._until_it_succeeds(slots, partial(function.call, *pair, about)) for pair in pairs]
+        return [tried(partial(self._read, result)) for result in await asyncio.gather(*calls)]
+
+    def _read(self, result: Any) -> Scores:
+        return self._function.read(value_of(result))
+
+    async def _until_it_succeeds(self, slots: asyncio.Semaphore, call: Callable[[], Any]) -> Any:
+        """Return what the call does, or, after all retries, the last exception."""
+        pause_s = FIRST_PAUSE_S
+        for left in reversed(range(self._term.retries + 1)):
+            limit = asyncio.timeout(None)
+            try:
+                async with slots, limit:
+                    limit.reschedule(asyncio.get_running_loop().time() + self._term.timeout_s)
+                    return await (call() if self._function.is_async else asyncio.to_thread(call))
+            except Exception as failure:  # of the judge, its client, or the network
+                error = failure
+                if limit.expired():
+                    error = TimeoutError(f"longer than {self._term.timeout_s:g} s (timeout_s of its term)")
+            if left:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return error
+
+
+def longest_s(term: RewardTerm, num_slots: int, num_responses: int) -> float:
+    """Return the most seconds that the grading of a group takes."""
+    waves = ceil(num_responses / num_slots)
+    return waves * (term.retries + 1) * (term.timeout_s + LONGEST_PAUSE_S) + LONGEST_PAUSE_S
+
+
+def value_of(result: Any) -> Any:
+    """Return the result of a call, or raise it if it is an exception."""
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -1,0 +1,358 @@
+"""The ways in which a reward function of the user's is called: by name, in a batch, as TRL calls it, over a network."""
+
+import json
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_ray.algorithms import advantages_of
+from grpo_ray.config import ScorerConfig
+from grpo_ray.config.algorithm import AlgorithmConfig
+from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
+from grpo_ray.config.task import FileTaskConfig
+from grpo_ray.rewards.base import Scores
+from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.configured import GroupReward
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.rewards.isolation.pool import ScoringError
+from grpo_ray.tasks.dataset import dataset_examples
+from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate
+from grpo_ray.types import PromptItem
+
+ABOUT = {
+    "prompt": "Q: 6 * 7? A:",
+    "question": "6 * 7?",
+    "row": {"level": 3, "tests": ["assert x == 42"]},
+    "fields": {"question": "6 * 7?", "answer": "six times seven #### 42"},
+}
+
+MODULE = '''
+import asyncio, os, re, urllib.request, json
+
+def legacy(answer, truth): return float(answer == truth)
+def by_name(response, ground_truth, question, prompt, row): return len(question) + len(prompt) + row["level"]
+def any_order(question, response): return float(question in response)
+def unit_tests(response, tests): return float(len(tests) == 1 and tests[0].endswith(response))
+def shadowed(response, answer): return float(answer == "42")
+def optional(response, ground_truth, hint="none"): return float(hint == "none")
+def everything(response, ground_truth, **columns): return float(columns["level"] + len(columns))
+def relative(response, ground_truth, completions): return sum(len(response) > len(c) for c in completions)
+def batched(response, ground_truth, level): return [len(r) + l for r, l in zip(response, level, strict=True)]
+def too_few(response, ground_truth): return [1.0]
+def undecided(prompts, completions): return [None if c == "x" else 1.0 for c in completions]
+
+# From TRL's documentation (GRPOTrainer, "Using a custom reward function"), unchanged.
+def length(completions, **kwargs):
+    """Reward function that gives higher scores to longer completions."""
+    return [float(len(completion)) for completion in completions]
+
+def format_reward_func(completions, **kwargs):
+    """Reward function that checks if the completion has a specific format."""
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+
+def boxed(completions, ground_truth, **kwargs):
+    # Regular expression to capture content inside \\\\boxed{}
+    matches = [re.search(r"\\\\boxed\\{(.*?)\\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    # Reward 1 if the content is the same as the ground truth, 0 otherwise
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
+
+def ask(response):
+    request = urllib.request.Request(
+        os.environ["FORMS_URL"], json.dumps({"text": response}).encode(),
+        {"Authorization": "Bearer " + os.environ.get("FORMS_KEY", "")},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["score"]
+
+def judge(response, ground_truth): return ask(response)
+
+async def async_judge(response, ground_truth, question):
+    return await asyncio.to_thread(ask, response)
+
+async def sleeper(response, ground_truth):
+    await asyncio.sleep(3600)
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forms_4711.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def own(name: str, **fields: Any) -> RewardTerm:
+    return RewardTerm(reward=f"forms_4711:{name}", **fields)
+
+
+def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -> list[float | str]:
+    results = GroupReward((term,))(responses, ["42"] * len(responses), about)
+    return [str(each) if isinstance(each, Exception) else each.get("reward", "none") for each in results]
+
+
+# ---- by name ----
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("legacy", [1, 0]),
+        ("by_name", [6 + 12 + 3] * 2),
+        ("any_order", [0, 0]),
+        ("unit_tests", [1, 0]),  # the column `tests`, not the truth
+        ("shadowed", [1, 1]),  # the answer's own column is the truth, so a second parameter stays the truth
+        ("optional", [1, 1]),
+        (
+            "everything",
+            [3 + 7, 3 + 7],
+        ),  # level, tests, question, answer, prompt, row; and ground_truth is named
+        ("relative", [0, 1]),
+    ],
+)
+def test_a_function_gets_what_it_asks_for(name: str, expected: list[float]) -> None:
+    if name == "everything":
+        expected = [3 + 6, 3 + 6]
+    assert rewards_of(own(name), ["42", "6 * 7"]) == expected
+
+
+def test_arguments_of_the_term_come_before_columns() -> None:
+    assert rewards_of(own("unit_tests", arguments={"tests": "x"}), ["x"]) == [1]
+    assert rewards_of(own("optional", arguments={"hint": "a"}), ["x"]) == [0]
+
+
+def test_a_row_without_the_column_is_an_error_of_that_answer() -> None:
+    (error,) = rewards_of(own("batched", batched=True), ["x"], {"row": {"other": 1}})
+    assert error == "it asks for 'level', which this row lacks (its columns: other)"
+
+
+@pytest.mark.parametrize(
+    ("term", "columns", "message"),
+    [
+        (own("unit_tests"), ["level"], None),  # the second parameter is the truth then
+        (own("batched", batched=True), ["tests"], "needs level; there is no such column, only tests; add it"),
+        (own("batched", batched=True), [], "needs level; give `arguments`"),
+        (own("batched", batched=True), None, None),
+        (own("batched", batched=True), ["level"], None),
+        (own("by_name"), [], None),
+        (own("length"), [], None),
+        (own("undecided"), [], None),
+        (
+            own("sleeper"),
+            [],
+            "is an `async def`, which is for judges over the network, and its term does not allow",
+        ),
+        (own("sleeper", network=True), [], None),
+        (own("legacy", arguments={"margin": 1}), [], "has no argument 'margin'"),
+    ],
+)
+def test_the_signature_is_compared_with_the_columns(
+    term: RewardTerm, columns: list[str] | None, message: str | None
+) -> None:
+    if message is None:
+        check_reward((term,), columns=columns)
+        return
+    with pytest.raises(ValueError, match=rf"task\.reward\[0\]: forms_4711:\w+ {message}"):
+        check_reward((term,), columns=columns)
+
+
+# ---- groups ----
+
+
+def test_a_batched_function_gets_lists() -> None:
+    assert rewards_of(own("batched", batched=True), ["a", "abc"]) == [4, 6]
+    first, second = rewards_of(own("too_few", batched=True), ["a", "b"])
+    assert first == second
+    assert "too_few (forms_4711.py:13) returned 1 values for 2 responses; return a list of 2" in str(first)
+
+
+def test_functions_of_trl_work_as_they_are() -> None:
+    assert rewards_of(own("length"), ["a", "abc"]) == [1, 3]
+    assert rewards_of(own("boxed"), [r"\boxed{42}", "42"]) == [1, 0]
+    chat = {**ABOUT, "messages": [{"role": "user", "content": "6 * 7?"}]}
+    answers = ["<think>a</think><answer>42</answer>", "42"]
+    assert rewards_of(own("format_reward_func"), answers, chat) == [1, 0]
+    assert rewards_of(own("undecided"), ["x", "y"]) == ["none", 1]
+
+
+def test_a_term_that_does_not_apply_adds_nothing() -> None:
+    terms = (own("undecided"), own("length", weight=0.5))
+    first, second = GroupReward(terms)(["x", "yy"], ["", ""], ABOUT)
+    facts = {"format_reward": 1.0, "answer_reward": 1.0}
+    assert first == {"reward": 0.5, "reward/length": 1.0, **facts}
+    assert second == {"reward": 2.0, "reward/undecided": 1.0, "reward/length": 2.0, **facts}
+
+
+def test_the_pool_grades_groups_together_and_others_one_by_one() -> None:
+    rewards = {
+        "together": (own("length"), own("legacy", name="same")),
+        "alone": "forms_4711:legacy",
+        "relative": "forms_4711:relative",
+        "mute": "forms_4711:undecided",
+    }
+    item = PromptItem(0, "Q", (), "42", about=json.dumps({"question": "6 * 7?", "row": {"level": 3}}))
+    grader = Grader(rewards, ScorerConfig(num_workers=1))
+    pairs = [("42", "42"), ("421", "42")]
+    assert [r["reward"] for r in grader.grade("together", pairs, item) if isinstance(r, dict)] == [3, 3]
+    assert [r["reward/same"] for r in grader.grade("together", pairs, item) if isinstance(r, dict)] == [1, 0]
+    assert [r["reward"] for r in grader.grade("alone", pairs, item) if isinstance(r, dict)] == [1, 0]
+    assert [r["reward"] for r in grader.grade("relative", pairs) if isinstance(r, dict)] == [0, 1]
+    (silent,) = grader.grade("mute", [("x", "")])
+    assert isinstance(silent, ScoringError)
+    assert str(silent) == "no reward applies to it: each returned None"
+    grader.close()
+
+
+# ---- over a network ----
+
+
+class Judge(BaseHTTPRequestHandler):
+    """An endpoint that gives the length of a text, refuses without the key, and fails on the first try of `flaky`."""
+
+    seen: dict[str, int] = {}
+    barrier = Barrier(4, timeout=60)
+
+    def do_POST(self) -> None:
+        text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+        self.seen[text] = self.seen.get(text, 0) + 1
+        if text.startswith("together"):
+            self.barrier.wait()  # answers only when four are here at the same time
+        is_refused = self.headers["Authorization"] != "Bearer s3cret"
+        failed = text.startswith("flaky") and self.seen[text] == 1
+        self.send_response(401 if is_refused else 503 if failed else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"score": len(text)}).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    Thread(target=server.serve_forever).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("FORMS_URL", address)
+    monkeypatch.setenv("FORMS_KEY", "s3cret")
+    yield address
+    server.shutdown()
+    server.server_close()
+
+
+SECRETS = ("FORMS_URL", "FORMS_KEY")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["judge", "async_judge"])
+def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) -> None:
+    judge = own(function, network=True, secrets=SECRETS, weight=0.5, name="judge", retries=1, concurrency=4)
+    grader = Grader({"": (RewardTerm(reward="exact_match"), judge)}, ScorerConfig(num_workers=1))
+    texts = [f"together {function} {i}" for i in range(4)]
+    results = grader.grade("", [(text, "") for text in texts])
+    assert [r["reward/judge"] for r in results if isinstance(r, dict)] == [len(text) for text in texts]
+    assert [r["reward"] for r in results if isinstance(r, dict)] == [len(text) / 2 for text in texts]
+    assert all(
+        isinstance(r, dict) and r["format_reward"] == 0 for r in results
+    )  # of exact_match, the first term
+    (again,) = grader.grade("", [(f"flaky {function}", "")])
+    assert isinstance(again, dict)
+    assert Judge.seen[f"flaky {function}"] == 2
+    grader.close()
+
+
+@pytest.mark.slow
+def test_a_judge_that_refuses_or_hangs_is_an_error_with_its_reason(url: str) -> None:
+    keyless = own("judge", network=True, secrets=("FORMS_URL",), retries=0)
+    hanging = own("sleeper", network=True, timeout_s=0.2, retries=1)
+    offline = own("judge", secrets=SECRETS)
+    for term, reason in (
+        (keyless, "HTTPError: HTTP Error 401"),
+        (hanging, "TimeoutError: longer than 0.2 s (timeout_s of its term)"),
+        (offline, "URLError: <urlopen error [Errno 1] Operation not permitted>"),
+    ):
+        grader = Grader({"": (term,)}, ScorerConfig(num_workers=1))
+        results = grader.grade("", [("a", ""), ("b", "")])
+        grader.close()
+        assert all(isinstance(each, ScoringError) and reason in str(each) for each in results), results
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": "r1_zero", "network": True}, "network: r1_zero is built in"),
+        ({"reward": "r1_zero", "batched": True}, "batched: r1_zero is built in"),
+        ({"reward": "m:f", "timeout_s": 3}, "timeout_s: is for a reward with `network: true`"),
+        ({"reward": "m:f", "concurrency": 3}, "concurrency: is for"),
+        ({"reward": "m:f", "name": "a b"}, "'a b' is not valid; give letters"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardTerm(**fields)
+
+
+# ---- names, and GDPO ----
+
+
+def test_each_term_of_a_sum_has_a_name() -> None:
+    terms = (RewardTerm(reward="format"), own("length"), own("length"), own("judge", name="length_2"))
+    assert [term.name for term in named_terms(terms)] == ["format", "length", "length_3", "length_2"]
+    assert named_terms("r1_zero")[0].name is None
+    assert term_weights((own("judge", name="quality", weight=2),)) == {"quality": 2}
+    assert term_weights((own("judge"),)) == {}
+
+
+def test_gdpo_compares_each_term_by_its_name_as_trl_does() -> None:
+    """TRL: (r_k - nanmean) / (nanstd + eps) per reward, then the sum of weight x that over the rewards, nan as 0."""
+    terms = {"a": np.float32([1, 0, 0, 1]), "b": np.float32([3, 5, np.nan, 7])}
+    weights = {"a": 1.0, "b": 0.25}
+    total = np.nansum([weights[n] * terms[n] for n in terms], axis=0).astype(np.float32)
+    config = AlgorithmConfig(advantage="gdpo", advantage_eps=1e-4)
+    found = advantages_of(total, np.ones(4, int), np.ones(4, bool), config, 8, None, None, terms, weights)
+    expected = np.zeros(4)
+    for name, values in terms.items():
+        standardized = (values - np.nanmean(values)) / (np.nanstd(values, ddof=1) + 1e-4)
+        expected += weights[name] * np.nan_to_num(standardized)
+    assert torch.allclose(torch.tensor(found), torch.tensor(expected, dtype=torch.float32))
+
+
+# ---- the rows of a file ----
+
+
+def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": f"a{i}", "tests": [i], "level": None} for i in range(4)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"question": "v", "answer": "w"}) + "\n")
+    sources = {"train_path": str(path), "validation_path": str(other)}
+    assert all(e.facts == "" for e in dataset_examples(FileTaskConfig(**sources), 0).train)
+    sets = dataset_examples(FileTaskConfig(**sources, reward="forms_4711:unit_tests"), 0)
+    assert sets.train[2].row == {"tests": [2], "level": None}
+    assert sets.validation[0].row == {}
+
+    class Tokenizer:
+        chat_template = "any"
+
+        def __call__(self, text: str, **_: Any) -> Any:
+            return {"input_ids": [1]}
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "rendered"
+
+    item = Prompter(ChatTemplate("Be short."), Tokenizer(), None, True).item(0, sets.train[2])  # type: ignore[arg-type]
+    assert json.loads(item.about) == {
+        "question": "q2",
+        "row": {"tests": [2], "level": None},
+        "fields": {"question": "q2", "answer": "a2"},
+        "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "q2"}],
+    }
+    assert Prompter(TextTemplate("{question}"), Tokenizer()).item(0, sets.train[2]).about == ""  # type: ignore[arg-type]
