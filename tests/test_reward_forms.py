@@ -1,29 +1,35 @@
-"""The ways in which a reward function of the user's is called: by name, in a batch, as TRL calls it, over a network."""
+"""The ways in which a reward function of the user's is called: by name, batched, as in TRL, over a network."""
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from builders import make_completion, make_item
 
+from grpo_ray.actors.scorer import Scorer
 from grpo_ray.algorithms import advantages_of
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
 from grpo_ray.config.task import FileTaskConfig
-from grpo_ray.rewards.base import Scores
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.configured import GroupReward
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
+from grpo_ray.rewards.trial import try_rewards, written
 from grpo_ray.tasks.dataset import dataset_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate
-from grpo_ray.types import PromptItem
+from grpo_ray.telemetry.batch_metrics import rollout_metrics
+from grpo_ray.telemetry.rollout_log import read_groups, write_rollouts
+from grpo_ray.tools.cli import main
+from grpo_ray.types import PromptItem, RolloutGroup, ScoredGroup
 
 ABOUT = {
     "prompt": "Q: 6 * 7? A:",
@@ -40,6 +46,7 @@ def by_name(response, ground_truth, question, prompt, row): return len(question)
 def any_order(question, response): return float(question in response)
 def unit_tests(response, tests): return float(len(tests) == 1 and tests[0].endswith(response))
 def shadowed(response, answer): return float(answer == "42")
+def half_broken(response, ground_truth): return float(response[0] == ground_truth[0])
 def optional(response, ground_truth, hint="none"): return float(hint == "none")
 def everything(response, ground_truth, **columns): return float(columns["level"] + len(columns))
 def relative(response, ground_truth, completions): return sum(len(response) > len(c) for c in completions)
@@ -90,8 +97,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def own(name: str, **fields: Any) -> RewardTerm:
-    return RewardTerm(reward=f"forms_4711:{name}", **fields)
+def own(function: str, /, **fields: Any) -> RewardTerm:
+    return RewardTerm(reward=f"forms_4711:{function}", **fields)
 
 
 def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -> list[float | str]:
@@ -113,14 +120,12 @@ def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -
         ("optional", [1, 1]),
         (
             "everything",
-            [3 + 7, 3 + 7],
-        ),  # level, tests, question, answer, prompt, row; and ground_truth is named
+            [3 + 6, 3 + 6],
+        ),  # level, tests, question, answer, prompt, row
         ("relative", [0, 1]),
     ],
 )
 def test_a_function_gets_what_it_asks_for(name: str, expected: list[float]) -> None:
-    if name == "everything":
-        expected = [3 + 6, 3 + 6]
     assert rewards_of(own(name), ["42", "6 * 7"]) == expected
 
 
@@ -171,7 +176,7 @@ def test_a_batched_function_gets_lists() -> None:
     assert rewards_of(own("batched", batched=True), ["a", "abc"]) == [4, 6]
     first, second = rewards_of(own("too_few", batched=True), ["a", "b"])
     assert first == second
-    assert "too_few (forms_4711.py:13) returned 1 values for 2 responses; return a list of 2" in str(first)
+    assert "too_few (forms_4711.py:14) returned 1 values for 2 responses; return a list of 2" in str(first)
 
 
 def test_functions_of_trl_work_as_they_are() -> None:
@@ -191,6 +196,7 @@ def test_a_term_that_does_not_apply_adds_nothing() -> None:
     assert second == {"reward": 2.0, "reward/undecided": 1.0, "reward/length": 2.0, **facts}
 
 
+@pytest.mark.slow
 def test_the_pool_grades_groups_together_and_others_one_by_one() -> None:
     rewards = {
         "together": (own("length"), own("legacy", name="same")),
@@ -215,9 +221,9 @@ def test_the_pool_grades_groups_together_and_others_one_by_one() -> None:
 
 
 class Judge(BaseHTTPRequestHandler):
-    """An endpoint that gives the length of a text, refuses without the key, and fails on the first try of `flaky`."""
+    """An endpoint that scores a text by its length, refuses without the key, and fails once at `flaky`."""
 
-    seen: dict[str, int] = {}
+    seen: ClassVar[dict[str, int]] = {}
     barrier = Barrier(4, timeout=60)
 
     def do_POST(self) -> None:
@@ -256,13 +262,14 @@ def test_a_judge_is_asked_at_the_same_time_and_again(url: str, function: str) ->
     judge = own(function, network=True, secrets=SECRETS, weight=0.5, name="judge", retries=1, concurrency=4)
     grader = Grader({"": (RewardTerm(reward="exact_match"), judge)}, ScorerConfig(num_workers=1))
     texts = [f"together {function} {i}" for i in range(4)]
-    results = grader.grade("", [(text, "") for text in texts])
+    item = PromptItem(0, "Q", (), "", about=json.dumps({"question": "6 * 7?"}))
+    results = grader.grade("", [(text, "") for text in texts], item)
     assert [r["reward/judge"] for r in results if isinstance(r, dict)] == [len(text) for text in texts]
     assert [r["reward"] for r in results if isinstance(r, dict)] == [len(text) / 2 for text in texts]
     assert all(
         isinstance(r, dict) and r["format_reward"] == 0 for r in results
     )  # of exact_match, the first term
-    (again,) = grader.grade("", [(f"flaky {function}", "")])
+    (again,) = grader.grade("", [(f"flaky {function}", "")], item)
     assert isinstance(again, dict)
     assert Judge.seen[f"flaky {function}"] == 2
     grader.close()
@@ -311,7 +318,7 @@ def test_each_term_of_a_sum_has_a_name() -> None:
 
 
 def test_gdpo_compares_each_term_by_its_name_as_trl_does() -> None:
-    """TRL: (r_k - nanmean) / (nanstd + eps) per reward, then the sum of weight x that over the rewards, nan as 0."""
+    """TRL: the sum over the rewards of weight x (r - nanmean) / (nanstd + eps), where NaN counts as 0."""
     terms = {"a": np.float32([1, 0, 0, 1]), "b": np.float32([3, 5, np.nan, 7])}
     weights = {"a": 1.0, "b": 0.25}
     total = np.nansum([weights[n] * terms[n] for n in terms], axis=0).astype(np.float32)
@@ -356,3 +363,101 @@ def test_the_other_columns_travel_only_for_code_that_may_ask(tmp_path: Path) -> 
         "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "q2"}],
     }
     assert Prompter(TextTemplate("{question}"), Tokenizer()).item(0, sets.train[2]).about == ""  # type: ignore[arg-type]
+
+
+# ---- in a run ----
+
+
+def test_terms_are_graded_logged_and_read_again(tmp_path: Path) -> None:
+    reward = (
+        RewardTerm(reward="brevity", arguments={"free": 0, "span": 4}),
+        RewardTerm(reward="format", weight=2),
+    )
+    scorer = Scorer({"": reward}, AlgorithmConfig(), ScorerConfig(), max_tokens=8)
+    item = replace(make_item(truth="42"), about='{"question": "6 * 7?"}')
+    rollout = RolloutGroup(item, tuple(make_completion([1], text=text) for text in ("a", "abc")), "generator-0")
+    verdict = scorer.score(rollout)
+    assert {name: term.tolist() for name, term in verdict.terms.items()} == {
+        "brevity": [0.75, 0.25],
+        "format": [0, 0],
+    }
+    group = ScoredGroup.of(rollout, replace(verdict, terms={**verdict.terms, "judge": np.float32([np.nan, 3])}))
+    assert rollout_metrics([group])["reward/brevity/mean"] == 0.5
+    assert rollout_metrics([group])["reward/judge/mean"] == 3  # it applied to one response
+    other = replace(group, rollout=replace(rollout, item=make_item(1)), terms={})
+    write_rollouts(tmp_path / "rollouts.parquet", 1, [group, other])
+    first, second = read_groups(tmp_path / "rollouts.parquet")
+    assert first.rollout.item.about == item.about
+    assert second.rollout.item.about == ""
+    assert second.terms == {}
+    assert first.terms.keys() == group.terms.keys()
+    assert all(np.array_equal(first.terms[n], group.terms[n], equal_nan=True) for n in group.terms)
+
+
+# ---- a try before a run ----
+
+
+def trial_of(reward: Any, truth: str) -> tuple[Any, list[str]]:
+    item = PromptItem(
+        0, "Q: 6 * 7?\nA:", (), truth, about=json.dumps({"question": "6 * 7?", "row": {"level": 3}})
+    )
+    (trial,), notices = try_rewards(
+        {"": reward}, {"": (item, "data.jsonl, line 1")}, ScorerConfig(num_workers=1)
+    )
+    return trial, notices
+
+
+def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
+    trial, notices = trial_of("exact_match", "42")
+    assert [*trial.lines] == [
+        "first prompt (data.jsonl, line 1), as the model sees it:",
+        "  | Q: 6 * 7?",
+        "  | A:",
+        "its ground truth: '42'; its reward: 1 for '</think> <answer> 42 </answer>', 0 for an empty response",
+    ]
+    assert notices == []
+    assert written((RewardTerm(reward="brevity"), RewardTerm(reward="r1_zero")), "7") == "7"
+    assert written("question_only", "7") == r"\boxed{7}"
+    _, notices = trial_of("exact_match", "<answer>")
+    assert notices[0].startswith(
+        "task.reward: exact_match does not take the first example (data.jsonl, line 1)'s own"
+    )
+
+
+@pytest.mark.slow
+def test_ones_own_reward_gets_the_bare_truth_and_is_refused_if_it_fails() -> None:
+    trial, notices = trial_of("forms_4711:legacy", "42")
+    assert [*trial.lines][-1] == "its ground truth: '42'; its reward: 1 for '42', 0 for an empty response"
+    assert notices == []
+    with pytest.raises(
+        ValueError, match=r"task\.reward: it fails on the first example \(data\.jsonl, line 1\), with its"
+    ):
+        trial_of((own("too_few", batched=True),), "42")
+    _, notices = trial_of("forms_4711:half_broken", "42")
+    assert notices[0].startswith(
+        "task.reward: it fails on the first example (data.jsonl, line 1) with an empty"
+    )
+
+
+def test_the_command_grades_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"{tmp_path}/forms_4711.py"
+    assert (
+        main(["reward", "exact_match", "--response", "</think> <answer> 4 </answer>", "--ground-truth", "4"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out) == {"reward": 1, "format_reward": 1, "answer_reward": 1}
+    assert main(["reward", f"{file}:unit_tests", "--response", "x", "--row", "[1]"]) == 2
+    assert "--row: give a JSON object" in capsys.readouterr().err
+    assert main(["reward", "exactmatch", "--response", "x"]) == 2
+    assert "'exactmatch' is not a reward; give FILE.py:FUNCTION" in capsys.readouterr().err
+    assert main(["reward", f"{file}:batched", "--batched", "--response", "x", "--row", '{"tests": 1}']) == 2
+    assert "needs level; there is no such column, only tests" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_calls_a_function_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, row = f"{tmp_path}/forms_4711.py", json.dumps({"tests": ["assert x == 42"]})
+    assert main(["reward", f"{file}:unit_tests", "--response", "42", "--row", row]) == 0
+    assert json.loads(capsys.readouterr().out)["reward"] == 1
+    assert main(["reward", f"{file}:half_broken", "--response", ""]) == 1
+    assert "no reward; in a run this response is not trained on: IndexError" in capsys.readouterr().out

@@ -29,6 +29,7 @@ from grpo_ray.models.tiny_tokenizer import tiny_tokenizer
 from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.protection import protection_here
+from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.prompt_ledger import PromptLedger
@@ -37,6 +38,7 @@ from grpo_ray.tasks.prompts import (
     Prompter,
     Prompters,
     PromptTemplate,
+    TextTemplate,
     Tokenizer,
     make_items,
     template_of,
@@ -62,6 +64,7 @@ class TaskData:
     longest_prompt: int | None = None  # tokens; None for a model on the hub, as its tokenizer is not loaded yet
     max_prompt_tokens: Mapping[str, int] = field(default_factory=dict)  # longer prompts are cut on the left
     with_facts: Collection[str] = ()  # parts with code of the user's that may ask about an example
+    first_prompts: tuple[str, ...] = ()  # lines that show one prompt of each part, and what its truth earns
 
     def prompters(self, tokenizer: Tokenizer) -> Prompters:
         cuts, asked = self.max_prompt_tokens, self.with_facts
@@ -105,8 +108,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         import_function(config.generator.engine, "generator.engine")
     check_engine_args(config.distillation.engine_args, "distillation")
     algorithm_notices = _check_algorithm(config)
-    for name, reward in config.task.rewards.items():
-        check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward")
+    _check_rewards(config, None)
     check_episodes(config)
     _check_bitsandbytes(config)
     if config.model.tiny is not None:
@@ -115,6 +117,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
         check_local_model(config.model.path)
     if examples is None:
         examples = load_examples(config.task, config.run.seed)
+    _check_rewards(config, examples)
     per_prompt, num_prompts = config.evaluation.samples_per_prompt, len(examples.validation)
     if num_prompts * per_prompt > MAX_ROLLOUTS:
         raise ValueError(
@@ -132,6 +135,42 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     if all(map(is_local, model_paths(config))):
         task = _fit_prompts(config, task)
     return task
+
+
+def _check_rewards(config: Config, examples: ExampleSets | None) -> None:
+    """Check the rewards; before the examples are read, not what functions ask their columns for."""
+    for name, reward in config.task.rewards.items():
+        columns: list[str] | None = []
+        if isinstance(parts_of(config.task)[name], ExamplesTaskConfig):
+            own = (e for e in ([*examples.train, *examples.validation] if examples else ()) if e.task == name)
+            columns = next(([*example.row] for example in own), None)
+        check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward", columns)
+
+
+def with_trial(config: Config, task: TaskData) -> TaskData:
+    """Try each reward on its part's first example, and note what came out of it.
+
+    Raises:
+        RunError: the grading process cannot be started.
+        ValueError: a function of the user's fails.
+    """
+    firsts = {e.task: e for e in reversed([*task.train, *task.validation]) if e.task in config.task.rewards}
+    if all(map(is_local, model_paths(config))):
+        prompters = task.prompters(_tokenizer_and_positions(config)[0])
+        items = {name: (prompters[name].item(0, example), example.place) for name, example in firsts.items()}
+    else:  # the tokenizer is not here yet; without it, a chat's prompt is not known
+        texts = {
+            name: t.render(firsts[name].question)
+            for name, t in task.templates.items()
+            if name in firsts and isinstance(t, TextTemplate)
+        }
+        items = {
+            name: (PromptItem(0, text, (), firsts[name].ground_truth, task=name), firsts[name].place)
+            for name, text in texts.items()
+        }
+    trials, notices = try_rewards(config.task.rewards, items, config.scorer)
+    lines = tuple(line for trial in trials for line in trial.lines)
+    return replace(task, notices=(*task.notices, *notices), first_prompts=lines)
 
 
 def may_ask(task: PlainTask) -> bool:

@@ -23,6 +23,7 @@ from grpo_ray.run.preflight import (
     model_paths,
     prepare,
     with_models,
+    with_trial,
 )
 from grpo_ray.run.restores import Host, train_through_restores
 from grpo_ray.run.signals import run_until_signal, signals_answered, sigterm_interrupts
@@ -36,6 +37,7 @@ from grpo_ray.telemetry.rollout_log import num_groups_in
 from grpo_ray.telemetry.run_files import RunDirectory, dump_config, last_logged_step
 from grpo_ray.telemetry.run_state import reported
 from grpo_ray.telemetry.trackers import check_trackers, tracking
+from grpo_ray.telemetry.visible_text import print_visible
 
 
 def train(config: Config, config_path: str, is_local: bool = False) -> RunDirectory:
@@ -58,6 +60,8 @@ def train(config: Config, config_path: str, is_local: bool = False) -> RunDirect
 
 def _train(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
     task = _check(config, is_local, run.check_free)
+    for line in task.first_prompts:
+        print_visible(line)
     with shown_plainly():
         config = at_commits(config)
     with _hosted(config, is_local) as (console, host):
@@ -153,7 +157,8 @@ def _check(config: Config, is_local: bool, *others: Callable[[], None]) -> TaskD
         lambda: check_trackers(config),
     )
     assert isinstance(task, TaskData)
-    return task
+    with shown_plainly():
+        return with_trial(config, task)
 
 
 def _check_machine(config: Config) -> None:

@@ -1,13 +1,16 @@
 """The kinds of tasks with examples from files, local or in a dataset on the hub."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from grpo_ray.config.reward import is_own
 from grpo_ray.config.task import ExamplesTaskConfig
 from grpo_ray.tasks.duplicates import distinct, drop_duplicates
-from grpo_ray.tasks.examples import ExampleSets
-from grpo_ray.tasks.files import Fields, read_examples
-from grpo_ray.tasks.sources import train_source, validation_source
+from grpo_ray.tasks.examples import Example, ExampleSets
+from grpo_ray.tasks.files import Fields, num_rows, read_examples
+from grpo_ray.tasks.sources import Source, train_source, validation_source
+
+GSM8K_MARKER = "####"
 
 
 def dataset_examples(task: ExamplesTaskConfig, seed: int) -> ExampleSets:
@@ -21,6 +24,10 @@ def dataset_examples(task: ExamplesTaskConfig, seed: int) -> ExampleSets:
     train, train_notices = read_examples(train_from, fields)
     validation, notices = read_examples(validation_from, fields, limit=task.num_validation_prompts)
     sets = ExampleSets(train, validation)
+    notices += [
+        *_unused(validation_from, len(validation), task.num_validation_prompts),
+        *_marked(train, fields),
+    ]
     if task.duplicates == "drop":
         sets = drop_duplicates(train, validation, train_from.name, validation_from.name)
     return replace(sets, notices=(*train_notices, *notices, *sets.notices))
@@ -38,6 +45,23 @@ def dataset_validation(task: ExamplesTaskConfig, seed: int, limit: int) -> Examp
         examples, dropped = distinct(examples, source.name)
         notices = [*notices, *dropped]
     return ExampleSets([], examples, tuple(notices))
+
+
+def _unused(source: Source, num_read: int, limit: int) -> Iterator[str]:
+    """Say that only the first rows are used to validate with."""
+    if num_read == limit and (number := sum(map(num_rows, source.files))) > num_read:
+        field = "task.num_validation_prompts"
+        yield f"{source.name}: the first {num_read:,} of its {number:,} rows are validated with ({field})"
+
+
+def _marked(train: Sequence[Example], fields: Fields) -> Iterator[str]:
+    """Say that truths look like whole solutions of GSM8K."""
+    is_whole = fields.marker is None and not fields.is_boxed
+    if is_whole and sum(GSM8K_MARKER in example.ground_truth for example in train) > len(train) / 2:
+        yield (
+            f"most ground truths contain {GSM8K_MARKER} (see {train[0].place}): if the answer follows it, "
+            f'set task.answer_marker: "{GSM8K_MARKER}"; now the whole text is the ground truth'
+        )
 
 
 def _fields(task: ExamplesTaskConfig) -> Fields:

@@ -124,6 +124,15 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[
         ) from None
 
 
+def num_rows(path: Path) -> int:
+    """Count the rows of a file that was readable; blank lines count as well."""
+    if path.suffix == ".parquet":
+        rows: int = pq.ParquetFile(path).metadata.num_rows
+        return rows
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
 def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.exists():
         raise ValueError(f"{path}: there is no such file; give the path of a .jsonl or .parquet file")

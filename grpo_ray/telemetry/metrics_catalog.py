@@ -16,6 +16,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/mean/*": ("share", "mean reward of a mixture part's responses"),
     "reward/format": ("share", "responses in the required format"),
     "reward/answer": ("share", "responses in the required format with a correct answer"),
+    "reward/*/mean": ("", "mean reward of a named term of task.reward, without its weight, where it applies"),
     "rollout/response_tokens/mean": ("tokens", "mean response length, in sampled tokens"),
     "rollout/response_tokens/max": ("tokens", "longest response of the step, in sampled tokens"),
     "rollout/truncated_frac": ("share", "responses cut off at sampling.max_tokens"),

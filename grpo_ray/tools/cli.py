@@ -25,6 +25,7 @@ from grpo_ray.tools.experiments.arguments import EXPERIMENT, SWEEP
 from grpo_ray.tools.export.arguments import EXPORT
 from grpo_ray.tools.planning.arguments import PLAN
 from grpo_ray.tools.report.arguments import REPORT
+from grpo_ray.tools.reward import REWARD
 from grpo_ray.tools.simulation.arguments import SIMULATE
 from grpo_ray.tools.submit.arguments import SUBMIT
 from grpo_ray.tools.top.arguments import TOP
@@ -32,7 +33,7 @@ from grpo_ray.tools.train import CHECK, RESUME, TRAIN
 
 COMMANDS: tuple[Command[Any], ...] = (
     TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, SIMULATE, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT,
-    DATA, PLAYGROUND,
+    REWARD, DATA, PLAYGROUND,
 )  # fmt: skip
 
 

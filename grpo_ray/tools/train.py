@@ -91,23 +91,36 @@ def _in_this_process(config: str, overrides: Overrides) -> Overrides:
 
 def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
-    from grpo_ray.run.preflight import check_files
+    from grpo_ray.run.preflight import check_files, with_trial
     from grpo_ray.telemetry.trackers import check_trackers
 
     with shown_plainly():
-        task = check_files(config)
+        task = with_trial(config, check_files(config))
         check_trackers(config)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for notice in task.notices:
         print_visible(f"  {notice}")
-    for line in bundle_lines(config):
-        print(f"  {line}")
+    for line in (*task.first_prompts, *model_lines(config), *bundle_lines(config)):
+        print_visible(f"  {line}")
     if options.nodes is None:
         return 0
     lacking = shortfalls(config, options.nodes)
     for line in lacking:
         print(f"  ! {line}")
     return 1 if lacking else 0
+
+
+def model_lines(config: Config) -> Iterator[str]:
+    """Yield what the hub says of a model that is to come from it."""
+    from grpo_ray.models.model_files import at_commit, is_local
+
+    models = {"model.path": config.model.path, "distillation.teacher": config.distillation.teacher}
+    for field, path in models.items():
+        if path is not None and not is_local(path):
+            try:
+                yield f"{field}: {at_commit(path, field)} on the hub, or in the local cache"
+            except ValueError as error:
+                yield f"! {error}; `train` will need it"
 
 
 def bundle_lines(config: Config) -> Iterator[str]:

@@ -1,0 +1,94 @@
+"""`grpo-ray reward`: one reward on one answer, in the process in which a run would grade it."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from grpo_ray.config import ScorerConfig
+from grpo_ray.config.reward import REWARD_NAMES, RewardTerm
+from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.rewards.base import Ungradable
+from grpo_ray.rewards.checking import check_reward
+from grpo_ray.rewards.grader import Grader
+from grpo_ray.telemetry.visible_text import print_visible
+from grpo_ray.tools.arguments import Argument, Command, Flag, Option
+from grpo_ray.types import PromptItem
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    reward: Annotated[
+        str, Argument("REWARD", "FILE.py:FUNCTION, module:function, or the name of a built-in one")
+    ]
+    response: Annotated[str, Option("TEXT", "the answer to grade")]
+    ground_truth: Annotated[str, Option("TEXT", "what it is compared with")] = ""
+    question: Annotated[str, Option("TEXT", "what was asked, for functions that ask for it")] = ""
+    prompt: Annotated[str | None, Option("TEXT", "the prompt as the model sees it (default: the question)")] = (
+        None
+    )
+    row: Annotated[str, Option("JSON", 'the other columns of the row, such as \'{"tests": "..."}\'')] = "{}"
+    arguments: Annotated[str, Option("JSON", "the term's `arguments`")] = "{}"
+    batched: Annotated[bool, Flag("call it with lists, as `batched: true` does")] = False
+    network: Annotated[bool, Flag("let it use the network, as `network: true` does")] = False
+    secret: Annotated[
+        tuple[str, ...], Option("NAME", "an environment variable that it may see; repeatable")
+    ] = ()
+
+
+def _reward(options: RewardOptions) -> int:
+    with shown_plainly():
+        row, arguments = _mapping("--row", options.row), _mapping("--arguments", options.arguments)
+        term = RewardTerm(
+            reward=_importable(options.reward),
+            arguments=arguments,
+            batched=options.batched,
+            network=options.network,
+            secrets=options.secret,
+        )
+        check_reward((term,), "REWARD", [*row])
+    about = json.dumps({"question": options.question, "row": row})
+    prompt = options.question if options.prompt is None else options.prompt
+    item = PromptItem(0, prompt, (), options.ground_truth, about=about)
+    grader = Grader({"": (term,)}, ScorerConfig(num_workers=1))
+    try:
+        (result,) = grader.grade("", [(options.response, options.ground_truth)], item)
+    finally:
+        grader.close()
+    if isinstance(result, dict):
+        print(json.dumps(result))
+        return 0
+    counts = "counts as a wrong answer" if isinstance(result, Ungradable) else "is not trained on"
+    print_visible(f"no reward; in a run this response {counts}: {result}")
+    return 1
+
+
+def _importable(name: str) -> str:
+    """Return `module:function` for `folder/module.py:function`, with the folder on the path."""
+    file, _, function = name.partition(":")
+    if not file.endswith(".py"):
+        if not function and name not in REWARD_NAMES:
+            raise ValueError(f"{name!r} is not a reward; give FILE.py:FUNCTION, or {', '.join(REWARD_NAMES)}")
+        return name
+    if not os.path.isfile(file):
+        raise RunError(f"{file}: there is no such file; give FILE.py:FUNCTION")
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    return f"{Path(file).stem}:{function}"
+
+
+def _mapping(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: not valid JSON ({error.msg}, column {error.colno})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f'{option}: give a JSON object, such as {{"tests": "..."}}')
+    return value
+
+
+REWARD = Command(
+    "reward", RewardOptions, _reward, "try a reward on one answer",
+    "Grade one answer with a reward, in the isolated process in which a run would; print the scores as JSON.",
+)  # fmt: skip
