@@ -22,8 +22,9 @@ BUDGET = {
     "other programs": 40,
 }
 PERIOD_S = 1.0
-NUM_SCANS = 2
-"""A program that lives for fewer periods is free."""
+FREE_CPU_S = 1.5
+"""A program that needs less of a processor is free. On a busy machine it lives longer, but needs no more."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 NAME_CHARS = 60
 HELPERS = (
     "resource_tracker",
@@ -42,7 +43,7 @@ HELPERS = (
 class Seen:
     parent: int
     command: str
-    scans: int = 0
+    cpu_s: float = 0.0
 
 
 class Census:
@@ -74,7 +75,7 @@ class Census:
                 if parent == self._root or parent in self._seen:
                     self._seen[pid] = Seen(parent, command_of(pid))
             else:
-                known.scans += 1
+                known.cpu_s = max(known.cpu_s, cpu_seconds_of(pid))
                 known.command = command_of(pid) or known.command  # titles are set late
 
     def counts(self) -> dict[str, int]:
@@ -97,7 +98,9 @@ class Census:
         is_in_run = any("raylet" in command.partition(" ")[0] for command in above)
         if seen.command.startswith("VLLM::EngineCore"):
             return "vLLM engines in runs" if is_in_run else "vLLM engines alone"
-        is_program = seen.scans >= NUM_SCANS and seen.command != (above[0] if above else command_of(self._root))
+        is_program = seen.cpu_s >= FREE_CPU_S and seen.command != (
+            above[0] if above else command_of(self._root)
+        )
         if is_in_run or not is_program or any(helper in seen.command for helper in HELPERS):
             return None
         return "other programs" if "python" in seen.command.partition(" ")[0] else None
@@ -113,6 +116,13 @@ def parent_of(pid: int) -> int:
     with contextlib.suppress(OSError, IndexError, ValueError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 0
+
+
+def cpu_seconds_of(pid: int) -> float:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, times)) / TICKS_PER_S
+    return 0.0
 
 
 def command_of(pid: int) -> str:

@@ -13,6 +13,7 @@ from grpo_ray.actors.staleness import Admission
 from grpo_ray.actors.weight_sync import PHASES, WeightSync, WeightSyncError, admission_of
 from grpo_ray.config import Config
 from grpo_ray.errors import ActorDied, DataLost
+from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.types import Admitted, SyncReport
 
 DONE = [event for phase in PHASES for event in (phase, f"{phase} done")]
@@ -125,14 +126,14 @@ def test_no_generator_pauses_before_all_have_the_weights_and_then_none_waits_for
     assert report.metrics.pop("timing/weight_sync/paused_s") == 0.5  # as the slower Generator says
     assert set(report.metrics) == {f"timing/weight_sync/{phase}_s" for phase in PHASES}
     assert all(seconds >= 0.002 for seconds in report.metrics.values())  # those of the slower Generator
-    assert asyncio.run(sync.versions()) == {"a": 1, "b": 1}
+    assert VirtualClock().run(sync.versions()) == {"a": 1, "b": 1}
 
 
 @pytest.mark.parametrize(("start", "version"), [(0, 0), (0, 2), (5, 1), (5, 5), (5, 7)])
 def test_versions_are_consecutive(start: int, version: int) -> None:
     generator = FakeGenerator("a")
     with pytest.raises(ValueError, match=f"version {version} cannot follow {start}"):
-        asyncio.run(publish(make_sync(generator, version=start), version))
+        VirtualClock().run(publish(make_sync(generator, version=start), version))
     assert generator.log == []
 
 
@@ -150,7 +151,7 @@ def test_other_weights_than_the_generators_started_with_are_sent_as_the_same_ver
         with pytest.raises(ValueError, match="version 6 cannot follow 5"):
             await sync.publish(6, fakes(["weights 6"]), is_initial=True)
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_admission_waits_until_every_generator_runs_the_version() -> None:
@@ -167,7 +168,7 @@ def test_admission_waits_until_every_generator_runs_the_version() -> None:
         assert await asyncio.wait_for(waiting, 120) == (1, 12)
         await publishing
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_admission_starts_from_the_version_of_the_run() -> None:
@@ -179,7 +180,7 @@ def test_admission_starts_from_the_version_of_the_run() -> None:
         await publish(sync, 6)
         assert await admitted(sync, 5, 28) == (6, 32)
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 @pytest.mark.parametrize("extra_slots", [3, 0, -2])
@@ -197,7 +198,7 @@ def test_added_slots_admit_more_groups_at_once(extra_slots: int) -> None:
         await publish(sync, 1)
         assert await admitted(sync, 0, limit + 2) == (1, limit + 6)
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_later_version_is_reported_even_if_the_limit_is_known() -> None:
@@ -209,7 +210,7 @@ def test_later_version_is_reported_even_if_the_limit_is_known() -> None:
         await publish(sync, 1)
         assert await asyncio.wait_for(waiting, 120) == (1, 12)
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_admission_of_a_configuration(tiny_config: Config) -> None:
@@ -236,7 +237,7 @@ def test_changes_are_sent_to_serving_generators_and_the_whole_to_a_replacement()
         assert generator.loaded == ["whole 1", "changes 2", "changes 3", "whole 4"]
         assert fresh.loaded == ["whole 2", "changes 3", "whole 4"]
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 # ---- Generators that fail the sync ----
@@ -273,7 +274,7 @@ def test_generator_that_fails_the_sync_is_named_and_excluded_and_the_others_cont
         assert good.loaded == ["weights 1", "weights 2"]
         assert await sync.stale() == {"b"}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_each_failed_generator_is_named_with_its_own_phase() -> None:
@@ -289,7 +290,7 @@ def test_each_failed_generator_is_named_with_its_own_phase() -> None:
         }
         assert await sync.stale() == {"a", "b", "c"}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -305,7 +306,7 @@ def test_version_is_published_even_if_the_only_generator_failed(phase: str) -> N
         assert await admit(sync, fresh) == 2
         assert fresh.loaded == ["weights 2"]
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_generator_retired_during_a_publish_is_excluded_from_it() -> None:
@@ -324,7 +325,7 @@ def test_generator_retired_during_a_publish_is_excluded_from_it() -> None:
         await publish(sync, 2)
         assert dead.log == before
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 async def until(condition: object) -> None:
@@ -344,7 +345,7 @@ def test_lost_snapshot_is_raised_and_no_generator_is_blamed() -> None:
         await nothing_more_is_admitted(sync, 0, 8)
         assert await admit(sync, FakeGenerator("c")) == 0  # the transaction is over
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 # ---- admitting a replacement ----
@@ -368,7 +369,7 @@ def test_admitted_generator_gets_the_published_weights_and_is_in_every_later_syn
         assert fresh.loaded == [f"weights {start + 2}", f"weights {start + 3}"]
         assert await sync.versions() == {"a": start + 3, "b": start + 3}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 @pytest.mark.parametrize("start", [0, 5])
@@ -385,7 +386,7 @@ def test_generator_admitted_before_the_first_publish_already_has_the_right_weigh
         await publish(sync, start + 1)
         assert fresh.loaded == [f"weights {start + 1}"]
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 @pytest.mark.slow
@@ -407,7 +408,7 @@ def test_generator_that_cannot_be_admitted_is_named_and_stays_excluded(phase: st
         assert await admit(sync, good) == 2
         assert good.loaded == ["weights 2"]
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_excluded() -> None:
@@ -419,7 +420,7 @@ def test_snapshot_lost_while_admitting_is_raised_and_the_generator_stays_exclude
         assert await sync.stale() == {"b"}
         assert await sync.versions() == {"a": 1}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_admission_of_a_generator_waits_for_the_current_publish() -> None:
@@ -439,7 +440,7 @@ def test_admission_of_a_generator_waits_for_the_current_publish() -> None:
         assert fresh.loaded == ["weights 2"]
         assert await sync.versions() == {"a": 2, "b": 2}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_publish_waits_for_the_admission_of_a_generator_and_includes_it() -> None:
@@ -460,7 +461,7 @@ def test_publish_waits_for_the_admission_of_a_generator_and_includes_it() -> Non
         assert fresh.loaded == ["weights 1", "weights 2"]
         assert await sync.versions() == {"a": 2, "b": 2}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 class ServingGenerator:
@@ -541,4 +542,4 @@ def test_serving_generators_have_the_published_weights_however_deaths_and_publis
         assert await sync.versions() == dict.fromkeys("abc", 4)
         assert {generator.serves for generator in serving.values()} == {"weights 4"}
 
-    asyncio.run(asyncio.wait_for(run(), 120))
+    VirtualClock().run(asyncio.wait_for(run(), 120))

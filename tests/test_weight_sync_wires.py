@@ -11,6 +11,7 @@ from test_weight_sync import FakeGenerator, admit, fakes, publish
 from grpo_ray.actors.staleness import Admission
 from grpo_ray.actors.weight_sync import WeightSync, WeightSyncError
 from grpo_ray.errors import ActorDied, OutOfDeviceMemory
+from grpo_ray.tools.simulation.virtual_time import VirtualClock
 from grpo_ray.transfer import wires
 from grpo_ray.transfer.meeting import Meeting, WireError
 from grpo_ray.transfer.wires import Wires
@@ -89,7 +90,7 @@ def test_each_generator_joins_once_and_is_sent_every_version() -> None:
         for version in (1, 2):
             assert (await publish(sync, version)).failed == {}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
     assert sorted(learner.of("open", "join")) == [("join", "a"), ("join", "b"), ("open", "a"), ("open", "b")]
     assert sorted(learner.of("send")) == [("send", n, v) for n in "ab" for v in (1, 2)]
     assert [len(generator.joined) for generator in (one, two)] == [1, 1]
@@ -113,7 +114,7 @@ def test_the_learner_sends_in_the_phase_that_receives(phase: str) -> None:
         await publishing
         assert before == generator.log[: len(before)]
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_a_replacement_joins_and_is_sent_the_published_version() -> None:
@@ -130,7 +131,7 @@ def test_a_replacement_joins_and_is_sent_the_published_version() -> None:
         assert (await publish(sync, 2)).failed == {}
         assert len(fresh.joined) == 1
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 @pytest.mark.parametrize("send_fails_first", [True, False])
@@ -156,7 +157,7 @@ def test_a_generator_that_fails_a_transfer_is_retired_alone_with_its_own_error(s
         assert await sync.versions() == {"b": 1}
         assert learner.of("drop") == [("drop", "a")]
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 @pytest.mark.slow
@@ -171,7 +172,7 @@ def test_a_transfer_that_hangs_is_dropped_after_the_time_limit() -> None:
         assert learner.of("drop") == [("drop", "a")]
         assert await sync.versions() == {"b": 1}
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothing(
@@ -180,7 +181,7 @@ def test_a_send_that_fails_excludes_its_generator_even_if_that_says_nothing(
     monkeypatch.setattr(wires, "GRACE_S", 0.05)
     learner, bad = FakeLearner(), Joining("a", hangs="stage")
     learner.sends["a"] = _later(lambda: fail(WireError("gone or silent")))
-    report = asyncio.run(publish(make_sync(learner, bad, Joining("b")), 1))
+    report = VirtualClock().run(publish(make_sync(learner, bad, Joining("b")), 1))
     assert "gone or silent" in report.failed["a"]
 
 
@@ -205,7 +206,7 @@ def test_the_learners_death_is_no_generators_fault(generator_fails_first: bool) 
             await publishing
         assert await sync.stale() == frozenset()
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_the_learners_death_while_a_replacement_joins_is_not_the_replacements() -> None:
@@ -219,7 +220,7 @@ def test_the_learners_death_while_a_replacement_joins_is_not_the_replacements() 
         with pytest.raises(ActorDied, match="learner died"):
             await admit(sync, Joining("a"))
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again() -> None:
@@ -239,7 +240,7 @@ def test_a_wire_that_cannot_be_joined_is_the_generators_fault_and_is_tried_again
         fresh = Joining("a")
         assert await admit(sync, fresh) == 1
 
-    asyncio.run(run())
+    VirtualClock().run(run())
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ Of a sum, each term's own reward is there too, unweighted, as `reward/NAME`; not
 Empty: no term applied."""
 
 About = Mapping[str, Any]
-"""What a function of the user's may ask for besides a response and its ground truth.
+"""The facts that a function of the user's may ask for besides a response and its ground truth.
 
 `prompt`, `question`, `row` (the columns other than question and answer), `fields` (these two), and of a chat
 `messages`."""

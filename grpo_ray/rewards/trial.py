@@ -18,7 +18,7 @@ NO_JUDGES = ("brevity", "format")  # of an answer
 
 @dataclass(frozen=True)
 class Trial:
-    """What a reward gives for an example's truth, written as the reward reads it, and for an empty response."""
+    """The rewards of an example's truth, written as the reward reads it, and of an empty response."""
 
     item: PromptItem
     place: str
