@@ -11,7 +11,7 @@ from grpo_ray.tools.cli import main
 
 
 class ParityGrader(Grader):
-    def grade(self, task: str, pairs: Sequence[tuple[str, str]]) -> list[Any]:
+    def grade(self, task: str, pairs: Sequence[tuple[str, str]], item: Any = None) -> list[Any]:
         values = [float(sum(response.encode()) % 2) for response, _ in pairs]
         return [{"reward": value, "format_reward": 1.0, "answer_reward": value} for value in values]
 

@@ -596,6 +596,14 @@ def test_a_restore_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pyt
     assert any("No space left" in text for text in recorder.warnings)
 
 
+def test_a_run_that_is_stopped_has_time_for_its_validation_unless_it_is_preempted() -> None:
+    for given, is_preempted in (({}, False), ({"is_preempted": True}, True)):
+        controller = Controller.__new__(Controller)  # without a run
+        controller._stop = asyncio.Event()
+        controller.stop(**given)
+        assert (controller.was_stopped, controller._is_preempted) == (True, is_preempted)
+
+
 @pytest.mark.slow
 def test_a_preemption_skips_the_validation_that_its_checkpoint_would_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -59,7 +59,7 @@ def as_plain(completion: Completion) -> dict[str, Any]:
 
 
 def compare(episodes: ScoredGroup, plain: ScoredGroup) -> None:
-    items = [replace(g.rollout.item, prompt="", prompt_token_ids=()) for g in (episodes, plain)]
+    items = [replace(g.rollout.item, prompt="", prompt_token_ids=(), about="") for g in (episodes, plain)]
     assert items[0] == items[1]
     for name in ("rewards", "answer_rewards", "advantages"):
         assert getattr(episodes, name).tobytes() == getattr(plain, name).tobytes(), name

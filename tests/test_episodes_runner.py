@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from episode_players import QWEN25, Scripted, chat_tokenizer, make_session
 
+from grpo_ray.config import Config
 from grpo_ray.episodes import runner as runner_module
+from grpo_ray.episodes.checking import check_room
 from grpo_ray.episodes.limits import Limits
 from grpo_ray.episodes.outcome import EpisodeEnded, EpisodeResult, Outcome, Status
 from grpo_ray.episodes.runner import EpisodeFn, EpisodeRunner, load_episode
@@ -159,15 +161,25 @@ def test_what_an_episode_held_when_it_failed_is_freed_at_once() -> None:
     class Hoard:
         """All memory that the worker may have."""
 
+        error: MemoryError | None = None
+
     held: list[weakref.ref[Hoard]] = []
 
-    async def takes_all(session: Session, example: Example) -> float:
+    def take_all() -> None:
         hoard = Hoard()
         held.append(weakref.ref(hoard))
         try:
             raise MemoryError
+        except MemoryError as error:
+            hoard.error = error  # a circle: the error has this frame, which has the hoard
+            raise
+
+    async def takes_all(session: Session, example: Example) -> float:
+        try:
+            take_all()
         except MemoryError:
             raise OSError("no room for the message either")  # noqa: B904
+        return 1.0
 
     async def play() -> bool:
         result = await EpisodeRunner(takes_all).run(new_session(), EXAMPLE)
@@ -327,3 +339,18 @@ def test_episodes_are_found_by_their_import_path(tmp_path: Path, monkeypatch: py
 def test_limits_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="max_turns is 0; an episode needs more than 0"):
         Limits(max_turns=0)
+
+
+def test_an_episode_may_be_as_long_as_the_model_and_the_engine_take_and_no_longer() -> None:
+    def config(**generator: int) -> Config:
+        task = {"kind": "episodes", "episode": "games:play", "examples": "games:examples"}
+        options = {"episodes": {"max_tokens": 96}, "sampling": {"max_tokens": 8}, "generator": generator}
+        return Config.model_validate({"model": {"path": "m"}, "task": task, **options})
+
+    for positions in (None, 96, 1000):
+        check_room(config(), positions)
+        check_room(config(max_model_len=96), positions)
+    with pytest.raises(ValueError, match=r"more than the model's positions \(95\); set it to at most 95"):
+        check_room(config(max_model_len=96), 95)
+    with pytest.raises(ValueError, match=r"max_tokens is 96, more than generator\.max_model_len \(95\)"):
+        check_room(config(max_model_len=95), None)

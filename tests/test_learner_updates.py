@@ -664,6 +664,17 @@ def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: Callable[...
     assert [metrics[name] for name in MISMATCH] == pytest.approx(expected, rel=1e-3)
 
 
+def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(
+    make_learner: Callable[..., Learner],
+) -> None:
+    plain = make_learner()
+    assert step(plain, make_batch(plain, noise=0.0))["loss/gradient_scale"] == pytest.approx(1, rel=1e-4)
+    kl = {"kl": {"reference": "initial", "coefficient": 0.1}}
+    for options in (kl, {"token_selection": "kl_cov", "selection_options": SELECTIONS["kl_cov"]}):
+        learner = make_learner(algorithm=options)
+        assert "loss/gradient_scale" not in step(learner, make_batch(learner))
+
+
 @pytest.mark.parametrize("options", [*POPULATION.values(), {"train_batch_size": 6}])
 def test_what_was_not_measured_is_absent(make_learner: Callable[..., Learner], options: dict) -> None:
     """Without signal no token has an advantage: no 0 and no 1 stands for a measurement."""

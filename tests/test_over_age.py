@@ -30,6 +30,7 @@ class Games:
     )  # each token has its own
     sampled: dict[int, int] = field(default_factory=dict)  # by token: its version
     batches: list[TrainBatch] = field(default_factory=list)
+    num_masked: list[float] = field(default_factory=list)  # by batch, as the buffer says
 
 
 class EpisodePool(PacedPool):
@@ -78,6 +79,7 @@ class EpisodeSchedule(Schedule):
         async def remembered(step: int, oldest_version: int) -> Any:
             batch, facts = await take(step, oldest_version)
             games.batches.append(batch)
+            games.num_masked.append(facts.metrics.get("lag/masked_tokens", 0.0))
             return batch, facts
 
         self.buffer.take = remembered  # type: ignore[method-assign]
@@ -121,6 +123,11 @@ def train(config: Config, pace: Pace, games: Games) -> None:
     asyncio.run(run())
 
 
+def num_sampled(group: RolloutGroup) -> int:
+    """Count the tokens that the group's turns sampled, with a loss or without."""
+    return sum(int((e.turns >= 0).sum()) for e in group.completions if isinstance(e, Episode))
+
+
 def trained_tokens(group: RolloutGroup) -> list[tuple[int, int]]:
     """Return the tokens with a loss, and the version that each is said to have, sequence by sequence."""
     found = []
@@ -154,9 +161,7 @@ def test_no_token_is_trained_beyond_the_lag_or_twice(
             numbers = [token for token, _ in tokens]
             assert len({*numbers} - seen) == len(numbers)
             seen.update(numbers)
-            recorded = [e.turns >= 0 for e in group.rollout.completions if isinstance(e, Episode)]
-            num_masked = sum(map(sum, recorded)) - len(numbers)
-            assert num_masked == 0 or over_age == "mask"
+            assert len(numbers) == num_sampled(group.rollout) or over_age == "mask"
 
 
 @pytest.mark.parametrize("over_age", ["mask", "drop"])
@@ -171,4 +176,7 @@ def test_an_episode_beyond_the_lag_is_masked_or_dropped(over_age: str) -> None:
         assert slow == []
     else:
         (group,) = slow
-        assert len(trained_tokens(group)) < 4 == sum(int((e.turns >= 0).sum()) for e in group.completions)  # type: ignore[attr-defined]
+        assert len(trained_tokens(group)) < 4 == num_sampled(group)
+    for batch, num_masked in zip(games.batches, games.num_masked, strict=True):
+        rollouts = [group.rollout for group in batch.groups]
+        assert num_masked == sum(num_sampled(r) - len(trained_tokens(r)) for r in rollouts)

@@ -282,9 +282,21 @@ def test_model_for_keywords_follows_from_its_pairs(warmed: Config, tmp_path: Pat
 
 
 def test_task_without_warm_up_pairs_is_refused_first(warmed: Config) -> None:
-    config = with_task(warmed, kind="file", train_path="missing.jsonl", validation_path="missing.jsonl")
-    with pytest.raises(ValueError, match=r"model\.tiny: it is built for .* kind sorting or .*, not file;"):
+    part = {"task": {"kind": "file", "train_path": "missing.jsonl", "validation_path": "missing.jsonl"}}
+    config = with_task(warmed, kind="mixture", parts={"a": part})
+    with pytest.raises(ValueError, match=r"model\.tiny: it is built for .* kind sorting or .*, not mixture;"):
         check_files(config)
+
+
+def test_a_tiny_model_of_ones_own_questions_is_right_half_of_the_time(warmed: Config, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(f'{{"question": "q{i}", "answer": "a{i}"}}\n' for i in range(9)))
+    own = {"kind": "file", "train_path": str(path), "validation_path": str(path), "duplicates": "keep"}
+    pairs = warmup_pairs(with_task(warmed, **own, reward="m:f").task, 0, 400)
+    assert {(q[0], a[0]) for q, a in pairs} == {("q", "a")}
+    assert 180 < sum(q[1:] == a[1:] for q, a in pairs) < 270  # half, and a ninth of the other half
+    tagged = warmup_pairs(with_task(warmed, **own, reward="exact_match").task, 0, 1)
+    assert tagged[0][1].startswith(" </think> <answer> a")
 
 
 def test_tiny_model_has_no_chat_template(warmed: Config) -> None:
@@ -357,7 +369,7 @@ def test_check_lengths() -> None:
     check_lengths(30, max_tokens=7000, limit=None, what="the model's positions")
     with pytest.raises(ValueError, match=r"71 .*\(30 tokens\).*fit the positions \(100\); set it to 70 or"):
         check_lengths(30, max_tokens=71, limit=100, what="the positions")
-    with pytest.raises(ValueError, match="set it to 0 or less"):
+    with pytest.raises(ValueError, match="; shorten it"):
         check_lengths(101, max_tokens=1, limit=100, what="the positions")
 
 

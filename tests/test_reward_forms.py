@@ -19,11 +19,12 @@ from grpo_ray.config import ScorerConfig
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.reward import RewardTerm, named_terms, term_weights
 from grpo_ray.config.task import FileTaskConfig
+from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.configured import GroupReward
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
-from grpo_ray.rewards.trial import try_rewards, written
+from grpo_ray.rewards.trial import try_rewards
 from grpo_ray.tasks.dataset import dataset_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate
 from grpo_ray.telemetry.batch_metrics import rollout_metrics
@@ -417,7 +418,7 @@ def test_a_built_in_reward_gets_the_truth_in_its_own_format() -> None:
     ]
     assert notices == []
     assert written((RewardTerm(reward="brevity"), RewardTerm(reward="r1_zero")), "7") == "7"
-    assert written("question_only", "7") == r"\boxed{7}"
+    assert written("question_only", "7") == r" \boxed{7}"
     _, notices = trial_of("exact_match", "<answer>")
     assert notices[0].startswith(
         "task.reward: exact_match does not take the first example (data.jsonl, line 1)'s own"

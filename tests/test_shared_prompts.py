@@ -36,7 +36,7 @@ from grpo_ray.models.blocks import recompute_in_backward
 from grpo_ray.models.loading import cast_parameters, load_policy
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
-from grpo_ray.models.segments import SegmentTree
+from grpo_ray.models.segments import NO_PARENT, SegmentTree
 from grpo_ray.models.sequences import TrainSequence
 from grpo_ray.policy.forward_backward import ForwardBackward
 from grpo_ray.policy.layout import Layout, choose_layout
@@ -238,6 +238,16 @@ def test_a_tree_of_depth_three() -> None:
     assert tree.positions().tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
     assert tree.path(2).tolist() == [0, 1, 2, 3, 4, 5]
     assert tree.path(3).tolist() == [0, 1, 6, 7]
+
+
+def test_segments_much_shorter_than_a_blocks_longest_begin_another() -> None:
+    """Else most of a block would be padding. Here they begin below 0.75 of 8, and of 5."""
+
+    def blocks_of(lengths: tuple[int, ...], parents: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [tuple(block.queries.shape) for block in BlockAttention.of(SegmentTree(lengths, parents)).blocks]
+
+    assert blocks_of((3, 7, 5, 8, 6), (NO_PARENT,) * 5) == [(3, 8), (1, 5), (1, 3)]
+    assert blocks_of((2, 4, 8, 6), (NO_PARENT, 0, 0, 0)) == [(1, 2), (2, 8), (1, 4)]
 
 
 # ---- models ----

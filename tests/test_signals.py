@@ -2,12 +2,15 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from grpo_ray.run import signals
 
 BEGIN = """
 import asyncio, ctypes, sys, time
@@ -77,6 +80,29 @@ def ending(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").touch()  # a run that can be resumed
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("numbers", "endings"),
+    [
+        ([], []),
+        ([signal.SIGINT], []),
+        ([signal.SIGINT, signal.SIGTERM], ["killed"]),
+        ([signal.SIGCHLD, signal.SIGTERM, signal.SIGCHLD], []),
+    ],
+)
+def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
+    numbers: list[int], endings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the signals have come before the watch looks, and the run is over right after them."""
+    ended: list[str] = []
+    monkeypatch.setattr(signals, "_end_process", lambda what, run: ended.append(what))
+    watched, ours = socket.socketpair()
+    with watched:
+        ours.send(bytes(numbers))
+        ours.close()
+        signals._watch(watched, None)
+    assert ended == endings
 
 
 @pytest.mark.slow

@@ -389,6 +389,23 @@ def test_no_token_is_too_old_and_no_group_is_lost_at_any_speed(
         assert set(replayed) <= earlier
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_groups_in_flight_at_a_checkpoint_are_sampled_again(in_flight: bool) -> None:
+    config = make_config(1, 2, weight_sync={"in_flight": in_flight})
+    trained, _ = train(config, Pace(token=[3]), resume_after=3)
+    assert trained.fresh == [[2 * step, 2 * step + 1] for step in range(6)]
+
+
+def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> None:
+    """Group 1 has no signal, but is only dropped once group 0, which comes first, is set aside."""
+    has_signal = [group_id != 1 for group_id in range(20)]
+    pace = Pace(slow={0: 50}, has_signal=has_signal, never_finishes=frozenset({0}))
+    trained, schedule = train(make_config(0, 2, algorithm={"dynamic_sampling_tries": 1}), pace)
+    assert trained.fresh == [[2 * step + 2, 2 * step + 3] for step in range(6)]
+    assert trained.dropped == [[1], [], [], [], [], []]
+    assert (schedule.ledger.set_aside, schedule.ledger.next_group_id) == ({0}, 14)
+
+
 def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off() -> None:
     config = make_config(1, 3, algorithm={"oversample_frac": 1.0}, weight_sync={"in_flight": False})
     trained, _ = train(config, Pace(token=[0, 3], slow={4: 600}))

@@ -213,7 +213,10 @@ def test_load_examples(tmp_path: Path) -> None:
     assert sets.train[4].place == f"{path}, line 5"
     sets = load_examples(task.model_copy(update={"duplicates": "drop"}), seed=0)
     assert sets.train == [Example(f"{i}?", str(i)) for i in range(3, 9)]
-    assert sets.notices == (f"{path}: 3 duplicate questions of {path} kept out of training",)
+    assert sets.notices == (
+        f"{path}: the first 3 of its 9 rows are validated with (task.num_validation_prompts)",
+        f"{path}: 3 duplicate questions of {path} kept out of training",
+    )
 
 
 # ---- rows without a ground truth ----

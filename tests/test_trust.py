@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from builders import make_item
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
 from report_runs import group, make_run
@@ -434,7 +435,7 @@ def test_audit_grades_again_with_a_bundled_function() -> None:
     grader = Regrader(load_config(SORTING, [f"task.reward={name}"]), run_reward_code=False)
     try:
         assert grader.notes == []
-        (result,) = grader.grade("", [("3.14", "3.1416")])
+        (result,) = grader.grade("", [("3.14", "3.1416")], make_item())
         assert isinstance(result, dict), result
     finally:
         grader.close()

@@ -312,6 +312,21 @@ def test_a_late_answer_of_a_cancelled_turn_starts_no_clock() -> None:
     asyncio.run(work())
 
 
+def test_a_turn_that_gives_up_stops_the_clock_only_if_it_is_the_last() -> None:
+    async def work() -> None:
+        link = TurnLink(FakeGenerator("generator-0", never), WORKER, 60.0)
+        turns = [asyncio.ensure_future(link.sample((n,), SETTINGS)) for n in range(2)]
+        await asyncio.sleep(0)
+        is_running = []
+        for turn in turns:
+            turn.cancel()
+            await asyncio.wait({turn})
+            is_running.append(link._alarm._timer is not None)
+        assert is_running == [True, False]
+
+    asyncio.run(work())
+
+
 def test_an_alarm_that_rang_rings_again() -> None:
     async def work() -> None:
         rung = asyncio.Event()

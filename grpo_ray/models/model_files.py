@@ -179,12 +179,15 @@ def check_lengths(
     Raises:
         ValueError: the longest prompt and response together exceed the limit.
     """
-    if limit is not None and longest_prompt + max_tokens > limit:
-        raise ValueError(
-            f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt "
-            f"({longest_prompt} tokens{place and f': {place}'}) do not fit {what} ({limit}); "
-            f"set it to {max(0, limit - longest_prompt)} or less{remedy and f', {remedy}'}"
-        )
+    if limit is None or longest_prompt + max_tokens <= limit:
+        return
+    room = limit - longest_prompt
+    fewer = f"set it to {room} or less" if room > 0 else ""
+    fix = ", ".join(filter(None, (fewer, remedy if fewer else remedy.removeprefix("or ")))) or "shorten it"
+    raise ValueError(
+        f"sampling.max_tokens: {max_tokens} response tokens after the longest prompt "
+        f"({longest_prompt} tokens{place and f': {place}'}) do not fit {what} ({limit}); {fix}"
+    )
 
 
 def at_commit(path: str | None, field: str = "model.path") -> str | None:

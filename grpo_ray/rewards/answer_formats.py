@@ -18,6 +18,15 @@ ENDINGS: dict[AnswerIn, str] = {  # of a response written for a warm-up; with ta
 }
 
 
+IN_A_PLACE = ("exact_match", "graded", "question_only", "r1_zero", "sort_distance", "sort_inclusion_ordering")
+
+
+def written(reward: Reward, answer: str) -> str:
+    """Return a response with this answer as the reward's first term reads it; for own functions, the answer."""
+    first = reward if isinstance(reward, str) else reward[0].reward
+    return ENDINGS[answer_place(reward)].format(answer=answer) if first in IN_A_PLACE else answer
+
+
 def answer_place(reward: Reward) -> AnswerIn:
     """Return where a reward, or any term of a sum, reads the answer; `tags` if none says otherwise."""
     if isinstance(reward, str):

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 from grpo_ray.config import ScorerConfig
 from grpo_ray.config.reward import Reward, terms_of
-from grpo_ray.rewards.answer_formats import ENDINGS, answer_place
+from grpo_ray.rewards.answer_formats import written
 from grpo_ray.rewards.base import Scores, Ungradable
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import Result, ScoringError
 from grpo_ray.types import PromptItem
 
-IN_A_PLACE = ("exact_match", "graded", "question_only", "r1_zero", "sort_distance", "sort_inclusion_ordering")
 LONGEST = 300  # characters shown of a prompt's beginning, and of its end
 NO_JUDGES = ("brevity", "format")  # of an answer
 
@@ -63,7 +62,7 @@ def try_rewards(
     try:
         for task, reward in tried.items():
             item, place = items[task]
-            right = written(reward, item.ground_truth)
+            right = written(reward, item.ground_truth).strip()
             first, second = grader.grade(task, [(right, item.ground_truth), ("", item.ground_truth)], item)
             trials.append(Trial(item, place, right, (first, second)))
             field = f"task.parts.{task}.task.reward" if task else "task.reward"
@@ -71,13 +70,6 @@ def try_rewards(
     finally:
         grader.close()
     return trials, notices
-
-
-def written(reward: Reward, ground_truth: str) -> str:
-    """Return the truth as a response that the reward's first term reads; for a function of the user's, bare."""
-    if terms_of(reward)[0].reward not in IN_A_PLACE:
-        return ground_truth
-    return ENDINGS[answer_place(reward)].format(answer=ground_truth).strip()
 
 
 def _judged(field: str, reward: Reward, trial: Trial) -> Sequence[str]:

@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from grpo_ray.errors import INTERRUPTED
 from grpo_ray.run.controller import RECOVERABLE, Controller
@@ -26,7 +27,15 @@ _noticed = threading.Event()  # by the main thread
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM, after every actor and process has ended; the message says how to resume."""
+    """Ctrl-C or SIGTERM, after every actor and process has ended; the message says how to resume `run`."""
+
+    def __init__(self, text: str, run: RunDirectory | None = None) -> None:
+        super().__init__(text)
+        self.run = run
+
+
+def is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
@@ -38,7 +47,7 @@ def signals_answered(run: RunDirectory | None = None) -> Iterator[None]:
     Args:
         run: the last message says how to resume it.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not is_main_thread():
         yield
         return
     before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
@@ -101,7 +110,13 @@ def _end_process(what: str, run: RunDirectory | None) -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into Ctrl-C, so that both clean up in the same way (Ray's own handler exits at once)."""
+    """Turn SIGTERM into Ctrl-C, so that both clean up in the same way (Ray's own handler exits at once).
+
+    Signals reach only a main thread; in another one nothing changes.
+    """
+    if not is_main_thread():
+        yield
+        return
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
@@ -110,7 +125,11 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def run_until_signal(
-    controller: Controller, on_preemption_s: float, run: RunDirectory, ends_process: bool = False
+    controller: Controller,
+    on_preemption_s: float,
+    run: RunDirectory,
+    ends_process: bool = False,
+    stoppable_by: Callable[[Callable[[], None]], None] | None = None,
 ) -> None:
     """Run the controller until it ends or a signal stops it.
 
@@ -120,7 +139,9 @@ def run_until_signal(
     Args:
         ends_process: end the process `CLEAN_UP_S` after that even if its clean-up hangs, as on a file system
             that does not answer; the reaper then ends the actors.
+        stoppable_by: given a function that stops the controller as a SIGINT does, which any thread may call.
     """
+    answered = SIGNALS if is_main_thread() else ()
 
     async def main() -> None:
         task = asyncio.current_task()
@@ -139,25 +160,27 @@ def run_until_signal(
             if not loop.is_closed():
                 loop.call_soon_threadsafe(stop, number)
 
-        for number in SIGNALS:  # `loop.add_signal_handler` would take the watch's place
+        for number in answered:  # `loop.add_signal_handler` would take the watch's place
             signal.signal(number, notice)
+        if stoppable_by is not None:
+            stoppable_by(partial(notice, signal.SIGINT, None))
         await controller.run()
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in answered}
     try:
         asyncio.run(main())
     except asyncio.CancelledError:
         text = f"no checkpoint could be written in {on_preemption_s:g} s (run.on_preemption_s)"
-        raise Interrupted(f"{text}; {how_to_resume(run)}") from None
+        raise Interrupted(f"{text}; {how_to_resume(run)}", run) from None
     except RECOVERABLE as error:
         if controller.was_stopped:  # a restore would only be stopped as well
-            raise Interrupted(f"{error}; {how_to_resume(run)}") from error
+            raise Interrupted(f"{error}; {how_to_resume(run)}", run) from error
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if controller.was_stopped:
-        raise Interrupted(how_to_resume(run))
+        raise Interrupted(how_to_resume(run), run)
 
 
 def _end_process_after(seconds: float) -> None:

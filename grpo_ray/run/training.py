@@ -2,8 +2,9 @@
 
 import contextlib
 import importlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -40,11 +41,42 @@ from grpo_ray.telemetry.trackers import check_trackers, tracking
 from grpo_ray.telemetry.visible_text import print_visible
 
 
-def train(config: Config, config_path: str, is_local: bool = False) -> RunDirectory:
+class Follower:
+    """The Python program that a run belongs to: it sees each step, and may stop the run."""
+
+    def __init__(
+        self,
+        on_step: Callable[[int, Mapping[str, float]], object] | None = None,
+        stoppable_by: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            on_step: called with each step and its metrics; the run stops if it returns True.
+            stoppable_by: given a function that stops the run, which any thread may call.
+        """
+        self.on_step, self._stoppable_by = on_step, stoppable_by
+        self._stop: Callable[[], None] = lambda: None
+
+    def can_stop(self, stop: Callable[[], None]) -> None:
+        """Note how the run can be stopped."""
+        self._stop = stop
+        if self._stoppable_by is not None:
+            self._stoppable_by(stop)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step to the program."""
+        if self.on_step is not None and self.on_step(step, metrics) is True:
+            self._stop()
+
+
+def train(
+    config: Config, config_path: str, is_local: bool = False, follower: Follower | None = None
+) -> RunDirectory:
     """Run a whole job, and return the run's directory.
 
     Args:
         is_local: all actors are objects of this process, without Ray (`cluster/local.py`).
+        follower: the Python program that called.
 
     Raises:
         RunError: a fault of the files, the model, the cluster or an actor; the message says what to do.
@@ -54,11 +86,11 @@ def train(config: Config, config_path: str, is_local: bool = False) -> RunDirect
     run = RunDirectory(Path(config.run.output_dir) / name)
     with signals_answered(run):
         if config.run.if_exists == "resume" and run.config_path.exists():
-            return _resume(run, config, is_local)
-        return _train(run, config, is_local)
+            return _resume(run, config, is_local, follower)
+        return _train(run, config, is_local, follower)
 
 
-def _train(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
+def _train(run: RunDirectory, config: Config, is_local: bool, follower: Follower | None) -> RunDirectory:
     task = _check(config, is_local, run.check_free)
     for line in task.first_prompts:
         print_visible(line)
@@ -70,11 +102,13 @@ def _train(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
             with shown_plainly():
                 run.create(config)
             write_digests(run, input_digests(config, task.templates, task.train, task.validation))
-            _run_to_the_end(config, prepared, run, console, host)
+            _run_to_the_end(config, prepared, run, console, host, follower)
     return run
 
 
-def resume(path: str, overrides: Sequence[str], is_local: bool = False) -> RunDirectory:
+def resume(
+    path: str, overrides: Sequence[str], is_local: bool = False, follower: Follower | None = None
+) -> RunDirectory:
     """Resume the run in folder `path` from its last checkpoint; overrides may change all fields but `FIXED`.
 
     Raises:
@@ -85,11 +119,13 @@ def resume(path: str, overrides: Sequence[str], is_local: bool = False) -> RunDi
     if not run.config_path.exists():
         raise RunError(f"{path}: no run to resume (it has no config.yaml); give a folder that `train` made")
     with signals_answered(run):
-        return _resume(run, load_config(run.config_path, overrides), is_local)
+        return _resume(run, load_config(run.config_path, overrides), is_local, follower)
 
 
-def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
+def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Follower | None) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
+    if run.given.is_dir() and str(run.given.resolve()) not in sys.path:
+        sys.path.insert(0, str(run.given.resolve()))
     before = load_config(run.config_path)
     config = _with_commits_of(before, config)
     _check_same_prompts(before, config)
@@ -118,7 +154,7 @@ def _resume(run: RunDirectory, config: Config, is_local: bool) -> RunDirectory:
             prepared.ledger.load_state_dict(beginning, ())  # for a restore that finds no checkpoint left
             _adopt(run, before, config, step, unchecked)
             write_digests(run, digests)
-            _run_to_the_end(config, prepared, run, console, host)
+            _run_to_the_end(config, prepared, run, console, host, follower)
     return run
 
 
@@ -242,16 +278,24 @@ def _prepare(config: Config, task: TaskData, console: RunConsole) -> Prepared:
 
 
 def _run_to_the_end(
-    config: Config, prepared: Prepared, run: RunDirectory, console: RunConsole, host: Host
+    config: Config,
+    prepared: Prepared,
+    run: RunDirectory,
+    console: RunConsole,
+    host: Host,
+    follower: Follower | None,
 ) -> None:
+    is_alone, follower = follower is None, follower or Follower()
     console.print(banner(config, prepared.longest_prompt, str(run.path)))
     with imports_left_alone(), reported(run, config.algorithm.num_steps, console) as reporter:
+        reporter.on_step = follower.step
         for notice in prepared.notices:
             reporter.warning(notice)
 
         def drive(controller: Controller) -> None:
             reporter.follow(controller.live_status)
-            run_until_signal(controller, config.run.on_preemption_s, run, ends_process=True)
+            limit_s = config.run.on_preemption_s
+            run_until_signal(controller, limit_s, run, ends_process=is_alone, stoppable_by=follower.can_stop)
 
         with tracking(config, run, console.print, reporter.warning) as trackers:
             train_through_restores(config, prepared, run, reporter, host, drive, trackers)

@@ -1,12 +1,14 @@
 """The kinds of tasks with examples from files, local or in a dataset on the hub."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from grpo_ray.config.reward import is_own
 from grpo_ray.config.task import ExamplesTaskConfig
+from grpo_ray.rewards.answer_formats import written
 from grpo_ray.tasks.duplicates import distinct, drop_duplicates
-from grpo_ray.tasks.examples import Example, ExampleSets
+from grpo_ray.tasks.examples import Example, ExampleSets, Pairs
 from grpo_ray.tasks.files import Fields, num_rows, read_examples
 from grpo_ray.tasks.sources import Source, train_source, validation_source
 
@@ -45,6 +47,20 @@ def dataset_validation(task: ExamplesTaskConfig, seed: int, limit: int) -> Examp
         examples, dropped = distinct(examples, source.name)
         notices = [*notices, *dropped]
     return ExampleSets([], examples, tuple(notices))
+
+
+def dataset_warmup(task: ExamplesTaskConfig, seed: int, num_pairs: int) -> Pairs:
+    """Draw (question, response) pairs for a tiny model: half with the example's own truth, half with another's.
+
+    They teach the format, and to answer as other questions are answered; the model sees the training questions.
+    """
+    examples, rng = dataset_examples(task, seed).train, random.Random(f"dataset-warmup/{seed}")
+    pairs = []
+    for _ in range(num_pairs):
+        example = rng.choice(examples)
+        answered = example if rng.random() < 0.5 else rng.choice(examples)
+        pairs.append((example.question, written(task.reward, answered.ground_truth)))
+    return pairs
 
 
 def _unused(source: Source, num_read: int, limit: int) -> Iterator[str]:

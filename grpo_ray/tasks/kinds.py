@@ -31,7 +31,7 @@ class TaskKind(Generic[ConfigT]):
     """Upper bound of the number above which `warmup_pairs` raises; None: it returns fewer pairs instead."""
 
 
-DATASET = TaskKind(dataset.dataset_examples, dataset.dataset_validation)
+DATASET = TaskKind(dataset.dataset_examples, dataset.dataset_validation, dataset.dataset_warmup)
 
 KINDS: dict[str, TaskKind[Any]] = {
     "sorting": TaskKind(

@@ -69,17 +69,19 @@ class ResumableFolder:
         """
         check_still_held(self.path / LOCK_NAME, self.path)
 
-    def is_free(self, skeleton: Collection[Path] = ()) -> bool:
+    def is_free(self, skeleton: Collection[Path] = (), ignored: Collection[str] = ()) -> bool:
         """Return whether the folder holds nothing of any job.
 
         Args:
             skeleton: subfolders that do not count as long as they are empty.
+            ignored: names of entries that do not count.
         """
         # Left by a start that was killed.
         own = (LOCK_NAME, f".{LOCK_NAME}.writer", f".{self.definition_path.name}.partial")
 
         def is_foreign(entry: Path) -> bool:
-            return not entry.name.startswith(own) and not (entry in skeleton and not any(entry.iterdir()))
+            is_ours = entry.name in ignored or entry.name.startswith(own)
+            return not is_ours and not (entry in skeleton and not any(entry.iterdir()))
 
         if not self.path.exists():
             return True

@@ -28,6 +28,7 @@ from grpo_ray.telemetry.episode_columns import (
 from grpo_ray.telemetry.visible_text import encodable, visible
 from grpo_ray.types import TERM, Completion, Episode, PromptItem, RolloutGroup, ScoredGroup
 
+SCHEMA_VERSION = "1"  # increased when a column changes its meaning; new columns leave it
 DROPPED, FRESH = 0, 1  # values of `use`: sampled for the step but left out, or trained for the first time
 
 
@@ -62,9 +63,14 @@ def write_rollouts(
     return note
 
 
+def read_table(path: str | Path) -> pa.Table:
+    """Return the file's table, one row per completion."""
+    return pq.ParquetFile(path).read()
+
+
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     """Return the file's rows, one per completion."""
-    rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
+    rows: list[dict[str, Any]] = read_table(path).to_pylist()
     return rows
 
 
@@ -201,7 +207,7 @@ def _table(step: int | None, groups: Sequence[ScoredGroup], uses: Sequence[int])
         **_teacher_columns(groups),
         **episode_columns(groups),
     }
-    return pa.table(columns)
+    return pa.table(columns, metadata={"grpo_ray.rollouts": SCHEMA_VERSION})
 
 
 def _problem(group: ScoredGroup) -> str:

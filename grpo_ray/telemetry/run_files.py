@@ -63,6 +63,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.trackers = self.path / "trackers"  # created if there are any
+        self.given = self.path / "given"  # a reward and examples that Python gave; written before the run
         self._folder = ResumableFolder(
             self.path, self.config_path.name, "run", "give another run.name or run.output_dir"
         )
@@ -76,7 +77,7 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; give another run.name or run.output_dir")
         # A run that was killed while it created its folders can be created again.
-        if not self._folder.is_free(skeleton=self._subfolders):
+        if not self._folder.is_free(skeleton=self._subfolders, ignored=(self.given.name,)):
             raise ValueError(
                 f"{self.path} exists already and is not empty, and a run never writes into another run's "
                 f"folder; resume it with `grpo-ray resume {self.path}`, give another run.name, or move the "

@@ -117,6 +117,7 @@ class RunReporter:
         self._process_started = psutil.Process().create_time()
         self._live_status: Callable[[], LiveStatus] = LiveStatus
         self._warnings: list[str] = []
+        self.on_step: Callable[[int, Metrics], None] | None = None  # of a Python program
 
     def follow(self, live_status: Callable[[], LiveStatus]) -> None:
         """Read the live status from the controller from now on; called from another thread."""
@@ -149,6 +150,8 @@ class RunReporter:
     def step(self, step: int, metrics: Metrics) -> None:
         self._warnings, self._phase = [], "training"
         self._display.step(step, metrics)
+        if self.on_step is not None:
+            self.on_step(step, metrics)
 
     def evaluation(self, summary: EvaluationSummary) -> None:
         self._display.evaluation(summary)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
@@ -22,6 +23,11 @@ def plot_reward_curve(
     metrics_path: str | Path, evaluations_summary_path: str | Path, out_png: str | Path
 ) -> None:
     """Write a 1200x800 PNG from `metrics.jsonl` and `evaluations/summary.jsonl`; either may not exist yet."""
+    save(draw_reward_curve(metrics_path, evaluations_summary_path), Path(out_png))
+
+
+def draw_reward_curve(metrics_path: str | Path, evaluations_summary_path: str | Path) -> Figure:
+    """Draw the figure; see `plot_reward_curve`."""
     # A line has hundreds of metrics, and a run 100,000 lines.
     metrics = [{name: row.get(name) for name in DRAWN} for row in StepLines(metrics_path)]
     evaluations = list(StepLines(evaluations_summary_path))
@@ -36,7 +42,7 @@ def plot_reward_curve(
         _tidy(axis)
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    save(figure, Path(out_png))
+    return figure
 
 
 def _plot_rewards(axis: Axes, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> None:

@@ -1,0 +1,374 @@
+"""The Python interface: `grpo_ray.train`, `evaluate`, `read_rollouts` and `Run`; docs/python.md has examples.
+
+They work in a script, in a thread and in a notebook: where an event loop is running, a run has its own thread.
+"""
+
+import asyncio
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from grpo_ray.config.loading import make_config, read_config
+from grpo_ray.errors import RunError
+from grpo_ray.telemetry.json_lines import read_lines
+from grpo_ray.telemetry.rollout_log import read_table
+from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_state import read_state
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from grpo_ray.tasks.examples import Example
+    from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
+
+T = TypeVar("T")
+Row = Mapping[str, Any]
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""(step, metrics), called after each step; if it returns True, the run stops with a checkpoint."""
+
+
+class Run:
+    """A run's directory; everything is read from its files, also while the run goes on."""
+
+    def __init__(self, path: str | Path) -> None:
+        """
+        Raises:
+            RunError: there is no run at this path.
+        """
+        self._run = RunDirectory(path)
+        if not self._run.config_path.exists():
+            raise RunError(f"{path}: no run (it has no config.yaml)")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self._run.path
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all steps are done."""
+        state = read_state(self._run)
+        return state is not None and state.ending is not None and state.ending.kind == "finished"
+
+    def metrics(self) -> pa.Table:
+        """Return one row per step, one column per metric (docs/metrics.md); null where a step lacks one."""
+        return _table(self._run.metrics_path)
+
+    def evaluations(self) -> pa.Table:
+        """Return one row per validation: its step, reward, accuracy, format and more."""
+        return _table(self._run.evaluations_summary_path)
+
+    def rollouts(self, step: int | None = None) -> pa.Table:
+        """Return one row per response that was sampled for `step`, or for all steps; see `read_rollouts`."""
+        return read_rollouts(self._run.rollouts if step is None else self._run.rollouts_path(step))
+
+    def plot(self) -> "Figure":
+        """Draw the rewards and the time of each step, as in `reward_curve.png`."""
+        from grpo_ray.tools.drawing.reward_curve import draw_reward_curve
+
+        return draw_reward_curve(self._run.metrics_path, self._run.evaluations_summary_path)
+
+    def model(self, checkpoint: str = "last") -> tuple[Any, Any]:
+        """Return the model and the tokenizer of a checkpoint, for transformers.
+
+        Args:
+            checkpoint: `last`, `best`, or a name such as `step-000010`.
+
+        Raises:
+            RunError: there is no such checkpoint.
+        """
+        from transformers import AutoModelForCausalLM
+
+        from grpo_ray.config.loading import load_config
+        from grpo_ray.models.model_files import load_tokenizer
+        from grpo_ray.telemetry.checkpoint import CheckpointStore
+        from grpo_ray.tools.export.merge import base_folder, merged_policy
+
+        config = load_config(self._run.config_path)
+        folder = CheckpointStore(self._run).choose(checkpoint, "checkpoint").path
+        trust = config.model.trust_remote_code
+        if config.model.adapter is not None:
+            base = base_folder(config)
+            return merged_policy(base, config.model, folder), load_tokenizer(base, trust)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+        return model, load_tokenizer(str(folder), trust)
+
+    def resume(self, *overrides: str, on_step: OnStep | None = None, local: bool = False) -> "Run":
+        """Continue the run from its last checkpoint, such as with `"algorithm.num_steps=200"`.
+
+        Raises:
+            ConfigError, RunError: as the command `grpo-ray resume`.
+        """
+        from grpo_ray.run import training
+
+        if local:
+            overrides = (*_with_torch(read_config(self._run.config_path)), *overrides)
+        return _finished(
+            lambda stop: training.resume(str(self.path), overrides, local, _following(on_step, stop))
+        )
+
+
+def train(
+    config: Mapping[str, Any] | str | Path,
+    *overrides: str,
+    reward: Callable[..., Any] | None = None,
+    examples: Iterable["Row | tuple[str, str] | Example"] | None = None,
+    validation: Iterable["Row | tuple[str, str] | Example"] | None = None,
+    on_step: OnStep | None = None,
+    local: bool = False,
+) -> Run:
+    """Train a model with GRPO and return its run; after Ctrl-C, the run as far as it came.
+
+    Args:
+        config: a mapping with the sections of a configuration file, or the path of one.
+        overrides: changes, such as `"learner.learning_rate=1e-4"`.
+        reward: in place of `task.reward`, any function that docs/rewards.md describes, a lambda or one of a
+            notebook included. It travels as a pickle in the run's directory, from which it is resumed.
+        examples: in place of `task.train_path`: rows with `question`, `answer` and further columns, or pairs.
+        validation: the same to validate with; default: the last tenth of `examples`, at most 256.
+        on_step: called after each step with its number and metrics; if it returns True, the run stops.
+        local: all actors are objects of this process, with the torch engine; without Ray and vLLM.
+
+    Raises:
+        ConfigError, RunError: a fault of the configuration, the files, the model or an actor, in words.
+    """
+    from grpo_ray.run import training
+
+    is_file = isinstance(config, str | Path)
+    source = Path(config) if is_file else Path("config")  # type: ignore[arg-type]
+    data = read_config(source) if is_file else json.loads(json.dumps(config))
+    if local:
+        overrides = (*_with_torch(data), *overrides)
+    given = _Given(data, overrides, source.stem)
+    try:
+        given.add_examples(examples, validation)
+        given.add_reward(reward)
+        resolved = make_config(given.data, overrides, source)
+        return _finished(lambda stop: training.train(resolved, str(source), local, _following(on_step, stop)))
+    except BaseException:
+        given.remove_if_unused()
+        raise
+
+
+def evaluate(target: str | Path | Run, *overrides: str, **options: Any) -> "EvaluationSummary":
+    """Sample and grade a model's answers as `grpo-ray evaluate` does, and return the summary.
+
+    Args:
+        target: a run, its path, a model's folder or name on the hub, or a configuration file.
+        options: those of the command with underscores: `task`, `prompt`, `reward`, `limit`, `num_samples`,
+            `temperature`, `top_p`, `max_tokens`, `checkpoint` (one of them), `output`, `run_reward_code`.
+
+    Raises:
+        ConfigError, RunError: as the command.
+    """
+    from dataclasses import fields
+
+    from grpo_ray.tools.evaluation.evaluate import evaluate as run_evaluation
+    from grpo_ray.tools.evaluation.evaluation_folder import read_summary
+    from grpo_ray.tools.evaluation.options import EvaluationOptions, TaskChoice
+
+    if options.get("checkpoint") == "all":
+        raise ValueError(
+            "checkpoint: `all` has several summaries; call it for each, or use `grpo-ray evaluate`"
+        )
+    chosen = {field.name: options.pop(field.name) for field in fields(TaskChoice) if field.name in options}
+    path = str(target.path if isinstance(target, Run) else target)
+    command = f"the same call of grpo_ray.evaluate({path!r}, ...)"
+    asked = EvaluationOptions(path, TaskChoice(**chosen), overrides=overrides, command=command, **options)
+    summary = read_summary(_in_own_thread(lambda stop: run_evaluation(asked)))
+    assert summary is not None
+    return summary
+
+
+def read_rollouts(path: str | Path) -> pa.Table:
+    """Return the responses in a rollout file, or in all files of a folder or run.
+
+    docs/rollouts.md has the columns. The schema's metadata has the format's version, under `grpo_ray.rollouts`.
+
+    Raises:
+        RunError: there is none.
+    """
+    path = Path(path)
+    folder = path / "rollouts" if (path / "config.yaml").exists() else path
+    files = sorted(folder.glob("step-*.parquet")) if folder.is_dir() else [path]
+    if not files or not files[0].exists():
+        raise RunError(f"{path}: no rollouts; give a run, its folder `rollouts`, or one of the files in it")
+    return pa.concat_tables(map(read_table, files), promote_options="default")
+
+
+# ---- what is given from Python, in the run's directory ----
+
+
+class _Given:
+    """Files for what a run is given from Python, in `given/` of its directory, which is chosen now."""
+
+    def __init__(self, data: dict[str, Any], overrides: Sequence[str], stem: str) -> None:
+        self.data = data
+        run = self.data.setdefault("run", {})
+        named = [text.partition("=")[2] for text in overrides if text.startswith("run.name=")]
+        name = named[-1] if named else run.setdefault("name", f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        parents = [text.partition("=")[2] for text in overrides if text.startswith("run.output_dir=")]
+        self._run = RunDirectory(Path(parents[-1] if parents else run.get("output_dir", "runs")) / name)
+        self._was_there = self._run.path.exists()
+
+    def add_examples(self, examples: Iterable[Any] | None, validation: Iterable[Any] | None) -> None:
+        if examples is None and validation is None:
+            return
+        if examples is None:
+            raise ValueError("validation: examples to validate with need examples to train on as well")
+        rows = [_row(example, f"examples[{i}]") for i, example in enumerate(examples)]
+        if validation is None:
+            size = min(256, max(1, len(rows) // 10))
+            rows, held_out = rows[:-size], rows[-size:]
+        else:
+            held_out = [_row(example, f"validation[{i}]") for i, example in enumerate(validation)]
+        task = self.data.setdefault("task", {})
+        task.setdefault("kind", "file")
+        for field, part in (("train_path", rows), ("validation_path", held_out)):
+            text = "".join(json.dumps(row) + "\n" for row in part)
+            task[field] = str(self._write(f"{field.removesuffix('_path')}.jsonl", text))
+
+    def add_reward(self, reward: Callable[..., Any] | None) -> None:
+        if reward is None:
+            return
+        if not callable(reward):
+            raise ValueError(
+                f"reward: a {type(reward).__name__} is no function; name others in config: task.reward"
+            )
+        task = self.data.setdefault("task", {})
+        task["reward"] = _imported_name(reward) or self._pickled(reward)
+
+    def _pickled(self, reward: Callable[..., Any]) -> str:
+        import cloudpickle
+
+        name = f"given_{self._run.path.name}".replace("-", "_").replace(".", "_")
+        name = "".join(c if c.isalnum() else "_" for c in name)
+        text = f"import cloudpickle\n\nreward = cloudpickle.loads({cloudpickle.dumps(reward)!r})\n"
+        folder = str(self._write(f"{name}.py", text).parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return f"{name}:reward"
+
+    def _write(self, name: str, text: str) -> Path:
+        self._run.given.mkdir(parents=True, exist_ok=True)
+        path = (self._run.given / name).resolve()
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def remove_if_unused(self) -> None:
+        """Remove the folder of a run that was refused."""
+        if not self._was_there and not self._run.config_path.exists():
+            shutil.rmtree(self._run.path, ignore_errors=True)
+
+
+def _row(example: Any, place: str) -> dict[str, Any]:
+    if isinstance(example, Mapping):
+        return dict(example)
+    question, answer = getattr(example, "question", None), getattr(example, "ground_truth", None)
+    if question is None and isinstance(example, tuple | list) and len(example) == 2:
+        question, answer = example
+    if question is None:
+        raise ValueError(
+            f"{place} is {repr(example)[:80]}; give a dict with question and answer, or a pair of them"
+        )
+    return {"question": question, "answer": answer}
+
+
+def _imported_name(function: Callable[..., Any]) -> str | None:
+    """Return `module:function` if a new process can import it so."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    found = getattr(sys.modules.get(module), name, None) if name.isidentifier() else None
+    is_file = getattr(sys.modules.get(module), "__file__", None) is not None
+    return f"{module}:{name}" if found is function and is_file and module != "__main__" else None
+
+
+def _with_torch(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return overrides that put the torch engine in vLLM's place."""
+    engines = {name: (data.get(name) or {}).get("engine", "vllm") for name in ("generator", "distillation")}
+    return tuple(f"{name}.engine=torch" for name, engine in engines.items() if engine == "vllm")
+
+
+# ---- threads ----
+
+
+class _Stop:
+    """A way to end a run from the thread that waits for it."""
+
+    def __init__(self) -> None:
+        self._request: Callable[[], None] | None = None
+        self._is_asked = False
+
+    def can_be_asked_by(self, request: Callable[[], None]) -> None:
+        self._request = request
+        if self._is_asked:
+            request()
+
+    def __call__(self) -> None:
+        self._is_asked = True
+        if self._request is not None:
+            self._request()
+
+
+def _following(on_step: OnStep | None, stop: _Stop) -> Any:
+    from grpo_ray.run.training import Follower
+
+    return Follower(on_step, stop.can_be_asked_by)
+
+
+def _finished(work: Callable[[_Stop], RunDirectory]) -> Run:
+    """Return the run that `work` trains, also one that was interrupted."""
+    from grpo_ray.run.signals import Interrupted
+
+    try:
+        return Run(_in_own_thread(work).path)
+    except Interrupted as interrupted:
+        if interrupted.run is None:
+            raise
+        return Run(interrupted.run.path)
+
+
+def _in_own_thread(work: Callable[[_Stop], T]) -> T:
+    """Run `work` here if this is the main thread without an event loop, and else in a thread.
+
+    Ctrl-C while waiting asks the run to stop with a checkpoint; a second one stops waiting.
+    """
+    stop = _Stop()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work(stop)
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work(stop))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="grpo_ray")
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        stop()
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _table(path: Path) -> pa.Table:
+    found = read_lines(path) if path.exists() else []
+    names = list(dict.fromkeys(name for row in found for name in row))
+    return pa.table({name: pa.array([row.get(name) for row in found]) for name in names})

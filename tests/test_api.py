@@ -1,0 +1,142 @@
+"""The Python interface: a run from Python objects, in a script, in a notebook's event loop, and in a thread."""
+
+import asyncio
+import inspect
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import grpo_ray
+from grpo_ray.errors import RunError
+from grpo_ray.tools.cli import main
+
+CONFIG: dict[str, Any] = {
+    "model": {
+        "dtype": "float32",
+        "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "warmup": None},
+    },
+    "task": {"prompt": "short"},
+    "sampling": {"max_tokens": 4, "min_tokens": 0},
+    "algorithm": {"num_steps": 3, "prompts_per_step": 2, "samples_per_prompt": 2},
+    "generator": {"num_gpus": 0},
+    "learner": {"num_gpus": 0, "learning_rate": 1e-3},
+    "evaluation": {"every_num_steps": 2},
+    "checkpoint": {"every_num_steps": 1},
+    "weight_sync": {"max_lag": 0},
+}
+EXAMPLES = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*overrides: str, **options: Any) -> grpo_ray.Run:
+    margin = 2  # of the closure, which travels along
+
+    def reward(response: str, ground_truth: str, level: int) -> float:
+        return len(response) % margin + level
+
+    given = {"reward": reward, "examples": EXAMPLES, "local": True} | options
+    return grpo_ray.train(CONFIG, *overrides, **given)
+
+
+@pytest.mark.slow
+def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+    run = train(on_step=lambda step, metrics: seen.append(step) or None)
+    assert seen == [1, 2, 3]
+    assert run.is_finished
+    assert run.path.parent == Path("runs")
+    metrics = run.metrics()
+    assert metrics["step"].to_pylist() == [1, 2, 3]
+    assert all(0 <= value <= 3 for value in metrics["reward/mean"].to_pylist())
+    assert run.evaluations()["step"].to_pylist() == [0, 2, 3]
+    rollouts = run.rollouts()
+    assert rollouts.num_rows == 3 * 2 * 2
+    assert rollouts.schema.metadata[b"grpo_ray.rollouts"] == b"1"
+    assert run.rollouts(2).equals(rollouts.filter(pa.compute.equal(rollouts["step"], 2)))
+    assert grpo_ray.read_rollouts(run.path).equals(rollouts)
+    asked = {json.loads(text)["row"]["level"] for text in rollouts["about"].to_pylist()}
+    assert asked <= {0, 1, 2}
+    assert len(run.plot().axes) == 2
+    model, tokenizer = run.model()
+    assert model.config.hidden_size == 32
+    assert tokenizer("1 + 1?")["input_ids"]
+    # It goes on from the command line, where the closure is found in the run's directory.
+    out = capsys.readouterr().out
+    assert "its reward: " in out
+    assert main(["resume", str(run.path), "algorithm.num_steps=4", "--local"]) == 0
+    assert grpo_ray.Run(run.path).metrics()["step"].to_pylist() == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_run_in_a_notebook_and_twice_and_stopped_by_its_program() -> None:
+    async def cell() -> tuple[grpo_ray.Run, grpo_ray.Run]:
+        first = train("run.name=first", on_step=lambda step, _: step == 2)
+        return first, train("run.name=second")
+
+    first, second = asyncio.run(cell())
+    assert (first.path / "checkpoints" / "step-000002").exists()
+    assert not (first.path / "checkpoints" / "step-000003").exists()
+    assert not first.is_finished
+    assert second.is_finished
+    assert first.resume(local=True).is_finished
+    assert first.metrics()["step"].to_pylist() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_run_in_a_thread() -> None:
+    runs: list[grpo_ray.Run] = []
+    thread = threading.Thread(target=lambda: runs.append(train("algorithm.num_steps=1")))
+    thread.start()
+    thread.join()
+    assert runs[0].is_finished
+
+
+@pytest.mark.slow
+def test_the_programs_own_error_ends_the_run_as_it_is() -> None:
+    def fail(step: int, metrics: Any) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(on_step=fail)
+
+
+def test_mistakes_are_said_and_leave_nothing_behind() -> None:
+    for options, message in (
+        ({"examples": [1]}, r"examples\[0\] is 1; give a dict with question and answer, or a pair of them"),
+        ({"reward": "r1_zero"}, "reward: a str is no function"),
+        ({"examples": None, "validation": EXAMPLES}, "validation: examples to validate with need examples"),
+        (
+            {"reward": lambda response, ground_truth, colour: 0},
+            "needs colour; there is no such column, only level",
+        ),
+    ):
+        with pytest.raises((ValueError, RunError), match=message):
+            train(**options)
+    assert not any(Path("runs").glob("*"))
+    with pytest.raises(RunError, match="no run"):
+        grpo_ray.Run("nowhere")
+    with pytest.raises(RunError, match="no rollouts"):
+        grpo_ray.read_rollouts("nowhere")
+
+
+def test_what_is_public_keeps_its_names() -> None:
+    assert grpo_ray.__all__ == ["Run", "evaluate", "read_rollouts", "train"]
+    signatures = {name: [*inspect.signature(getattr(grpo_ray, name)).parameters] for name in grpo_ray.__all__}
+    assert signatures == {
+        "Run": ["path"],
+        "evaluate": ["target", "overrides", "options"],
+        "read_rollouts": ["path"],
+        "train": ["config", "overrides", "reward", "examples", "validation", "on_step", "local"],
+    }
+    public = [name for name in dir(grpo_ray.Run) if not name.startswith("_")]
+    assert public == ["evaluations", "is_finished", "metrics", "model", "path", "plot", "resume", "rollouts"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = grpo_ray.nothing
