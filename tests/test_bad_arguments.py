@@ -81,8 +81,18 @@ def test_the_walk_finds_the_fields() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["trian", "run.yaml"], "invalid choice: 'trian'"),
+        ([], "Train:\n  train       run a training job"),
+        (["trian", "run.yaml"], "no command 'trian'; did you mean train?"),
+        (["zzz"], "no command 'zzz'; see grpo-ray --help"),
+        (
+            ["check", "run.yaml", "--num_steps", "2"],
+            "--num_steps 2; write algorithm.num_steps=2, without dashes",
+        ),
+        (["train", "a.yaml", "--algorithm.num_steps=2"], "num_steps=2; write algorithm.num_steps=2, without"),
+        (["train", "a.yaml", "--algorithm.num_step"], "; write algorithm.num_steps=VALUE, without dashes"),
+        (["train", "--learning-rate", "1", "a.yaml"], "; write learner.learning_rate=1, without dashes"),
+        (["train", "a.yaml", "--beta=1"], "; write algorithm.kl.coefficient=1, without dashes"),
+        (["report", "runs/a", "--num_steps=2"], "unrecognized arguments: --num_steps=2\n"),
         (["train"], "the following arguments are required: CONFIG"),
         (["check"], "the following arguments are required: CONFIG"),
         (["check", "run.yaml", "--verbsoe"], "unrecognized arguments: --verbsoe"),
@@ -153,5 +163,6 @@ def test_help_lists_every_command_and_imports_neither_torch_nor_ray() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *page, names, imported = done.stdout.splitlines()
     assert imported == "[]"
-    shown = {line.split()[0] for line in page if line.startswith("    ")}
-    assert set(names.split()) <= shown
+    shown = [line.split()[0] for line in page if line.startswith("  ")]
+    assert set(names.split()) <= set(shown)
+    assert [line for line in page if line.endswith(":")] == ["options:", "Train:", "Look:", "More:"]

@@ -12,7 +12,7 @@ from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.launch import PROGRAM
 
 MISTAKES = {
-    "learner.lerning_rate: unknown key (did you mean learning_rate?)": ["learner.lerning_rate=1"],
+    "learner.lerning_rate: unknown key; did you mean learner.learning_rate?": ["learner.lerning_rate=1"],
     "a group needs at least 2 completions": ["algorithm.samples_per_prompt=1"],
     "model.path: no folder './no/such/model'": ["model.tiny=null", "model.path=./no/such/model"],
     "do not fit the model's positions (512); set it to 497 or less": ["sampling.max_tokens=600"],

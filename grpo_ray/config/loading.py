@@ -10,7 +10,16 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from grpo_ray.config import Config
-from grpo_ray.config.schema import describe, field_names, nearest_name, resolve, sections_of
+from grpo_ray.config.other_names import explain_other_name
+from grpo_ray.config.schema import (
+    describe,
+    either,
+    field_names,
+    nearest_keys,
+    nearest_name,
+    resolve,
+    sections_of,
+)
 
 
 class ConfigError(ValueError):
@@ -172,10 +181,22 @@ def _explain(detail: Mapping[str, Any]) -> str:
     return f"{path}: {value!r} is not valid; allowed: {describe(annotation)}"
 
 
+MANY_KEYS = 12  # too many to list in a message
+
+
 def _explain_unknown_key(location: Sequence[int | str]) -> str:
     path, _ = resolve([*location[:-1], str(location[-1])])
     _, section = resolve(location[:-1])
     names = [name for candidate in sections_of(section) for name in field_names(candidate)]
-    nearest = nearest_name(str(location[-1]), names)
-    hint = f" (did you mean {nearest}?)" if nearest else ""
-    return f"{path}: unknown key{hint}; allowed: {', '.join(names)}"
+    return f"{path}: unknown key; {explain_key(path, names)}"
+
+
+def explain_key(path: str, siblings: Sequence[str]) -> str:
+    """Return the key that was probably meant, and else the keys that exist beside `path`."""
+    if (explained := explain_other_name(path.rpartition(".")[2])) is not None:
+        return explained
+    if nearest := nearest_keys(path, siblings):
+        return f"did you mean {either(nearest)}?"
+    if len(siblings) > MANY_KEYS:
+        return "docs/configuration.md lists every key"
+    return f"allowed: {', '.join(siblings)}"

@@ -3,8 +3,8 @@
 Everything is read from the pydantic models, so a new field needs no line here.
 """
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,6 +13,7 @@ from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from grpo_ray.config import Config
+from grpo_ray.config.other_names import key_of_other_name
 from grpo_ray.config.section import Section
 
 BOUND_SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
@@ -34,6 +35,48 @@ def nearest_name(name: str, names: Sequence[str]) -> str | None:
     """Return the name in `names` that `name` probably misspells, if there is one."""
     matches = get_close_matches(name, names, n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def nearest_keys(path: str, siblings: Sequence[str]) -> list[str]:
+    """Return at most three dotted keys of the whole tree that `path` probably misspells, the nearest first.
+
+    A key of the right name in another section is one; a deeper one counts less, one of the same section more.
+
+    Args:
+        siblings: the keys that exist beside `path`: those of its section's kind, if there are several kinds.
+    """
+    parent, _, name = path.rpartition(".")
+    beside = [f"{parent}.{sibling}".lstrip(".") for sibling in siblings]
+    keys = list(dict.fromkeys(_keys(Config)))
+    if path in keys:  # of another kind
+        return []
+    others = [key for key in keys if key.rpartition(".")[0] != parent]
+    nearness = {}
+    for key in (*beside, *others):
+        alike = SequenceMatcher(None, name, key.rpartition(".")[2]).ratio()
+        if alike > (0.65 if key in beside else 0.75):
+            nearness[key] = alike + (0.2 if key in beside else -0.1 * key.count("."))
+    near = [key for key, value in nearness.items() if value > max(nearness.values()) - 0.15]
+    return sorted(near, key=lambda key: -nearness[key])[:3]
+
+
+def key_meant(path: str) -> str | None:
+    """Return the dotted key that `path`, or its name alone, is or probably means."""
+    keys, (parent, _, name) = list(_keys(Config)), path.rpartition(".")
+    if path in keys:
+        return path
+    if (key := key_of_other_name(name)) is not None:
+        return key
+    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
+    return next(iter(nearest_keys(path, siblings)), None)
+
+
+def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every key below a section; of a list or a mapping of names, only its own."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in sections_of(field.annotation):
+            yield from _keys(inner, f"{prefix}{name}.")
 
 
 def resolve(location: Sequence[int | str]) -> tuple[str, Any]:
@@ -70,9 +113,9 @@ def describe(annotation: Any) -> str:
         bounds = _bounds(arguments[1:])
         return f"{describe(arguments[0])} {' and '.join(bounds)}" if bounds else describe(arguments[0])
     if origin is Literal:
-        return _either([str(value) for value in arguments])
+        return either([str(value) for value in arguments])
     if origin in (Union, UnionType):
-        return _either([describe(argument) for argument in arguments])
+        return either([describe(argument) for argument in arguments])
     if origin is dict:
         return f"a mapping of names, each to {describe(arguments[1])}"
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -147,7 +190,8 @@ def _allows_null(annotation: Any) -> bool:
     return NoneType in get_args(annotation)
 
 
-def _either(words: Sequence[str]) -> str:
+def either(words: Sequence[str]) -> str:
+    """Return `a, b or c`."""
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 

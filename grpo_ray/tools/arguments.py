@@ -94,6 +94,8 @@ class Command(Generic[Options]):
     subcommands: "Sequence[Command[Any]]" = ()
     metavar: str = "COMMAND"
     """The placeholder of the subcommands."""
+    group: str = "More"
+    """The heading in the program's help."""
 
 
 ConfigFile = Annotated[str, Argument("CONFIG", "a YAML file, such as configs/quickstart.yaml")]
@@ -101,10 +103,14 @@ Overrides = Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as l
 
 
 def add_commands(
-    parser: argparse.ArgumentParser, commands: Sequence[Command[Any]], metavar: str, is_required: bool
+    parser: argparse.ArgumentParser,
+    commands: Sequence[Command[Any]],
+    metavar: str,
+    is_required: bool,
+    help: str | None = None,
 ) -> None:
     """Add a subparser per command; parsing sets `chosen` to the command."""
-    subparsers = parser.add_subparsers(required=is_required, metavar=metavar)
+    subparsers = parser.add_subparsers(required=is_required, metavar=metavar, help=help)
     for command in commands:
         description = command.description or f"{command.help[0].upper()}{command.help[1:]}."
         own = subparsers.add_parser(command.name, help=command.help, description=description)

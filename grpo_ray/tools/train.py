@@ -136,10 +136,11 @@ def bundle_lines(config: Config) -> Iterator[str]:
             yield from (f"{amounts} on one node for {listed(bundle.actors)}" for bundle in bundles)
 
 
-TRAIN = Command("train", TrainOptions, _train, "run a training job")
-RESUME = Command("resume", ResumeOptions, _resume, "resume a run from its last checkpoint")
+TRAIN = Command("train", TrainOptions, _train, "run a training job", group="Train")
+RESUME = Command("resume", ResumeOptions, _resume, "resume a run from its last checkpoint", group="Train")
 CHECK = Command(
     "check", CheckOptions, _check, "check a configuration and its files",
     "Check a configuration and its files, and print the resources that must be on one node each; with --nodes, "
     "compare them with a cluster's. Exits with 1 if that lacks something.",
+    group="Train",
 )  # fmt: skip

@@ -33,4 +33,5 @@ def _audit(options: AuditOptions) -> int:
 AUDIT = Command(
     "audit", AuditOptions, _audit, "check a run's own records",
     "Check a run's own records: each prompt trained once, no token older than allowed, every reward correct.",
+    group="Look",
 )  # fmt: skip

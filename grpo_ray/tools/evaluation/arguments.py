@@ -14,4 +14,5 @@ def _evaluate(options: EvaluationOptions) -> int:
 EVALUATE = Command(
     "evaluate", EvaluationOptions, _evaluate, "sample and grade a model's answers",
     "Sample and grade answers of a model, of a run's checkpoint, or of all its checkpoints.",
+    group="Look",
 )  # fmt: skip

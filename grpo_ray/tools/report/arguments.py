@@ -20,4 +20,5 @@ def _report(options: ReportOptions) -> int:
 REPORT = Command(
     "report", ReportOptions, _report, "write a web page of a run, or of several",
     "Write a web page of a run, or of several overlaid: one file that needs no network.",
+    group="Look",
 )  # fmt: skip

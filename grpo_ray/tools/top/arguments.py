@@ -17,4 +17,5 @@ def _top(options: TopOptions) -> int:
 TOP = Command(
     "top", TopOptions, _top, "watch a run in the terminal",
     "Watch a run in the terminal: its actors, steps and bottleneck. q or Ctrl-C ends only the watching.",
+    group="Look",
 )  # fmt: skip
