@@ -57,13 +57,13 @@ def test_the_three_kinds_of_target(tmp_path: Path, tiny_model: Callable[..., Pat
 def test_a_machine_without_a_gpu_gets_defaults_that_work(
     tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    subject = find_subject(str(tiny_model()))
-    assert subject.notices == ("no GPU here: generator.num_gpus=0 model.dtype=float32",)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     choice = TaskChoice(task="sorting")
-    config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
-    assert (config.generator.num_gpus, config.model.dtype) == (0, "float32")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    plan = plan_evaluation(EvaluationOptions(str(tiny_model()), choice))
+    assert [line[:13] for line in plan.subject.notices] == ["no GPU here: "]
+    assert (plan.config.generator.num_gpus, plan.config.model.dtype) == (0, "float32")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = plan_evaluation(EvaluationOptions(str(tiny_model()), choice)).config
     assert (config.generator.num_gpus, config.model.dtype, config.generator.engine) == (1, "bfloat16", "vllm")
 

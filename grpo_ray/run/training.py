@@ -16,6 +16,7 @@ from grpo_ray.config.schema import leaves
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.models.model_files import is_local as is_local_model
 from grpo_ray.run.controller import Controller
+from grpo_ray.run.machine import on_this_machine
 from grpo_ray.run.preflight import (
     Prepared,
     TaskData,
@@ -82,6 +83,9 @@ def train(
         RunError: a fault of the files, the model, the cluster or an actor; the message says what to do.
         Interrupted: Ctrl-C or SIGTERM.
     """
+    config, notice = on_this_machine(config, is_local)
+    if notice is not None:
+        print(f"! {notice}")
     name = config.run.name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory(Path(config.run.output_dir) / name)
     with signals_answered(run):

@@ -91,18 +91,24 @@ def _in_this_process(config: str, overrides: Overrides) -> Overrides:
 
 def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
+    from grpo_ray.run.machine import on_this_machine, shortfalls_here
     from grpo_ray.run.preflight import check_files, with_trial
     from grpo_ray.telemetry.trackers import check_trackers
 
+    notice = None
+    if options.nodes is None:  # otherwise it is about other machines
+        config, notice = on_this_machine(config)
     with shown_plainly():
         task = with_trial(config, check_files(config))
         check_trackers(config)
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
-    for notice in task.notices:
-        print_visible(f"  {notice}")
-    for line in (*task.first_prompts, *model_lines(config), *bundle_lines(config)):
+    for line in filter(None, (notice, *task.notices, *task.first_prompts)):
+        print_visible(f"  {line}")
+    for line in (*model_lines(config), *bundle_lines(config)):
         print_visible(f"  {line}")
     if options.nodes is None:
+        for line in shortfalls_here(config):
+            print(f"  ! this machine lacks {line}: `train` would refuse to run here")
         return 0
     lacking = shortfalls(config, options.nodes)
     for line in lacking:

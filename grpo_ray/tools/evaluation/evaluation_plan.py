@@ -12,6 +12,7 @@ from typing import Any
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
 from grpo_ray.errors import RunError, shown_plainly
+from grpo_ray.run.machine import on_this_machine
 from grpo_ray.telemetry.resumable_folder import ResumableFolder
 from grpo_ray.telemetry.run_files import step_name
 from grpo_ray.tools.evaluation.evaluation_folder import evaluation_folder
@@ -80,10 +81,13 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     overrides = list(options.overrides)
     if options.max_tokens is not None:
         overrides.append(f"sampling.max_tokens={options.max_tokens}")
-    config = make_config(data, overrides, subject.source)
+    config, notice = on_this_machine(make_config(data, overrides, subject.source))
+    if notice is not None:
+        subject = replace(subject, notices=(*subject.notices, notice))
     model_config = config
     if config.model.tiny is not None:
-        model_config = make_config(subject.data, _of_model(subject, options), subject.source)
+        of_model = make_config(subject.data, _of_model(subject, options), subject.source)
+        model_config = on_this_machine(of_model)[0]
     if not (subject.is_own or options.run_reward_code):
         _refuse_code(code_in(config), options)
         if any(

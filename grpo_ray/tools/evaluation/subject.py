@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo_ray.config.loading import make_config, read_config
 from grpo_ray.config.schema import nearest_name
 from grpo_ray.errors import RunError
@@ -99,17 +97,12 @@ def _refuse_checkpoint(target: str, what: str, checkpoint: str | None) -> None:
 
 
 def _model_subject(target: str) -> Subject:
-    """Return a bare model with the configuration's defaults, adapted to a machine without a GPU.
+    """Return a bare model with the configuration's defaults.
 
     `min_tokens` is 0, because its default is meant for training: here a model may end its response anywhere.
     """
     data: dict[str, Any] = {"model": {"path": target}, "sampling": {"min_tokens": 0}}
-    notices: tuple[str, ...] = ()
-    if not torch.cuda.is_available():
-        data["model"]["dtype"] = "float32"
-        data["generator"] = {"num_gpus": 0}
-        notices = ("no GPU here: generator.num_gpus=0 model.dtype=float32",)
-    return Subject(Path(target).name, target, data, (Weights(0),), notices)
+    return Subject(Path(target).name, target, data, (Weights(0),))
 
 
 def _adapter_subject(folder: Path) -> Subject:

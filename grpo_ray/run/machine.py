@@ -1,0 +1,62 @@
+"""The machine as it is: a configuration that names no GPU runs on the CPU of a machine without one."""
+
+import os
+
+import torch
+
+from grpo_ray.cluster.placement import Node, shortfalls
+from grpo_ray.config import Config
+
+FEW_CPUS = 0.5
+"""CPUs that each actor reserves, so that several fit on two cores."""
+
+
+def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str | None]:
+    """Return the configuration with the values of a CPU where nothing else was asked for, and a notice of them.
+
+    A configuration that asks for GPUs, or for none, stays as it is, and so does every value that it gives. The
+    run's `config.yaml` has the values, so a resumed run keeps them on any machine. A cluster at RAY_ADDRESS may
+    have its GPUs on other nodes, so there nothing is changed: without the GPUs that are the default, the run is
+    refused.
+
+    Args:
+        is_local: all actors are in this process, on its CPU.
+    """
+    has_gpus = not is_local and (_joins_cluster() or torch.cuda.device_count() > 0)
+    if has_gpus or _names_gpus(config):
+        return config, None
+    values: dict[str, dict[str, object]] = {
+        "model": {"dtype": "float32"},
+        "generator": {"num_gpus": 0, "num_cpus": FEW_CPUS},
+        "learner": {"num_gpus": 0, "num_cpus": FEW_CPUS},
+        "distillation": {"num_gpus": 0, "num_cpus": FEW_CPUS},
+    }
+    data, changes = config.model_dump(exclude_unset=True), []
+    for section, defaults in values.items():
+        given = data.setdefault(section, {})
+        changed = {name: value for name, value in defaults.items() if name not in given}
+        given.update(changed)
+        if section != "distillation" or config.distillation.teacher is not None:
+            changes += [f"{section}.{name}={value}" for name, value in changed.items()]
+    where = "on the CPU of this process" if is_local else "no GPU here"
+    return Config.model_validate(data), f"{where}: {' '.join(changes)}"
+
+
+def shortfalls_here(config: Config) -> list[str]:
+    """Return a line per resource that this machine lacks for the run; none if the run joins a cluster."""
+    there = {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}
+    return [] if _joins_cluster() else shortfalls(config, [Node("this machine", there)])
+
+
+def _joins_cluster() -> bool:
+    return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
+
+
+def _names_gpus(config: Config) -> bool:
+    sections = (config.generator, config.learner, config.distillation)
+    return (
+        any("num_gpus" in section.model_fields_set for section in sections)
+        or config.weight_sync.transport in ("ipc", "nccl")
+        or config.weight_sync.wire_backend == "nccl"
+        or config.model.attention not in ("auto", "sdpa")
+    )

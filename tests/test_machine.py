@@ -1,0 +1,90 @@
+"""A configuration that names no GPU, on a machine without one: it runs on the CPU, and says so."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.config.loading import load_config, make_config
+from grpo_ray.run.machine import on_this_machine
+from grpo_ray.telemetry.run_files import dump_config
+from grpo_ray.tools.cli import main
+
+SMALL = {"model": {"tiny": {}}, "task": {"kind": "sorting"}, "sampling": {"max_tokens": 24}}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+
+def test_what_was_not_given_becomes_a_cpus() -> None:
+    config, notice = on_this_machine(make_config(SMALL, [], "a file"))
+    assert config.model.dtype == "float32"
+    assert (config.generator.num_gpus, config.generator.num_cpus, config.generator.max_num_seqs) == (
+        0,
+        0.5,
+        256,
+    )
+    assert (config.learner.num_gpus, config.learner.num_cpus) == (0, 0.5)
+    assert notice == (
+        "no GPU here: model.dtype=float32 generator.num_gpus=0 generator.num_cpus=0.5 learner.num_gpus=0 "
+        "learner.num_cpus=0.5"
+    )
+
+
+def test_what_was_given_stays() -> None:
+    config, notice = on_this_machine(
+        make_config(SMALL, ["model.dtype=bfloat16", "learner.num_cpus=2", "sampling.max_tokens=9"], "a file")
+    )
+    assert (config.model.dtype, config.learner.num_cpus, config.sampling.max_tokens) == ("bfloat16", 2, 9)
+    assert notice == "no GPU here: generator.num_gpus=0 generator.num_cpus=0.5 learner.num_gpus=0"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["generator.num_gpus=1", "learner.num_gpus=1", "learner.num_gpus=0", "weight_sync.transport=nccl",
+     "model.attention=varlen"],
+)  # fmt: skip
+def test_a_file_that_names_gpus_never_falls_back(override: str) -> None:
+    config = make_config(SMALL, [override], "a file")
+    assert on_this_machine(config) == (config, None)
+
+
+def test_a_cluster_may_have_gpus_on_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(SMALL, [], "a file")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert on_this_machine(config) == (config, None)
+    adapted, notice = on_this_machine(config, is_local=True)  # joins no cluster
+    assert adapted.learner.num_gpus == 0
+    assert (notice or "").startswith("on the CPU of this process: ")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert on_this_machine(config)[1] is not None
+
+
+def test_a_machine_with_a_gpu_uses_it_and_a_resumed_run_keeps_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump_config(on_this_machine(make_config(SMALL, [], "a file"))[0], tmp_path / "cpu.yaml")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    config = make_config(SMALL, [], "a file")
+    assert on_this_machine(config) == (config, None)
+    dump_config(config, tmp_path / "gpu.yaml")
+    for name, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
+        for count in (0, 1):
+            monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+            saved = load_config(tmp_path / f"{name}.yaml")
+            assert on_this_machine(saved) == (saved, None)
+            assert saved.model.dtype == dtype
+
+
+@pytest.mark.slow
+def test_check_says_what_would_happen_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text("model: {tiny: {}}\ntask: {kind: sorting}\nsampling: {max_tokens: 24}\n")
+    assert main(["check", str(file)]) == 0
+    assert "no GPU here: model.dtype=float32" in capsys.readouterr().out
+    assert main(["check", str(file), "learner.num_gpus=1"]) == 0
+    assert "! this machine lacks GPU: 2 needed" in capsys.readouterr().out
+    assert main(["check", str(file), "--nodes", "2x1"]) == 0
+    assert "no GPU here" not in capsys.readouterr().out
