@@ -10,6 +10,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config, make_config
 from grpo_ray.config.other_names import OTHER_NAMES
 from grpo_ray.config.schema import _keys, describe, nearest_name, resolve
+from grpo_ray.config.task import OPENING_TAGS, TAGGED
+from grpo_ray.tasks.prompts import load_template, template_names
 from grpo_ray.telemetry.run_files import dump_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -29,7 +31,7 @@ def error_of(path: Path, overrides: tuple[str, ...] = ()) -> str:
 
 
 def test_defaults_are_the_handouts(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: sorting}"))
+    config = load_config(write(tmp_path, "model: {path: m}\ntask: {kind: gsm8k}"))
     assert config.algorithm.num_steps == 200
     assert config.learner.learning_rate == 1e-5
     assert config.algorithm.advantage_eps == 1e-6
@@ -42,6 +44,48 @@ def test_defaults_are_the_handouts(tmp_path: Path) -> None:
     assert (config.learner.weight_decay, config.learner.max_grad_norm) == (0.0, 1.0)
     assert config.generator.gpu_memory_utilization == 0.85
     assert config.algorithm.clip_epsilons == (0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("{kind: gsm8k}", (4, 1024, ("</answer>",))),
+        ("{kind: gsm8k, prompt: chat}", (0, 1024, ())),
+        ("{kind: gsm8k, prompt: question_only}", (0, 1024, ())),
+        ("{kind: sorting, prompt: tagged.prompt}", (4, 1024, ("</answer>",))),
+        ("{kind: sorting, prompt: plain.prompt}", (0, 1024, ())),
+        ("{kind: sorting, prompt: missing.prompt}", (0, 1024, ())),
+        ("{kind: episodes, episode: a:b, examples: c:d}", (0, 1024, ())),
+        (
+            "{kind: mixture, parts: {a: {task: {kind: sorting}}, b: {task: {kind: sorting, prompt: chat}}}}",
+            (0, 1024, ("</answer>",)),
+        ),
+        ("{kind: mixture, parts: {a: {task: {kind: sorting}}}}", (4, 1024, ("</answer>",))),
+    ],
+)
+def test_sampling_follows_the_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, expected: tuple[object, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tagged.prompt").write_text("Example: <answer> 3 </answer>\n{question}\n<answer>\n")
+    Path("plain.prompt").write_text("Give <answer> 3 </answer>.\n{question}\nAnswer:")
+    sampling = load_config(write(tmp_path, f"model: {{path: m}}\ntask: {task}")).sampling
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.stop) == expected
+    given = ["sampling.min_tokens=7", "sampling.max_tokens=9", "sampling.stop=[x]"]
+    sampling = load_config(write(tmp_path, f"model: {{path: m}}\ntask: {task}"), given).sampling
+    assert (sampling.min_tokens, sampling.max_tokens, sampling.stop) == (7, 9, ("x",))
+
+
+def test_the_bundled_templates_that_end_with_a_tag_are_known() -> None:
+    ends = {name: load_template(name).render("").rstrip().endswith(OPENING_TAGS) for name in template_names()}
+    assert {name for name, is_tagged in ends.items() if is_tagged} == set(TAGGED)
+
+
+def test_a_tiny_model_has_short_responses(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path)).sampling.max_tokens == 24
+    sampling = load_config(write(tmp_path), ["sampling.min_tokens=30"]).sampling
+    assert (sampling.min_tokens, sampling.max_tokens) == (30, 30)
+    assert load_config(write(tmp_path), ["sampling.max_tokens=2"]).sampling.min_tokens == 2
 
 
 KL_IN_THE_REWARD = (
@@ -297,8 +341,8 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["algorithm.kl: refresh_every_num_steps needs reference `initial`"],
         ),
         (
-            ["algorithm.overlong_buffer_tokens=1024"],
-            ["algorithm.overlong_buffer_tokens (1024) must be below sampling.max_tokens (1024)"],
+            ["algorithm.overlong_buffer_tokens=24"],
+            ["algorithm.overlong_buffer_tokens (24) must be below sampling.max_tokens (24)"],
         ),
         (["buffer.replay.frac=0.001"], ["buffer.replay.frac is 0.001: of algorithm.prompts_per_step (32)"]),
         (
@@ -375,7 +419,10 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["weight_sync.recompute_kv=false", "generator.colocated=true", "weight_sync.max_lag=0"],
             ["no request runs during a sync (generator.colocated is true, weight_sync.max_lag is 0)"],
         ),
-        (["sampling.min_tokens=2000"], ["sampling: min_tokens (2000) must not exceed max_tokens (1024)"]),
+        (
+            ["sampling.min_tokens=2000", "sampling.max_tokens=24"],
+            ["sampling: min_tokens (2000) must not exceed max_tokens (24)"],
+        ),
         (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
         (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),
         (["run=null"], ["run: None is not valid; allowed: a mapping of name, output_dir"]),

@@ -6,7 +6,7 @@ The defaults are the course handout's, for real models; `configs/` holds one YAM
 import math
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from grpo_ray.config.algorithm import AlgorithmConfig
 from grpo_ray.config.distillation import DistillationConfig
@@ -19,7 +19,7 @@ from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConf
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section
-from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, Task
+from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, Task, opens_tag
 from grpo_ray.config.tracking import TrackingConfig
 
 
@@ -125,6 +125,16 @@ class Config(Section):
     def gpus_of_learner(self) -> float:
         """GPUs that each rank of the Learner reserves in Ray: if colocated, half of a Generator's."""
         return self.learner.num_gpus / 2 if self.generator.colocated else self.learner.num_gpus
+
+    # ---- defaults that follow from other sections ----
+
+    @field_validator("sampling")
+    @classmethod
+    def _sampling_follows_the_prompts(cls, sampling: SamplingConfig, info: ValidationInfo) -> SamplingConfig:
+        task, model = info.data.get("task"), info.data.get("model")
+        if task is None or model is None:  # not valid themselves
+            return sampling
+        return sampling.with_defaults([opens_tag(prompt) for prompt in task.prompts], model.tiny is not None)
 
     # ---- combinations ----
 

@@ -1,6 +1,6 @@
 """The configuration of sampling: the distribution of responses, and the Generators that draw them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -18,12 +18,14 @@ class SamplingConfig(Section):
     anything lower."""
     top_p: Fraction = 1.0
     """Nucleus mass; training requires 1.0 (the error message says why)."""
-    min_tokens: NonNegativeInt = 4
-    """Minimum response length in tokens."""
+    min_tokens: NonNegativeInt = 0
+    """Minimum response length in tokens. Unless given, 4 if every prompt of the task ends with a tag that
+    responses close, as `r1_zero` does."""
     max_tokens: PositiveInt = 1024
-    """Maximum response length in tokens."""
-    stop: tuple[str, ...] = ("</answer>",)
-    """Strings that end a response; kept in the output."""
+    """Maximum response length in tokens. Unless given, 24 for `model.tiny`."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; kept in the output. Unless given, `</answer>` if a prompt of the task ends
+    with `<think>` or `<answer>`, as `r1_zero` and `short` do, and none for `chat` or `question_only`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingConfig":
@@ -35,6 +37,18 @@ class SamplingConfig(Section):
                 "because the Learner cannot reproduce the logprobs of a truncated one"
             )
         return self
+
+    def with_defaults(self, prompts_open_tag: Sequence[bool], model_is_tiny: bool) -> "SamplingConfig":
+        """Return these values, and the task's and the model's where none were given."""
+        values: dict[str, Any] = {}
+        if model_is_tiny:
+            values["max_tokens"] = max(24, self.min_tokens)
+        if any(prompts_open_tag):
+            values["stop"] = ("</answer>",)
+        if all(prompts_open_tag):
+            values["min_tokens"] = min(4, self.max_tokens)
+        given = self.model_fields_set
+        return self.model_copy(update={name: value for name, value in values.items() if name not in given})
 
 
 class EngineConfig(Section):

@@ -1,6 +1,7 @@
 """The configuration of the task: its questions, prompts and rewards."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -9,7 +10,20 @@ from grpo_ray.config.reward import Reward
 from grpo_ray.config.section import Section
 
 Operation = Literal["+", "-", "*"]
+OPENING_TAGS = ("<think>", "<answer>")
+TAGGED = ("r1_zero", "short", "few_shot_sorting")  # bundled templates that end with an opening tag
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+
+
+def opens_tag(prompt: str) -> bool:
+    """Return True if the template, a bundled one or a file, ends with a tag that the response closes."""
+    if prompt in TAGGED:
+        return True
+    try:
+        text = Path(prompt).read_bytes().decode(errors="replace")
+    except (OSError, ValueError):  # a bundled one, or a mistake, which is refused when the template is loaded
+        return False
+    return text.rstrip().endswith(OPENING_TAGS)
 
 
 class CurriculumConfig(Section):
@@ -36,6 +50,11 @@ class PlainTaskConfig(Section):
     def rewards(self) -> dict[str, Reward]:
         """Rewards by `PromptItem.task`; a task that is no mixture has a single part, named ""."""
         return {"": self.reward}
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The templates of all parts."""
+        return (self.prompt,)
 
     @model_validator(mode="after")
     def _system_prompt_needs_chat(self) -> "PlainTaskConfig":
@@ -215,6 +234,11 @@ class EpisodesTaskConfig(Section):
         """No reward to grade with: an episode returns its own."""
         return {}
 
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """No template: an episode makes its own prompts, from the question alone."""
+        return ("{question}",)
+
     @model_validator(mode="after")
     def _validation_is_given(self) -> "EpisodesTaskConfig":
         if (":" in self.examples) == (self.validation_examples is not None):
@@ -255,6 +279,11 @@ class MixtureTaskConfig(Section):
     def rewards(self) -> dict[str, Reward]:
         """Rewards by part."""
         return {name: reward for name, part in self.parts.items() for reward in part.task.rewards.values()}
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The templates of all parts."""
+        return tuple(prompt for part in self.parts.values() for prompt in part.task.prompts)
 
     @model_validator(mode="after")
     def _parts_have_names(self) -> "MixtureTaskConfig":
