@@ -152,7 +152,7 @@ def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     assert tables["task.parts.NAME"]["weight"][1] == "`1.0`"
     assert tables["task.reward[N]"]["reward"][1] == "required"
     assert tables["model"]["tiny"][0] == "a section, below, or null"
-    assert tables["sampling"]["stop"][1] == '`["</answer>"]`'
+    assert tables["sampling"]["stop"][1] == "`[]`"
 
 
 def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:

@@ -312,19 +312,11 @@ def test_the_banner_has_the_limits_of_episodes(tmp_path: Path) -> None:
     assert "EnvironmentWorker" not in shown
 
 
-def test_an_unwritten_minimum_of_tokens_is_noticed() -> None:
-    (notice,) = check_files(without_min_tokens(make())).notices
-    assert notice.startswith("sampling.min_tokens is 4 unless given")
-    assert check_files(make()).notices == ()
-    assert check_files(make("sampling.min_tokens=4")).notices == ()
-    quickstart = load_config("configs/quickstart.yaml")
-    assert not any("min_tokens" in notice for notice in check_files(quickstart).notices)
-
-
-def without_min_tokens(config: Config) -> Config:
-    data = config.model_dump(exclude_unset=True)
+def test_a_reply_may_end_at_once_unless_a_minimum_is_given() -> None:
+    data = make().model_dump(exclude_unset=True)
     del data["sampling"]["min_tokens"]
-    return Config.model_validate(data)
+    assert Config.model_validate(data).sampling.min_tokens == 0
+    assert make("sampling.min_tokens=4").sampling.min_tokens == 4
 
 
 WRONG = {

@@ -36,17 +36,6 @@ def check_episodes(config: Config) -> None:
         check_renderer(config.episodes.renderer)
 
 
-def notices_on(config: Config) -> tuple[str, ...]:
-    """Return notices about settings that are allowed, and surprise in episodes."""
-    sampling = config.sampling
-    if not config.episode_tasks or "min_tokens" in sampling.model_fields_set or sampling.min_tokens < 2:
-        return ()
-    return (
-        f"sampling.min_tokens is {sampling.min_tokens} unless given: no reply of an episode can end before; "
-        "set it to 1 if replies may be short, or write it into the configuration if they may not",
-    )
-
-
 def check_room(config: Config, positions: int | None) -> None:
     """Compare `episodes.max_tokens` with what the model and the engine take.
 

@@ -13,7 +13,7 @@ from grpo_ray.config.reward import is_own
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.engine_args import check_engine_args
-from grpo_ray.episodes.checking import check_episodes, check_room, check_template, notices_on
+from grpo_ray.episodes.checking import check_episodes, check_room, check_template
 from grpo_ray.models.model_files import (
     at_commit,
     check_lengths,
@@ -127,7 +127,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     templates = {name: template_of(part) for name, part in parts_of(config.task).items()}
     is_isolated = any(map(needs_isolation, config.task.rewards.values()))
     notices = examples.notices + (protection_here().notices if is_isolated else ())
-    notices += notices_on(config) + algorithm_notices
+    notices += algorithm_notices
     asked = [name for name, part in parts_of(config.task).items() if may_ask(part)]
     task = TaskData(examples.train, examples.validation, templates, notices, with_facts=asked)
     if config.distillation.teacher is not None and is_local(config.distillation.teacher):
