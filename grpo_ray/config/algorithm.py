@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
 from grpo_ray.config.losses import Aggregation, LossType, clip_epsilons, loss_record, refuse_clip_range
+from grpo_ray.config.presets import PresetName, with_preset
 from grpo_ray.config.reward import Argument
 from grpo_ray.config.section import Decay, NonNegativeFloat, NonNegativeInt, Section
 from grpo_ray.config.user_code import is_function_name, one_of_or_own
@@ -103,6 +104,8 @@ class KLConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    preset: PresetName | None = None
+    """A published algorithm, which sets several of the fields below; those that are given beside it win."""
     num_steps: PositiveInt = 200
     """Training steps, each on one rollout batch (the handout's n_grpo_steps)."""
     prompts_per_step: PositiveInt = 32
@@ -226,6 +229,11 @@ class AlgorithmConfig(Section):
     def clip_epsilons(self) -> tuple[float, float]:
         """Epsilon below and above a ratio of 1."""
         return clip_epsilons(self.loss, self.cliprange, self.cliprange_high)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, given: Any) -> Any:
+        return with_preset(given)
 
     @model_validator(mode="after")
     def _group_has_baseline(self) -> "AlgorithmConfig":

@@ -212,6 +212,7 @@ FIXED = (
     "task.",
     "run.seed",
     "distillation.teacher",
+    "algorithm.preset",  # every field that it sets is in config.yaml already, and would win
     "algorithm.prompts_per_step",
     "algorithm.samples_per_prompt",
     "algorithm.dynamic_sampling_tries",
