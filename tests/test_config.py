@@ -423,6 +423,14 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["sampling.min_tokens=2000", "sampling.max_tokens=24"],
             ["sampling: min_tokens (2000) must not exceed max_tokens (24)"],
         ),
+        (
+            ["learner.lr_schedule=linear", "learner.warmup_steps=200"],
+            ["learner.lr_schedule: a warm-up of 200 steps (learner.warmup_steps) leaves none of the 200"],
+        ),
+        (
+            ["learner.min_lr_ratio=0.1"],
+            ["learner: min_lr_ratio is 0.1, and lr_schedule `constant` never"],
+        ),
         (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
         (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),
         (["run=null"], ["run: None is not valid; allowed: a mapping of name, output_dir"]),

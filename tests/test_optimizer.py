@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from builders import ENDS, changed, make_batch, relative_difference, written
+from transformers import get_scheduler
 
 from grpo_ray.actors.learner import Learner
 from grpo_ray.config import Config, LearnerConfig
 from grpo_ray.policy.offload import Offload
-from grpo_ray.policy.optimizer import check_moments, make_optimizer, move_optimizer
+from grpo_ray.policy.optimizer import check_moments, learning_rate, make_optimizer, move_optimizer
 from grpo_ray.types import TrainBatch
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -136,3 +137,75 @@ def test_bfloat16_moments_resume_a_float32_checkpoint(
     moments = resumed._optimizer.state[resumed.masters.parameters[0]]
     assert moments["exp_avg"].dtype is torch.bfloat16
     assert torch.isfinite(train(resumed, 1)).all()
+
+
+# ---- the learning rate ----
+
+
+def rates(num_steps: int, **fields: Any) -> list[float]:
+    config = LearnerConfig(**{"learning_rate": 0.8, **fields})
+    return [learning_rate(config, step, num_steps) for step in range(1, num_steps + 1)]
+
+
+def test_learning_rates_by_hand() -> None:
+    assert rates(4) == [0.8] * 4
+    assert rates(5, warmup_steps=2) == [0.4, 0.8, 0.8, 0.8, 0.8]
+    assert rates(4, lr_schedule="linear") == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert rates(6, lr_schedule="linear", warmup_steps=2) == pytest.approx([0.4, 0.8, 0.8, 0.6, 0.4, 0.2])
+    assert rates(4, lr_schedule="linear", min_lr_ratio=0.5) == pytest.approx([0.8, 0.7, 0.6, 0.5])
+    half = 0.4 * (1 + 0.5**0.5), 0.4 * (1 - 0.5**0.5)  # cosines of 45 and 135 degrees
+    assert rates(4, lr_schedule="cosine") == pytest.approx([0.8, half[0], 0.4, half[1]])
+    assert rates(2, warmup_steps=9) == pytest.approx([0.8 / 9, 1.6 / 9])
+
+
+@pytest.mark.parametrize(("schedule", "ratio"), [("linear", 0.0), ("cosine", 0.0), ("cosine", 0.1)])
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_decays_are_those_of_transformers_and_torch(schedule: str, ratio: float, warmup: int) -> None:
+    num_steps = 11
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.8)
+    name, options = (schedule, {}) if not ratio else ("cosine_with_min_lr", {"min_lr_rate": ratio})
+    scheduler = get_scheduler(name, optimizer, warmup, num_steps, scheduler_specific_kwargs=options)
+    theirs = stepped(optimizer, scheduler, num_steps)
+    ours = rates(num_steps, lr_schedule=schedule, min_lr_ratio=ratio, warmup_steps=warmup)
+    assert ours[warmup:] == pytest.approx(theirs[warmup:])
+    assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1])  # theirs begins with a rate of 0
+    optimizer = torch.optim.SGD([weight], lr=0.8)
+    length = num_steps - warmup
+    of_torch = (
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, ratio, length)
+        if schedule == "linear"
+        else torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length, eta_min=0.8 * ratio)
+    )
+    assert ours[warmup:] == pytest.approx(stepped(optimizer, of_torch, length))
+
+
+def stepped(optimizer: torch.optim.Optimizer, scheduler: Any, num_steps: int) -> list[float]:
+    """Return the learning rate of each step."""
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.slow
+def test_a_learner_decays_with_the_runs_steps_also_after_a_resume(
+    tiny_config: Config, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = {"learning_rate": 0.8, "lr_schedule": "linear", "warmup_steps": 1, "num_gpus": 0}
+    sizes = {"num_steps": 4, "train_batch_size": 4}  # three updates per step, all at the step's rate
+    config = changed(tiny_config, learner=options, algorithm=sizes)
+
+    def step(learner: Learner) -> float:
+        batch = TrainBatch(tuple(make_batch(learner, versions=learner.version)))
+        return learner.train_step(batch).metrics["optim/lr"]
+
+    learner = Learner(str(tiny_model()), config, ENDS)
+    assert [step(learner), step(learner)] == pytest.approx([0.8, 0.8])
+    folder = written(learner, tmp_path / "step")
+    again = Learner(str(folder), config, ENDS, folder / "training")
+    assert [step(again), step(again)] == pytest.approx([0.8 * 2 / 3, 0.8 / 3])
+    longer = Learner(str(folder), changed(config, algorithm={"num_steps": 5}), ENDS, folder / "training")
+    assert [step(longer) for _ in range(3)] == pytest.approx([0.6, 0.4, 0.2])  # the decay of five steps

@@ -149,6 +149,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _decay_has_steps(self) -> "Config":
+        learner, num_steps = self.learner, self.algorithm.num_steps
+        if learner.lr_schedule != "constant" and learner.warmup_steps >= num_steps:
+            raise ValueError(
+                f"learner.lr_schedule: a warm-up of {learner.warmup_steps} steps (learner.warmup_steps) leaves "
+                f"none of the {num_steps} (algorithm.num_steps) to decay in; shorten it, or set constant"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _attention_is_possible(self) -> "Config":
         attention = self.model.attention
         if attention not in ("auto", "sdpa") and not (self.learner.num_gpus and self.model.dtype == "bfloat16"):

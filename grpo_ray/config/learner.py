@@ -16,7 +16,13 @@ class LearnerConfig(Section):
     learning_rate: NonNegativeFloat = 1e-5
     """Peak AdamW learning rate."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from 0 to the peak learning rate; constant afterwards."""
+    """Steps of linear warm-up from 0 to the peak learning rate; then `lr_schedule`."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: `constant`, or a decay from the peak, along a line or half a cosine. It
+    would arrive at `min_lr_ratio` of the peak one step after `algorithm.num_steps`. All updates of a step have
+    one rate."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the peak learning rate at which a decay ends."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates for the running means of the gradient and of its square."""
     adam_eps: PositiveFloat = 1e-8
@@ -71,6 +77,15 @@ class LearnerConfig(Section):
     @classmethod
     def _accept_booleans(cls, value: object) -> object:
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> Self:
+        if self.min_lr_ratio and self.lr_schedule == "constant":
+            raise ValueError(
+                f"min_lr_ratio is {self.min_lr_ratio:g}, and lr_schedule `constant` never decays; set "
+                "learner.lr_schedule to linear or cosine, or leave min_lr_ratio out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _recomputation_is_possible(self) -> Self:

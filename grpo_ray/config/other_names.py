@@ -7,6 +7,7 @@ TRL = {
     "gradient_accumulation_steps": "learner.micro_batch_tokens, from which their number follows",
     "max_completion_length": "sampling.max_tokens",
     "max_prompt_length": "task.max_prompt_tokens, with task.long_prompts",
+    "lr_scheduler_type": "learner.lr_schedule",
     "warmup_ratio": "learner.warmup_steps, a number of steps",
     "adam_beta1": "learner.betas, a list of two",
     "adam_beta2": "learner.betas, a list of two",

@@ -1,6 +1,7 @@
 """The optimizer of the Learner: AdamW over the float32 weights, with moments of 4, 2 or 1 bytes."""
 
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -118,12 +119,26 @@ def _of_bitsandbytes(optimizer: Any, tensors: Tensors) -> dict[str, Any]:
     return found
 
 
-def warm_up_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfig, step: int) -> float:
-    """Set the learning rate of `step`, counted from 1: a linear ramp over `warmup_steps`; return it."""
-    rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of `step`, counted from 1, in a run of `num_steps`.
+
+    It depends on nothing else, so a resumed run continues it exactly. After the warm-up the values are those of
+    transformers' schedules `linear` and `cosine_with_min_lr`, which count steps from 0. With w steps of warm-up
+    step w has the peak, and so does step w + 1.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step <= warmup:
+        return peak * (step / warmup)
+    if config.lr_schedule == "constant":
+        return peak
+    progress = min(1.0, (step - 1 - warmup) / (num_steps - warmup))
+    left = 1 - progress if config.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-    return rate
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, offload: Offload) -> None:
