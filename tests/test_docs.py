@@ -105,7 +105,7 @@ def test_links_between_files_of_the_repository_lead_somewhere() -> None:
 def rows(markdown: str) -> dict[str, dict[str, list[str]]]:
     """Return the cells of each table's rows, by heading and the name in the first cell."""
     found: dict[str, dict[str, list[str]]] = {}
-    for line in markdown.splitlines():
+    for line in map(str.strip, markdown.splitlines()):
         if line.startswith("## "):
             heading = found.setdefault(line.removeprefix("## ").strip("`"), {})
         elif line.startswith("| `"):
@@ -153,6 +153,24 @@ def test_values_defaults_and_meanings_of_fields(reference: ModuleType) -> None:
     assert tables["task.reward[N]"]["reward"][1] == "required"
     assert tables["model"]["tiny"][0] == "a section, below, or null"
     assert tables["sampling"]["stop"][1] == "`[]`"
+
+
+def test_the_reference_opens_with_the_basic_keys_and_folds_the_others(reference: ModuleType) -> None:
+    markdown = reference.configuration_reference()
+    basic = rows(markdown)[f"The {len(reference.BASIC)} keys that most runs need"]
+    assert list(basic) == list(reference.BASIC)
+    assert 20 <= len(basic) <= 30
+    assert basic["algorithm.num_steps"][:2] == ["integer > 0", "`200`"]
+    assert [line for line in markdown.partition("\n## `run`")[2].splitlines() if line.startswith("|")] == []
+    assert rows(markdown)["model.adapter (kind: lora)"]["kind"][2].startswith("`lora` adds")
+
+
+@pytest.mark.slow
+def test_the_page_of_the_configuration_folds_its_tables(site: Path) -> None:
+    page = (site / "configuration" / "index.html").read_text()
+    assert page.count("<details") > 25
+    assert not re.search("<details[^>]* open", page)
+    assert "<code>on_preemption_s</code></td>" in page.partition("<details")[2]
 
 
 def test_every_metric_stands_in_the_reference(reference: ModuleType) -> None:

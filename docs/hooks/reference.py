@@ -36,9 +36,30 @@ def script(name: str) -> str:
 # ---- the configuration ----
 
 
+BASIC = (
+    "run.name",
+    "model.path", "model.tiny", "model.dtype", "model.adapter",
+    "task.kind", "task.train_path", "task.validation_path", "task.question_field", "task.answer_field",
+    "task.answer_marker", "task.prompt", "task.reward",
+    "sampling.max_tokens", "sampling.temperature",
+    "algorithm.preset", "algorithm.num_steps", "algorithm.prompts_per_step", "algorithm.samples_per_prompt",
+    "generator.num_generators", "generator.num_gpus",
+    "learner.learning_rate", "learner.lr_schedule", "learner.micro_batch_tokens", "learner.num_gpus",
+    "weight_sync.max_lag", "evaluation.every_num_steps", "checkpoint.every_num_steps",
+)  # fmt: skip
+"""The keys that most configurations set; the page opens with them."""
+HEAD = ["| field | values | default | |", "|---|---|---|---|"]
+
+
 def configuration_reference() -> str:
-    """Return a table for every section of the configuration, with one row per field."""
-    return "\n\n".join(_section(path, section) for path, section in sections(Config).items())
+    """Return a table of the basic keys, and a folded one for every section of the configuration."""
+    every = sections(Config)
+    lines = [f"## The {len(BASIC)} keys that most runs need", "", *HEAD]
+    for key in BASIC:
+        heading, _, name = key.rpartition(".")
+        section = every["task (kind: file)" if heading == "task" else heading]
+        lines.append(_row(key, section, name))
+    return "\n\n".join(["\n".join(lines), *(_section(path, section) for path, section in every.items())])
 
 
 def sections(top: type[Section]) -> dict[str, type[Section]]:
@@ -71,11 +92,16 @@ def _section(heading: str, section: type[Section]) -> str:
     lines = [f"## `{heading}`", ""]
     if section.__doc__ and section.__doc__ != Section.__doc__:
         lines += [" ".join(section.__doc__.split()), ""]
-    lines += ["| field | values | default | |", "|---|---|---|---|"]
-    for name, field in section.model_fields.items():
-        cells = [f"`{name}`", _values(field), _default(section, field), _meaning(section, name)]
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    table = [*HEAD, *(_row(name, section, name) for name in section.model_fields)]
+    number = len(section.model_fields)
+    lines += [f'??? note "{number} field{"s" if number > 1 else ""}"', "", *(f"    {line}" for line in table)]
     return "\n".join(lines)
+
+
+def _row(shown: str, section: type[Section], name: str) -> str:
+    field = section.model_fields[name]
+    cells = [f"`{shown}`", _values(field), _default(section, field), _meaning(section, name)]
+    return "| " + " | ".join(map(_cell, cells)) + " |"
 
 
 def _values(field: FieldInfo) -> str:
@@ -87,7 +113,7 @@ def _values(field: FieldInfo) -> str:
 
 def _meaning(section: type[Section], name: str) -> str:
     """Return the field's docstring, also for a subclass that only changes the default."""
-    if name == "kind":
+    if name == "kind" and section.__name__.endswith("TaskConfig"):
         return "Kind of the task."
     fields = [base.model_fields.get(name) for base in section.__mro__ if issubclass(base, Section)]
     written = [field.description for field in fields if field is not None and field.description]
