@@ -153,7 +153,7 @@ class ExamplesTaskConfig(PlainTaskConfig):
     num_validation_prompts: PositiveInt = 256
     """Validate with the first N examples."""
     question_field: str = "question"
-    """Field of a row that holds the question."""
+    """Field of a row that holds the question: text, or with `prompt: chat` a list of messages."""
     answer_field: str = "answer"
     """Field of a row that holds the ground truth, or ends with it."""
     answer_marker: str | None = None

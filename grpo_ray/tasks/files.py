@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_ray.rewards.math.text import closing_brace
+from grpo_ray.tasks.conversation import conversation_of
 from grpo_ray.tasks.examples import Example, counted
 from grpo_ray.tasks.sources import Source
 
@@ -62,7 +63,7 @@ def read_examples(source: Source, fields: Fields, limit: int | None = None) -> t
     names = (fields.question, fields.answer)
     rows = chain.from_iterable(read_rows(path, () if fields.keeps_row else names) for path in source.files)
     for place, row in rows:
-        question = text_of(place, row, fields.question)
+        question = _question_of(place, row, fields.question)
         truth = fields.ground_truth(answer_of(place, row, fields.answer))
         if truth is None:
             without.append(place)
@@ -210,6 +211,17 @@ def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict
                         "write the column as UTF-8 text"
                     ) from None
         raise
+
+
+def _question_of(place: str, row: Mapping[str, Any], field: str) -> str:
+    """Return the row's question: text, or a list of messages."""
+    value = row.get(field)
+    if isinstance(value, list) and (not value or any(isinstance(message, dict) for message in value)):
+        question = conversation_of(place, field, value)
+        for message in question.messages:  # each is text that a tokenizer can take
+            text_of(place, {field: message["content"]}, field)
+        return question
+    return text_of(place, row, field)
 
 
 def answer_of(place: str, row: Mapping[str, Any], field: str) -> str:

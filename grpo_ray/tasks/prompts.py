@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from grpo_ray.config.task import EpisodesTaskConfig, PlainTask
+from grpo_ray.tasks.conversation import Conversation
 from grpo_ray.tasks.examples import Example
 from grpo_ray.types import PromptItem
 
@@ -50,8 +51,12 @@ class ChatTemplate:
 
     def messages(self, question: str) -> list[dict[str, str]]:
         """Return the conversation that the model answers."""
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        return [*system, {"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question}]
+        if isinstance(question, Conversation):
+            messages = question.messages
+        if self.system_prompt is not None and messages[0]["role"] != "system":  # a row's own wins
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return messages
 
     def render(self, question: str, tokenizer: Tokenizer) -> str:
         """Write the conversation as text, special tokens included: tokenize it with `add_special_tokens=False`.
@@ -124,7 +129,16 @@ class Prompter:
     with_facts: bool = False  # code of the user's may ask about the example
 
     def item(self, group_id: int, example: Example) -> PromptItem:
-        """Make a group's prompt of its example."""
+        """Make a group's prompt of its example.
+
+        Raises:
+            ValueError: as the template; or the question is a conversation, and the template a text.
+        """
+        if isinstance(example.question, Conversation) and not isinstance(self.template, ChatTemplate):
+            raise ValueError(
+                f"{example.place}: the question is a list of messages, which only task.prompt `chat` renders; "
+                "set task.prompt to chat, or task.question_field to a field of text"
+            )
         prompt = self.template.render(example.question, self.tokenizer)
         token_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if self.max_tokens is not None and len(token_ids) > self.max_tokens:

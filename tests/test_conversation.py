@@ -1,0 +1,102 @@
+"""Rows with a list of messages in place of a question."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_ray.config.task import FileTaskConfig
+from grpo_ray.tasks.dataset import dataset_examples
+from grpo_ray.tasks.examples import Example
+from grpo_ray.tasks.prompts import Prompter, load_template
+
+USER = {"role": "user", "content": "What is 3 + 4?"}
+SYSTEM = {"role": "system", "content": "Answer \u00e4s a number."}
+EARLIER = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes?"}]
+
+
+class Tokenizer:
+    """A tokenizer with a chat template that shows every message."""
+
+    chat_template = "a template"
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert (tokenize, add_generation_prompt) == (False, True)
+        return "".join(f"[{m['role']}]{m['content']}" for m in conversation) + "[assistant]"
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, token_ids: Any) -> str:
+        return bytes(token_ids).decode()
+
+
+def read(folder: Path, *questions: Any, kind: str = "jsonl") -> list[Example]:
+    rows = [{"messages": question, "answer": str(number)} for number, question in enumerate(questions)]
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    (folder / "validation.jsonl").write_text('{"messages": "plain", "answer": "0"}\n')
+    task = FileTaskConfig(
+        train_path=str(path), validation_path=str(folder / "validation.jsonl"), question_field="messages",
+        prompt="chat",
+    )  # fmt: skip
+    return list(dataset_examples(task, 0).train)
+
+
+def prompts(examples: list[Example], system_prompt: str | None = None) -> list[str]:
+    prompter = Prompter(load_template("chat", system_prompt), Tokenizer())
+    return [prompter.item(0, example).prompt for example in examples]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_messages_go_through_the_chat_template(tmp_path: Path, kind: str) -> None:
+    examples = read(tmp_path, [USER], [SYSTEM, *EARLIER, USER], kind=kind)
+    alone = "[user]What is 3 + 4?[assistant]"
+    whole = f"[system]Answer \u00e4s a number.[user]Hello[assistant]Yes?{alone}"
+    assert prompts(examples) == [alone, whole]
+    assert prompts(examples, "Be brief.") == [f"[system]Be brief.{alone}", whole]
+    assert prompts(pickle.loads(pickle.dumps(examples))) == [alone, whole]
+
+
+def test_text_and_messages_may_be_mixed_in_a_file(tmp_path: Path) -> None:
+    assert prompts(read(tmp_path, "Say 3", [USER])) == [
+        "[user]Say 3[assistant]",
+        "[user]What is 3 + 4?[assistant]",
+    ]
+    # A text that looks like messages is still a text.
+    assert prompts([Example(json.dumps([USER]), "7")]) == [f"[user]{json.dumps([USER])}[assistant]"]
+
+
+@pytest.mark.parametrize("template", ["r1_zero", "question_only"])
+def test_a_template_of_text_refuses_messages(tmp_path: Path, template: str) -> None:
+    prompter = Prompter(load_template(template), Tokenizer())
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: .* only task.prompt `chat` renders; "):
+        prompter.item(0, read(tmp_path, [USER])[0])
+
+
+@pytest.mark.parametrize(
+    ("messages", "part"),
+    [
+        ([], r"line 1: 'messages' is an empty list; the last message must be the user's"),
+        (EARLIER, r"'messages' ends with a message of 'assistant'; the last message must be the user's"),
+        ([USER, SYSTEM, USER], r"has a system message after its first; move it to the front"),
+        ([USER, "x"], r"'messages'\[1\] is 'x'; each message must have a `role` of system, user, assistant,"),
+        ([{"role": "tool", "content": "3"}, USER], r"'messages'\[0\] is .*'tool'"),
+        ([{"role": ["user"], "content": "3"}], r"'messages'\[0\] is .*each message"),
+        ([{**USER, "tool_calls": [1]}], r"'messages'\[0\] is .*and nothing else"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"its content is .*'image'.*; it must be text"),
+        ([{"role": "user", "content": " "}], r"its content is ' '; it must be text"),
+        ([{"role": "user", "content": "a\0"}], r"'messages' holds a NUL character"),
+        (["a"], r"'messages' is \['a'\]; it must be text or a number"),
+    ],
+)
+def test_wrong_messages_are_refused_by_their_place(tmp_path: Path, messages: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        read(tmp_path, messages)
