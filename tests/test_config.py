@@ -429,7 +429,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
         ),
         (
             ["learner.min_lr_ratio=0.1"],
-            ["learner: min_lr_ratio is 0.1, and lr_schedule `constant` never"],
+            ["learner.min_lr_ratio: set learner.lr_schedule to"],
         ),
         (["sampling.top_p=0.9"], ["sampling: top_p is 0.9"]),
         (["sampling.stop=x"], ["sampling.stop: 'x' is not valid; allowed: a list, each element text"]),

@@ -84,15 +84,18 @@ def test_a_template_of_text_refuses_messages(tmp_path: Path, template: str) -> N
 @pytest.mark.parametrize(
     ("messages", "part"),
     [
-        ([], r"line 1: 'messages' is an empty list; the last message must be the user's"),
-        (EARLIER, r"'messages' ends with a message of 'assistant'; the last message must be the user's"),
-        ([USER, SYSTEM, USER], r"has a system message after its first; move it to the front"),
+        ([], r"line 1: 'messages' has messages of nothing; the last must be the user's"),
+        (EARLIER, r"'messages' has messages of user, assistant; the last must be the user's, to be answered"),
+        ([USER, SYSTEM, USER], r"messages of user, system, user; .* and a system message the first"),
         ([USER, "x"], r"'messages'\[1\] is 'x'; each message must have a `role` of system, user, assistant,"),
         ([{"role": "tool", "content": "3"}, USER], r"'messages'\[0\] is .*'tool'"),
         ([{"role": ["user"], "content": "3"}], r"'messages'\[0\] is .*each message"),
         ([{**USER, "tool_calls": [1]}], r"'messages'\[0\] is .*and nothing else"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"its content is .*'image'.*; it must be text"),
-        ([{"role": "user", "content": " "}], r"its content is ' '; it must be text"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            r"'messages' is \[{'type': 'image'}\]; it must be text",
+        ),
+        ([{"role": "user", "content": " "}], r"'messages' is empty; fill it in"),
         ([{"role": "user", "content": "a\0"}], r"'messages' holds a NUL character"),
         (["a"], r"'messages' is \['a'\]; it must be text or a number"),
     ],

@@ -31,7 +31,7 @@ from grpo_ray.policy.device import hold_to_cores
 from grpo_ray.policy.forward_backward import MISMATCH, ForwardBackward
 from grpo_ray.policy.master_weights import MasterWeights
 from grpo_ray.policy.offload import Offload
-from grpo_ray.policy.optimizer import learning_rate, make_optimizer, move_optimizer, set_learning_rate
+from grpo_ray.policy.optimizer import learning_rate, make_optimizer, move_optimizer
 from grpo_ray.policy.out_of_memory import SmallerMicroBatches
 from grpo_ray.policy.ranks import Ranks, Seat
 from grpo_ray.policy.reference import AdapterReference, Reference
@@ -290,7 +290,8 @@ class Learner:
     def _update(self, loss: float) -> dict[str, float]:
         """Take an optimizer step, unless loss or gradient is not finite."""
         rate = learning_rate(self._config.learner, self._step, self._config.algorithm.num_steps)
-        set_learning_rate(self._optimizer, rate)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters, self._config.learner.max_grad_norm)
         grad_norm = whole(norm).item()  # the only wait for the device per update
         is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))

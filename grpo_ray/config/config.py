@@ -4,7 +4,7 @@ The defaults are the course handout's, for real models; `configs/` holds one YAM
 """
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -19,7 +19,7 @@ from grpo_ray.config.run import CheckpointConfig, EvaluationConfig, RecoveryConf
 from grpo_ray.config.sampling import GeneratorConfig, SamplingConfig
 from grpo_ray.config.schedule import BufferConfig, WeightSyncConfig
 from grpo_ray.config.section import Section
-from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, Task, opens_tag
+from grpo_ray.config.task import EpisodesTaskConfig, MixtureTaskConfig, PlainTask, Task, opens_tag
 from grpo_ray.config.tracking import TrackingConfig
 
 
@@ -134,7 +134,14 @@ class Config(Section):
         task, model = info.data.get("task"), info.data.get("model")
         if task is None or model is None:  # not valid themselves
             return sampling
-        return sampling.with_defaults([opens_tag(prompt) for prompt in task.prompts], model.tiny is not None)
+        opens = [opens_tag(getattr(each, "prompt", "")) for each in _parts(task)]  # an episode has no template
+        values: dict[str, Any] = {"stop": ("</answer>",)} if any(opens) else {}
+        if all(opens):
+            values["min_tokens"] = min(4, sampling.max_tokens)
+        if model.tiny is not None:
+            values["max_tokens"] = max(24, sampling.min_tokens)
+        given = sampling.model_fields_set
+        return sampling.model_copy(update={name: value for name, value in values.items() if name not in given})
 
     # ---- combinations ----
 
@@ -149,8 +156,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _decay_has_steps(self) -> "Config":
+    def _decay_is_possible(self) -> "Config":
         learner, num_steps = self.learner, self.algorithm.num_steps
+        if learner.lr_schedule == "constant" and learner.min_lr_ratio:
+            raise ValueError(
+                "learner.min_lr_ratio: set learner.lr_schedule to linear or cosine; now it is constant"
+            )
         if learner.lr_schedule != "constant" and learner.warmup_steps >= num_steps:
             raise ValueError(
                 f"learner.lr_schedule: a warm-up of {learner.warmup_steps} steps (learner.warmup_steps) leaves "
@@ -368,9 +379,7 @@ class Config(Section):
                 "algorithm.dynamic_sampling_tries: it replaces groups without signal, and with "
                 "distillation.teacher every group has one; set it to 0"
             )
-        task = self.task
-        tasks = [part.task for part in task.parts.values()] if isinstance(task, MixtureTaskConfig) else [task]
-        if any(each.curriculum is not None for each in tasks):
+        if any(each.curriculum is not None for each in _parts(self.task)):
             raise ValueError(
                 "task.curriculum: it skips prompts whose groups had no signal, and with distillation.teacher "
                 "every group has one; remove it"
@@ -407,3 +416,7 @@ class Config(Section):
                 f"generator.engine is `{engine}`, which may compute other logits; set it to `model`"
             )
         return self
+
+
+def _parts(task: Task) -> list[PlainTask]:
+    return [part.task for part in task.parts.values()] if isinstance(task, MixtureTaskConfig) else [task]

@@ -79,15 +79,6 @@ class LearnerConfig(Section):
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
-    def _decay_has_an_end(self) -> Self:
-        if self.min_lr_ratio and self.lr_schedule == "constant":
-            raise ValueError(
-                f"min_lr_ratio is {self.min_lr_ratio:g}, and lr_schedule `constant` never decays; set "
-                "learner.lr_schedule to linear or cosine, or leave min_lr_ratio out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _recomputation_is_possible(self) -> Self:
         if self.compile and self.gradient_checkpointing == "selective":
             raise ValueError(

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from grpo_ray.config import Config
-from grpo_ray.config.other_names import explain_other_name
+from grpo_ray.config.other_names import other_name
 from grpo_ray.config.schema import (
     describe,
     either,
@@ -19,7 +19,7 @@ from grpo_ray.config.schema import (
     nearest_name,
     resolve,
     sections_of,
-)
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -188,15 +188,10 @@ def _explain_unknown_key(location: Sequence[int | str]) -> str:
     path, _ = resolve([*location[:-1], str(location[-1])])
     _, section = resolve(location[:-1])
     names = [name for candidate in sections_of(section) for name in field_names(candidate)]
-    return f"{path}: unknown key; {explain_key(path, names)}"
-
-
-def explain_key(path: str, siblings: Sequence[str]) -> str:
-    """Return the key that was probably meant, and else the keys that exist beside `path`."""
-    if (explained := explain_other_name(path.rpartition(".")[2])) is not None:
-        return explained
-    if nearest := nearest_keys(path, siblings):
-        return f"did you mean {either(nearest)}?"
-    if len(siblings) > MANY_KEYS:
-        return "docs/configuration.md lists every key"
-    return f"allowed: {', '.join(siblings)}"
+    if (other := other_name(str(location[-1]))) is not None:
+        return f"{path}: unknown key; {other[1]}"
+    hint = (
+        f"allowed: {', '.join(names)}" if len(names) <= MANY_KEYS else "docs/configuration.md lists every key"
+    )
+    nearest = nearest_keys(path, names)
+    return f"{path}: unknown key; {f'did you mean {either(nearest)}?' if nearest else hint}"

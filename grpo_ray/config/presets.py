@@ -14,60 +14,37 @@ PresetName = Literal[
 class Preset:
     """The fields that one algorithm sets, and its publication."""
 
-    fields: Mapping[str, Any]
     source: str
+    fields: Mapping[str, Any]
 
 
 PRESETS: dict[PresetName, Preset] = {
-    "grpo": Preset({"kl": {"reference": "initial", "coefficient": 0.04}}, "arXiv:2402.03300"),
-    "dr_grpo": Preset({"advantage": "mean", "aggregation": "constant"}, "arXiv:2503.20783"),
-    "dapo": Preset(
-        {
-            "cliprange_high": 0.28,
-            "aggregation": "token_mean",
-            "dynamic_sampling_tries": 3,
-            "dynamic_sampling_metric": "answer",
-        },
-        "arXiv:2503.14476",
-    ),
-    "rloo": Preset(
-        {
-            "advantage": "leave_one_out",
-            "loss": "reinforce_with_baseline",
-            "aggregation": "constant",
-            "off_policy_correction": "truncate_sequence",  # changes nothing with weight_sync.max_lag 0
-        },
-        "arXiv:2402.14740",
-    ),
-    "trl_rloo": Preset(
-        {
-            "advantage": "leave_one_out",
-            "loss": "reinforce_with_baseline",
-            "aggregation": "sequence_sum",
-            "kl": {"reference": "initial", "coefficient": 0.05, "placement": "reward"},
-            "off_policy_correction": "truncate_sequence",
-        },
-        "TRL's RLOOTrainer",
-    ),
-    "reinforce_pp": Preset(
-        {
-            "advantage": "raw",
-            "advantage_scale": "whiten_tokens",
-            "aggregation": "token_mean",
-            "kl": {"reference": "initial", "coefficient": 0.01, "placement": "reward_to_go"},
-        },
-        "arXiv:2501.03262",
-    ),
-    "reinforce_pp_baseline": Preset(
-        {"advantage": "mean", "advantage_scale": "whiten_tokens", "aggregation": "token_mean"},
-        "arXiv:2501.03262",
-    ),
-    "scale_rl": Preset(
-        {"loss": "cispo", "advantage": "mean", "advantage_scale": "batch", "aggregation": "prompt_mean"},
-        "arXiv:2510.13786",
-    ),
-    "prime_rl": Preset({"loss": "ipo", "aggregation": "token_mean"}, "prime-rl's default loss"),
-}
+    "grpo": Preset("arXiv:2402.03300", {"kl": {"reference": "initial", "coefficient": 0.04}}),
+    "dr_grpo": Preset("arXiv:2503.20783", {"advantage": "mean", "aggregation": "constant"}),
+    "dapo": Preset("arXiv:2503.14476", {
+        "cliprange_high": 0.28, "aggregation": "token_mean",
+        "dynamic_sampling_tries": 3, "dynamic_sampling_metric": "answer",
+    }),
+    # The correction changes nothing if no token is older than the policy.
+    "rloo": Preset("arXiv:2402.14740", {
+        "advantage": "leave_one_out", "loss": "reinforce_with_baseline", "aggregation": "constant",
+        "off_policy_correction": "truncate_sequence",
+    }),
+    "trl_rloo": Preset("TRL's RLOOTrainer", {
+        "advantage": "leave_one_out", "loss": "reinforce_with_baseline", "aggregation": "sequence_sum",
+        "kl": {"reference": "initial", "coefficient": 0.05, "placement": "reward"},
+        "off_policy_correction": "truncate_sequence",
+    }),
+    "reinforce_pp": Preset("arXiv:2501.03262", {
+        "advantage": "raw", "advantage_scale": "whiten_tokens", "aggregation": "token_mean",
+        "kl": {"reference": "initial", "coefficient": 0.01, "placement": "reward_to_go"},
+    }),
+    "reinforce_pp_baseline": Preset("arXiv:2501.03262", {
+        "advantage": "mean", "advantage_scale": "whiten_tokens", "aggregation": "token_mean"}),
+    "scale_rl": Preset("arXiv:2510.13786", {
+        "loss": "cispo", "advantage": "mean", "advantage_scale": "batch", "aggregation": "prompt_mean"}),
+    "prime_rl": Preset("prime-rl's default loss", {"loss": "ipo", "aggregation": "token_mean"}),
+}  # fmt: skip
 
 
 def with_preset(given: Any) -> Any:
@@ -80,7 +57,6 @@ def with_preset(given: Any) -> Any:
     preset = next((preset for known, preset in PRESETS.items() if known == name), None)
     if preset is None:
         return given
-    expanded = {**preset.fields, **given}
-    if "kl" in preset.fields and isinstance(given.get("kl"), dict):
-        expanded["kl"] = {**preset.fields["kl"], **given["kl"]}
-    return expanded
+    kl = given.get("kl", {})
+    whole = {"kl": {**preset.fields.get("kl", {}), **kl}} if isinstance(kl, dict) else {}
+    return {**preset.fields, **given, **whole}

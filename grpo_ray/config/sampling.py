@@ -1,6 +1,6 @@
 """The configuration of sampling: the distribution of responses, and the Generators that draw them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -37,18 +37,6 @@ class SamplingConfig(Section):
                 "because the Learner cannot reproduce the logprobs of a truncated one"
             )
         return self
-
-    def with_defaults(self, prompts_open_tag: Sequence[bool], model_is_tiny: bool) -> "SamplingConfig":
-        """Return these values, and the task's and the model's where none were given."""
-        values: dict[str, Any] = {}
-        if model_is_tiny:
-            values["max_tokens"] = max(24, self.min_tokens)
-        if any(prompts_open_tag):
-            values["stop"] = ("</answer>",)
-        if all(prompts_open_tag):
-            values["min_tokens"] = min(4, self.max_tokens)
-        given = self.model_fields_set
-        return self.model_copy(update={name: value for name, value in values.items() if name not in given})
 
 
 class EngineConfig(Section):

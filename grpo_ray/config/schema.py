@@ -13,7 +13,7 @@ from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from grpo_ray.config import Config
-from grpo_ray.config.other_names import key_of_other_name
+from grpo_ray.config.other_names import other_name
 from grpo_ray.config.section import Section
 
 BOUND_SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
@@ -63,12 +63,9 @@ def nearest_keys(path: str, siblings: Sequence[str]) -> list[str]:
 def key_meant(path: str) -> str | None:
     """Return the dotted key that `path`, or its name alone, is or probably means."""
     keys, (parent, _, name) = list(_keys(Config)), path.rpartition(".")
-    if path in keys:
-        return path
-    if (key := key_of_other_name(name)) is not None:
-        return key
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
-    return next(iter(nearest_keys(path, siblings)), None)
+    meant = [path] if path in keys else (other_name(name) or nearest_keys(path, siblings))
+    return meant[0] if meant else None
 
 
 def _keys(section: type[Section], prefix: str = "") -> Iterator[str]:

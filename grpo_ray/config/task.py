@@ -51,11 +51,6 @@ class PlainTaskConfig(Section):
         """Rewards by `PromptItem.task`; a task that is no mixture has a single part, named ""."""
         return {"": self.reward}
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The templates of all parts."""
-        return (self.prompt,)
-
     @model_validator(mode="after")
     def _system_prompt_needs_chat(self) -> "PlainTaskConfig":
         if self.system_prompt is not None and self.prompt != "chat":
@@ -234,11 +229,6 @@ class EpisodesTaskConfig(Section):
         """No reward to grade with: an episode returns its own."""
         return {}
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """No template: an episode makes its own prompts, from the question alone."""
-        return ("{question}",)
-
     @model_validator(mode="after")
     def _validation_is_given(self) -> "EpisodesTaskConfig":
         if (":" in self.examples) == (self.validation_examples is not None):
@@ -279,11 +269,6 @@ class MixtureTaskConfig(Section):
     def rewards(self) -> dict[str, Reward]:
         """Rewards by part."""
         return {name: reward for name, part in self.parts.items() for reward in part.task.rewards.values()}
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The templates of all parts."""
-        return tuple(prompt for part in self.parts.values() for prompt in part.task.prompts)
 
     @model_validator(mode="after")
     def _parts_have_names(self) -> "MixtureTaskConfig":

@@ -136,11 +136,6 @@ def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:
     return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, offload: Offload) -> None:
     """Move the optimizer's state to the weights' new device; fused updates need its counters there as well."""
     states = optimizer.state.values()

@@ -25,19 +25,15 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
     has_gpus = not is_local and (_joins_cluster() or torch.cuda.device_count() > 0)
     if has_gpus or _names_gpus(config):
         return config, None
-    values: dict[str, dict[str, object]] = {
-        "model": {"dtype": "float32"},
-        "generator": {"num_gpus": 0, "num_cpus": FEW_CPUS},
-        "learner": {"num_gpus": 0, "num_cpus": FEW_CPUS},
-        "distillation": {"num_gpus": 0, "num_cpus": FEW_CPUS},
-    }
+    few: dict[str, object] = {"num_gpus": 0, "num_cpus": FEW_CPUS}
+    values: dict[str, dict[str, object]] = {"model": {"dtype": "float32"}, "generator": few, "learner": few}
+    if config.distillation.teacher is not None:
+        values["distillation"] = few
     data, changes = config.model_dump(exclude_unset=True), []
     for section, defaults in values.items():
-        given = data.setdefault(section, {})
-        changed = {name: value for name, value in defaults.items() if name not in given}
-        given.update(changed)
-        if section != "distillation" or config.distillation.teacher is not None:
-            changes += [f"{section}.{name}={value}" for name, value in changed.items()]
+        given = data.get(section, {})
+        changes += [f"{section}.{name}={value}" for name, value in defaults.items() if name not in given]
+        data[section] = {**defaults, **given}
     where = "on the CPU of this process" if is_local else "no GPU here"
     return Config.model_validate(data), f"{where}: {' '.join(changes)}"
 
@@ -53,10 +49,7 @@ def _joins_cluster() -> bool:
 
 
 def _names_gpus(config: Config) -> bool:
-    sections = (config.generator, config.learner, config.distillation)
-    return (
-        any("num_gpus" in section.model_fields_set for section in sections)
-        or config.weight_sync.transport in ("ipc", "nccl")
-        or config.weight_sync.wire_backend == "nccl"
-        or config.model.attention not in ("auto", "sdpa")
-    )
+    sections, sync = (config.generator, config.learner, config.distillation), config.weight_sync
+    only_on_gpus = "nccl" in (sync.transport, sync.wire_backend) or sync.transport == "ipc"
+    is_named = any("num_gpus" in section.model_fields_set for section in sections)
+    return is_named or only_on_gpus or config.model.attention not in ("auto", "sdpa")

@@ -21,27 +21,21 @@ def conversation_of(place: str, field: str, value: list[Any]) -> Conversation:
     """Return a row's list of messages as a question.
 
     Raises:
-        ValueError: one is no message of text, or the last is not the user's, so there is nothing to answer.
+        ValueError: one is no message, or the last is not the user's, so there is nothing to answer.
     """
-    messages = [_message(f"{place}: {field!r}[{index}]", message) for index, message in enumerate(value)]
+    for index, message in enumerate(value):
+        items = message.items() if isinstance(message, dict) else ()
+        given = {key: text for key, text in items if text is not None}  # Parquet fills in nulls
+        if set(given) != {"role", "content"} or given["role"] not in ROLES:
+            raise ValueError(
+                f"{place}: {field!r}[{index}] is {repr(message)[:80]}; each message must have a `role` of "
+                f"{', '.join(ROLES)}, a `content`, and nothing else"
+            )
+    messages = [{key: message[key] for key in ("role", "content")} for message in value]
     roles = [message["role"] for message in messages]
-    if not roles or roles[-1] != "user":
-        last = f"ends with a message of {roles[-1]!r}" if roles else "is an empty list"
-        raise ValueError(f"{place}: {field!r} {last}; the last message must be the user's, to be answered")
-    if "system" in roles[1:]:
-        raise ValueError(f"{place}: {field!r} has a system message after its first; move it to the front")
-    return Conversation(json.dumps(messages, ensure_ascii=False))
-
-
-def _message(place: str, message: Any) -> dict[str, str]:
-    items = message.items() if isinstance(message, dict) else ()
-    given = {key: value for key, value in items if value is not None}  # Parquet has null for what others have
-    if set(given) != {"role", "content"} or given["role"] not in ROLES:
+    if roles[-1:] != ["user"] or "system" in roles[1:]:
         raise ValueError(
-            f"{place} is {repr(message)[:80]}; each message must have a `role` of {', '.join(ROLES)}, a "
-            "`content`, and nothing else"
+            f"{place}: {field!r} has messages of {', '.join(roles) or 'nothing'}; the last must be the user's, "
+            "to be answered, and a system message the first"
         )
-    content = given["content"]
-    if not isinstance(content, str) or not content.strip():
-        raise ValueError(f"{place}: its content is {repr(content)[:80]}; it must be text")
-    return {"role": given["role"], "content": content}
+    return Conversation(json.dumps(messages, ensure_ascii=False))

@@ -216,12 +216,12 @@ def _batch_rows(path: Path, batch: pa.RecordBatch, num_before: int) -> list[dict
 def _question_of(place: str, row: Mapping[str, Any], field: str) -> str:
     """Return the row's question: text, or a list of messages."""
     value = row.get(field)
-    if isinstance(value, list) and (not value or any(isinstance(message, dict) for message in value)):
-        question = conversation_of(place, field, value)
-        for message in question.messages:  # each is text that a tokenizer can take
-            text_of(place, {field: message["content"]}, field)
-        return question
-    return text_of(place, row, field)
+    if not isinstance(value, list) or (value and not isinstance(value[0], dict)):
+        return text_of(place, row, field)
+    question = conversation_of(place, field, value)
+    for message in question.messages:  # each is text that a tokenizer can take
+        text_of(place, {field: message["content"]}, field)
+    return question
 
 
 def answer_of(place: str, row: Mapping[str, Any], field: str) -> str:

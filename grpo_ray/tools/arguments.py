@@ -103,13 +103,10 @@ Overrides = Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as l
 
 
 def add_commands(
-    parser: argparse.ArgumentParser,
-    commands: Sequence[Command[Any]],
-    metavar: str,
-    is_required: bool,
-    help: str | None = None,
+    parser: argparse.ArgumentParser, commands: Sequence[Command[Any]], metavar: str, is_required: bool
 ) -> None:
     """Add a subparser per command; parsing sets `chosen` to the command."""
+    help = argparse.SUPPRESS if is_required else None  # the program's own help lists its commands in groups
     subparsers = parser.add_subparsers(required=is_required, metavar=metavar, help=help)
     for command in commands:
         description = command.description or f"{command.help[0].upper()}{command.help[1:]}."

@@ -57,26 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str]) -> tuple[Command[Any], Any]:
     """Return the command and its options; a mistake ends the program, as in argparse."""
     parser = argparse.ArgumentParser(
-        prog="grpo-ray",
-        usage="grpo-ray COMMAND ...",
-        description="GRPO for language models on Ray and vLLM.",
-        epilog=_commands_by_group(),
+        "grpo-ray", "grpo-ray COMMAND ...", "GRPO for language models on Ray and vLLM.", _commands_by_group(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_commands(parser, COMMANDS, "COMMAND", is_required=True, help=argparse.SUPPRESS)
+    )  # fmt: skip
+    add_commands(parser, COMMANDS, "COMMAND", is_required=True)
     names = [command.name for command in COMMANDS]
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     if not arguments[0].startswith("-") and arguments[0] not in names:
         nearest = nearest_name(arguments[0], names)
-        hint = f"did you mean {nearest}? grpo-ray --help lists them" if nearest else "see grpo-ray --help"
+        hint = f"did you mean {nearest}?" if nearest else "see grpo-ray --help"
         parser.error(f"no command {arguments[0]!r}; {hint}")
     parsed, rest = parser.parse_known_args(arguments)
     # Overrides may stand both before and after options; argparse itself takes them in one place only.
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in parsed):
-        option = next((argument for argument in rest if argument.startswith("--")), "")
-        hint = _as_override(option, arguments) if option and "overrides" in parsed else ""
+        hint = _as_override(rest, arguments) if "overrides" in parsed else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         parsed.overrides = [*parsed.overrides, *rest]
@@ -92,13 +88,13 @@ def _commands_by_group() -> str:
     return "\n\n".join([*sections, "grpo-ray COMMAND --help shows a command's options."])
 
 
-def _as_override(option: str, arguments: Sequence[str]) -> str:
-    """Return how to write an option such as `--num_steps 2` as an override; "" if it is like no key."""
-    name, _, value = option.removeprefix("--").partition("=")
-    if not value and option != arguments[-1]:
-        value = arguments[arguments.index(option) + 1]
+def _as_override(rest: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return how to write the first option of `rest`, such as `--num_steps 2`; "" if it is like no key."""
+    option = next(argument for argument in rest if argument.startswith("-"))
+    name, _, value = option.lstrip("-").partition("=")
+    following = arguments[arguments.index(option) + 1 :]
     key = key_meant(name.replace("-", "_"))
-    return f"; write {key}={value or 'VALUE'}, without dashes" if key else ""
+    return f"; write {key}={value or (*following, 'VALUE')[0]}, without dashes" if key else ""
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
