@@ -178,6 +178,7 @@ def test_override_swaps_the_model(tmp_path: Path) -> None:
             ["warmup.steps: unknown key; did you mean model.tiny.warmup.num_steps?"],
         ),
         (["learning_rate=1"], ["  learning_rate: unknown key; did you mean learner.learning_rate?"]),
+        (["learner.num_gpu=1"], ["num_gpu: unknown key; did you mean learner.num_gpus or learner.num_cpus?"]),
         (["kl.coefficient=1"], ["  kl: unknown key; did you mean algorithm.kl?"]),
         (
             ["num_gpus=1"],

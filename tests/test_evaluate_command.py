@@ -388,7 +388,7 @@ def test_the_command_line(
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "no GPU here" in printed
-    assert "temperature 1, 0 to 16 tokens, up to '</answer>', 1 x torch on CPU" in printed
+    assert "temperature 1, 0 to 16 tokens, 1 x torch on CPU" in printed
     assert "accuracy" in printed
     assert "0.4000" in printed  # of ten answers 11, 10, 01, 00 and -- are right
     (tmp_path / "mine").mkdir()
