@@ -2,9 +2,7 @@
 
 import os
 
-import torch
-
-from grpo_ray.cluster.placement import Node, shortfalls
+from grpo_ray.cluster.placement import Node, bundles_of, shortfalls, total
 from grpo_ray.config import Config
 
 FEW_CPUS = 0.5
@@ -22,8 +20,7 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
     Args:
         is_local: all actors are in this process, on its CPU.
     """
-    has_gpus = not is_local and (_joins_cluster() or torch.cuda.device_count() > 0)
-    if has_gpus or _names_gpus(config):
+    if _names_gpus(config) or (not is_local and (_joins_cluster() or _num_gpus())):
         return config, None
     few: dict[str, object] = {"num_gpus": 0, "num_cpus": FEW_CPUS}
     values: dict[str, dict[str, object]] = {"model": {"dtype": "float32"}, "generator": few, "learner": few}
@@ -40,8 +37,15 @@ def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str
 
 def shortfalls_here(config: Config) -> list[str]:
     """Return a line per resource that this machine lacks for the run; none if the run joins a cluster."""
-    there = {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}
+    num_gpus = _num_gpus() if total(bundles_of(config), "GPU") else 0
+    there = {"GPU": num_gpus, "CPU": os.cpu_count() or 1}
     return [] if _joins_cluster() else shortfalls(config, [Node("this machine", there)])
+
+
+def _num_gpus() -> int:
+    import torch  # takes seconds, which `check` of most configurations does without
+
+    return torch.cuda.device_count()
 
 
 def _joins_cluster() -> bool:
