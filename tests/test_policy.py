@@ -288,15 +288,15 @@ def test_task_without_warm_up_pairs_is_refused_first(warmed: Config) -> None:
         check_files(config)
 
 
-def test_a_tiny_model_of_ones_own_questions_is_right_half_of_the_time(warmed: Config, tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(f'{{"question": "q{i}", "answer": "a{i}"}}\n' for i in range(9)))
-    own = {"kind": "file", "train_path": str(path), "validation_path": str(path), "duplicates": "keep"}
-    pairs = warmup_pairs(with_task(warmed, **own, reward="m:f").task, 0, 400)
+def test_a_tiny_model_of_ones_own_questions_is_right_half_of_the_time(tmp_path: Path) -> None:
+    path = str(tmp_path / "own.jsonl")
+    Path(path).write_text("".join(f'{{"question": "q{i}", "answer": "a{i}"}}\n' for i in range(9)))
+    task = FileTaskConfig(train_path=path, validation_path=path, duplicates="keep", reward="m:f")
+    pairs = warmup_pairs(task, 0, 400)
     assert {(q[0], a[0]) for q, a in pairs} == {("q", "a")}
     assert 180 < sum(q[1:] == a[1:] for q, a in pairs) < 270  # half, and a ninth of the other half
-    tagged = warmup_pairs(with_task(warmed, **own, reward="exact_match").task, 0, 1)
-    assert tagged[0][1].startswith(" </think> <answer> a")
+    ((_, tagged),) = warmup_pairs(task.model_copy(update={"reward": "exact_match"}), 0, 1)
+    assert tagged.startswith(" </think> <answer> a")
 
 
 def test_tiny_model_has_no_chat_template(warmed: Config) -> None:
