@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from grpo_ray.config.loading import make_config, read_config
+from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.json_lines import read_lines
 from grpo_ray.telemetry.rollout_log import read_table
@@ -254,9 +255,7 @@ class _Given:
         name = f"given_{self._run.path.name}".replace("-", "_").replace(".", "_")
         name = "".join(c if c.isalnum() else "_" for c in name)
         text = f"import cloudpickle\n\nreward = cloudpickle.loads({cloudpickle.dumps(reward)!r})\n"
-        folder = str(self._write(f"{name}.py", text).parent)
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+        import_from(self._write(f"{name}.py", text).parent)
         return f"{name}:reward"
 
     def _write(self, name: str, text: str) -> Path:

@@ -85,6 +85,7 @@ def make_buffer(
     first_come: bool = False,
     max_dropped: int = 0,
     cut_max_lag: int | None = None,
+    masks_old: bool = False,
     num_replayed: int = 0,
     replay: dict[str, Any] | None = None,
     seed: int = 0,
@@ -92,7 +93,7 @@ def make_buffer(
     """Make a buffer with batches of `size` fresh groups and `num_replayed` earlier ones."""
     queue = BatchQueue(size, lookahead, first_come, max_dropped)
     memory = ReplayMemory(ReplayConfig(**(replay or {})), num_replayed, seed)
-    return TrajectoryBuffer(queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag)
+    return TrajectoryBuffer(queue, memory, max_bytes, rollouts, checkpoint, cut_max_lag, masks_old)
 
 
 def same_groups(actual: Sequence[ScoredGroup], expected: Sequence[ScoredGroup]) -> bool:

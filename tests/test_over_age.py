@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from builders import parts
-from episode_groups import make_episode, make_episode_group, play
+from builders import make_buffer, parts
+from episode_groups import branched_episode, make_episode, make_episode_group, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_staleness import Pace, PacedPool, Schedule, Trained, make_ledger, paces, turns, within_turns
@@ -162,6 +162,20 @@ def test_no_token_is_trained_beyond_the_lag_or_twice(
             assert len({*numbers} - seen) == len(numbers)
             seen.update(numbers)
             assert len(numbers) == num_sampled(group.rollout) or over_age == "mask"
+
+
+def test_masked_tokens_by_hand() -> None:
+    """The first turn of one episode, two tokens of ten, is too old."""
+    group = make_episode_group(0, [branched_episode((0, 1, 1)), branched_episode((1, 1, 1))])
+
+    async def run() -> None:
+        buffer = make_buffer(1, masks_old=True)
+        await buffer.put(*parts(group))
+        batch, facts = await buffer.take(2, oldest_version=1)
+        assert len(trained_tokens(batch.groups[0].rollout)) == num_sampled(group.rollout) - 2 == 8
+        assert facts.metrics["lag/masked_tokens"] == 2.0
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("over_age", ["mask", "drop"])

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.model import Implementation, TinyModelConfig, WarmupConfig
-from grpo_ray.config.task import SortingTaskConfig
+from grpo_ray.config.task import FileTaskConfig, SortingTaskConfig
 from grpo_ray.models import model_files
 from grpo_ray.models.loading import load_policy
 from grpo_ray.models.model_files import (
@@ -36,6 +36,7 @@ from grpo_ray.models.tiny_tokenizer import END_TOKEN, tiny_tokenizer, train_toke
 from grpo_ray.models.transformer_lm import TransformerLM
 from grpo_ray.models.warmup import IGNORED, _encode, _pad, warm_up
 from grpo_ray.run.preflight import check_files
+from grpo_ray.tasks import warmup as warmups
 from grpo_ray.tasks.sorting import warmup_pairs
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("transformers", "grpo_ray")
@@ -292,10 +293,10 @@ def test_a_tiny_model_of_ones_own_questions_is_right_half_of_the_time(tmp_path: 
     path = str(tmp_path / "own.jsonl")
     Path(path).write_text("".join(f'{{"question": "q{i}", "answer": "a{i}"}}\n' for i in range(9)))
     task = FileTaskConfig(train_path=path, validation_path=path, duplicates="keep", reward="m:f")
-    pairs = warmup_pairs(task, 0, 400)
+    pairs = warmups.warmup_pairs(task, 0, 400)
     assert {(q[0], a[0]) for q, a in pairs} == {("q", "a")}
     assert 180 < sum(q[1:] == a[1:] for q, a in pairs) < 270  # half, and a ninth of the other half
-    ((_, tagged),) = warmup_pairs(task.model_copy(update={"reward": "exact_match"}), 0, 1)
+    ((_, tagged),) = warmups.warmup_pairs(task.model_copy(update={"reward": "exact_match"}), 0, 1)
     assert tagged.startswith(" </think> <answer> a")
 
 

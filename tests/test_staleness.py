@@ -397,13 +397,13 @@ def test_groups_in_flight_at_a_checkpoint_are_sampled_again(in_flight: bool) -> 
 
 
 def test_one_group_takes_the_place_of_each_that_is_set_aside_or_dropped() -> None:
-    """Group 1 has no signal, but is only dropped once group 0, which comes first, is set aside."""
-    has_signal = [group_id != 1 for group_id in range(20)]
+    """1 and 2 have no signal; a batch may drop two, so 2 is dropped only once 0, before it, is set aside."""
+    has_signal = [group_id not in (1, 2) for group_id in range(20)]
     pace = Pace(slow={0: 50}, has_signal=has_signal, never_finishes=frozenset({0}))
     trained, schedule = train(make_config(0, 2, algorithm={"dynamic_sampling_tries": 1}), pace)
-    assert trained.fresh == [[2 * step + 2, 2 * step + 3] for step in range(6)]
-    assert trained.dropped == [[1], [], [], [], [], []]
-    assert (schedule.ledger.set_aside, schedule.ledger.next_group_id) == ({0}, 14)
+    assert trained.fresh == [[2 * step + 3, 2 * step + 4] for step in range(6)]
+    assert trained.dropped == [[1, 2], [], [], [], [], []]
+    assert (schedule.ledger.set_aside, schedule.ledger.next_group_id) == ({0}, 15)
 
 
 def test_sync_that_is_not_in_flight_does_not_wait_for_groups_that_were_cut_off() -> None:

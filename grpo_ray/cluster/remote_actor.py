@@ -30,6 +30,7 @@ from ray.exceptions import (
 )
 
 from grpo_ray.cluster.reaper import process_at
+from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import ActorDied, DataLost
 from grpo_ray.telemetry.actor_log import redirect_output
 from grpo_ray.telemetry.durable import replacing
@@ -139,6 +140,7 @@ def as_actor(cls: type, name: str, logs: Path, beside: Mapping[str, int] = NOTHI
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # before the pid is known elsewhere
         with contextlib.suppress(OSError), replacing(logs / f"{name}.pid", fsync=False) as pid:  # a full disk
             pid.write_text(_address())
+        import_from(logs.parent / "given")
         built = [argument.build() if isinstance(argument, Deferred) else argument for argument in args]
         cls.__init__(self, *built)  # type: ignore[misc]  # not of an instance of `cls` itself
 

@@ -28,6 +28,13 @@ def one_of_or_own(names: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(known)
 
 
+def import_from(folder: Path) -> None:
+    """Let this process, and those that it starts to grade, import the modules in `folder` if it exists."""
+    path = str(folder.resolve())
+    if folder.is_dir() and path not in sys.path:
+        sys.path.insert(0, path)
+
+
 def import_function(name: str, field: str) -> Callable[..., Any]:
     """Import the function named `module:function`; modules of the current folder are found too.
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from grpo_ray.cluster import local
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
+from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError, all_of, shown_plainly
 from grpo_ray.models.model_files import is_local as is_local_model
 from grpo_ray.run.controller import Controller
@@ -128,8 +128,7 @@ def resume(
 
 def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Follower | None) -> RunDirectory:
     """Resume; whatever can refuse does so before the first change in the run's folder."""
-    if run.given.is_dir() and str(run.given.resolve()) not in sys.path:
-        sys.path.insert(0, str(run.given.resolve()))
+    import_from(run.given)
     before = load_config(run.config_path)
     config = _with_commits_of(before, config)
     _check_same_prompts(before, config)
