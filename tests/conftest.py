@@ -39,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the files that take longest first, so that two workers end at about the same time."""
-    leave_the_others_to_the_campaign(items)
+    leave_the_others_to_the_campaign(config, items)
     marked = {(item.path, marker.name) for item in items for marker in item.iter_markers()}
     files = {item.path for item in items}
     places = {

@@ -4,7 +4,8 @@ Each case of a table takes seconds. Those that are kept go through the code of a
 combination.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 
@@ -105,9 +106,43 @@ KEPT: dict[str, tuple[str, ...]] = {
 }
 
 
-def leave_the_others_to_the_campaign(items: Iterable[pytest.Item]) -> None:
-    """Mark each case of the tests above that is not kept."""
+def leave_the_others_to_the_campaign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Mark each case of the tests above that is not kept.
+
+    Args:
+        items: all that was collected, before any is deselected.
+
+    Raises:
+        pytest.UsageError: a file that was collected as a whole lacks a test or a case above. If it was renamed,
+            it would be left to the campaign without a word.
+    """
+    cases: dict[str, set[str]] = defaultdict(set)
     for item in items:
-        name, _, case = item.nodeid.rpartition("/")[2].removesuffix("]").partition("[")
+        name, case = _name_and_case(item)
+        cases[name].add(case)
         if case not in KEPT.get(name, (case,)):
             item.add_marker(pytest.mark.campaign)
+    whole = _files_collected_whole(config, items)
+    for name, kept in KEPT.items():
+        if name.partition("::")[0] not in whole:
+            continue
+        if name not in cases:
+            raise pytest.UsageError(f"tests/sampled.py keeps cases of {name}, and there is no such test")
+        if missing := [case for case in kept if case not in cases[name]]:
+            raise pytest.UsageError(
+                f"tests/sampled.py keeps {name}[{missing[0]}], and the test has no such case; it has: "
+                f"{', '.join(sorted(cases[name]))}"
+            )
+
+
+def _name_and_case(item: pytest.Item) -> tuple[str, str]:
+    test, _, case = item.nodeid.removesuffix("]").partition("[")
+    return test.rpartition("/")[2], case
+
+
+def _files_collected_whole(config: pytest.Config, items: Sequence[pytest.Item]) -> set[str]:
+    if config.getoption("lf", False):  # --last-failed collects those alone
+        return set()
+    folder = config.invocation_params.dir
+    in_part = {(folder / arg.partition("::")[0]).resolve() for arg in config.args if "::" in arg}
+    return {path.name for path in {item.path for item in items} if path.resolve() not in in_part}

@@ -60,11 +60,12 @@ class UserFunction:
         """Import the function of a term; raises ValueError as `import_function`."""
         return cls(import_function(term.reward, field), term.reward, term.arguments, term.batched)
 
-    def check(self, field: str, columns: Collection[str] | None) -> None:
+    def check(self, field: str, columns: Collection[str] | None, fields: Collection[str] = ()) -> None:
         """Compare the signature with the term's arguments and with the columns of the data.
 
         Args:
             columns: of the rows, without the question and the answer; None: not known yet.
+            fields: the names of these two.
 
         Raises:
             ValueError: names the field, and what does not fit.
@@ -75,7 +76,7 @@ class UserFunction:
             own = {n: p for n, p in self._parameters.items() if n not in given and p.kind != p.VAR_POSITIONAL}
         else:
             own = keyword_parameters(self._function, "response, ground_truth", what) or {}
-        filled = {*BY_NAME, *(columns or ())} | ({*TRL_GIVES} if self.is_of_trl else set())
+        filled = {*BY_NAME, *fields, *(columns or ())} | ({*TRL_GIVES} if self.is_of_trl else set())
         asked = {
             n: p
             for n, p in own.items()

@@ -141,10 +141,13 @@ def _check_rewards(config: Config, examples: ExampleSets | None) -> None:
     """Check the rewards; before the examples are read, not what functions ask their columns for."""
     for name, reward in config.task.rewards.items():
         columns: list[str] | None = []
-        if isinstance(parts_of(config.task)[name], ExamplesTaskConfig):
+        fields: tuple[str, ...] = ()
+        part = parts_of(config.task)[name]
+        if isinstance(part, ExamplesTaskConfig):
+            fields = part.question_field, part.answer_field
             own = (e for e in ([*examples.train, *examples.validation] if examples else ()) if e.task == name)
             columns = next(([*example.row] for example in own), None)
-        check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward", columns)
+        check_reward(reward, f"task.parts.{name}.task.reward" if name else "task.reward", columns, fields)
 
 
 def with_trial(config: Config, task: TaskData) -> TaskData:
