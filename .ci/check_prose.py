@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = [
-    *("grpo_ray/**/*.py", "tests/**/*.py", "profiling/**/*.py", "docs/**/*.py", ".ci/*.py"),
+    *("grpo_ray/**/*.py", "examples/**/*.py", "tests/**/*.py", "profiling/**/*.py", "docs/**/*.py", ".ci/*.py"),
     *("*.md", "docs/*.md", "configs/*.yaml", "launch/*"),
 ]
 PERSON = r"(?:anyone|authors?|people|persons?|readers?|somebody|someone|users?)"

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
+from examples.course import __main__ as course
 from grpo_ray.config import Config
 from grpo_ray.config.loading import ConfigError, load_config
 from grpo_ray.config.schema import sections_of
@@ -110,14 +111,11 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
     ("arguments", "message"),
     [
         (["submit", "--follow", "a", "--stop", "b"], "argument --stop: not allowed with argument --follow"),
-        (["data", "keywords"], "the following arguments are required: --output"),
-        (["data", "keywords", "--output", "x", "--num-keywords", "4-2"], "'4-2' is not a number such as 3, or"),
-        (["data", "keywords", "--output", "x", "--engine", "mine"], "invalid choice: 'mine'"),
         (["top", "runs/a", "--every", "0"], "argument --every: '0' is not a number above 0"),
         (["evaluate", "runs/a", "--top-p", "2"], "argument --top-p: '2' is not a number above 0 and at most 1"),
         (["report"], "the following arguments are required: RUN"),
         (["report", "runs/a", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
-        (["playground", "sorting", "--compare", "clip"], "invalid choice: 'clip'"),
+        (["playground", "sorting"], "no command 'playground'; it is now `python -m examples.course playground`"),
         (["audit", "runs/a", "runs/b"], "unrecognized arguments: runs/b"),
     ],
 )
@@ -129,12 +127,28 @@ def test_wrong_options(arguments: list[str], message: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("data keywords", "the following arguments are required: --output"),
+        ("data keywords --output x --num-keywords 4-2", "'4-2' is not a number such as 3, or"),
+        ("data keywords --output x --engine mine", "invalid choice: 'mine'"),
+        ("playground sorting --compare clip", "invalid choice: 'clip'"),
+    ],
+)
+def test_wrong_options_of_the_course(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        course.run(arguments.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("command", "message"),
     [("data", "name the dataset to make: keywords"), ("playground", "name an example of the playground: ")],
 )
 def test_a_subcommand_that_is_missing(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command]) == 2
-    assert message in capsys.readouterr().err
+    assert course.run([command]) == 2
+    assert f"{course.PROGRAM}: {message}" in capsys.readouterr().err
 
 
 def test_options_arrive_as_their_dataclasses() -> None:
@@ -145,9 +159,9 @@ def test_options_arrive_as_their_dataclasses() -> None:
         "m", TaskChoice(limit=3), num_samples=2, temperature=0.0,
         command="grpo-ray evaluate m --limit 3 --n 2 --temperature 0",
     )  # fmt: skip
-    _, sorting = parse(["playground", "sorting", "--kl", "1", "--steps", "9", "--kl", "2"])
+    _, sorting = parse(["playground", "sorting", "--kl", "1", "--steps", "9", "--kl", "2"], course.COMMANDS)
     assert dict(sorting.given) == {"kl": "2", "steps": "9"}
-    _, keywords = parse(["data", "keywords", "--output", "x", "--num-keywords", "3"])
+    _, keywords = parse(["data", "keywords", "--output", "x", "--num-keywords", "3"], course.COMMANDS)
     assert (keywords.output, keywords.num_keywords, keywords.temperature) == (Path("x"), (3, 3), 1.0)
 
 

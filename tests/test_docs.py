@@ -19,6 +19,7 @@ import pytest
 import torch
 from test_layout import ORDER
 
+from examples.course import __main__ as course
 from grpo_ray.algorithms import CorrectionInputs, Objective, check_algorithm, compare_group
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -216,10 +217,10 @@ def test_functions_and_files_that_the_architecture_page_names_exist() -> None:
 # ---- what the pages say ----
 
 
-def commands(page: Path) -> Iterator[list[str]]:
+def commands(page: Path, program: str = "grpo-ray") -> Iterator[list[str]]:
     """Yield the arguments of every `grpo-ray ...` in the page's code blocks."""
     text = re.sub(r"\\\n\s*", "", page.read_text())
-    for line in re.findall(r"^(?:    |\t)?\$? ?(?:\.venv/bin/)?grpo-ray (.+)$", text, re.M):
+    for line in re.findall(rf"^(?:    |\t)?\$? ?(?:\.venv/bin/)?{program} (.+)$", text, re.M):
         yield shlex.split(line, comments=True)
 
 
@@ -234,6 +235,13 @@ def test_every_command_in_the_pages_is_one() -> None:
             raise AssertionError(f"{name}: grpo-ray {shlex.join(arguments)}") from error
         if arguments[0] in ("train", "check") and (ROOT / options.config).exists():
             load_config(ROOT / options.config, options.overrides)
+
+
+def test_every_command_of_the_course_in_the_pages_is_one() -> None:
+    found = [arguments for page in PAGES for arguments in commands(page, course.PROGRAM)]
+    assert {arguments[0] for arguments in found} == {"data", "playground"}
+    for arguments in found:
+        parse(arguments, course.COMMANDS)
 
 
 def literals() -> str:

@@ -1,4 +1,4 @@
-"""`grpo-ray data keywords`: verified pairs from templates and from an engine, and their split."""
+"""The course's `data keywords`: verified pairs from templates and from an engine, and their split."""
 
 import asyncio
 import json
@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from builders import make_completion
 
+from examples.course.__main__ import run
+from examples.course.keyword_data import writers
+from examples.course.keyword_data.keyword_dataset import KeywordDataset, has_keywords
 from grpo_ray.config import Config
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
@@ -20,14 +23,11 @@ from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.tasks import load_examples
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords
-from grpo_ray.tools.cli import main
-from grpo_ray.tools.course.keyword_data import writers
-from grpo_ray.tools.course.keyword_data.keyword_dataset import KeywordDataset, has_keywords
 from grpo_ray.types import Completion, SamplingSettings
 
 
 def make(output: Path, *options: str) -> int:
-    return main(["data", "keywords", "--output", str(output), *options])
+    return run(["data", "keywords", "--output", str(output), *options])
 
 
 def read(path: Path) -> list[dict[str, Any]]:

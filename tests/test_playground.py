@@ -15,12 +15,11 @@ from matplotlib.image import imread
 from torch import Tensor
 from torch.distributions import Categorical
 
-from grpo_ray.algorithms import group_advantages
-from grpo_ray.tools.cli import main
-from grpo_ray.tools.course.playground import comparison
-from grpo_ray.tools.course.playground.baseline import make_estimates
-from grpo_ray.tools.course.playground.comparison import Difference, Run, summarize, table, train_all, variants
-from grpo_ray.tools.course.playground.frozen import (
+from examples.course.__main__ import run as run_command
+from examples.course.playground import comparison
+from examples.course.playground.baseline import make_estimates
+from examples.course.playground.comparison import Difference, Run, summarize, table, train_all, variants
+from examples.course.playground.frozen import (
     RATIOS,
     ascend,
     frozen,
@@ -29,10 +28,11 @@ from grpo_ray.tools.course.playground.frozen import (
     of_log_probs,
     slope,
 )
-from grpo_ray.tools.course.playground.model import SortingModel, response_log_probs, sample_responses
-from grpo_ray.tools.course.playground.policy_gradient import Point, compute_loss, train_model
-from grpo_ray.tools.course.playground.settings import DELTAS, Settings
-from grpo_ray.tools.course.playground.task import REWARD_FUNCTIONS, make_task
+from examples.course.playground.model import SortingModel, response_log_probs, sample_responses
+from examples.course.playground.policy_gradient import Point, compute_loss, train_model
+from examples.course.playground.settings import DELTAS, Settings
+from examples.course.playground.task import REWARD_FUNCTIONS, make_task
+from grpo_ray.algorithms import group_advantages
 
 # A tenth of the lecture's gradient steps, from a less certain initial policy: a run takes 0.1 s.
 QUICK = {"updates": 1, "learning_rate": 0.01, "embedding_std": 0.3}
@@ -341,7 +341,7 @@ def test_ascent_raises_p_on_the_frozen_ratio_alone() -> None:
 
 
 def playground(*arguments: str, output: Path | None = None) -> int:
-    return main(["playground", *arguments, *(["--output", str(output)] if output else [])])
+    return run_command(["playground", *arguments, *(["--output", str(output)] if output else [])])
 
 
 SHORT = ("--steps", "3", "--updates", "1", "--seeds", "2")
@@ -387,7 +387,7 @@ def test_examples_leave_picture_and_figures(tmp_path: Path, capsys: pytest.Captu
     for name in ("baseline", "frozen"):
         assert imread(tmp_path / name / f"{name}.png").shape[:2] == (800, 1200)
     baseline = json.loads((tmp_path / "baseline" / "figures.json").read_text())
-    assert baseline["command"].startswith("grpo-ray playground baseline --samples 20")
+    assert baseline["command"].startswith("python -m examples.course playground baseline --samples 20")
     raw, centered = baseline["deltas"].values()
     assert 0.3 < raw["wrong_sign_frac"] < 0.5
     assert centered["wrong_sign_frac"] == 0
@@ -464,6 +464,6 @@ def test_other_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
-    modules = "grpo_ray.tools.cli, grpo_ray.tools.course.playground.play"
+    modules = "grpo_ray.tools.cli, examples.course.playground.play"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ import sampled
 
 FOLDER = Path("/repository")
 FILES = {name.partition("::")[0] for name in sampled.KEPT}
-WHOLE = ("test_one.py::test_a[x]", "test_one.py::test_a[y/[0]]", "test_one.py::test_b", "test_two.py::test_a[x]")
+WHOLE = ("test_one.py::test_a[x]", "test_one.py::test_a[y/[0]]", "test_one.py::test_b", "test_two.py::test_c")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_cases_that_are_not_kept_are_left_to_the_campaign() -> None:
 
 def test_a_kept_test_that_a_whole_file_lacks_is_an_error() -> None:
     with pytest.raises(pytest.UsageError, match=r"keeps cases of test_one\.py::test_a, and there is no such"):
-        left(WHOLE[2:], "../tests/test_one.py", "../tests/test_two.py::test_a[x]")
+        left(WHOLE[2:], "../tests/test_one.py", "../tests/test_two.py::test_c")
 
 
 def test_a_kept_case_that_a_whole_file_lacks_is_an_error() -> None:

@@ -101,7 +101,7 @@ class ArithmeticTaskConfig(PlainTaskConfig):
 
 
 class KeywordsTaskConfig(PlainTaskConfig):
-    """Writing a sentence with given words: generated prompts, or the files of `grpo-ray data keywords`."""
+    """Writing a sentence with given words: generated prompts, or files of the course's `data keywords`."""
 
     kind: Literal["keywords"] = "keywords"
     train_path: str | None = None

@@ -19,8 +19,6 @@ from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.arguments import Command, add_commands, make_options
 from grpo_ray.tools.audit.arguments import AUDIT
-from grpo_ray.tools.course.keyword_data.arguments import DATA
-from grpo_ray.tools.course.playground.arguments import PLAYGROUND
 from grpo_ray.tools.evaluation.arguments import EVALUATE
 from grpo_ray.tools.experiments.arguments import EXPERIMENT, SWEEP
 from grpo_ray.tools.export.arguments import EXPORT
@@ -34,15 +32,20 @@ from grpo_ray.tools.train import CHECK, RESUME, TRAIN
 
 COMMANDS: tuple[Command[Any], ...] = (
     TRAIN, RESUME, SUBMIT, AUDIT, CHECK, PLAN, SIMULATE, TOP, EXPERIMENT, SWEEP, EVALUATE, EXPORT, REPORT,
-    REWARD, DATA, PLAYGROUND,
+    REWARD,
 )  # fmt: skip
+MOVED = ("data", "playground")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    commands: Sequence[Command[Any]] = COMMANDS,
+    program: str = "grpo-ray",
+) -> int:
     """Run a command; return the exit status."""
     set_library_defaults()
     sys.excepthook = print_traceback
-    command, options = parse(sys.argv[1:] if arguments is None else arguments)
+    command, options = parse(sys.argv[1:] if arguments is None else arguments, commands, program)
     try:
         return command.run(options)
     except KeyboardInterrupt as interrupt:
@@ -50,24 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(visible(f"\ninterrupted; all actors have been ended{hint}"), file=sys.stderr)
         return INTERRUPTED
     except (RunError, ConfigError) as error:
-        print(visible(f"grpo-ray: {error}"), file=sys.stderr)
+        print(visible(f"{program}: {error}"), file=sys.stderr)
         return 2
 
 
-def parse(arguments: Sequence[str]) -> tuple[Command[Any], Any]:
+def parse(
+    arguments: Sequence[str], commands: Sequence[Command[Any]] = COMMANDS, program: str = "grpo-ray"
+) -> tuple[Command[Any], Any]:
     """Return the command and its options; a mistake ends the program, as in argparse."""
     parser = argparse.ArgumentParser(
-        "grpo-ray", "grpo-ray COMMAND ...", "GRPO for language models on Ray and vLLM.", _commands_by_group(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        program, f"{program} COMMAND ...", "GRPO for language models on Ray and vLLM.",
+        _commands_by_group(commands), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add_commands(parser, COMMANDS, "COMMAND", is_required=True)
-    names = [command.name for command in COMMANDS]
+    add_commands(parser, commands, "COMMAND", is_required=True)
+    names = [command.name for command in commands]
     if not arguments:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     if not arguments[0].startswith("-") and arguments[0] not in names:
         nearest = nearest_name(arguments[0], names)
-        hint = f"did you mean {nearest}?" if nearest else "see grpo-ray --help"
+        hint = f"did you mean {nearest}?" if nearest else f"see {program} --help"
+        if commands is COMMANDS and arguments[0] in MOVED:
+            hint = f"it is now `python -m examples.course {arguments[0]}`, in the source tree"
         parser.error(f"no command {arguments[0]!r}; {hint}")
     parsed, rest = parser.parse_known_args(arguments)
     # Overrides may stand both before and after options; argparse itself takes them in one place only.
@@ -76,13 +83,13 @@ def parse(arguments: Sequence[str]) -> tuple[Command[Any], Any]:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         parsed.overrides = [*parsed.overrides, *rest]
-    typed = shlex.join(["grpo-ray", *arguments])
+    typed = f"{program} {shlex.join(arguments)}"
     return parsed.chosen, make_options(parsed.chosen.options, parsed, typed)
 
 
-def _commands_by_group() -> str:
+def _commands_by_group(commands: Sequence[Command[Any]]) -> str:
     groups: dict[str, list[str]] = {}
-    for command in sorted(COMMANDS, key=lambda command: command.group == "More"):
+    for command in sorted(commands, key=lambda command: command.group == "More"):
         groups.setdefault(command.group, []).append(f"  {command.name:<12}{command.help}")
     sections = ["\n".join([f"{group}:", *lines]) for group, lines in groups.items()]
     return "\n\n".join([*sections, "grpo-ray COMMAND --help shows a command's options."])

@@ -1,4 +1,4 @@
-"""`grpo-ray data keywords`: generate a dataset from the options."""
+"""`python -m examples.course data keywords`: generate a dataset from the options."""
 
 import asyncio
 import hashlib
@@ -10,6 +10,15 @@ from typing import Any
 
 from rich.progress import Progress
 
+from examples.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, has_keywords
+from examples.course.keyword_data.options import KeywordOptions
+from examples.course.keyword_data.writers import (
+    AnswerWriter,
+    TemplateWriter,
+    default_prompt,
+    model_config,
+    start_model,
+)
 from grpo_ray.config.task import KeywordsTaskConfig
 from grpo_ray.engines.base import EngineDied
 from grpo_ray.errors import RunError, shown_plainly
@@ -18,15 +27,6 @@ from grpo_ray.tasks.examples import counted
 from grpo_ray.tasks.keywords.examples import make_example, task_keywords
 from grpo_ray.tasks.keywords.pairs import KeywordPair
 from grpo_ray.tasks.keywords.word_list import Keywords, read_words
-from grpo_ray.tools.course.keyword_data.keyword_dataset import FEWEST_PAIRS, KeywordDataset, has_keywords
-from grpo_ray.tools.course.keyword_data.options import KeywordOptions
-from grpo_ray.tools.course.keyword_data.writers import (
-    AnswerWriter,
-    TemplateWriter,
-    default_prompt,
-    model_config,
-    start_model,
-)
 
 AT_ONCE = 256  # prompts in the engine at a time
 

@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from grpo_ray.tools.course.playground.baseline import Estimates
-from grpo_ray.tools.course.playground.comparison import Run
-from grpo_ray.tools.course.playground.frozen import LECTURE_W, RATIOS, ascend, gradients
-from grpo_ray.tools.course.playground.settings import Settings
+from examples.course.playground.baseline import Estimates
+from examples.course.playground.comparison import Run
+from examples.course.playground.frozen import LECTURE_W, RATIOS, ascend, gradients
+from examples.course.playground.settings import Settings
 from grpo_ray.tools.drawing.figures import (
     COLORS,
     GRID,

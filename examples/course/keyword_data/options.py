@@ -1,4 +1,4 @@
-"""The options of `grpo-ray data`."""
+"""The options of `python -m examples.course data`."""
 
 import argparse
 from dataclasses import dataclass

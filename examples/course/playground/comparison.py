@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from grpo_ray.tools.course.playground.policy_gradient import Point, train_model
-from grpo_ray.tools.course.playground.settings import COMPARISONS, Settings
-from grpo_ray.tools.course.playground.task import SortingTask
+from examples.course.playground.policy_gradient import Point, train_model
+from examples.course.playground.settings import COMPARISONS, Settings
+from examples.course.playground.task import SortingTask
 
 TIE = 0.01  # points of reward; below it, both policies are nearly certain of responses with the same reward
 

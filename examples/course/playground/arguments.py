@@ -1,12 +1,12 @@
-"""The command `grpo-ray playground`."""
+"""The command `python -m examples.course playground`."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
+from examples.course.playground.settings import Settings, allowed, option
 from grpo_ray.errors import RunError
 from grpo_ray.tools.arguments import Command, Flag, Option, TypedCommand, positive
-from grpo_ray.tools.course.playground.settings import Settings, allowed, option
 
 SettingOption = partial(Option, "X", group="settings (the defaults are the lecture's)")
 
@@ -61,20 +61,20 @@ def _playground(options: PlaygroundOptions) -> int:
 
 
 def _sorting(options: SortingOptions) -> int:
-    from grpo_ray.tools.course.playground.play import run_sorting
+    from examples.course.playground.play import run_sorting
 
     return run_sorting(dict(options.given), options.compare, options.seeds, options.output, options.typed)
 
 
 def _baseline(options: BaselineOptions) -> int:
-    from grpo_ray.tools.course.playground.play import run_baseline
+    from examples.course.playground.play import run_baseline
 
     run_baseline(options.samples, options.output, options.typed)
     return 0
 
 
 def _frozen(options: ExampleOptions) -> int:
-    from grpo_ray.tools.course.playground.play import run_frozen
+    from examples.course.playground.play import run_frozen
 
     run_frozen(options.output, options.typed)
     return 0

@@ -1,8 +1,8 @@
-"""The command `grpo-ray data`."""
+"""The command `python -m examples.course data`."""
 
+from examples.course.keyword_data.options import DataOptions, KeywordOptions
 from grpo_ray.errors import RunError
 from grpo_ray.tools.arguments import Command
-from grpo_ray.tools.course.keyword_data.options import DataOptions, KeywordOptions
 
 
 def _data(options: DataOptions) -> int:
@@ -10,7 +10,7 @@ def _data(options: DataOptions) -> int:
 
 
 def _keywords(options: KeywordOptions) -> int:
-    from grpo_ray.tools.course.keyword_data.generate import make_keyword_dataset
+    from examples.course.keyword_data.generate import make_keyword_dataset
 
     make_keyword_dataset(options)
     return 0

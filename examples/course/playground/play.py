@@ -1,4 +1,4 @@
-"""`grpo-ray playground`: run an example, print its results, and write them with a picture.
+"""`python -m examples.course playground`: run an example, print its results, and write them with a picture.
 
 torch and matplotlib take seconds to import, so the functions import them after checking their arguments.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from examples.course.playground.settings import make_settings
 from grpo_ray.errors import INTERRUPTED, RunError
 from grpo_ray.telemetry.durable import replacing
-from grpo_ray.tools.course.playground.settings import make_settings
 from grpo_ray.tools.experiments.resources import describe_machine
 
 if TYPE_CHECKING:
-    from grpo_ray.tools.course.playground.comparison import Run
-    from grpo_ray.tools.course.playground.policy_gradient import Point
+    from examples.course.playground.comparison import Run
+    from examples.course.playground.policy_gradient import Point
 
 MAX_SAMPLES = 1000  # 20,000 estimates from more would not fit into memory
 
@@ -42,9 +42,9 @@ def run_sorting(
     """
     settings = make_settings(given, compare)
     folder = _make_folder(output, f"sorting-{compare}" if compare else "sorting")
-    from grpo_ray.tools.course.playground.comparison import summarize, table, train_all, variants
-    from grpo_ray.tools.course.playground.pictures import plot_runs
-    from grpo_ray.tools.course.playground.task import make_task
+    from examples.course.playground.comparison import summarize, table, train_all, variants
+    from examples.course.playground.pictures import plot_runs
+    from examples.course.playground.task import make_task
 
     task, tried = make_task(settings.reward, settings.numbers), variants(settings, compare)
     num_runs, started = len(tried) * num_seeds, perf_counter()
@@ -82,8 +82,8 @@ def run_baseline(num_samples: int, output: str, command: str) -> None:
     if num_samples > MAX_SAMPLES:
         raise RunError(f"--samples {num_samples}: give at most {MAX_SAMPLES}")
     folder = _make_folder(output, "baseline")
-    from grpo_ray.tools.course.playground.baseline import make_estimates
-    from grpo_ray.tools.course.playground.pictures import plot_baseline
+    from examples.course.playground.baseline import make_estimates
+    from examples.course.playground.pictures import plot_baseline
 
     kinds = {"rewards": make_estimates("raw"), "minus the state's mean": make_estimates("mean")}
     draws = {label: estimates.draw(num_samples) for label, estimates in kinds.items()}
@@ -113,8 +113,8 @@ def run_baseline(num_samples: int, output: str, command: str) -> None:
 def run_frozen(output: str, command: str) -> None:
     """Show the three ratios' gradients at the lecture's w, and where ascent on them ends."""
     folder = _make_folder(output, "frozen")
-    from grpo_ray.tools.course.playground.frozen import LECTURE_W, RATIOS, ascend, slope
-    from grpo_ray.tools.course.playground.pictures import plot_frozen
+    from examples.course.playground.frozen import LECTURE_W, RATIOS, ascend, slope
+    from examples.course.playground.pictures import plot_frozen
 
     print(f"p = sigmoid(w); at w = {LECTURE_W:g}, where every ratio is 1:")
     figures = {}
