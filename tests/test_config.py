@@ -7,7 +7,7 @@ import pytest
 
 from grpo_ray.algorithms import Objective
 from grpo_ray.config import Config
-from grpo_ray.config.loading import ConfigError, load_config, make_config
+from grpo_ray.config.loading import ConfigError, find_config, load_config, make_config
 from grpo_ray.config.other_names import OTHER_NAMES
 from grpo_ray.config.schema import _keys, describe, nearest_name, resolve
 from grpo_ray.config.task import OPENING_TAGS, TAGGED
@@ -24,7 +24,7 @@ def write(folder: Path, text: str = MINIMAL, name: str = "run.yaml") -> Path:
     return path
 
 
-def error_of(path: Path, overrides: tuple[str, ...] = ()) -> str:
+def error_of(path: str | Path, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return str(caught.value)
@@ -499,6 +499,20 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "this is a folder" in error_of(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: caf\xe9}")
     assert "byte 15 is not UTF-8" in error_of(tmp_path / "latin.yaml")
+
+
+def test_a_bundled_configuration_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("qwen2.5-math-1.5b").model.path == "Qwen/Qwen2.5-Math-1.5B"
+    assert find_config("qwen2.5-math-1.5b").samefile(CONFIGS / "qwen2.5-math-1.5b.yaml")
+    message = error_of("quickstrat")
+    assert "did you mean quickstart?" in message
+    assert "bundled, without .yaml: calculator, " in message
+    assert "bundled," not in error_of(tmp_path / "quickstart")
+    Path("quickstart").mkdir()
+    assert find_config("quickstart").stem == "quickstart"
+    Path("keywords").write_text("run: {seed: 7}")  # a file here comes first
+    assert find_config("keywords") == Path("keywords")
 
 
 def test_dump_and_load_round_trip(tmp_path: Path) -> None:

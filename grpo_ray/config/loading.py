@@ -21,20 +21,29 @@ from grpo_ray.config.schema import (
     sections_of,
 )  # fmt: skip
 
+BUNDLED = Path(__file__).parents[1] / "configs"
+
 
 class ConfigError(ValueError):
     """An invalid configuration; the message has one line per problem."""
 
 
+def find_config(path: str | Path) -> Path:
+    """Return the bundled configuration that a bare name such as `quickstart` means, or the path as it is."""
+    path = Path(path)
+    bundled = BUNDLED / f"{path}.yaml"
+    return bundled if len(path.parts) == 1 and bundled.is_file() and not path.is_file() else path
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load the YAML file and apply overrides such as `learner.learning_rate=1e-4`.
+    """Load a YAML file, or a bundled one by its name, and apply overrides such as `learner.learning_rate=1e-4`.
 
     An override's value is YAML: `a.b=null`, `model.tiny={}`, `sampling.stop=["</answer>"]`.
 
     Raises:
         ConfigError: names all problems at once.
     """
-    path = Path(path)
+    path = find_config(path)
     try:
         data = _read_mapping(path)
     except ConfigError as error:
@@ -118,11 +127,11 @@ def _parse_yaml(text: str) -> Any:
 
 def _neighbours(path: Path) -> str:
     names = sorted(file.name for file in path.parent.glob("*.yaml"))
-    if not names:
-        return f"{path.parent} has no .yaml file"
-    nearest = nearest_name(path.name, names)
+    bundled = sorted(file.stem for file in BUNDLED.glob("*.yaml")) if len(path.parts) == 1 else []
+    nearest = nearest_name(path.name, [*names, *bundled])
     hint = f"did you mean {nearest}? " if nearest else ""
-    return f"{hint}{path.parent} has: {', '.join(names)}"
+    here = f"{path.parent} has: {', '.join(names)}" if names else f"{path.parent} has no .yaml file"
+    return f"{hint}{here}" + (f"; bundled, without .yaml: {', '.join(bundled)}" if bundled else "")
 
 
 # ---- overrides ----

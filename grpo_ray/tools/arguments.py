@@ -98,7 +98,7 @@ class Command(Generic[Options]):
     """The heading in the program's help."""
 
 
-ConfigFile = Annotated[str, Argument("CONFIG", "a YAML file, such as configs/quickstart.yaml")]
+ConfigFile = Annotated[str, Argument("CONFIG", "a YAML file, or a bundled configuration such as quickstart")]
 Overrides = Annotated[tuple[str, ...], Argument("KEY=VALUE", "changes, such as learner.learning_rate=1e-4")]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from grpo_ray.cluster.placement import Node, amounts_of, bundles_of, listed, shortfalls
 from grpo_ray.config import Config
-from grpo_ray.config.loading import load_config
+from grpo_ray.config.loading import find_config, load_config
 from grpo_ray.errors import shown_plainly
 from grpo_ray.telemetry.visible_text import print_visible
 from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Option, Overrides
@@ -66,7 +66,7 @@ def _train(options: TrainOptions) -> int:
     from grpo_ray.run.training import train
     from grpo_ray.tools.report.ending import print_ending
 
-    print_ending(print_visible, train(config, options.config, options.local))
+    print_ending(print_visible, train(config, str(find_config(options.config)), options.local))
     return 0
 
 

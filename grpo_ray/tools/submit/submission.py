@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_ray.config import Config
-from grpo_ray.config.loading import load_config
+from grpo_ray.config.loading import find_config, load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.secrets import is_secret
 from grpo_ray.errors import RunError
@@ -97,7 +97,7 @@ def training_job(path: str, overrides: Sequence[str], context: SubmissionContext
         ConfigError: the configuration is wrong.
     """
     config = load_config(path, overrides)
-    name = config.run.name or f"{Path(path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = config.run.name or f"{find_config(path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_dir = (context.folder / config.run.output_dir).resolve()
     settled = (f"run.output_dir={_quoted(output_dir)}", f"run.name={_quoted(name)}")
     return _job(
