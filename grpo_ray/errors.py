@@ -56,6 +56,17 @@ def shown_plainly() -> Iterator[None]:
         raise RunError(str(error)) from error
 
 
+@contextlib.contextmanager
+def ray_needed(otherwise: str = "") -> Iterator[None]:
+    """Convert the failed import of Ray, which is an optional package, to a RunError with the remedies."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise RunError(f"this needs Ray: pip install 'grpo_ray[cluster]'{otherwise}") from None
+
+
 def first_error(errors: BaseExceptionGroup) -> BaseException:
     """Return the group's first error, of which the others are consequences."""
     error = errors.exceptions[0]

@@ -2,21 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import make_completion
 
 from grpo_ray.actors.generator import Generator
-from grpo_ray.actors.scorer import Scorer, scorer_arguments
-from grpo_ray.cluster.local import LocalClient
-from grpo_ray.cluster.placement import environment_names
+from grpo_ray.cluster.local import LocalClient, LocalServing
 from grpo_ray.config import Config
-from grpo_ray.engines import make_engine
-from grpo_ray.episodes.environment_worker import EnvironmentWorker
 from grpo_ray.models.model_files import load_tokenizer
 from grpo_ray.tools.evaluation import evaluate
+from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan
 from grpo_ray.types import Completion, SamplingSettings, StartingModel
 
 Answers = Callable[[str, SamplingSettings], Sequence[str]]  # (prompt, settings) -> one response per sample
@@ -39,39 +35,14 @@ class KnownEngine:
         return tuple(make_completion(i, text=text) for i, text in zip(ids, texts, strict=True))
 
 
-class LocalServing:
-    """The local counterpart of `hosting.ServingGroup`."""
+class KnownServing(LocalServing):
+    """Actors with Generators that give known answers."""
 
-    def __init__(self, config: Config, model: StartingModel, answers: Answers | None) -> None:
-        def generator(name: str) -> Generator:
-            index = int(name.rpartition("-")[2])
-            known: Any = KnownEngine(model.path, answers) if answers is not None else None
-            return Generator(name, known or make_engine(config, model.path, model.max_model_len, index))
+    answers: Answers
 
-        self._generator = generator
-        names = [f"generator-{index}" for index in range(config.generator.num_generators)]
-        self.generators = {name: LocalClient(name, lambda name=name: generator(name)) for name in names}  # type: ignore[misc]
-        scorer = scorer_arguments(config)
-        self.scorers = {"scorer": LocalClient("scorer", lambda: Scorer(*scorer))}
-        self.teachers = dict[str, LocalClient]()
-        self.environments = {
-            name: LocalClient(name, lambda name=name: EnvironmentWorker(name, config, model))  # type: ignore[misc]
-            for name in environment_names(config)
-        }
-
-    def by_name(self) -> dict[str, LocalClient]:
-        return {**self.generators, **self.scorers, **self.environments}
-
-    def restart_generator(self, name: str) -> LocalClient:
-        self.generators[name].die()
-        self.generators[name] = LocalClient(name, lambda: self._generator(name))
-        return self.generators[name]
-
-    def put(self, data: Any) -> Any:
-        return data
-
-    async def fetch(self, reference: Any) -> Any:
-        return await reference
+    def _new_generator(self, name: str) -> LocalClient:
+        engine: Any = KnownEngine(self._start.path, self.answers)
+        return self._client(name, lambda: Generator(name, engine))
 
 
 @pytest.fixture
@@ -80,18 +51,17 @@ def serve_locally(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LocalSe
 
     def install(answers: Answers | None = None) -> list[LocalServing]:
         started: list[LocalServing] = []
+        kind = type("Serving", (KnownServing,), {"answers": staticmethod(answers)}) if answers else LocalServing
 
         @contextlib.contextmanager
-        def serving(
-            placement: None, config: Config, model: StartingModel, logs: Path
+        def served(
+            plan: EvaluationPlan, config: Config, model: StartingModel, console: object
         ) -> Iterator[LocalServing]:
-            started.append(LocalServing(config, model, answers))
+            started.append(kind(config, model, plan.folder.path))
             yield started[-1]
-            started[-1].scorers["scorer"].actor.close()
+            started[-1].stop()
 
-        monkeypatch.setattr(evaluate, "serving", serving)
-        monkeypatch.setattr(evaluate.session, "connected", lambda needs_hub: contextlib.nullcontext())
-        monkeypatch.setattr(evaluate.session, "placed", lambda config: contextlib.nullcontext())
+        monkeypatch.setattr(evaluate, "_served", served)
         return started
 
     return install

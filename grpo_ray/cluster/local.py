@@ -158,8 +158,8 @@ async def _value_of(argument: Any) -> Any:
     return argument
 
 
-class LocalActors:
-    """The counterpart of `hosting.ActorGroup` in this process."""
+class LocalServing:
+    """The counterpart of `hosting.ServingGroup` in this process."""
 
     def __init__(
         self, config: Config, model: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
@@ -177,15 +177,9 @@ class LocalActors:
         self.scorers = {name: self._new_scorer(name) for name in scorer_names(config)}
         self.teachers = {name: self._new_teacher(name) for name in teacher_names(config)}
         self.environments = {name: self._new_environment(name) for name in environment_names(config)}
-        self.learner: Any = self._new_learner()
-        self.buffer: Any = self._client("buffer", self._make_buffer)
-        clients: list[Any] = list(self.generators.values())
-        self.weight_sync: Any = self._client("weight_sync", partial(self._make_weight_sync, clients))
 
     def by_name(self) -> dict[str, Any]:
-        others = (self.learner, self.buffer, self.weight_sync)
-        by_name = {client.name: client for client in others}
-        return {**self.generators, **self.scorers, **self.teachers, **self.environments, **by_name}
+        return {**self.generators, **self.scorers, **self.teachers, **self.environments}
 
     def _client(self, name: str, build: Callable[[], Any]) -> LocalClient:
         return LocalClient(name, build)
@@ -201,10 +195,6 @@ class LocalActors:
         if self._checkpoint is not None and self._config.model.adapter is None:
             return str(self._checkpoint.model_path)
         return self._start.path
-
-    @property
-    def _training_path(self) -> Path | None:
-        return self._checkpoint.training_path if self._checkpoint else None
 
     def _new_generator(self, name: str) -> LocalClient:
         config, seed = self._config, self._seed_of(name)
@@ -230,6 +220,58 @@ class LocalActors:
 
         return self._client(name, lambda: EnvironmentWorker(name, self._config, self._start))
 
+    def restart_generator(self, name: str) -> Any:
+        return _replace(self.generators, name, self._new_generator)
+
+    def restart_worker(self, name: str) -> Any:
+        kinds: tuple[tuple[dict[str, LocalClient], Callable[[str], LocalClient]], ...] = (
+            (self.scorers, self._new_scorer),
+            (self.teachers, self._new_teacher),
+            (self.environments, self._new_environment),
+        )
+        clients, start = next(kind for kind in kinds if name in kind[0])
+        return _replace(clients, name, start)
+
+    async def fetch(self, reference: Any) -> Any:
+        return await reference
+
+    def put(self, data: Any) -> Any:
+        return data
+
+    def dump_stacks(self) -> None:
+        """Append all threads' Python stacks to logs/threads.log."""
+        with contextlib.suppress(OSError):
+            self._run.logs.mkdir(exist_ok=True)
+            with (self._run.logs / "threads.log").open("a") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    def stop(self) -> None:
+        """End the processes of the graders."""
+        for client in self.scorers.values():
+            if "actor" in vars(client):  # it was called
+                client.actor.close()
+
+
+class LocalActors(LocalServing):
+    """The counterpart of `hosting.ActorGroup` in this process."""
+
+    def __init__(
+        self, config: Config, model: StartingModel, run_dir: Path, checkpoint: Checkpoint | None = None
+    ) -> None:
+        super().__init__(config, model, run_dir, checkpoint)
+        self.learner: Any = self._new_learner()
+        self.buffer: Any = self._client("buffer", self._make_buffer)
+        clients: list[Any] = list(self.generators.values())
+        self.weight_sync: Any = self._client("weight_sync", partial(self._make_weight_sync, clients))
+
+    def by_name(self) -> dict[str, Any]:
+        others = (self.learner, self.buffer, self.weight_sync)
+        return {**super().by_name(), **{client.name: client for client in others}}
+
+    @property
+    def _training_path(self) -> Path | None:
+        return self._checkpoint.training_path if self._checkpoint else None
+
     def _new_learner(self) -> LocalClient:
         from grpo_ray.actors.learner import Learner
 
@@ -251,45 +293,27 @@ class LocalActors:
         wires = Wires(self.learner, "stage") if config.wire_backend else None
         return WeightSync(generators, admission_of(self._config), config.phase_timeout_s, self._version, wires)
 
-    def restart_generator(self, name: str) -> Any:
-        return _replace(self.generators, name, self._new_generator)
-
-    def restart_worker(self, name: str) -> Any:
-        kinds: tuple[tuple[dict[str, LocalClient], Callable[[str], LocalClient]], ...] = (
-            (self.scorers, self._new_scorer),
-            (self.teachers, self._new_teacher),
-            (self.environments, self._new_environment),
-        )
-        clients, start = next(kind for kind in kinds if name in kind[0])
-        return _replace(clients, name, start)
-
-    async def fetch(self, reference: Any) -> Any:
-        return await reference
-
     def spilled_bytes(self) -> int:
         return 0
 
     def show_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def show_phase(self, phase: str) -> None: ...
 
-    def dump_stacks(self) -> None:
-        """Append all threads' Python stacks to logs/threads.log."""
-        with contextlib.suppress(OSError):
-            self._run.logs.mkdir(exist_ok=True)
-            with (self._run.logs / "threads.log").open("a") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-
-    def stop(self) -> None:
-        """End the processes of the graders."""
-        for client in self.scorers.values():
-            if "actor" in vars(client):  # it was called
-                client.actor.close()
-
 
 def _replace(clients: dict[str, LocalClient], name: str, start: Callable[[str], LocalClient]) -> LocalClient:
     clients[name].die("it was replaced")
     clients[name] = start(name)
     return clients[name]
+
+
+@contextlib.contextmanager
+def serving(config: Config, model: StartingModel, folder: Path) -> Iterator[LocalServing]:
+    """Yield the actors that sample and grade; end what they started, however the block is left."""
+    actors = LocalServing(config, model, folder)
+    try:
+        yield actors
+    finally:
+        actors.stop()
 
 
 @contextlib.contextmanager

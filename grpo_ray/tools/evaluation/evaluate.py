@@ -5,11 +5,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grpo_ray.cluster import session
-from grpo_ray.cluster.hosting import serving
+from grpo_ray.cluster import local
 from grpo_ray.config import Config
-from grpo_ray.errors import RunError, all_of, shown_plainly
-from grpo_ray.models.model_files import is_local
+from grpo_ray.errors import RunError, all_of, ray_needed, shown_plainly
+from grpo_ray.models.model_files import is_local as is_local_model
 from grpo_ray.run.preflight import PreparedServing, check_files, prepare_serving
 from grpo_ray.run.signals import Interrupted, signals_answered, sigterm_interrupts
 from grpo_ray.tasks import load_validation
@@ -20,10 +19,12 @@ from grpo_ray.tools.evaluation.console import EvaluationConsole
 from grpo_ray.tools.evaluation.curve import plot_curve, write_curve
 from grpo_ray.tools.evaluation.evaluation_folder import read_summary
 from grpo_ray.tools.evaluation.evaluation_plan import EvaluationPlan, plan_evaluation
+from grpo_ray.tools.evaluation.evaluator import PuttingActors
 from grpo_ray.tools.evaluation.options import EvaluationOptions
 from grpo_ray.tools.evaluation.readable import summary_table
 from grpo_ray.tools.evaluation.sampling import sample
 from grpo_ray.tools.evaluation.subject import Weights
+from grpo_ray.types import StartingModel
 
 
 def evaluate(options: EvaluationOptions) -> Path:
@@ -37,7 +38,7 @@ def evaluate(options: EvaluationOptions) -> Path:
     _, examples, _ = all_of(
         lambda: plan.folder.check(plan.definition, is_partial=True),
         lambda: load_validation(plan.config.task, plan.config.run.seed, plan.limit),
-        lambda: session.check_machine(plan.config),
+        lambda: _check_machine(plan),
     )
     with EvaluationConsole() as console:
         for notice in plan.subject.notices:
@@ -56,6 +57,15 @@ def evaluate(options: EvaluationOptions) -> Path:
         found = [read_summary(plan.folder_of(weights)) for weights in plan.subject.weights]
         _conclude(plan, [summary for summary in found if summary is not None], console)
     return plan.folder.path
+
+
+def _check_machine(plan: EvaluationPlan) -> None:
+    if plan.is_local:
+        return local.check_local(plan.config)
+    with ray_needed(", or add --local"):
+        from grpo_ray.cluster.session import check_machine
+
+    return check_machine(plan.config)
 
 
 def _with_model(plan: EvaluationPlan, console: EvaluationConsole) -> Config:
@@ -99,17 +109,32 @@ def _sample(
     prepared: PreparedServing,
     console: EvaluationConsole,
 ) -> None:
-    assert config.model.path is not None
+    with signals_answered(), _served(plan, config, prepared.model, console) as actors:
+        asyncio.run(sample(plan, config, left, prepared, actors, console))
+
+
+@contextlib.contextmanager
+def _served(
+    plan: EvaluationPlan, config: Config, model: StartingModel, console: EvaluationConsole
+) -> Iterator[PuttingActors]:
+    """Yield the actors, in this process or on Ray; end them however the block is left."""
+    if plan.is_local:
+        with local.serving(config, model, plan.folder.path) as here:
+            yield here
+        return
     console.status("starting Ray")
+    from grpo_ray.cluster import session
+    from grpo_ray.cluster.hosting import serving
+
+    assert config.model.path is not None
     logs = plan.folder.path.resolve() / "logs"
     with (
-        signals_answered(),
-        session.connected(needs_hub=not is_local(config.model.path)),
+        session.connected(needs_hub=not is_local_model(config.model.path)),
         sigterm_interrupts(),
         session.placed(config) as placement,
-        serving(placement, config, prepared.model, logs) as actors,
+        serving(placement, config, model, logs) as actors,
     ):
-        asyncio.run(sample(plan, config, left, prepared, actors, console))
+        yield actors
 
 
 def _conclude(plan: EvaluationPlan, summaries: Sequence[EvaluationSummary], console: EvaluationConsole) -> None:

@@ -36,6 +36,7 @@ class EvaluationPlan:
     limit: int | None
     folder: ResumableFolder
     command: str  # as typed, with the folder, to resume
+    is_local: bool
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -81,7 +82,9 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     overrides = list(options.overrides)
     if options.max_tokens is not None:
         overrides.append(f"sampling.max_tokens={options.max_tokens}")
-    config, notice = on_this_machine(make_config(data, overrides, subject.source))
+    if options.local and make_config(data, overrides, subject.source).generator.engine == "vllm":
+        overrides.append("generator.engine=torch")
+    config, notice = on_this_machine(make_config(data, overrides, subject.source), options.local)
     if notice is not None:
         subject = replace(subject, notices=(*subject.notices, notice))
     model_config = config
@@ -111,6 +114,7 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
         options.choice.limit,
         evaluation_folder(Path(folder)),
         options.command if options.output else f"{options.command} --output {shlex.quote(folder)}",
+        options.local,
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from grpo_ray.tools.arguments import Argument, Option, TypedCommand, fraction, non_negative, positive
+from grpo_ray.tools.arguments import Argument, Local, Option, TypedCommand, fraction, non_negative, positive
 from grpo_ray.tools.trust import RunRewardCode, TrustRemoteCode
 
 Asked = partial(Option, group="questions")
@@ -55,6 +55,7 @@ class EvaluationOptions:
     temperature: Annotated[float | None, Sampled("T", "0 is greedy", type=non_negative)] = None
     top_p: Annotated[float | None, Sampled("P", "nucleus sampling (default: 1)", type=fraction)] = None
     max_tokens: Annotated[int | None, Sampled("N", "longest response", type=positive)] = None
+    local: Local = False
     trust_remote_code: TrustRemoteCode = False
     run_reward_code: RunRewardCode = False
     output: Annotated[str | None, Option("FOLDER", "default: evaluations/<name>-<time>")] = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.secrets import RAY_TOKEN
-from grpo_ray.errors import RunError
+from grpo_ray.errors import RunError, ray_needed
 from grpo_ray.telemetry.visible_text import visible
 from grpo_ray.tools.submit.submission import RUN_KEY, Submission, SubmissionContext
 
@@ -159,9 +159,10 @@ def _connect(address: str) -> "JobSubmissionClient":
 @contextlib.contextmanager
 def _explained(address: str) -> Iterator[None]:
     """Turn the errors of Ray's client into a RunError."""
+    with ray_needed():
+        from ray.exceptions import AuthenticationError
     import aiohttp
     import requests
-    from ray.exceptions import AuthenticationError
 
     try:
         yield
