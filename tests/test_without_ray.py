@@ -71,8 +71,6 @@ def test_only_the_lack_of_ray_is_explained() -> None:
 def test_a_missing_vllm_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(session, "find_spec", lambda name: None)
-    with pytest.raises(
-        RunError, match=r"'grpo_ray\[cpu\]'.* set generator.engine=torch$"
-    ):
+    with pytest.raises(RunError, match=r"'grpo_ray\[cpu\]'.* set generator.engine=torch$"):
         session.check_machine(load_config(QUICKSTART))
     session.check_machine(load_config(QUICKSTART, ["generator.engine=torch"]))
