@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 
 import pytest
@@ -33,16 +34,63 @@ def test_a_reader_that_went_away_does_not_end_a_run(monkeypatch: pytest.MonkeyPa
             console.print("a line that is longer than any buffer " * 1000)
 
 
+METRICS = dict.fromkeys(
+    (
+        "reward/mean", "lag/max", "loss/policy", "throughput/sampled_tokens_per_s", "timing/step_s",
+        "timing/wait_for_batch_s", "timing/train_s", *SYNC,
+    ),
+    1.0,
+)  # fmt: skip
+IDLE = METRICS | {"throughput/sampled_tokens_per_s": 0.0, "timing/generate_s": 0.0}
+
+
 def test_a_step_without_some_measurements_still_has_its_line() -> None:
-    metrics = dict.fromkeys(
-        (
-            "reward/mean", "lag/max", "loss/policy", "throughput/sampled_tokens_per_s", "timing/step_s",
-            "timing/wait_for_batch_s", "timing/train_s", *SYNC,
-        ),
-        1.0,
-    )  # fmt: skip
-    assert "entropy nan" in step_line(metrics)
-    assert "entropy 0.125" in step_line(metrics | {"policy/entropy": 0.125})
+    assert "entropy nan" in step_line(METRICS)
+    assert "entropy 0.125" in step_line(METRICS | {"policy/entropy": 0.125})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal_lines(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
+    """Return what a run of two steps leaves on a terminal."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for name, value in {"COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with RunConsole(num_steps=2) as console:
+        console.step(1, METRICS)
+        console.step(2, IDLE)
+    written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    return [line for line in re.split(r"[\r\n]+", written) if line.startswith("step  ")]
+
+
+def test_every_step_leaves_its_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert terminal_lines(monkeypatch, 80) == [
+        "step    1/2  reward 1.000  lag 1  loss +1.0000  1 tok/s  1.00 s",
+        "step    2/2  reward 1.000  lag 1  loss +1.0000  nothing left to sample  1.00 s",
+    ]
+
+
+def test_a_wide_terminal_has_room_for_the_whole_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert terminal_lines(monkeypatch, 200) == [
+        f"step    1/2  {step_line(METRICS)}",
+        f"step    2/2  {step_line(IDLE, is_sampled=True)}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "max_lag", "is_shown"), [(9, 1, False), (10, 1, True), (9, 2, True), (10, 0, False)]
+)
+def test_only_the_last_steps_have_nothing_left_to_sample(
+    step: int, max_lag: int, is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunConsole(10, max_lag).step(step, IDLE)
+    line = capsys.readouterr().out
+    assert ("nothing left to sample" in line) == is_shown
+    assert ("0 tok/s" in line) == ("generate 0.00" in line) == (not is_shown)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from grpo_ray.telemetry.rollout_log import write_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, step_name
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
-from grpo_ray.tools.report.ending import print_ending
+from grpo_ray.tools.report.ending import OWN, print_ending
 from grpo_ray.tools.report.rollout_sample import StepFiles
 from grpo_ray.tools.report.run_facts import RunTotals, run_facts
 
@@ -124,7 +124,9 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path:
     text = "\n".join(ending(finished_run(tmp_path, None)))
     assert "Samples at step 0:\n  reward 1  'prompt 0' -> 'response at 0'" in text
     assert "Samples at step 5:\n  reward 1  'prompt 0' -> 'response at 5'" in text
-    assert f"resume {tmp_path} algorithm.num_steps=10" in text
+    page, _, anchor = OWN.partition("#")
+    assert f"## {anchor.replace('-', ' ').capitalize()}" in Path(page).read_text()
+    assert text.splitlines()[-1].endswith(f"resume {tmp_path} algorithm.num_steps=10")
     assert (tmp_path / "reward_curve.png").exists()
 
 

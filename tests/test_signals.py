@@ -50,6 +50,20 @@ class Controller:
 with signals.signals_answered(run):
     signals.run_until_signal(Controller(), 1000.0, run)
 """
+LONG_STEP = """
+class Controller:
+    was_stopped = False
+
+    def stop(self, is_preempted):
+        self.was_stopped = True
+
+    async def run(self):
+        print("ready", flush=True)
+        await asyncio.sleep(1000)  # a step that does not end
+
+with signals.signals_answered(run):
+    signals.run_until_signal(Controller(), 1000.0, run, say=lambda text: print(text, flush=True))
+"""
 INTERRUPTED = """
 try:
     with signals.signals_answered(run):
@@ -121,7 +135,7 @@ def test_a_second_signal_ends_the_process_and_says_how_to_resume(folder: Path) -
     assert process.stdout.readline() == "first\n"
     process.send_signal(signal.SIGINT)
     status, _, errors = ending(process)
-    assert (status, errors) == (130, f"\nkilled; resume with: grpo-ray resume {folder}\n")
+    assert (status, errors) == (130, f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n")
 
 
 @pytest.mark.slow
@@ -131,7 +145,7 @@ def test_a_run_that_has_no_folder_yet_is_not_said_to_resume(folder: Path) -> Non
     os.kill(process.pid, signal.SIGTERM)
     status, _, errors = ending(process)
     assert status == 130
-    assert errors.endswith("\nkilled\n")
+    assert errors.endswith("\nended at once, without waiting any longer\n")
 
 
 @pytest.mark.slow
@@ -141,7 +155,7 @@ def test_a_main_thread_in_native_code_is_ended_by_the_first_signal(folder: Path)
     process.send_signal(signal.SIGINT)
     status, _, errors = ending(process)
     assert status == 130
-    assert "killed, because it did not answer within 0.1 s; resume with: " in errors
+    assert "ended at once, because it did not answer within 0.1 s; resume with: " in errors
 
 
 @pytest.mark.slow
@@ -149,4 +163,17 @@ def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> Non
     process = started(DEAF_LOOP, folder)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)  # another one: two of a kind may be delivered as one
-    assert ending(process)[::2] == (130, f"\nkilled; resume with: grpo-ray resume {folder}\n")
+    assert ending(process)[::2] == (130, f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n")
+
+
+@pytest.mark.slow
+def test_the_first_ctrl_c_says_what_is_waited_for_and_the_second_ends_the_run_at_once(folder: Path) -> None:
+    process = started(LONG_STEP, folder)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert "waiting for the end of this step" in first and "Ctrl-C again ends the run at once" in first
+    process.send_signal(signal.SIGINT)
+    status, output, errors = ending(process)
+    assert (status, output) == (130, "")
+    assert errors == f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n"

@@ -21,6 +21,7 @@ from grpo_ray.telemetry.visible_text import visible
 
 CLEAN_UP_S = 60.0  # after `run.on_preemption_s`
 ANSWER_S = 5.0  # for the main thread to take notice of the first signal
+STOPPING = "waiting for the end of this step and its checkpoint; Ctrl-C again ends the run at once"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _noticed = threading.Event()  # by the main thread
@@ -81,10 +82,10 @@ def _watch(signals: socket.socket, run: RunDirectory | None) -> None:
         has_come = _next_signal(signals, ANSWER_S)
     except TimeoutError:
         if not _noticed.is_set():
-            _end_process(f"killed, because it did not answer within {ANSWER_S:g} s", run)
+            _end_process(f"ended at once, because it did not answer within {ANSWER_S:g} s", run)
         has_come = _next_signal(signals)
     if has_come:
-        _end_process("killed", run)
+        _end_process("ended at once, without waiting any longer", run)
 
 
 def _next_signal(signals: socket.socket, limit_s: float | None = None) -> bool:
@@ -129,6 +130,7 @@ def run_until_signal(
     on_preemption_s: float,
     run: RunDirectory,
     ends_process: bool = False,
+    say: Callable[[str], None] = print,
     stoppable_by: Callable[[Callable[[], None]], None] | None = None,
 ) -> None:
     """Run the controller until it ends or a signal stops it.
@@ -139,6 +141,7 @@ def run_until_signal(
     Args:
         ends_process: end the process `CLEAN_UP_S` after that even if its clean-up hangs, as on a file system
             that does not answer; the reaper then ends the actors.
+        say: prints the answer to the first signal.
         stoppable_by: given a function that stops the controller as a SIGINT does, which any thread may call.
     """
     answered = SIGNALS if is_main_thread() else ()
@@ -149,6 +152,8 @@ def run_until_signal(
         loop = asyncio.get_running_loop()
 
         def stop(number: int) -> None:
+            if not controller.was_stopped:
+                say(STOPPING)
             controller.stop(is_preempted=number == signal.SIGTERM)
             if number == signal.SIGTERM:
                 loop.call_later(on_preemption_s, task.cancel)

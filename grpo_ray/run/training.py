@@ -139,10 +139,7 @@ def _resume(run: RunDirectory, config: Config, is_local: bool, follower: Followe
         checkpoint = make_store(config, run).latest()
         step = checkpoint.state.step if checkpoint is not None else 0
         if min(step, last_logged_step(run.metrics_path)) >= config.algorithm.num_steps:
-            num_steps = config.algorithm.num_steps
-            more = f"algorithm.num_steps={2 * num_steps}"
-            print(f"{run.path}: all {num_steps} steps are done; continue with: {more}")
-            return run
+            return run  # `print_ending` says so, and how to train longer
         run.check_records(step)
         if checkpoint is not None:
             check_same_sampling(before, config, checkpoint)
@@ -257,7 +254,7 @@ def check_same_sampling(before: Config, now: Config, checkpoint: Checkpoint) -> 
 @contextlib.contextmanager
 def _hosted(config: Config, is_local: bool) -> Iterator[tuple[RunConsole, Host]]:
     """Yield the console, and the host of the actors; connect to Ray and reserve their resources before."""
-    with RunConsole(config.algorithm.num_steps) as console:
+    with RunConsole(config.algorithm.num_steps, config.weight_sync.max_lag) as console:
         if is_local:
             yield console, local.running
             return
@@ -300,7 +297,7 @@ def _run_to_the_end(
         def drive(controller: Controller) -> None:
             reporter.follow(controller.live_status)
             limit_s = config.run.on_preemption_s
-            run_until_signal(controller, limit_s, run, ends_process=is_alone, stoppable_by=follower.can_stop)
+            run_until_signal(controller, limit_s, run, is_alone, console.print, follower.can_stop)
 
         with tracking(config, run, console.print, reporter.warning) as trackers:
             train_through_restores(config, prepared, run, reporter, host, drive, trackers)

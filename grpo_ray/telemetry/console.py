@@ -1,4 +1,4 @@
-"""Console output of a run: a banner, a progress bar or one line per step, validations and warnings."""
+"""Console output of a run: a banner, one line per step, validations, warnings, and a bar on a terminal."""
 
 import contextlib
 import math
@@ -49,11 +49,15 @@ class _PatientConsole(VisibleConsole):
 
 
 class RunConsole:
-    """A live bar on a terminal; elsewhere (a file, a job's log) one line per step."""
+    """One line per step; on a terminal a live bar is below them."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, max_lag: int = 1) -> None:
+        """
+        Args:
+            max_lag: the last steps, of this number, may have nothing left to sample.
+        """
         self.console = _PatientConsole(soft_wrap=True)
-        self._num_steps = num_steps
+        self._num_steps, self._max_lag = num_steps, max_lag
         self._progress = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
             TimeRemainingColumn(compact=True), TextColumn("{task.fields[details]}", markup=False),
@@ -89,11 +93,13 @@ class RunConsole:
             self.print(f"warm-up {step}/{num_steps}  loss {loss:.3f}")
 
     def step(self, step: int, metrics: Metrics) -> None:
+        is_sampled = step > self._num_steps - self._max_lag
+        line = f"step {step:>4}/{self._num_steps}  {step_line(metrics, is_sampled)}"
         if self.console.is_terminal:
-            details = step_line(metrics) if self.console.width >= 150 else short_step_line(metrics)
-            self._progress.update(self._bar, description="step", completed=step, details=details)
-        else:
-            self.print(f"step {step:>4}/{self._num_steps}  {step_line(metrics)}")
+            if len(line) > self.console.width:
+                line = f"step {step:>4}/{self._num_steps}  {step_line(metrics, is_sampled, is_short=True)}"
+            self._progress.update(self._bar, description="step", completed=step, details="")
+        self.print(line)
 
     def warning(self, text: str) -> None:
         """Show something that the user should know and that does not end the run."""
@@ -109,24 +115,29 @@ class RunConsole:
         )
 
 
-def step_line(metrics: Metrics) -> str:
-    """Return a step's metrics on one line; the seconds overlap, so they do not add up to the step's."""
+def step_line(metrics: Metrics, is_sampled: bool = False, is_short: bool = False) -> str:
+    """Return a step's metrics on one line; the seconds overlap, so they do not add up to the step's.
+
+    Args:
+        is_sampled: the run may need no more samples.
+        is_short: for a terminal of 80 columns.
+    """
     generate_s = metrics.get("timing/generate_s", math.nan)  # missing if a Generator did not answer
-    entropy = metrics.get("policy/entropy", math.nan)  # missing if the engine gave no logprobs
+    tokens_per_s = metrics["throughput/sampled_tokens_per_s"]
+    sampled, generate = f"{tokens_per_s:,.0f} tok/s", f"generate {generate_s:.2f}, "
+    if is_sampled and not tokens_per_s:
+        sampled, generate = "nothing left to sample", ""
+    parts = [f"reward {metrics['reward/mean']:.3f}", f"lag {metrics['lag/max']:.0f}"]
+    parts += [f"loss {metrics['loss/policy']:+.4f}"]
+    if not is_short:
+        parts += [f"entropy {metrics.get('policy/entropy', math.nan):.3f}"]  # missing without logprobs
+    parts += [sampled, f"{metrics['timing/step_s']:.2f} s"]
+    if is_short:
+        return "  ".join(parts)
     sync_s = sum(metrics[name] for name in SYNC)
     return (
-        f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  "
-        f"loss {metrics['loss/policy']:+.4f}  entropy {entropy:.3f}  "
-        f"{metrics['throughput/sampled_tokens_per_s']:,.0f} tok/s  {metrics['timing/step_s']:.2f} s "
-        f"(generate {generate_s:.2f}, wait {metrics['timing/wait_for_batch_s']:.2f}, "
+        f"{'  '.join(parts)} ({generate}wait {metrics['timing/wait_for_batch_s']:.2f}, "
         f"train {metrics['timing/train_s']:.2f}, sync {sync_s:.2f})"
-    )
-
-
-def short_step_line(metrics: Metrics) -> str:
-    """Return the metrics that fit next to the bar on a terminal of 80 columns."""
-    return (
-        f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  {metrics['timing/step_s']:.2f} s"
     )
 
 

@@ -12,6 +12,8 @@ from grpo_ray.telemetry.step_lines import StepLines
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 
+OWN = "docs/getting-started.md#your-own-model-and-data"
+
 
 def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
     """Print the ending from the run's files alone, so that a resumed run shows its whole history."""
@@ -49,10 +51,7 @@ def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> Non
     command = sys.argv[0] if Path(sys.argv[0]).name == "grpo-ray" else "grpo-ray"
     steps = StepLines(run.metrics_path).steps
     num_steps = steps[-1] if steps else 0
-    train = f"{command} train {run.config_path} run.name=another"
-    print_line("Next:")
-    print_line(f"  {command} report {run.path}    # its web page")
-    print_line(f"  {command} resume {run.path} algorithm.num_steps={2 * num_steps}    # train longer")
-    print_line(f"  {train} weight_sync.max_lag=0         # synchronous")
-    print_line(f"  {train} generator.num_generators=2    # two Generators")
-    print_line(f"  {train} run.seed=1 learner.learning_rate=1e-4")
+    print_line(f"\nAll {num_steps} steps are done. Next:")
+    print_line(f"  look at it     {command} report {run.path}    (a web page), {command} top {run.path}")
+    print_line(f"  use your own   {OWN}")
+    print_line(f"  train longer   {command} resume {run.path} algorithm.num_steps={2 * num_steps}")
