@@ -90,6 +90,10 @@ def ending(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
+def ended_at_once(folder: Path) -> str:
+    return f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").touch()  # a run that can be resumed
@@ -135,7 +139,7 @@ def test_a_second_signal_ends_the_process_and_says_how_to_resume(folder: Path) -
     assert process.stdout.readline() == "first\n"
     process.send_signal(signal.SIGINT)
     status, _, errors = ending(process)
-    assert (status, errors) == (130, f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n")
+    assert (status, errors) == (130, ended_at_once(folder))
 
 
 @pytest.mark.slow
@@ -163,7 +167,7 @@ def test_an_event_loop_that_is_busy_is_ended_by_two_signals(folder: Path) -> Non
     process = started(DEAF_LOOP, folder)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)  # another one: two of a kind may be delivered as one
-    assert ending(process)[::2] == (130, f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n")
+    assert ending(process)[::2] == (130, ended_at_once(folder))
 
 
 @pytest.mark.slow
@@ -172,8 +176,9 @@ def test_the_first_ctrl_c_says_what_is_waited_for_and_the_second_ends_the_run_at
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     first = process.stdout.readline()
-    assert "waiting for the end of this step" in first and "Ctrl-C again ends the run at once" in first
+    assert "waiting for the end of this step" in first
+    assert "Ctrl-C again ends the run at once" in first
     process.send_signal(signal.SIGINT)
     status, output, errors = ending(process)
     assert (status, output) == (130, "")
-    assert errors == f"\nended at once, without waiting any longer; resume with: grpo-ray resume {folder}\n"
+    assert errors == ended_at_once(folder)
