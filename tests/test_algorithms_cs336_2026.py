@@ -7,14 +7,14 @@ import pytest
 import torch
 from test_algorithms_logprobs import LetterTokenizer, tiny_llama
 
-from grpo_ray.algorithms import tokenize_prompt_and_output
-from grpo_ray.algorithms.cs336_2026 import (
+from examples.course.cs336_2026 import (
     aggregate_loss_across_microbatch,
     compute_group_normalized_rewards,
     compute_policy_gradient_loss,
     compute_rollout_rewards,
     grpo_train_step,
 )
+from grpo_ray.algorithms import tokenize_prompt_and_output
 
 PROMPTS = ["ab", "ab", "abc", "abc", "d", "d"]
 RESPONSES = ["c", "de", "", "fghi", "abc", "b"]  # the third has no tokens

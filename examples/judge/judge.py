@@ -7,7 +7,7 @@ import aiohttp
 
 URL = os.environ.get("JUDGE_URL", "https://api.openai.com/v1")
 MODEL = os.environ.get("JUDGE_MODEL", "gpt-5-mini")
-PROMPT = "Question: {question}\nReference: {truth}\nAnswer: {answer}\nGrade the answer, from 0 to 10, by a number."
+PROMPT = "Question: {question}\nReference: {truth}\nAnswer: {answer}\nGrade the answer by a number, 0 to 10."
 
 
 async def reward(response: str, ground_truth: str, question: str) -> float:
