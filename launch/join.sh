@@ -25,7 +25,8 @@ fi
 export RAY_AUTH_MODE=token
 address=$1
 shift
-command=("${bin}python" -m grpo_ray.config.secrets "${bin}ray" start "--address=$address" --disable-usage-stats
+without=("${bin}python" -c 'import sys; from grpo_ray.config.secrets import run_without; run_without(*sys.argv[1:])')
+command=("${without[@]}" "${bin}ray" start "--address=$address" --disable-usage-stats
   --dashboard-agent-listen-port=0 "$@")
 case " $* " in
   *" --block "*) exec "${command[@]}" ;;

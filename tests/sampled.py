@@ -5,7 +5,7 @@ combination.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
@@ -122,17 +122,9 @@ def leave_the_others_to_the_campaign(config: pytest.Config, items: Sequence[pyte
         cases[name].add(case)
         if case not in KEPT.get(name, (case,)):
             item.add_marker(pytest.mark.campaign)
-    whole = _files_collected_whole(config, items)
-    for name, kept in KEPT.items():
-        if name.partition("::")[0] not in whole:
-            continue
-        if name not in cases:
-            raise pytest.UsageError(f"tests/sampled.py keeps cases of {name}, and there is no such test")
-        if missing := [case for case in kept if case not in cases[name]]:
-            raise pytest.UsageError(
-                f"tests/sampled.py keeps {name}[{missing[0]}], and the test has no such case; it has: "
-                f"{', '.join(sorted(cases[name]))}"
-            )
+    if problem := _missing(cases, _files_collected_whole(config, items)):
+        items[0].session.shouldfail = problem  # pytest-xdist shows this of a worker, and loses the error
+        raise pytest.UsageError(problem)
 
 
 def _name_and_case(item: pytest.Item) -> tuple[str, str]:
@@ -146,3 +138,17 @@ def _files_collected_whole(config: pytest.Config, items: Sequence[pytest.Item]) 
     folder = config.invocation_params.dir
     in_part = {(folder / arg.partition("::")[0]).resolve() for arg in config.args if "::" in arg}
     return {path.name for path in {item.path for item in items} if path.resolve() not in in_part}
+
+
+def _missing(cases: Mapping[str, Collection[str]], files: Collection[str]) -> str | None:
+    """Return what is wrong with the part of the table that is about these files."""
+    for name, kept in KEPT.items():
+        if name.partition("::")[0] not in files:
+            continue
+        if name not in cases:
+            return f"tests/sampled.py keeps cases of {name}, and there is no such test"
+        for case in kept:
+            if case not in cases[name]:
+                found = ", ".join(sorted(cases[name]))
+                return f"tests/sampled.py keeps {name}[{case}], and the test has no such case; it has: {found}"
+    return None

@@ -84,11 +84,12 @@ def submit(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 def test_a_run_on_two_nodes(two_nodes: dict[str, str], tmp_path: Path) -> None:
     """Each node has a Generator, weights reach the node without the Learner, and nothing stays reserved.
 
-    The Learner has two ranks.
+    The Learner has two ranks. The reward is a module of the submitted folder.
     """
     overrides = [
         *SMALL, "learner.num_ranks=2", "generator.num_generators=2", "generator.num_cpus=1",
-        "placement.strategy=spread", f"run.output_dir={tmp_path}", "run.name=job",
+        "placement.strategy=spread", f"run.output_dir={tmp_path}", "run.name=job", "scorer.num_scorers=2",
+        "task.reward=examples.trl_reward.rewards:only_digits",  # a module that travels with the job
     ]  # fmt: skip
     result = submit(two_nodes, QUICKSTART, *overrides)
     assert result.returncode == 0, result.stdout + result.stderr

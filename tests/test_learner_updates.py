@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from grpo_ray.actors.learner import Learner
 from grpo_ray.algorithms import group_advantages
 from grpo_ray.config import Config
 from grpo_ray.config.losses import RATIO_LOSSES
+from grpo_ray.config.presets import PRESETS
 from grpo_ray.models.sequences import TrainSequence, sequences_of
 from grpo_ray.telemetry.metrics_catalog import check_names
 from grpo_ray.types import ScoredGroup, TrainBatch
@@ -667,12 +667,15 @@ def test_mismatch_of_minibatches_is_that_of_the_first(make_learner: Callable[...
 def test_the_scale_of_the_gradient_is_measured_where_the_loss_alone_makes_it(
     make_learner: Callable[..., Learner],
 ) -> None:
-    plain = make_learner()
-    assert step(plain, make_batch(plain, noise=0.0))["loss/gradient_scale"] == pytest.approx(1, rel=1e-4)
-    kl = {"kl": {"reference": "initial", "coefficient": 0.1}}
-    for options in (kl, {"token_selection": "kl_cov", "selection_options": SELECTIONS["kl_cov"]}):
-        learner = make_learner(algorithm=options)
-        assert "loss/gradient_scale" not in step(learner, make_batch(learner))
+    learner = make_learner()
+    sequences = sequences_of(make_batch(learner, noise=0.0)[:1])
+    sums = learner.accumulate_gradient(sequences)
+    assert sums["gradient_sum"] == pytest.approx(sums["plain_gradient_sum"], rel=1e-4)
+    ones = [np.ones(s.num_sampled, np.float32) for s in sequences]
+    selected = [
+        replace(s, token_weights=one, token_penalties=one) for s, one in zip(sequences, ones, strict=True)
+    ]
+    assert "gradient_sum" not in learner.accumulate_gradient(selected)
 
 
 @pytest.mark.parametrize("options", [*POPULATION.values(), {"train_batch_size": 6}])
@@ -720,16 +723,9 @@ def test_weights_of_a_correction_by_hand(
 # ---- recipes ----
 
 
-def recipe(name: str) -> dict[str, str]:
-    """Return the settings of a row of the documentation's table "Where to start"."""
-    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| {name}")]
-    return dict(re.findall(r"`(\w+): (\w+)`", row))
-
-
 def test_recipe_of_rloo_is_the_papers_gradient(make_learner: Callable[..., Learner]) -> None:
     """The completion is one action: A times the SUM of its tokens' gradients (arXiv:2402.14740, Eq. 8)."""
-    learner = make_learner(algorithm=recipe("RLOO"))
+    learner = make_learner(algorithm=dict(PRESETS["rloo"].fields))
     groups = []
     for group, rewards in zip(
         make_batch(learner, noise=0.0), ([1, 0, 0], [0, 2, 1], [0, 1, 1], [3, 1, 0]), strict=True

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from small_run import QUICKSTART
 
+from grpo_ray.config.loading import load_config
+from grpo_ray.run.preflight import check_files
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.experiments.launch import PROGRAM
 
@@ -90,3 +92,12 @@ def test_a_run_never_writes_into_another_runs_directory(
     assert main(["train", QUICKSTART, f"run.output_dir={tmp_path}", "run.name=taken"]) == 2
     assert f"resume it with `grpo-ray resume {tmp_path / 'taken'}`" in capsys.readouterr().err
     assert (tmp_path / "taken" / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_heads_that_vllm_has_no_attention_for_are_refused() -> None:
+    small = ["model.tiny={hidden_size: 64, num_heads: 4, num_kv_heads: 2}", "generator.num_gpus=0"]
+    with pytest.raises(
+        ValueError, match=r"model\.tiny: hidden_size / num_heads is 16, .* num_heads: 2, or generator"
+    ):
+        check_files(load_config(QUICKSTART, small))
+    check_files(load_config(QUICKSTART, [*small, "generator.engine=torch"]))

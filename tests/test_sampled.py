@@ -18,7 +18,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled, "KEPT", {"test_one.py::test_a": ("y/[0]",), "test_three.py::test_a": ("x",)})
 
 
-def left(collected: Sequence[str], *args: str, last_failed: bool = False) -> list[str]:
+def left(collected: Sequence[str], *args: str, last_failed: bool = False, session: Any = None) -> list[str]:
     """Return the tests that are left to the campaign when `pytest *args` has collected these."""
     marked: list[str] = []
     items: list[Any] = [
@@ -26,6 +26,7 @@ def left(collected: Sequence[str], *args: str, last_failed: bool = False) -> lis
             nodeid=f"tests/{name}",
             path=FOLDER / "tests" / name.partition("::")[0],
             add_marker=lambda _, name=name: marked.append(name),
+            session=session or SimpleNamespace(),
         )
         for name in collected
     ]
@@ -49,8 +50,10 @@ def test_a_kept_test_that_a_whole_file_lacks_is_an_error() -> None:
 
 def test_a_kept_case_that_a_whole_file_lacks_is_an_error() -> None:
     text = r"keeps test_one\.py::test_a\[y/\[0\]\], and the test has no such case; it has: x, z$"
-    with pytest.raises(pytest.UsageError, match=text):
-        left(["test_one.py::test_a[z]", *WHOLE[:1]], "../tests")
+    session: Any = SimpleNamespace(shouldfail=False)
+    with pytest.raises(pytest.UsageError, match=text) as caught:
+        left(["test_one.py::test_a[z]", *WHOLE[:1]], "../tests", session=session)
+    assert session.shouldfail == str(caught.value)  # it is all that is seen of a worker's error
 
 
 def test_a_part_of_a_file_need_not_have_its_kept_cases() -> None:

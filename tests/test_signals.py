@@ -101,16 +101,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "endings"),
+    ("numbers", "num_endings"),
     [
-        ([], []),
-        ([signal.SIGINT], []),
-        ([signal.SIGINT, signal.SIGTERM], ["killed"]),
-        ([signal.SIGCHLD, signal.SIGTERM, signal.SIGCHLD], []),
+        ([], 0),
+        ([signal.SIGINT], 0),
+        ([signal.SIGINT, signal.SIGTERM], 1),
+        ([signal.SIGCHLD, signal.SIGTERM, signal.SIGCHLD], 0),
     ],
 )
 def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
-    numbers: list[int], endings: list[str], monkeypatch: pytest.MonkeyPatch
+    numbers: list[int], num_endings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the signals have come before the watch looks, and the run is over right after them."""
     ended: list[str] = []
@@ -120,7 +120,7 @@ def test_the_watch_ends_the_process_at_the_second_signal_that_stops_a_run(
         ours.send(bytes(numbers))
         ours.close()
         signals._watch(watched, None)
-    assert ended == endings
+    assert len(ended) == num_endings
 
 
 @pytest.mark.slow

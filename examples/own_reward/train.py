@@ -10,9 +10,8 @@ EXAMPLES = [
     for n in range(400)
 ]
 CONFIG = {
-    "model": {  # built here and taught to answer with some number; a real one is `{"path": "owner/name"}`
-        "tiny": {"hidden_size": 64, "num_layers": 2, "intermediate_size": 128, "warmup": {"num_steps": 60}}
-    },
+    # Built here, and taught to answer with some number; a real one is {"path": "owner/name"}.
+    "model": {"tiny": {"num_layers": 2, "warmup": {"num_steps": 60}}},
     "task": {"prompt": "question_only"},
     "sampling": {"max_tokens": 6},
     "algorithm": {"num_steps": 40, "prompts_per_step": 16, "samples_per_prompt": 8},

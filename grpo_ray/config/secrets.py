@@ -1,15 +1,14 @@
 """Credentials in an environment: recognising variables that hold one, and leaving them out.
 
-As a program, `python -m grpo_ray.config.secrets COMMAND ...` runs a command without credentials.
+`run_without(COMMAND, ...)` becomes a command without credentials, for the scripts in launch/.
 """
 
 import ctypes
 import os
 import re
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from pydantic import AfterValidator
 
@@ -109,5 +108,6 @@ def keep_only(secrets: Mapping[str, str]) -> None:
     os.environ.update(secrets)
 
 
-if __name__ == "__main__":
-    os.execvpe(sys.argv[1], sys.argv[1:], public_environment(os.environ))
+def run_without(*command: str) -> NoReturn:
+    """Replace this process by the command, with an environment without credentials."""
+    os.execvpe(command[0], command, public_environment(os.environ))

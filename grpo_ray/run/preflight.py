@@ -111,6 +111,7 @@ def check_files(config: Config, examples: ExampleSets | None = None) -> TaskData
     _check_rewards(config, None)
     check_episodes(config)
     _check_bitsandbytes(config)
+    _check_heads(config)
     if config.model.tiny is not None:
         check_warmup(config.task)
     if config.model.path is not None and is_local(config.model.path):
@@ -211,6 +212,23 @@ def _check_bitsandbytes(config: Config) -> None:
         from grpo_ray.models.quantization import check_quantization
 
         check_quantization(config.model)
+
+
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM 0.32 computes on a CPU (`CPUAttentionBackend`); others fail at a token."""
+
+
+def _check_heads(config: Config) -> None:
+    tiny = config.model.tiny
+    if tiny is None or config.generator.engine != "vllm" or config.generator.num_gpus:
+        return
+    size = tiny.hidden_size // tiny.num_heads
+    if size not in VLLM_CPU_HEADS:
+        raise ValueError(
+            f"model.tiny: hidden_size / num_heads is {size}, and vLLM on a CPU has attention for heads of "
+            f"{', '.join(map(str, VLLM_CPU_HEADS))} alone; give other numbers, such as num_heads: "
+            f"{max(1, tiny.hidden_size // 32)}, or generator.engine: torch"
+        )
 
 
 def model_paths(config: Config) -> list[str]:
