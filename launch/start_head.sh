@@ -61,8 +61,8 @@ Stop       ray stop    (ends every Ray of yours on this machine)
 EOF
 }
 
-# A free port for the agent that starts jobs, because the Ray of a local run may hold the usual one.
 without=("${bin}python" -c 'import sys; from grpo_ray.config.secrets import run_without; run_without(*sys.argv[1:])')
+# A free port for the agent that starts jobs, because the Ray of a local run may hold the usual one.
 command=("${without[@]}" "${bin}ray" start --head
   "--port=$gcs" "--dashboard-host=$host" "--dashboard-port=$port" --disable-usage-stats
   --dashboard-agent-listen-port=0 ${options[@]+"${options[@]}"})
