@@ -84,6 +84,8 @@ def test_check_says_what_would_happen_here(tmp_path: Path, capsys: pytest.Captur
     file.write_text("model: {tiny: {}}\ntask: {kind: sorting}\nsampling: {max_tokens: 24}\n")
     assert main(["check", str(file)]) == 0
     assert "no GPU here: model.dtype=float32" in capsys.readouterr().out
+    assert main(["check", str(file), "learner.num_gpus=1", "--here"]) == 1
+    capsys.readouterr()
     assert main(["check", str(file), "learner.num_gpus=1"]) == 0
     assert "! this machine lacks GPU: 2 needed" in capsys.readouterr().out
     assert main(["check", str(file), "--nodes", "2x1"]) == 0

@@ -1,12 +1,16 @@
 """The machine as it is: a configuration that names no GPU runs on the CPU of a machine without one."""
 
 import os
+from glob import glob
 
 from grpo_ray.cluster.placement import Node, bundles_of, shortfalls, total
 from grpo_ray.config import Config
 
 FEW_CPUS = 0.5
 """CPUs that each actor reserves, so that several fit on two cores."""
+
+
+GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of Windows below Linux, of AMD
 
 
 def on_this_machine(config: Config, is_local: bool = False) -> tuple[Config, str | None]:
@@ -43,7 +47,9 @@ def shortfalls_here(config: Config) -> list[str]:
 
 
 def _num_gpus() -> int:
-    import torch  # takes seconds, which `check` of most configurations does without
+    if not any(glob(pattern) for pattern in GPU_DEVICES):
+        return 0
+    import torch  # takes seconds
 
     return torch.cuda.device_count()
 

@@ -12,7 +12,7 @@ from grpo_ray.config import Config
 from grpo_ray.config.loading import find_config, load_config
 from grpo_ray.errors import shown_plainly
 from grpo_ray.telemetry.visible_text import print_visible
-from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Local, Option, Overrides
+from grpo_ray.tools.arguments import Argument, Command, ConfigFile, Flag, Local, Option, Overrides
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class CheckOptions:
             type=_nodes,
         ),
     ] = None
+    here: Annotated[bool, Flag("exit with 1 if this machine lacks something")] = False
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,10 @@ def _check(options: CheckOptions) -> int:
     for line in (*model_lines(config), *bundle_lines(config)):
         print_visible(f"  {line}")
     if options.nodes is None:
-        for line in shortfalls_here(config):
+        here = shortfalls_here(config)
+        for line in here:
             print(f"  ! this machine lacks {line}: `train` would refuse to run here")
-        return 0
+        return int(options.here and bool(here))
     lacking = shortfalls(config, options.nodes)
     for line in lacking:
         print(f"  ! {line}")
@@ -145,6 +147,6 @@ RESUME = Command("resume", ResumeOptions, _resume, "resume a run from its last c
 CHECK = Command(
     "check", CheckOptions, _check, "check a configuration and its files",
     "Check a configuration and its files, and print the resources that must be on one node each; with --nodes, "
-    "compare them with a cluster's. Exits with 1 if that lacks something.",
+    "compare them with a cluster's. Exits with 1 if that lacks something; with --here, if this machine does.",
     group="Train",
 )  # fmt: skip
