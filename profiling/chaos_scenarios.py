@@ -29,7 +29,7 @@ PARTS = ", ".join(
     for name, weight, digits, prompts in (("five", 3, 5, 2000), ("four", 1, 4, 500))
 )
 MIXTURE = f"{{kind: mixture, parts: {{{PARTS}}}}}"
-TOLERANCE = "grpo_ray.rewards.examples.numeric_tolerance:reward_fn"  # a function: processes grade with it
+TOLERANCE = "examples.rewards.numeric_tolerance:reward_fn"  # a function: processes grade with it
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from grpo_ray.rewards.configured import GroupReward
 from grpo_ray.rewards.grader import Grader
 from grpo_ray.rewards.isolation.pool import ScoringError
 from grpo_ray.rewards.trial import try_rewards
+from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks.dataset import dataset_examples
 from grpo_ray.tasks.prompts import ChatTemplate, Prompter, TextTemplate
 from grpo_ray.telemetry.batch_metrics import rollout_metrics
@@ -128,6 +129,12 @@ def rewards_of(term: RewardTerm, responses: Sequence[str], about: Any = ABOUT) -
 )
 def test_a_function_gets_what_it_asks_for(name: str, expected: list[float]) -> None:
     assert rewards_of(own(name), ["42", "6 * 7"]) == expected
+
+
+def test_a_parameter_that_gets_the_truth_by_its_place_alone_is_named() -> None:
+    assert UserFunction.of(own("unit_tests")).truth_as(["level"]) == "tests"
+    assert UserFunction.of(own("unit_tests")).truth_as(["tests"]) is None
+    assert [UserFunction.of(own(name)).truth_as([]) for name in ("legacy", "shadowed", "batched")] == [None] * 3
 
 
 def test_arguments_of_the_term_come_before_columns() -> None:

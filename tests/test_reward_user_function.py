@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.rewards import json_object, numeric_tolerance, regex_format
 from grpo_ray.config import Config
 from grpo_ray.config.reward import RewardTerm
 from grpo_ray.rewards import get_reward_fn
 from grpo_ray.rewards.checking import check_reward
-from grpo_ray.rewards.examples import json_object, numeric_tolerance, regex_format
 from grpo_ray.rewards.user_function import as_reward_fn
 from grpo_ray.run.preflight import check_files
 
-EXAMPLES = "grpo_ray.rewards.examples"
+EXAMPLES = "examples.rewards"
 
 
 def result_of(value: Any) -> dict[str, float]:

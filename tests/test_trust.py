@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import make_item
 from local_runs import make_config, train
 from local_serving import serve_locally as serve_locally
 from report_runs import group, make_run
@@ -24,7 +23,6 @@ from grpo_ray.cluster import reaper
 from grpo_ray.config.loading import load_config
 from grpo_ray.config.user_code import import_function
 from grpo_ray.telemetry.run_files import RunDirectory, dump_config
-from grpo_ray.tools.audit.regrader import Regrader
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.trust import BUNDLED, code_in
 
@@ -427,18 +425,6 @@ def test_the_bundled_functions_exist_and_are_all_that_our_configurations_name() 
             assert callable(import_function(name, field))
     for path in Path("configs").rglob("*.yaml"):
         assert code_in(load_config(path)) == [], path
-
-
-@pytest.mark.slow
-def test_audit_grades_again_with_a_bundled_function() -> None:
-    name = "grpo_ray.rewards.examples.numeric_tolerance:reward_fn"
-    grader = Regrader(load_config(SORTING, [f"task.reward={name}"]), run_reward_code=False)
-    try:
-        assert grader.notes == []
-        (result,) = grader.grade("", [("3.14", "3.1416")], make_item())
-        assert isinstance(result, dict), result
-    finally:
-        grader.close()
 
 
 # ---- top ----

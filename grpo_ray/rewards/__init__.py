@@ -3,7 +3,8 @@
     builtin.py         the reward functions that a configuration names, such as `r1_zero`; start here
     sorting.py         two more of them, for sorting numbers
     configured.py      from `task.reward` (a name, `module:function`, or a weighted sum) to one function
-    user_function.py   a function of the user's own; examples/ has three to start from
+    user_function.py   a function of the user's own, and networked.py, one that asks a server
+    trial.py           a try of a reward on one example before a run
     checking.py        the check of `task.reward` before a run starts
     answer_formats.py  where in a response its answer is
     math/              when two answers are equal to a mathematician

@@ -24,6 +24,7 @@ from grpo_ray.rewards.base import NOTHING, About, RewardFn, Scores, scores
 FACTS = ("format_reward", "answer_reward")
 BY_NAME = ("question", "prompt", "row", "completions")
 LOGGERS = ("log_extra", "log_metric")  # of TRL; what they are told is dropped
+TRUTHS = ("ground_truth", "truth", "answer", "solution", "target", "label", "gold", "reference", "expected")
 TRL_GIVES = ("prompts", *LOGGERS)
 UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
@@ -53,7 +54,7 @@ class UserFunction:
         self.takes_group = is_batched or self.is_of_trl  # in one call
         self.needs_group = self.takes_group or "completions" in self._parameters
         code = plain.__code__ if inspect.isfunction(plain) else None
-        self._where = f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
+        self.where = f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else name
 
     @classmethod
     def of(cls, term: RewardTerm, field: str = "task.reward") -> "UserFunction":
@@ -88,6 +89,13 @@ class UserFunction:
             remedy = f"there is no such column, only {', '.join(columns)}; add it to the data, or {remedy}"
         check_arguments(asked, self._arguments, what, remedy)
 
+    def truth_as(self, columns: Collection[str]) -> str | None:
+        """Return the parameter that is the ground truth by its place alone, though its name is another."""
+        names = [*self._parameters]
+        if self._is_by_name(columns) or names[:1] != ["response"] or len(names) < 2 or names[1] in TRUTHS:
+            return None
+        return names[1]
+
     def call(self, response: str, ground_truth: str, about: About) -> Any:
         """Call the function for one response; an `async def` returns what is to be awaited."""
         return self._apply(response, ground_truth, _values(about), about)
@@ -112,7 +120,7 @@ class UserFunction:
 
     def read(self, result: Any) -> Scores:
         """Check the result of `call`; raises ValueError as `read_result`."""
-        return read_result(result, self._where)
+        return read_result(result, self.where)
 
     def read_group(self, result: Any, size: int) -> list[Scores]:
         """Check the result of `call_group`; what is None in it does not apply, and has no scores.
@@ -126,7 +134,7 @@ class UserFunction:
                 f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
             )
             raise ValueError(
-                f"task.reward: {self._where} returned {found} for {size} responses; return a list of {size}"
+                f"task.reward: {self.where} returned {found} for {size} responses; return a list of {size}"
             )
         return [{} if value is None else self.read(value) for value in values]
 

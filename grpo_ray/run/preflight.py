@@ -9,7 +9,7 @@ from typing import NoReturn
 from grpo_ray.config import Config
 from grpo_ray.config.algorithm import MAX_ROLLOUTS
 from grpo_ray.config.losses import RATIO_LOSSES
-from grpo_ray.config.reward import is_own
+from grpo_ray.config.reward import is_own, terms_of
 from grpo_ray.config.task import EpisodesTaskConfig, ExamplesTaskConfig, PlainTask
 from grpo_ray.config.user_code import import_function
 from grpo_ray.engines.engine_args import check_engine_args
@@ -30,6 +30,7 @@ from grpo_ray.rewards import needs_isolation
 from grpo_ray.rewards.checking import check_reward
 from grpo_ray.rewards.isolation.protection import protection_here
 from grpo_ray.rewards.trial import try_rewards
+from grpo_ray.rewards.user_function import UserFunction
 from grpo_ray.tasks import join_parts, load_examples, make_order, parts_of
 from grpo_ray.tasks.examples import Example, ExampleSets
 from grpo_ray.tasks.prompt_ledger import PromptLedger
@@ -173,6 +174,10 @@ def with_trial(config: Config, task: TaskData) -> TaskData:
             for name, text in texts.items()
         }
     trials, notices = try_rewards(config.task.rewards, items, config.scorer)
+    for name, reward in config.task.rewards.items():
+        for own in (UserFunction.of(term) for term in terms_of(reward) if ":" in term.reward):
+            if name in firsts and (parameter := own.truth_as(firsts[name].row)):
+                notices.append(f"{own.where}: no column is called {parameter!r}, so it is the ground truth")
     lines = tuple(line for trial in trials for line in trial.lines)
     return replace(task, notices=(*task.notices, *notices), first_prompts=lines)
 

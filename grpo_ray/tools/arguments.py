@@ -108,7 +108,7 @@ def add_commands(
 ) -> None:
     """Add a subparser per command; parsing sets `chosen` to the command."""
     help = argparse.SUPPRESS if is_required else None  # the program's own help lists its commands in groups
-    subparsers = parser.add_subparsers(required=is_required, metavar=metavar, help=help)
+    subparsers = parser.add_subparsers(required=is_required, metavar=metavar, help=help, prog=parser.prog)
     for command in commands:
         description = command.description or f"{command.help[0].upper()}{command.help[1:]}."
         own = subparsers.add_parser(command.name, help=command.help, description=description)

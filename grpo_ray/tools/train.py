@@ -92,6 +92,7 @@ def _check(options: CheckOptions) -> int:
     config = load_config(options.config, options.overrides)
     from grpo_ray.run.machine import on_this_machine, shortfalls_here
     from grpo_ray.run.preflight import check_files, with_trial
+    from grpo_ray.telemetry.run_files import RunDirectory
     from grpo_ray.telemetry.trackers import check_trackers
 
     notice = None
@@ -100,6 +101,8 @@ def _check(options: CheckOptions) -> int:
     with shown_plainly():
         task = with_trial(config, check_files(config))
         check_trackers(config)
+        if config.run.if_exists != "resume":
+            RunDirectory(Path(config.run.output_dir) / (config.run.name or "new")).check_free()
     print(f"{options.config}: good; {len(task.train)} training and {len(task.validation)} validation prompts")
     for line in filter(None, (notice, *task.notices, *task.first_prompts)):
         print_visible(f"  {line}")

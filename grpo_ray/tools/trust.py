@@ -28,10 +28,6 @@ BUNDLED = {
     "task.episode": {f"{game}:episode" for game in GAMES},
     "task.examples": {f"{game}:examples" for game in GAMES},
     "task.warmup": {f"{game}:warmup_pairs" for game in GAMES},
-    "task.reward": {
-        f"grpo_ray.rewards.examples.{name}:reward_fn"
-        for name in ("json_object", "numeric_tolerance", "regex_format")
-    },
 }
 
 IGNORED = (

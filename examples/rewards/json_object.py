@@ -1,6 +1,6 @@
 """A reward for a JSON object with the ground truth's fields and values.
 
-    task.reward=grpo_ray.rewards.examples.json_object:reward_fn
+    task.reward=examples.rewards.json_object:reward_fn
 
 It returns a dict, so that metrics and evaluations show format and answer separately.
 """

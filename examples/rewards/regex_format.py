@@ -3,7 +3,7 @@
 task:
   reward:
     - reward: r1_zero
-    - reward: grpo_ray.rewards.examples.regex_format:reward_fn
+    - reward: examples.rewards.regex_format:reward_fn
       weight: 0.1
       arguments: {pattern: "(?s).+Check:.+</answer>"}
 """

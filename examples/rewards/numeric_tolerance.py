@@ -2,7 +2,7 @@
 
     task:
       reward:
-        - reward: grpo_ray.rewards.examples.numeric_tolerance:reward_fn
+        - reward: examples.rewards.numeric_tolerance:reward_fn
           arguments: {tolerance: 0.05}
 
 The simplest form: a function that returns one number.

@@ -1,0 +1,1 @@
+"""Reward functions to start from: `task.reward=examples.rewards.json_object:reward_fn`."""
