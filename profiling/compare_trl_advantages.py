@@ -48,6 +48,7 @@ class Case:
     trainer: str = "GRPOTrainer"
     num_rewards: int = 1
     has_failures: bool = False
+    has_partial_failures: bool = False  # of the first reward alone: the second has an opinion on all
     overlong: bool = False
     reason: str | None = None  # of a difference that is meant
 
@@ -57,11 +58,7 @@ def _rloo(ours: Mapping[str, Any], trl: Mapping[str, Any], **options: Any) -> Ca
     return Case({**loss, **ours}, {"beta": 0.0, **trl}, "RLOOTrainer", **options)
 
 
-GDPO = {
-    "advantage": "gdpo",
-    "advantage_options": dict(zip(("reward_weight", "format_weight"), WEIGHTS, strict=True)),
-    "advantage_scale": "whiten_responses",
-}
+GDPO = {"advantage": "gdpo", "advantage_scale": "whiten_responses"}
 TRL_GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
 KL = {"kl": {"reference": "initial", "coefficient": 0.05, "placement": "reward"}}
 BATCH = {"advantage": "mean", "advantage_scale": "batch"}
@@ -80,6 +77,12 @@ CASES = {
     "batch, failed": Case(BATCH, {"scale_rewards": "batch"}, has_failures=True),
     "two rewards, sum then normalize, failed": Case({}, num_rewards=2, has_failures=True),
     "two rewards, normalize then sum, failed": Case(GDPO, TRL_GDPO, num_rewards=2, has_failures=True),
+    "two rewards, sum then normalize, one without an opinion": Case(
+        {}, num_rewards=2, has_partial_failures=True
+    ),
+    "two rewards, normalize then sum, one without an opinion": Case(
+        GDPO, TRL_GDPO, num_rewards=2, has_partial_failures=True
+    ),
     "RLOO": _rloo({}, {}),
     "RLOO, normalized": _rloo(WHITENED, {"normalize_advantages": True}),
     "RLOO, KL in the reward": _rloo(KL, {"beta": 0.05}),
@@ -97,8 +100,8 @@ CASES = {
 }
 
 
-def make_rewards(seed: int, has_failures: bool) -> Rewards:
-    """Make two rewards of each response; see the module. The second is 0 or 1."""
+def make_rewards(seed: int, has_failures: bool, has_partial_failures: bool = False) -> Rewards:
+    """Make two rewards of each response; see the module. The second is 0 or 1; partial failures spare it."""
     rng = np.random.default_rng(seed)
     groups = [
         rng.normal(size=4).tolist(),
@@ -110,10 +113,9 @@ def make_rewards(seed: int, has_failures: bool) -> Rewards:
     ]
     first = [float(reward) for group in groups for reward in group]
     second = rng.integers(0, 2, len(first)).astype(float).tolist()
-    if has_failures:
-        failed = {0, 3, 13, 14, 15, 20, 21, 22, 23}
-        return [[None if n in failed else r for n, r in enumerate(own)] for own in (first, second)]
-    return [first, second]
+    failed = {0, 3, 13, 14, 15, 20, 21, 22, 23} if has_failures or has_partial_failures else set()
+    first = [None if n in failed else reward for n, reward in enumerate(first)]
+    return [first, [None if n in failed else r for n, r in enumerate(second)] if has_failures else second]
 
 
 def make_tensors(seed: int) -> dict[str, Tensor]:
@@ -149,7 +151,8 @@ def scored_groups(
     case: Case, config: Config, rewards: Rewards, tensors: Mapping[str, Tensor]
 ) -> list[ScoredGroup]:
     """Return the groups as the Scorer leaves them."""
-    is_gdpo = config.algorithm.advantage == "gdpo"
+    names = ("first", "second")[: case.num_rewards]
+    weights = dict(zip(names, WEIGHTS if case.num_rewards > 1 else (1.0,), strict=True))
     groups = []
     for place in range(GROUPS):
         rows = range(SIZE * place, SIZE * (place + 1))
@@ -158,14 +161,18 @@ def scored_groups(
             logprobs = tensors["old"][row][tensors["mask"][row]].numpy()
             ids, versions = np.full(len(logprobs), 5, np.int32), np.zeros(len(logprobs), np.int32)
             completions.append(Completion("", ids, logprobs, versions, "stop"))
-        is_graded = np.array([rewards[0][row] is not None for row in rows])
-        parts = np.array([[own[row] or 0.0 for row in rows] for own in rewards[: case.num_rewards]])
-        weighed = parts[0] if is_gdpo or len(parts) == 1 else np.array(WEIGHTS) @ parts
-        format_rewards = parts[-1]
+        terms = {
+            name: np.array([np.nan if own[row] is None else own[row] for row in rows], np.float64)
+            for name, own in zip(names, rewards, strict=False)
+        }
+        is_graded = np.array([any(own[row] is not None for own in rewards[: case.num_rewards]) for row in rows])
+        weighed = np.nansum([weights[name] * term for name, term in terms.items()], axis=0)
+        format_rewards = np.ones(SIZE)
         lengths = np.array([len(c.token_ids) for c in completions])
         advantages = advantages_of(
-            weighed, lengths, is_graded, config.algorithm, config.sampling.max_tokens, format_rewards
-        )
+            weighed, lengths, is_graded, config.algorithm, config.sampling.max_tokens, format_rewards,
+            format_rewards, terms if case.num_rewards > 1 else {}, weights,
+        )  # fmt: skip
         rollout = RolloutGroup(PromptItem(place, "", (5,), ""), tuple(completions), "generator-0")
         errors = {number: "failed" for number in range(SIZE) if not is_graded[number]}
         groups.append(ScoredGroup(rollout, weighed, format_rewards, format_rewards, advantages, errors))
@@ -220,7 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"compare_trl_advantages.py: {problem}", file=sys.stderr)
         return 2
     chosen = {name: case for name, case in CASES.items() if options.case in name}
-    rewards = {name: make_rewards(options.seed, case.has_failures) for name, case in chosen.items()}
+    rewards = {
+        name: make_rewards(options.seed, case.has_failures, case.has_partial_failures)
+        for name, case in chosen.items()
+    }
     tensors = make_tensors(options.seed)
     jobs = {name: job_of(case, rewards[name]) for name, case in chosen.items()}
     theirs = run_side(options.trl_python, TRL_SIDE, tensors, jobs)
