@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_ray.api import Run, evaluate, read_rollouts, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Run", "evaluate", "read_rollouts", "train"]
 
 

@@ -33,7 +33,7 @@ from grpo_ray.config.learner import Recomputation
 from grpo_ray.config.losses import LossType
 from grpo_ray.models.attention import NAME, BlockAttention, VarlenAttention, tree_obstacle
 from grpo_ray.models.blocks import recompute_in_backward
-from grpo_ray.models.loading import cast_parameters, load_policy
+from grpo_ray.models.loading import _with_sdpa, cast_parameters, load_policy
 from grpo_ray.models.output_layer import with_head_dtype
 from grpo_ray.models.policy_model import PolicyModel
 from grpo_ray.models.segments import NO_PARENT, SegmentTree
@@ -290,12 +290,30 @@ def logprobs_of_layout(model: Any, config: Config) -> tuple[Layout, str | None]:
 
 def random_model(config: PreTrainedConfig) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = _with_sdpa(AutoModelForCausalLM.from_config, config).eval()
     if tree_obstacle(model) is None:
         model.set_attn_implementation(NAME)
     for parameter in model.parameters():  # weights of the usual size would make attention nearly uniform
         torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+@pytest.mark.parametrize("message", ["no scaled_dot_product_attention yet", "no such model"])
+def test_a_model_without_torchs_attention_has_its_own(message: str) -> None:
+    tried: list[str] = []
+
+    def make(config: str, attn_implementation: str) -> str:
+        tried.append(attn_implementation)
+        if attn_implementation == "sdpa":
+            raise ValueError(message)
+        return config
+
+    if "attention" in message:
+        assert _with_sdpa(make, "made") == "made"
+        assert tried == ["sdpa", "eager"]
+    else:
+        with pytest.raises(ValueError, match="no such model"):
+            _with_sdpa(make, "made")
 
 
 @pytest.mark.parametrize("architecture", SHARING, ids=lambda config: config.model_type)
@@ -399,7 +417,8 @@ def test_an_option_of_attention_that_a_tree_would_ignore(
     forward = policy.base_model
 
     def with_option(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs, **{option: value})  # which transformers hands on to attention
+        options = {option: value} if "tree" in kwargs else {}  # which transformers hands on to attention
+        return forward(*args, **kwargs, **options)
 
     layout, reason = choose_layout(_Wrapped(policy, with_option), tiny_config, ENDS)  # type: ignore[arg-type]
     assert layout.shares_prompts == (value is None)

@@ -1,6 +1,6 @@
 """Loading a policy with its weights, and checking them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ def skeleton(path: str, trust_remote_code: bool, implementation: Implementation)
         if implementation == "grpo_ray":
             return TransformerLM(check_llama(path))
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+        model = _with_sdpa(
+            AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     return _with_tree_attention(model)
 
@@ -62,12 +62,22 @@ def load_policy(
 
 def _load_transformers(path: str, trust_remote_code: bool, dtype: torch.dtype) -> tuple[PolicyModel, list[str]]:
     """Load with transformers; also return the tensors that it could not find and filled with random values."""
-    model, found = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa",
+    model, found = _with_sdpa(
+        AutoModelForCausalLM.from_pretrained, path, dtype=dtype, trust_remote_code=trust_remote_code,
         ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True,
     )  # fmt: skip
     wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
     return _with_tree_attention(model), sorted(wrong)
+
+
+def _with_sdpa(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Make a model with torch's attention, or its own where transformers offers no other, as of Gemma 2."""
+    try:
+        return make(*args, attn_implementation="sdpa", **options)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return make(*args, attn_implementation="eager", **options)
 
 
 def _with_tree_attention(model: Any) -> PolicyModel:
