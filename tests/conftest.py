@@ -8,6 +8,7 @@ import functools
 import importlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,6 +219,7 @@ def environments_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     for kind, name, body in re.findall(r"```(\w+)\n# (\S+)\n(.*?)```", text, re.S):
         assert name.endswith({"python": ".py", "yaml": ".yaml"}[kind])
         (tmp_path / name).write_text(body)
+    shutil.copytree(Path(__file__).parents[1] / "examples/own_environment", tmp_path, dirs_exist_ok=True)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     names = {path.stem for path in tmp_path.glob("*.py")}

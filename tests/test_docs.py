@@ -294,7 +294,9 @@ def test_what_the_algorithms_page_says_to_set_is_valid() -> None:
 
 
 def write_files(folder: Path) -> None:
-    """Write the page's named files."""
+    """Write the page's named files, and those of examples/ that it shows."""
+    for name in re.findall(r"<!-- file (\S+) -->", (DOCS / "extending.md").read_text()):
+        shutil.copy(ROOT / name, folder)
     for _, title, text in blocks("extending.md"):
         if title:
             (folder / title).parent.mkdir(parents=True, exist_ok=True)
@@ -316,12 +318,15 @@ def test_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_task_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    runpy.run_path("make_squares.py")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path("squares.py", run_name="__main__")
     sets = load_examples(load_config("squares.yaml").task, seed=0)
     assert (len(sets.train), len(sets.validation)) == (900, 100)
     every = {example.question: example.ground_truth for example in [*sets.train, *sets.validation]}
     assert len(every) == 1000
     assert every["What is 12 squared?"] == "144"
+    reward_fn = get_reward_fn(load_config("squares.yaml").task.rewards[""])
+    assert [reward_fn(answer, "144")["reward"] for answer in ("144", " 145", "about 144")] == [1, 0.1, 0]
 
 
 def test_an_advantage_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

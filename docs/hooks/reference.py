@@ -1,12 +1,12 @@
 """The mkdocs hook that fills in comments of pages.
 
 `<!-- configuration reference -->` and `<!-- metrics reference -->` become tables made from the code,
-`<!-- one step -->` and `<!-- own loop -->` the texts of docs/one_step.py and docs/own_loop.py.
+`<!-- file PATH -->` the text of a file of the repository.
 """
 
 import json
+import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -24,13 +24,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for comment, make in CONTENTS.items():
         if comment in markdown:
             markdown = markdown.replace(comment, make())
-    return markdown
+    return re.sub(r"^<!-- file ([\w./-]+) -->$", _file, markdown, flags=re.M)
 
 
-def script(name: str) -> str:
-    """Return a script of docs/ as a block of code."""
-    text = (Path(__file__).parents[1] / name).read_text()
-    return f'```python title="docs/{name}"\n{text}```'
+def _file(comment: re.Match[str]) -> str:
+    """Return the file that the comment names as a block of code."""
+    path = comment[1]
+    language = "python" if path.endswith(".py") else "yaml"
+    return f'```{language} title="{path}"\n{(Path(__file__).parents[2] / path).read_text()}```'
 
 
 # ---- the configuration ----
@@ -154,6 +155,4 @@ def metrics_reference() -> str:
 CONTENTS = {
     "<!-- configuration reference -->": configuration_reference,
     "<!-- metrics reference -->": metrics_reference,
-    "<!-- one step -->": partial(script, "one_step.py"),
-    "<!-- own loop -->": partial(script, "own_loop.py"),
 }
