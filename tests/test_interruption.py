@@ -100,7 +100,7 @@ def test_a_synchronous_run_that_is_killed_and_interrupted_equals_one_that_was_no
     assert not [file for file in folder.rglob("*") if file.is_file() and b"not-for-actors" in file.read_bytes()]
 
     assert main(["resume", str(folder)]) == 0
-    last = capsys.readouterr().out.splitlines()[-4:]
+    last = capsys.readouterr().out.splitlines()[-5:]
     assert last[0] == "All 10 steps are done. Next:"
     assert f"resume {folder} algorithm.num_steps=20" in last[-1]
 

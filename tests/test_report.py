@@ -126,7 +126,7 @@ def test_ending_shows_the_first_and_last_samples_and_the_next_commands(tmp_path:
     assert "Samples at step 5:\n  reward 1  'prompt 0' -> 'response at 5'" in text
     page, _, anchor = OWN.partition("#")
     assert f"## {anchor.replace('-', ' ').capitalize()}" in Path(page).read_text()
-    assert text.splitlines()[-1].endswith(f"resume {tmp_path} algorithm.num_steps=10")
+    assert f"resume {tmp_path} algorithm.num_steps=10 " in text.splitlines()[-1]
     assert (tmp_path / "reward_curve.png").exists()
 
 

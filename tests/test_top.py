@@ -17,6 +17,7 @@ from typing import Any
 import local_runs
 import psutil
 import pytest
+import yaml
 from rich.console import Console
 
 from grpo_ray.cluster.local import LocalActors
@@ -29,11 +30,12 @@ from grpo_ray.telemetry.json_lines import read_last_lines
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.telemetry.run_state import ActorState, Ending, LiveStatus, RunState, read_state, reported
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.top.bottleneck import bottleneck, hints, time_shares
+from grpo_ray.tools.top.bottleneck import bottleneck, time_shares
 from grpo_ray.tools.top.frame import draw_frame, stage_shares
 from grpo_ray.tools.top.job import job_of
 from grpo_ray.tools.top.keys import keys
 from grpo_ray.tools.top.learner_figures import learner_figures
+from grpo_ray.tools.top.problems import Problems
 from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView, is_alive, read_view, silence_of
 from grpo_ray.tools.top.watch_run import TopOptions, top
@@ -60,7 +62,7 @@ def make_state(**changes: Any) -> RunState:
 def make_run(folder: Path, state: RunState | None, steps: list[dict[str, Any]]) -> RunDirectory:
     run = RunDirectory(folder)
     folder.mkdir(exist_ok=True)
-    run.config_path.touch()
+    run.config_path.write_text("{}")
     run.metrics_path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     if state is not None:
         run.state_path.write_text(state.model_dump_json())
@@ -292,8 +294,8 @@ def test_a_folder_without_a_run_or_with_damage_is_refused(tmp_path: Path) -> Non
 
 def test_the_learner_waits_for_busy_generators() -> None:
     assert bottleneck([step(n) for n in (2, 3)]) == (
-        "Learner waits 62% of the time: add Generators (generator.num_generators), "
-        "or let each sample more in parallel."
+        "Learner waits 62% of the time: add Generators (generator.num_generators; one more saves at most 48% "
+        "of a step), or let each sample more in parallel."
     )
 
 
@@ -502,14 +504,71 @@ def test_without_times_there_is_no_bottleneck() -> None:
     assert bottleneck([step(2, waits=0.2)]).startswith("No clear bottleneck")
 
 
-def test_hints() -> None:
-    assert hints([step(2, rollout__truncated_frac=0.1, lag__rejected=0.0)]) == []
-    found = hints(
-        [step(2, rollout__truncated_frac=0.5, lag__rejected=2.0), step(3, rollout__truncated_frac=0.3)]
+def test_one_more_generator_saves_its_part_of_the_sampling_but_no_more_than_the_learner_waits() -> None:
+    two = {"time__generator-1__generate_s": 1.9, "time__generator-1__wait_for_prompts_s": 0.1}
+    shares = time_shares([step(2, **two)])
+    assert shares is not None
+    assert shares.num_generators == 2
+    assert shares.saved_by_a_generator == pytest.approx(0.95 / 3)  # three sample in 2/3 of the time of two
+    waits_less = time_shares([step(2, waits=0.5)])  # a step takes the other 1.5 of its 2 s anyway
+    assert waits_less is not None
+    assert waits_less.saved_by_a_generator == 0.25
+
+
+TWO_BY_FOUR = {"algorithm": {"prompts_per_step": 2, "samples_per_prompt": 4}}
+
+
+def test_problems_are_counted_over_all_steps() -> None:
+    nothing = Problems({}).all_of([step(2, rollout__truncated_frac=0.1, lag__rejected=0.0)])
+    assert (nothing.errors(), nothing.cut_off()) == ([], [])
+    found = Problems(TWO_BY_FOUR).all_of(
+        [
+            step(
+                1,
+                rollout__truncated_frac=0.5,
+                lag__rejected=2.0,
+                reward__errors=3.0,
+                optim__skipped_updates=1.0,
+            ),
+            step(2, rollout__truncated_frac=0.3, reward__errors=1.0, reward__ungradable=5.0),
+        ]
     )
-    assert found[0].startswith("40% of the responses are cut off at sampling.max_tokens")
-    assert found[1].startswith("2 groups exceeded weight_sync.max_lag")
-    assert len(found) == 2
+    assert [text.partition(",")[0].partition(":")[0] for text in found.errors()] == [
+        "4 of 16 responses could not be graded",
+        "5 responses were too much to grade",
+        "1 updates were skipped as not finite",
+        "2 groups exceeded weight_sync.max_lag",
+    ]
+    assert [text.partition(" are")[0] for text in found.cut_off()] == ["40% of the responses"]
+
+
+@pytest.mark.parametrize(
+    ("config", "counts", "expected"),
+    [
+        (TWO_BY_FOUR, [(8, 0), (8, 0)], "All 16 responses"),
+        (TWO_BY_FOUR, [(8, 0), (7, 0)], "15 of 16 responses"),
+        (TWO_BY_FOUR, [(8, 1)], "8 of 12 responses"),  # those of a dropped group were graded as well
+        ({}, [(8, 0)], "8 responses"),
+    ],
+)
+def test_a_run_without_a_single_grade_says_so(
+    config: dict[str, Any], counts: list[tuple[int, int]], expected: str
+) -> None:
+    rows = [step(1, reward__errors=errors, rollout__dropped_groups=dropped) for errors, dropped in counts]
+    (text,) = Problems(config).all_of(rows).errors()
+    assert text.startswith(f"{expected} could not be graded, because the reward failed")
+
+
+def test_errors_come_first_then_responses_that_are_cut_off_then_waits(tmp_path: Path) -> None:
+    steps = [step(n, reward__errors=1.0, rollout__truncated_frac=1.0) for n in (1, 2)]
+    run = make_run(tmp_path / "run", make_state(), steps)
+    run.config_path.write_text(yaml.safe_dump(TWO_BY_FOUR))
+    text = " ".join(drawn(view_of(run), width=200).split())
+    places = [
+        text.index("! 2 of 16 responses could not be graded"), text.index("(steps 1 to 2)"),
+        text.index("! 100% of the responses are cut off"), text.index("Learner waits 62%"),
+    ]  # fmt: skip
+    assert places == sorted(places)
 
 
 def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
@@ -528,7 +587,7 @@ def test_every_remedy_is_in_the_tuning_guide_and_in_the_configuration() -> None:
 def view_of(run: RunDirectory, at: float = NOW + 1) -> RunView:
     seen = read_view(run)
     silence = None if seen.state is None else silence_of(seen.state, at)
-    return RunView(seen.path, seen.state, seen.steps, seen.events, at, silence)
+    return RunView(seen.path, seen.state, seen.steps, seen.events, at, silence, seen.config)
 
 
 def test_steps_of_episodes_have_columns_of_their_own(tmp_path: Path) -> None:

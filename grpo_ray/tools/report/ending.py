@@ -52,6 +52,7 @@ def _print_commands(print_line: Callable[[str], None], run: RunDirectory) -> Non
     steps = StepLines(run.metrics_path).steps
     num_steps = steps[-1] if steps else 0
     print_line(f"\nAll {num_steps} steps are done. Next:")
-    print_line(f"  look at it     {command} report {run.path}    (a web page), {command} top {run.path}")
-    print_line(f"  use your own   {OWN}")
-    print_line(f"  train longer   {command} resume {run.path} algorithm.num_steps={2 * num_steps}")
+    print_line(f"  {command} report {run.path}    # its web page")
+    print_line(f"  {command} top {run.path}    # where its time went")
+    print_line(f"  {OWN}    # your own model and data")
+    print_line(f"  {command} resume {run.path} algorithm.num_steps={2 * num_steps}    # train longer")

@@ -6,11 +6,13 @@ All figures are shares of the time of the last steps. Shares of an actor's stage
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from grpo_ray.telemetry.activity import TRAINING
+from grpo_ray.telemetry.activity import GENERATOR, TRAINING
 from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
 
 Row = Mapping[str, float | None]
+T = TypeVar("T", bound=Mapping[str, Any])
 
 WAITS = 0.25  # the smallest share of the time that is worth a sentence
 BUSY = 0.8
@@ -31,6 +33,15 @@ class Shares:
     evaluates: float  # by the driver's clock: `timing/evaluate_s` is mostly time of the next step
     copies_state: float  # for a checkpoint, during which the Learner is blocked
     is_synchronous: bool  # every token was sampled by the weights that it trained
+    num_generators: int  # with a clock of their own in these steps
+
+    @property
+    def saved_by_a_generator(self) -> float:
+        """Share of a step that one more Generator would save at most, if it does not slow the others down.
+
+        It takes its part of the sampling, and a step still takes the time in which the Learner does not wait.
+        """
+        return min(self.learner_waits, self.generators_sample / (self.num_generators + 1))
 
 
 def bottleneck(rows: Sequence[Row]) -> str:
@@ -41,21 +52,9 @@ def bottleneck(rows: Sequence[Row]) -> str:
     return _from_outside(shares) or _from_waiting(shares) or _from_training(shares)
 
 
-def hints(rows: Sequence[Row]) -> list[str]:
-    """Return hints about other problems."""
-    found = []
-    truncated, rejected = _mean(rows, "rollout/truncated_frac"), _total(rows, "lag/rejected")
-    if truncated >= WAITS:
-        found.append(
-            f"{truncated:.0%} of the responses are cut off at sampling.max_tokens: raise it, or read some"
-        )
-    if rejected:
-        found.append(f"{rejected:.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again")
-    if skipped := _total(rows, "optim/skipped_updates"):
-        found.append(f"{skipped:.0f} updates were skipped as not finite: lower learner.learning_rate")
-    if errors := _total(rows, "reward/errors"):
-        found.append(f"{errors:.0f} responses could not be graded: the column error of rollouts/ says why")
-    return found
+def steady(rows: Sequence[T]) -> Sequence[T]:
+    """Leave out the run's first step, which warms up the engines, if there are others."""
+    return [row for row in rows if row["step"] > 1] or rows
 
 
 def time_shares(rows: Sequence[Row]) -> Shares | None:
@@ -74,7 +73,13 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
         evaluates=_stage_share(timed, "driver", ["evaluate"]),
         copies_state=_total(timed, "timing/checkpoint/capture_s") / step_s,
         is_synchronous=max((row.get("lag/max") or 0.0) for row in timed) == 0,
+        num_generators=len(_generators(timed)),
     )
+
+
+def _generators(rows: Sequence[Row]) -> set[str]:
+    matches = (STAGE.fullmatch(name) for row in rows for name in row)
+    return {match["actor"] for match in matches if match and match["actor"].startswith(GENERATOR)}
 
 
 def _stage_share(rows: Sequence[Row], actor: str, stages: Collection[str]) -> float:
@@ -125,7 +130,9 @@ def _from_waiting(shares: Shares) -> str | None:
             f"let them overlap with {OVERLAP}."
         )
     if shares.generators_sample >= BUSY:
-        return f"{waits}: add Generators (generator.num_generators), or let each sample more in parallel."
+        saved = f"; one more saves at most {shares.saved_by_a_generator:.0%} of a step"
+        names = f"generator.num_generators{saved if shares.num_generators else ''}"
+        return f"{waits}: add Generators ({names}), or let each sample more in parallel."
     return (
         f"{waits}, and Generators sample only {shares.generators_sample:.0%} of it: batches wait for their "
         "last groups; try buffer.lookahead, algorithm.oversample_frac, or weight_sync.in_flight: true."

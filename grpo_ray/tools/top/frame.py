@@ -14,8 +14,9 @@ from rich.text import Text
 from grpo_ray.telemetry.metrics_catalog import STAGE, SYNC
 from grpo_ray.telemetry.run_state import ActorState, RunState
 from grpo_ray.telemetry.visible_text import visible
-from grpo_ray.tools.top.bottleneck import bottleneck, hints
+from grpo_ray.tools.top.bottleneck import bottleneck, steady
 from grpo_ray.tools.top.learner_figures import learner_figures
+from grpo_ray.tools.top.problems import Problems
 from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint, ranks_line
 from grpo_ray.tools.top.run_view import RunView
 
@@ -115,7 +116,7 @@ def _actors(view: RunView, width: int) -> list[RenderableType]:
     if view.state is None or view.is_over or not view.state.now.actors:
         return []
     now, shares = view.state.now, stage_shares(view.steps, num_stages=2 if width >= WIDE else 1)
-    ranks = rank_figures(_steady(view.steps))
+    ranks = rank_figures(steady(view.steps))
     in_collectives = {} if ranks is None else {n: f"collectives {s:.0%}" for n, s in ranks.collectives.items()}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("actor", no_wrap=True, min_width=max(len(actor.name) for actor in now.actors))
@@ -160,21 +161,20 @@ def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
 
 
 def _bottleneck(view: RunView) -> RenderableType:
-    rows = _steady(view.steps)
-    ranks, problems = rank_figures(rows), hints(rows)
+    rows = steady(view.steps)
+    ranks, problems = rank_figures(rows), Problems(view.config).all_of(view.steps)
+    lines = [Text(f"! {text}", style="bold red") for text in problems.errors()]
+    lines += [Text(f"! {text}", style="yellow") for text in problems.cut_off()]
+    if lines:
+        lines[0].append(f" (steps {view.steps[0]['step']} to {view.steps[-1]['step']})", style="dim")
+    lines.append(Text(bottleneck(rows), style="bold"))
     if ranks is not None and (hint := rank_hint(ranks)):
-        problems.append(hint)
-    lines = [Text(bottleneck(rows), style="bold"), *(Text(f"! {hint}", style="yellow") for hint in problems)]
+        lines.append(Text(f"! {hint}", style="yellow"))
     if figures := learner_figures(rows):
         lines.append(Text(figures, style="dim"))
     if ranks is not None:
         lines.append(Text(ranks_line(ranks), style="dim"))
     return Group(Text(), *lines)
-
-
-def _steady(steps: Sequence[Row]) -> Sequence[Row]:
-    """Leave out the run's first step, which warms up the engines, if there are others."""
-    return [row for row in steps if row["step"] > 1] or steps
 
 
 def _steps(rows: Sequence[Row], width: int) -> RenderableType:

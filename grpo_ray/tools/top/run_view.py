@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from grpo_ray.config.loading import read_config
 from grpo_ray.errors import RunError
 from grpo_ray.telemetry.json_lines import read_last_lines
 from grpo_ray.telemetry.run_files import RunDirectory
@@ -27,6 +28,7 @@ class RunView:
     events: list[dict[str, Any]]
     read_at: float  # seconds since the epoch
     silence: str | None  # a sentence about a driver that has stopped writing
+    config: dict[str, Any]  # config.yaml as it is
 
     @property
     def is_over(self) -> bool:
@@ -50,6 +52,7 @@ def read_view(run: RunDirectory) -> RunView:
             events=_tail(run.events_path, NUM_EVENTS),
             read_at=now,
             silence=None if state is None else silence_of(state, now),
+            config=read_config(run.config_path),
         )
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from error
