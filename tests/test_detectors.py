@@ -205,7 +205,7 @@ def test_the_page_has_a_section_for_each_detector_and_the_catalog_its_metrics() 
 
 # ---- in a run ----
 
-WRONG_MASK = "algorithm.loss=grpo_ray.tools.experiments.broken.losses:mask_off_by_one"
+WRONG_MASK = "algorithm.loss=examples.broken.losses:mask_off_by_one"
 VARIED = (
     "task.reward=[{reward: brevity, arguments: {free: 0, span: 40}}]"  # random text earns different rewards
 )

@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 import torch
 
+from examples.broken import losses
 from grpo_ray.algorithms import Objective, RatioInputs, gradient_sums, loss_denominator, policy_gradient_step
 from grpo_ray.config.losses import Aggregation
 from grpo_ray.telemetry.learner_metrics import add, mean_metrics
-from grpo_ray.tools.experiments.broken import losses
 
-BROKEN = "grpo_ray.tools.experiments.broken.losses"
+BROKEN = "examples.broken.losses"
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 ADVANTAGES = torch.tensor([[1.0], [-2.0], [0.0], [0.5]])
 LOG_PROBS = -torch.linspace(0.1, 2.0, 16).view(4, 4)

@@ -1,4 +1,4 @@
-"""Prompt/answer pairs with their keywords, in files as `grpo-ray data keywords` writes them."""
+"""Prompt/answer pairs with their keywords, in files as `python -m examples.course data keywords` writes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ def read_pairs(path: str | Path, limit: int | None = None) -> list[KeywordPair]:
     """
     pairs = [_pair(place, row) for place, row in islice(read_rows(Path(path), FIELDS), limit)]
     if not pairs:
-        raise ValueError(f"{path}: holds no pairs; make some with `grpo-ray data keywords`")
+        raise ValueError(f"{path}: holds no pairs; make some with `python -m examples.course data keywords`")
     return pairs
 
 

@@ -5,7 +5,7 @@ docs/failures.md shows the results. Its size suits the task of `configs/quicksta
 
 from grpo_ray.tools.experiments.experiment import Experiment
 
-BROKEN = "grpo_ray.tools.experiments.broken"
+BROKEN = "examples.broken"
 PROMPTS, SAMPLES = 16, 8
 
 FAILURES = Experiment(
