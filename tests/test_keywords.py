@@ -248,6 +248,6 @@ def test_wrong_pairs_are_named(tmp_path: Path, row: Any, message: str) -> None:
 
 def test_a_file_without_pairs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"a.jsonl: holds no pairs; make some with `python -m examples.course data keywords`"
+        ValueError, match=r"a.jsonl: holds no pairs; make some with `python -m examples.course data"
     ):
         load_examples(config_of(write_pairs(tmp_path, "a"), write_pairs(tmp_path, "b", FISH)), seed=0)

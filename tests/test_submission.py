@@ -528,7 +528,7 @@ def test_a_connection_that_ends_says_that_the_job_goes_on(
     [
         ([], "submit takes CONFIG, --resume RUN, --follow JOB or --stop JOB"),
         (["configs/none.yaml"], "configs has: "),
-        ([QUICKSTART, "learner.lerning_rate=1"], "did you mean learning_rate?"),
+        ([QUICKSTART, "learner.lerning_rate=1"], "did you mean learner.learning_rate?"),
         ([QUICKSTART, "model.tiny=null", "model.path=./none"], "./none"),
         ([QUICKSTART, "--stop", "job-1"], "take a job's id and nothing else"),
         (["--follow", "job-9"], "Job job-9 does not exist"),

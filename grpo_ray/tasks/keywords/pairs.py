@@ -1,4 +1,4 @@
-"""Prompt/answer pairs with their keywords, in files as `python -m examples.course data keywords` writes them."""
+"""Prompt/answer pairs with their keywords, in the files of `python -m examples.course data keywords`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
