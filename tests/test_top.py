@@ -545,10 +545,10 @@ def test_problems_are_counted_over_all_steps() -> None:
 @pytest.mark.parametrize(
     ("config", "counts", "expected"),
     [
-        (TWO_BY_FOUR, [(8, 0), (8, 0)], "All 16 responses"),
-        (TWO_BY_FOUR, [(8, 0), (7, 0)], "15 of 16 responses"),
-        (TWO_BY_FOUR, [(8, 1)], "8 of 12 responses"),  # those of a dropped group were graded as well
-        ({}, [(8, 0)], "8 responses"),
+        (TWO_BY_FOUR, [(8, 0), (8, 0)], "None of the 16 responses could"),
+        (TWO_BY_FOUR, [(8, 0), (7, 0)], "15 of 16 responses could not"),
+        (TWO_BY_FOUR, [(8, 1)], "8 of 12 responses could not"),  # those of a dropped group were graded as well
+        ({}, [(8, 0)], "8 responses could not"),
     ],
 )
 def test_a_run_without_a_single_grade_says_so(
@@ -556,7 +556,7 @@ def test_a_run_without_a_single_grade_says_so(
 ) -> None:
     rows = [step(1, reward__errors=errors, rollout__dropped_groups=dropped) for errors, dropped in counts]
     (text,) = Problems(config).all_of(rows).errors()
-    assert text.startswith(f"{expected} could not be graded, because the reward failed")
+    assert text.startswith(f"{expected} be graded, because the reward failed")
 
 
 def test_errors_come_first_then_responses_that_are_cut_off_then_waits(tmp_path: Path) -> None:

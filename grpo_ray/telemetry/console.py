@@ -142,9 +142,14 @@ def step_line(metrics: Metrics, is_sampled: bool = False, is_short: bool = False
 
 
 def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
+    """Return what the configuration amounts to, as a table."""
+    return two_columns([*settings(config, longest_prompt), ("directory", run_dir)])
+
+
+def settings(config: Config, longest_prompt: int | None = None) -> list[tuple[str, str]]:
     """Return what the configuration amounts to: the size of a step, the schedule, and each actor's device."""
     algorithm, generator, learner = config.algorithm, config.generator, config.learner
-    rows: list[tuple[str, str]] = [
+    return [
         ("model", config.model.path or "tiny (built from the seed and warmed up)"),
         *_task(config, longest_prompt),
         ("run", f"{algorithm.num_steps} steps, {algorithm.loss}, learning rate {learner.learning_rate:g}"),
@@ -156,15 +161,13 @@ def banner(config: Config, longest_prompt: int, run_dir: str) -> Table:
         ),
         ("Learner", _learner(config)),
         ("weights", f"{config.weight_sync.transport}; also actors: {_other_actors(config)}"),
-        ("directory", run_dir),
     ]
-    return two_columns(rows)
 
 
-def _task(config: Config, longest_prompt: int) -> Iterator[tuple[str, str]]:
+def _task(config: Config, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
     """Yield the task, the size of a step, and the limits of episodes."""
     algorithm, sampling, episodes = config.algorithm, config.sampling, config.episodes
-    if config.has_only_episodes:
+    if config.has_only_episodes or longest_prompt is None:
         yield "task", config.task.kind
     else:
         yield "task", f"{config.task.kind}, prompts up to {longest_prompt} tokens"

@@ -17,6 +17,8 @@ class ReadableRollout:
     response: str
     ground_truth: str
     reward: float
+    error: str | None = None
+    """Reason why it could not be graded."""
 
 
 def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[ReadableRollout]:
@@ -30,6 +32,7 @@ def readable_rollouts(groups: Sequence[ScoredGroup], num_rollouts: int) -> list[
             response=readable_response(group.rollout.completions[0]),
             ground_truth=group.rollout.item.ground_truth,
             reward=float(group.rewards[0]),
+            error=group.errors.get(0),
         )
         for group in chosen
     ]

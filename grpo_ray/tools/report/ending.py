@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_ray.telemetry.failure_watch import is_detection
-from grpo_ray.telemetry.readable_rollouts import readable_rollouts
-from grpo_ray.telemetry.rollout_log import read_groups
-from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
+from grpo_ray.telemetry.run_files import RunDirectory, read_metrics
 from grpo_ray.telemetry.step_lines import StepLines
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
+from grpo_ray.tools.report.run_header import validation_samples
 
 OWN = "docs/getting-started.md#your-own-model-and-data"
 
@@ -24,10 +23,11 @@ def print_ending(print_line: Callable[[str], None], run: RunDirectory) -> None:
         print_line(f"\n{curve} could not be drawn: {error}")
     rewards = [(row["step"], row["reward"]) for row in read_metrics(run.evaluations_summary_path)]
     print_line(f"\n{terminal_curve(rewards, title='validation reward')}")
-    for step in (rewards[0][0], rewards[-1][0]):
+    for step, samples in validation_samples(run, [step for step, _ in rewards]).items():
         print_line(f"\nSamples at step {step}:")
-        for sample in readable_rollouts(read_groups(run.evaluations / f"{step_name(step)}.parquet"), 3):
-            print_line(f"  reward {sample.reward:g}  {sample.prompt!r} -> {sample.response!r}")
+        for sample in samples:
+            reward = f"{sample.reward:g}" if sample.error is None else "none (not graded)"
+            print_line(f"  reward {reward}  {sample.prompt!r} -> {sample.response!r}")
     _print_events(print_line, run)
     print_line(f"\nReward curve   {curve}")
     print_line(f"Run directory  {run.path}  (metrics.jsonl, rollouts/, evaluations/, checkpoints/, logs/)")

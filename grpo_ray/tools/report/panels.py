@@ -75,7 +75,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     RANKS: (
         Panel("Time in collectives", "s per step", (("ranks/learner-*/collectives_s", "learner-*"),)),
         Panel("Slowest rank", "its number", ((SLOWEST, "slowest"),), is_number=True),
-        Panel("Imbalance", "largest planned cost over the mean", ((IMBALANCE, "imbalance"),)),
+        Panel("Imbalance", "largest planned cost / mean", ((IMBALANCE, "imbalance"),)),
         Panel("Memory of each rank's process", "GiB", (("memory/learner-*_bytes", "learner-*"),), scale=GIB),
         Panel("Peak memory of each rank's GPU", "GiB",
               (("memory/learner-*_device_peak_bytes", "learner-*"),), scale=GIB),

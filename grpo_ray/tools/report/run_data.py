@@ -1,10 +1,12 @@
 """The data of one run for the web page, as plain values for JSON."""
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_ray.config.loading import read_config
+from grpo_ray.config import Config
+from grpo_ray.config.loading import load_config, read_config
 from grpo_ray.config.schema import leaves
 from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.telemetry.step_lines import StepLines
@@ -13,8 +15,12 @@ from grpo_ray.tools.report.rank_totals import RankTotals
 from grpo_ray.tools.report.rollout_rows import show_rollouts
 from grpo_ray.tools.report.rollout_sample import sample_rollouts, step_files
 from grpo_ray.tools.report.run_facts import RunTotals, run_facts
+from grpo_ray.tools.report.run_header import about, changed_keys, not_validated, shown_samples, warnings_in
 from grpo_ray.tools.report.series import make_series
 from grpo_ray.tools.report.stage_times import stage_times
+from grpo_ray.tools.top.bottleneck import bottleneck, steady
+from grpo_ray.tools.top.problems import Problems
+from grpo_ray.tools.top.rank_figures import rank_figures, rank_hint
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,12 @@ def run_data(
         RunError, ValueError: a file of the run is damaged, or there is no such checkpoint.
     """
     metrics, totals, ranks = StepLines(run.metrics_path), RunTotals(), RankTotals()
+    config, notices = _config(run)
+    values = read_config(run.config_path)
+    problems = Problems(values)
     evaluations = [{**row, VALIDATION: row.get("reward")} for row in StepLines(run.evaluations_summary_path)]
     files = step_files(run)
-    rows = map(ranks.noted, map(totals.noted, metrics))
+    rows = map(problems.noted, map(ranks.noted, map(totals.noted, metrics)))
     training = make_series(rows, len(metrics), {REWARD: files.standard_errors()}, bounds.max_points)
     if evaluations:  # they start at step 0, and have standard errors
         training.columns.pop(VALIDATION, None)
@@ -55,7 +64,11 @@ def run_data(
     shown = show_rollouts(run, sample, log_ratio, trust_remote_code)
     return {
         "name": name,
-        "facts": run_facts(run, totals, evaluations, files),
+        "about": about(run, config),
+        "errors": [*problems.errors(), *not_validated(evaluations), *warnings_in(run.events_path)],
+        "hints": [*problems.cut_off(), *_verdict(totals.latest)],
+        "facts": run_facts(totals, evaluations, files),
+        "samples": shown_samples(run, [row["step"] for row in evaluations]),
         "series": [asdict(training), asdict(validation)],
         "stages": stage_times(training.columns),
         "ranks": ranks.rows(),
@@ -68,10 +81,27 @@ def run_data(
             "seed": sample.seed,
         },
         "checkpoint": shown.checkpoint,
-        "notices": shown.notices,
-        "config": {key: _text(value) for key, value in leaves(read_config(run.config_path)).items()},
+        "notices": [*notices, *shown.notices],
+        "config": {key: _text(value) for key, value in leaves(values).items()},
+        "changed": list(changed_keys(config)) if config is not None else [],
         "config_yaml": run.config_path.read_text(encoding="utf-8"),
     }
+
+
+def _config(run: RunDirectory) -> tuple[Config | None, list[str]]:
+    """Return the run's configuration, or None and a notice if this release cannot read it."""
+    try:
+        return load_config(run.config_path), []
+    except ValueError as error:
+        return None, [f"no settings: {error}"]
+
+
+def _verdict(latest: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Describe what slows the run down, as `grpo-ray top` does."""
+    rows = steady(list(latest))
+    ranks = rank_figures(rows)
+    hint = None if ranks is None else rank_hint(ranks)
+    return [bottleneck(rows), *([hint] if hint else [])] if rows else []
 
 
 def _text(value: Any) -> str:

@@ -1,31 +1,30 @@
 """A run in a few facts, for the top of the web page."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-from grpo_ray.telemetry.failure_watch import KIND, is_detection
-from grpo_ray.telemetry.json_lines import parse_line
-from grpo_ray.telemetry.run_files import RunDirectory
 from grpo_ray.tools.report.panels import REWARD
 from grpo_ray.tools.report.rollout_sample import StepFiles
+from grpo_ray.tools.top.run_view import NUM_STEPS
 
 Row = Mapping[str, Any]
 
 
 class RunTotals:
-    """Sums and extremes over all steps, noted while the steps are read."""
+    """Sums and extremes over all steps, and the last ones, noted while the steps are read."""
 
     def __init__(self) -> None:
         self.last_step: int | None = None
         self.rewards: tuple[float, float] | None = None  # of the first and of the last step that have one
         self.seconds = self.tokens = 0.0
         self.largest_lag: float | None = None
+        self.latest: deque[Row] = deque(maxlen=NUM_STEPS)
 
     def noted(self, row: Row) -> Row:
         """Note a step, and return its row."""
         self.last_step = row["step"]
+        self.latest.append(row)
         if (reward := row.get(REWARD)) is not None:
             self.rewards = (self.rewards or (reward,))[0], reward
         self.seconds += row.get("timing/step_s") or 0.0
@@ -35,9 +34,7 @@ class RunTotals:
         return row
 
 
-def run_facts(
-    run: RunDirectory, totals: RunTotals, evaluations: Sequence[Row], files: StepFiles
-) -> dict[str, str]:
+def run_facts(totals: RunTotals, evaluations: Sequence[Row], files: StepFiles) -> dict[str, str]:
     """Summarize the run as labels and texts."""
     facts = {"steps": f"{totals.last_step:,}" if totals.last_step is not None else "none yet"}
     validated = [(row["step"], row["reward"]) for row in evaluations if row.get("reward") is not None]
@@ -54,25 +51,7 @@ def run_facts(
         facts["trained"] = f"{totals.tokens / totals.seconds:,.0f} tokens/s"
     if totals.largest_lag is not None:
         facts["largest lag"] = f"{totals.largest_lag:g}"
-    if warnings := _warnings(run.events_path):
-        facts["warnings"] = "; ".join(warnings)
-    if num_events := _num_lines(run.events_path):
-        facts["events"] = f"{num_events:,}, see {run.events_path.name}"
     return facts
-
-
-def _warnings(path: Path) -> list[str]:
-    """Return the texts of detectors' warnings."""
-    with path.open("rb") if path.exists() else nullcontext(()) as lines:
-        rows = [row for line in lines if KIND.encode() in line and (row := parse_line(line)) is not None]
-    return [str(row.get("text")) for row in rows if is_detection(str(row.get("kind")))]
-
-
-def _num_lines(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(line.endswith(b"\n") for line in file)
 
 
 def _duration(seconds: float) -> str:

@@ -52,11 +52,12 @@ class Problems:
         number, whole = self._sums[ERRORS], self._num_groups * self._num_samples
         if not number:
             return []
-        counted = f"{number:,.0f} of {whole:,} responses" if whole > number else f"All {number:,.0f} responses"
-        counted = counted if whole else f"{number:,.0f} responses"
-        return [
-            f"{counted} could not be graded, because the reward failed: the column error of rollouts/ says why"
-        ]
+        counted = (
+            f"{number:,.0f} of {whole:,} responses could not" if whole else f"{number:,.0f} responses could not"
+        )
+        if whole and number >= whole:
+            counted = f"None of the {whole:,} responses could"
+        return [f"{counted} be graded, because the reward failed: the column error of rollouts/ says why"]
 
     def cut_off(self) -> list[str]:
         """Return a hint if many responses are cut off."""

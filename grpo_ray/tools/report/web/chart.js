@@ -1,11 +1,11 @@
 "use strict";
 // Line charts over steps: one line per run and series, with 95% bands where standard errors are known.
 
-const HEIGHT = 210, TOP = 10, RIGHT = 12, BOTTOM = 24, LEFT = 52;
+const HEIGHT = 224, TOP = 10, RIGHT = 12, BOTTOM = 38, LEFT = 66;
 const NORMAL_95 = 1.96;
 
-/** Draw the axes of a chart; the returned `x` and `y` map values to pixels. */
-function frame(width, steps, values, yTicks) {
+/** Draw the axes of a chart, with titles; the returned `x` and `y` map values to pixels. */
+function frame(width, steps, values, yTicks, unit) {
   const x = (step) => LEFT + ((step - steps[0]) / (steps[1] - steps[0])) * (width - LEFT - RIGHT);
   const y = (value) => TOP + ((values[1] - value) / (values[1] - values[0])) * (HEIGHT - TOP - BOTTOM);
   const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, "aria-hidden": "true" });
@@ -15,8 +15,11 @@ function frame(width, steps, values, yTicks) {
   }
   const whole = ticks(steps[0], steps[1], Math.max(2, Math.floor(width / 90))).filter(Number.isInteger);
   for (const tick of whole) {
-    root.append(svg("text", { class: "tick", x: x(tick), y: HEIGHT - 7, "text-anchor": "middle" }, tick.toLocaleString("en")));
+    root.append(svg("text", { class: "tick", x: x(tick), y: HEIGHT - 22, "text-anchor": "middle" }, tick.toLocaleString("en")));
   }
+  const middle = (TOP + HEIGHT - BOTTOM) / 2;
+  root.append(svg("text", { class: "tick", x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, "step"));
+  root.append(svg("text", { class: "tick", transform: `translate(11 ${middle}) rotate(-90)`, "text-anchor": "middle" }, unit ?? ""));
   return { root, x, y };
 }
 
@@ -51,8 +54,8 @@ class Figure {
   }
 
   name(title, unit) {
-    this.title = title;
-    this.heading.replaceChildren(title ?? "", unit ? el("small", {}, ` ${unit}`) : "");
+    Object.assign(this, { title, unit });
+    this.heading.replaceChildren(title ?? "");
   }
 
   /** Draw, and keep the steps that can be read out, with their positions. */
@@ -138,7 +141,7 @@ class LineChart extends Figure {
     const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
     const values = valueRange(known, isShare);
     const range = steps.length > 1 ? [steps[0], steps.at(-1)] : [steps[0] - 1, steps[0] + 1];
-    const { root, x, y } = frame(width, range, values, ticks(...values, 5).filter((tick) => !isWhole || Number.isInteger(tick)));
+    const { root, x, y } = frame(width, range, values, ticks(...values, 5).filter((tick) => !isWhole || Number.isInteger(tick)), this.unit);
     for (const line of lines) if (line.errors) root.append(band(line, x, y));
     for (const line of lines) root.append(...curve(line, x, y, isWhole));
     this.marks = steps.map((step) => ({ step, x: x(step) }));

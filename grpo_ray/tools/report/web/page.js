@@ -22,9 +22,28 @@ function toggle(run) {
   return el("label", { class: "toggle" }, box, swatch(seriesColor(run.place)), el("strong", {}, run.name));
 }
 
+/** Make the card of a run: what it is, what went wrong, what slows it down, and its figures. */
 function runCard(run) {
-  const facts = Object.entries(run.facts).map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text)));
-  return el("article", {}, DATA.runs.length > 1 ? toggle(run) : null, el("dl", {}, ...facts), ...notices(run).map((text) => el("p", { class: "notice" }, text)));
+  const list = (facts, attributes) => el("dl", attributes, ...Object.entries(facts).map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text))));
+  const lines = (texts, kind) => texts.map((text) => el("p", { class: `notice ${kind}` }, text));
+  return el("article", {}, DATA.runs.length > 1 ? toggle(run) : null, ...lines(run.errors, "error"), list(run.facts),
+    ...lines(run.hints, "hint"), list(run.about, { class: "about" }), ...lines(notices(run), ""));
+}
+
+/** Make a table of the same validation prompts before and after training. */
+function samplesTable(run) {
+  const steps = [...new Set(run.samples.flatMap((row) => row.answers.map((answer) => answer.step)))];
+  const answer = (row, step) => {
+    const found = row.answers.find((each) => each.step === step);
+    if (!found) return el("td", {}, "–");
+    const reward = found.error === null ? `reward ${number(found.reward)}` : `not graded: ${found.error}`;
+    return el("td", { "data-label": `Step ${step}` }, el("pre", { dir: "auto" }, found.response || "(empty)"), el("small", { class: found.error === null ? null : "notice error" }, reward));
+  };
+  const head = ["Prompt", "Ground truth", ...steps.map((step) => `Step ${step.toLocaleString("en")}`)];
+  const rows = run.samples.map((row) => el("tr", {}, el("td", { "data-label": "Prompt" }, el("pre", { dir: "auto" }, row.prompt)),
+    el("td", { "data-label": "Ground truth" }, el("pre", { dir: "auto" }, row.ground_truth)), ...steps.map((step) => answer(row, step))));
+  return el("div", {}, DATA.runs.length > 1 ? el("h3", {}, run.name) : null,
+    el("table", { class: "samples" }, el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, ...rows)));
 }
 
 /** Return what readers of the charts and the table need to know. */
@@ -73,31 +92,38 @@ function anyMetric() {
   return el("div", {}, el("div", { class: "filters" }, metric.field), meaning, chart.node);
 }
 
-/** Make the table of configuration keys; for several runs it first shows only the keys that differ. */
-function configTable() {
-  const several = DATA.runs.length > 1;
+function keysTable(title, keys) {
+  const head = el("tr", {}, el("th", { scope: "col" }, "Key"), ...DATA.runs.map((run) => el("th", { scope: "col" }, run.name)));
+  const rows = keys.map((key) => el("tr", {}, el("th", { scope: "row" }, key), ...DATA.runs.map((run) => el("td", {}, run.config[key] ?? "–"))));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, el("table", { class: "config" }, el("thead", {}, head), el("tbody", {}, ...rows)));
+}
+
+/** Make the tables of configuration keys: those that differ between runs, those that are not the defaults, and the others on request. */
+function configTables() {
   const keys = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.config)))].sort();
-  const differs = (key) => new Set(DATA.runs.map((run) => run.config[key])).size > 1;
-  const body = el("tbody"), status = el("p", { class: "count", role: "status" });
+  const differing = keys.filter((key) => new Set(DATA.runs.map((run) => run.config[key])).size > 1);
+  const changed = keys.filter((key) => !differing.includes(key) && DATA.runs.some((run) => run.changed.includes(key)));
+  const others = keys.filter((key) => !differing.includes(key) && !changed.includes(key));
+  const part = (title, found) => found.length === 0 ? [] : [el("h3", {}, title), keysTable(title, found)];
+  const rest = el("div", {}), status = el("p", { class: "count", role: "status" });
   const search = el("input", { type: "search", placeholder: "e.g. learning_rate", oninput: () => show() });
-  const only = el("input", { type: "checkbox", checked: several, onchange: () => show() });
   const show = () => {
-    const found = keys.filter((key) => key.includes(search.value) && (!(several && only.checked) || differs(key)));
-    body.replaceChildren(...found.map((key) => el("tr", {}, el("th", { scope: "row" }, key),
-      ...DATA.runs.map((run) => el("td", {}, run.config[key] ?? "–")))));
-    status.textContent = `${found.length} of ${keys.length} keys`;
+    const found = others.filter((key) => key.includes(search.value));
+    rest.replaceChildren(keysTable("Defaults", found));
+    status.textContent = `${found.length} of ${others.length} keys`;
   };
   show();
-  const head = el("tr", {}, el("th", { scope: "col" }, "Key"), ...DATA.runs.map((run) => el("th", { scope: "col" }, run.name)));
+  const filters = el("div", { class: "filters" }, el("label", { class: "field wide" }, el("span", {}, "Search keys"), search));
   return [
-    el("div", { class: "filters" }, el("label", { class: "field wide" }, el("span", {}, "Search keys"), search),
-      several ? el("label", { class: "toggle" }, only, "only differences") : null), status,
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration" }, el("table", { class: "config" }, el("thead", {}, head), body)),
+    ...part("Differences between the runs", differing), ...part("Changed from the defaults", changed),
+    el("details", { class: "defaults" }, el("summary", {}, `The other ${others.length} keys`), filters, status, rest),
     ...DATA.runs.map((run) => el("details", {}, el("summary", {}, `config.yaml of ${run.name}`), el("pre", { tabindex: "0" }, run.config_yaml))),
   ];
 }
 
 section("Runs", el("div", { class: "cards" }, ...DATA.runs.map(runCard)));
+const sampled = DATA.runs.filter((run) => run.samples.length > 0);
+if (sampled.length > 0) section("Before and after", ...sampled.map(samplesTable));
 for (const { title, panels } of DATA.panels) {
   const drawn = panels.map(addChart).filter((chart) => chart !== null);
   const hasBands = panels.some((panel) => panel.bands);
@@ -107,5 +133,5 @@ for (const { title, panels } of DATA.panels) {
 }
 section("Any metric", anyMetric());
 section("Rollouts", ...DATA.runs.map((run) => el("p", { class: "note" }, sampleNotice(run))), new Rollouts(DATA.runs).node);
-section("Configuration", ...configTable());
+section("Configuration", ...configTables());
 document.documentElement.dataset.ready = "yes";

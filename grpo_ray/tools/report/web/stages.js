@@ -36,21 +36,21 @@ function bar(color, attributes) {
   return drawn;
 }
 
-/** Make one stacked bar of an actor's shares of its time over the run. */
+/** Make one stacked bar of an actor's shares of its time over the run, the largest first, with its legend. */
 function shareBar(actor, stages) {
-  const sums = Object.entries(stages).map(([stage, seconds]) => [stage, total(seconds)]);
-  const whole = total(sums.map(([, seconds]) => seconds)) || 1;
-  const texts = sums.filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1])
-    .map(([stage, seconds]) => `${stageName(stage)} ${Math.round((100 * seconds) / whole)}%`);
-  const colors = stageColors(stages);
+  const sums = Object.entries(stages).map(([stage, seconds]) => [stage, total(seconds)]).sort((a, b) => b[1] - a[1]);
+  const whole = total(sums.map(([, seconds]) => seconds)) || 1, colors = stageColors(stages);
+  const shown = sums.map(([stage, seconds]) => [stage, Math.round((100 * seconds) / whole), seconds]).filter(([, percent]) => percent > 0);
+  const texts = shown.map(([stage, percent]) => `${stageName(stage)} ${percent}%`);
   const track = el("div", { class: "shares", role: "img", "aria-label": `${actor}: ${texts.join(", ")}` });
-  for (const [stage, seconds] of sums) {
+  for (const [stage, , seconds] of shown) {
     const part = el("span", { title: `${stageName(stage)} ${number(seconds)} s` });
     part.style.width = `${(100 * seconds) / whole}%`;
     part.style.backgroundColor = colors.get(stage);
     track.append(part);
   }
-  return el("div", { class: "actor" }, el("strong", {}, actor), track, el("small", {}, texts.join(" · ")));
+  const legend = shown.map(([stage], place) => el("span", {}, swatch(colors.get(stage)), texts[place]));
+  return el("div", { class: "actor" }, el("strong", {}, actor), track, el("p", { class: "legend" }, ...legend));
 }
 
 /** Stacked bars, one per step; neighbours are averaged if there are more than fit. */
@@ -74,7 +74,7 @@ class StageChart extends Figure {
     const heights = bins.map((bin) => total(bin.parts.map(([, seconds]) => seconds)));
     const usual = [...heights].sort((a, b) => a - b)[Math.floor(0.95 * (heights.length - 1))];
     const values = valueRange([0, Math.min(Math.max(...heights), usual * LONG || 1)], false);
-    const { root, x, y } = frame(width, [steps[0] - 0.5, steps.at(-1) + 0.5], values, ticks(...values, 5));
+    const { root, x, y } = frame(width, [steps[0] - 0.5, steps.at(-1) + 0.5], values, ticks(...values, 5), this.unit);
     const wide = Math.max(1, (width - LEFT - RIGHT) / bins.length - 1);
     this.marks = bins.map((bin) => ({ ...bin, x: x(bin.step) }));
     for (const bin of bins) root.append(...stacked(bin, this.colors, x(bin.step) - wide / 2, wide, y, values[1]));
@@ -119,5 +119,5 @@ function stagesSection() {
   };
   const which = choice("Run", runs.map((each, place) => [place, each.name]), showRun);
   showRun(0);
-  return [el("div", { class: "filters" }, runs.length > 1 ? which.field : null, actors.field), overview, chart.node];
+  return [runs.length > 1 ? el("div", { class: "filters" }, which.field) : "", overview, el("div", { class: "filters" }, actors.field), chart.node];
 }

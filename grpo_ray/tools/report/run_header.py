@@ -1,0 +1,93 @@
+"""The head of a run on the web page: settings, ending, warnings, and answers from before and after training."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.config.schema import leaves
+from grpo_ray.config.section import Section
+from grpo_ray.telemetry.console import settings
+from grpo_ray.telemetry.failure_watch import KIND, is_detection
+from grpo_ray.telemetry.json_lines import parse_line
+from grpo_ray.telemetry.readable_rollouts import ReadableRollout, readable_rollouts, shortened
+from grpo_ray.telemetry.rollout_log import read_groups
+from grpo_ray.telemetry.run_files import RunDirectory, step_name
+from grpo_ray.telemetry.run_state import RunState, read_state
+
+NUM_SAMPLES = 3  # prompts whose answers are compared, here and at the end of a run's output
+
+Row = Mapping[str, Any]
+
+
+def about(run: RunDirectory, config: Config | None) -> dict[str, str]:
+    """Describe the run as labels and texts.
+
+    Raises:
+        ValueError: `state.json` is damaged.
+    """
+    state = read_state(run)
+    facts = {"state": "unknown (there is no state.json)" if state is None else _state(state)}
+    if state is not None:
+        facts["started"] = f"{_clock(state.began)}, on {state.host}"
+    return facts | dict(settings(config) if config is not None else ())
+
+
+def _state(state: RunState) -> str:
+    where = f"step {state.now.step:,} of {state.num_steps:,}, {_clock(state.time)}"
+    if state.ending is None:
+        return f"not finished: {state.phase}, {where}"
+    return f"{state.ending.kind} at {where}{f': {state.ending.text}' if state.ending.text else ''}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def warnings_in(path: Path) -> list[str]:
+    """Return the texts of detectors' warnings among the events."""
+    with path.open("rb") if path.exists() else nullcontext(()) as lines:
+        rows = [row for line in lines if KIND.encode() in line and (row := parse_line(line)) is not None]
+    return [str(row.get("text")) for row in rows if is_detection(str(row.get("kind")))]
+
+
+def not_validated(evaluations: Sequence[Row]) -> list[str]:
+    """Return a sentence about the last validation if it could not grade everything."""
+    row = evaluations[-1] if evaluations else {}
+    if not row.get("num_errors"):
+        return []
+    return [f"validation at step {row['step']}: {row['num_errors']:,} responses could not be graded"]
+
+
+def validation_samples(run: RunDirectory, steps: Sequence[int]) -> dict[int, list[ReadableRollout]]:
+    """Return the answers to a few prompts, the same ones, at the first and the last validation with a file."""
+    paths = {step: run.evaluations / f"{step_name(step)}.parquet" for step in steps}
+    known = [step for step in steps if paths[step].exists()]
+    return {
+        step: readable_rollouts(read_groups(paths[step]), NUM_SAMPLES) for step in (*known[:1], *known[-1:])
+    }
+
+
+def shown_samples(run: RunDirectory, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Return one row per prompt, with its answers by step."""
+    answers = validation_samples(run, steps)
+    rows: dict[str, dict[str, Any]] = {}
+    for step, samples in answers.items():
+        for sample in samples:
+            texts = {"prompt": shortened(sample.prompt), "ground_truth": shortened(sample.ground_truth)}
+            row = rows.setdefault(sample.prompt, {**texts, "answers": []})
+            answer = {"step": step, "response": shortened(sample.response), "reward": sample.reward}
+            row["answers"].append({**answer, "error": sample.error})
+    return list(rows.values())
+
+
+def changed_keys(section: Section, prefix: str = "") -> Iterator[str]:
+    """Yield the keys with another value than their default, by dotted path."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from changed_keys(value, f"{prefix}{name}.")
+        elif value != field.get_default(call_default_factory=True, validated_data=dict(section)):
+            yield from leaves(section.model_dump(mode="json", include={name}), prefix)
