@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from examples.course.evaluate_vllm import evaluate_vllm
 from grpo_ray.rewards import get_reward_fn
-from grpo_ray.tools.evaluation import evaluate_vllm
 from grpo_ray.types import PromptItem
 
 REPLIES = {

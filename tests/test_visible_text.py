@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from test_top import NOW, make_run, make_state, step
 
+from examples.course.evaluate_vllm import evaluate_vllm
 from grpo_ray.telemetry.console import RunConsole, VisibleConsole
 from grpo_ray.telemetry.evaluation_summary import Outcomes, summarise
 from grpo_ray.telemetry.json_lines import JsonLines
@@ -23,7 +24,6 @@ from grpo_ray.telemetry.run_state import ActorState, Ending, LiveStatus
 from grpo_ray.telemetry.visible_text import UNSEEN, visible
 from grpo_ray.tools.audit.audit import AuditReport
 from grpo_ray.tools.cli import main
-from grpo_ray.tools.evaluation.offline import evaluate_vllm
 from grpo_ray.tools.evaluation.readable import _readable, summary_table
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"  # a terminal puts this into the clipboard
