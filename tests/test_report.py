@@ -14,8 +14,7 @@ from grpo_ray.telemetry.run_files import RunDirectory, step_name
 from grpo_ray.tools.drawing.reward_curve import plot_reward_curve
 from grpo_ray.tools.drawing.terminal_curve import terminal_curve
 from grpo_ray.tools.report.ending import OWN, print_ending
-from grpo_ray.tools.report.rollout_sample import StepFiles
-from grpo_ray.tools.report.run_facts import RunTotals, run_facts
+from grpo_ray.tools.report.run_header import warnings_in
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -171,4 +170,4 @@ def test_warnings_of_detectors_stand_at_the_end_and_on_the_page(tmp_path: Path) 
     event = {"time": 1.0, "kind": "detected_wrong_mask", "actor": None, "step": 3, "text": text}
     run = finished_run(tmp_path, [{**event, "kind": "restored", "text": "?"}, event])
     assert [line for line in ending(run) if "Warning" in line] == [f"\nWarning at {text}"]
-    assert run_facts(run, RunTotals(), [], StepFiles([], []))["warnings"] == text
+    assert warnings_in(run.events_path) == [text]

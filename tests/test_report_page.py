@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import changed
 from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, write_lines
 
 from grpo_ray.config import Config
+from grpo_ray.config.schema import leaves
 from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.run_state import Ending, LiveStatus, RunState
 from grpo_ray.tools.cli import main
 from grpo_ray.tools.report.page import embedded_json, make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
+from grpo_ray.tools.report.run_header import about, changed_keys
 from grpo_ray.tools.report.write_report import names_of
+from grpo_ray.tools.top.bottleneck import bottleneck
 
 ALL = Bounds(max_points=1000, max_rollouts=1000, seed=0)
 
@@ -44,6 +49,59 @@ def test_data_of_a_run(tmp_path: Path, tiny_config: Config) -> None:
     assert data["config"]["algorithm.loss"] == "grpo_clip"
     assert data["config"]["model.tiny.tie_embeddings"] in ("true", "false")
     assert data["config"]["algorithm.cliprange"] == "null"
+
+
+def test_a_runs_settings_and_ending(tmp_path: Path, tiny_config: Config) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(tiny_config)
+    assert about(run, None) == {"state": "unknown (there is no state.json)"}
+    state = RunState(
+        time=1_700_000_060.0, began=1_700_000_000.0, host="node-1", pid=1, process_started=0.0, num_steps=1000,
+        phase="training", now=LiveStatus(step=12),
+    )  # fmt: skip
+    run.state_path.write_text(state.model_dump_json())
+    shown = about(run, tiny_config)
+    assert shown["state"] == "not finished: training, step 12 of 1,000, 2023-11-14 22:14 UTC"
+    assert shown["started"] == "2023-11-14 22:13 UTC, on node-1"
+    assert shown["task"] == "sorting"
+    assert shown["run"].endswith(f"grpo_clip, learning rate {tiny_config.learner.learning_rate:g}")
+    failed = state.model_copy(update={"ending": Ending(kind="failed", text="no GPU")})
+    run.state_path.write_text(failed.model_dump_json())
+    assert about(run, None)["state"] == "failed at step 12 of 1,000, 2023-11-14 22:14 UTC: no GPU"
+
+
+def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_config: Config) -> None:
+    run = make_run(tmp_path / "run", tiny_config, num_steps=2)
+    rows = [metrics_of(step) | {"reward/errors": 1.0, "rollout/truncated_frac": 0.5} for step in range(1, 31)]
+    write_lines(run.metrics_path, rows)
+    summary = {"step": 6, "reward": 0.5, "num_errors": 3, "num_examples": 4, "num_samples": 2}
+    write_lines(run.evaluations_summary_path, [summary])
+    data = run_data(run, "run", ALL, "none")
+    whole = 30 * tiny_config.rollouts_per_step  # of all steps, not of the last ones alone
+    assert data["errors"][0].startswith(f"30 of {whole:,} responses could not be graded")
+    assert data["errors"][1] == "3 of 8 responses of the validation at step 6 could not be graded"
+    assert data["hints"][0].startswith("50% of the responses are cut off")
+    assert data["hints"][1] == bottleneck(rows)
+
+
+def test_keys_that_are_not_the_defaults(tiny_config: Config) -> None:
+    config = changed(tiny_config, learner={"learning_rate": 3e-4, "warmup_steps": 0})
+    found = set(changed_keys(config))
+    assert "learner.learning_rate" in found
+    assert "learner.warmup_steps" not in found
+    assert found <= leaves(config.model_dump(mode="json")).keys()
+
+
+def test_a_configuration_of_another_release_leaves_only_the_settings_out(
+    tmp_path: Path, tiny_config: Config
+) -> None:
+    run = make_run(tmp_path / "run", tiny_config)
+    run.config_path.write_text(run.config_path.read_text() + "\nformer_section: {a_key: 1}\n")
+    data = run_data(run, "run", ALL, "none")
+    assert data["changed"] == []
+    assert "task" not in data["about"]
+    assert data["config"]["former_section.a_key"] == "1"
+    assert any(notice.startswith("no settings: ") for notice in data["notices"])
 
 
 def test_trained_tokens_are_counted_over_all_of_the_time(tmp_path: Path, tiny_config: Config) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, Browser, browsing
-from builders import changed
+from builders import changed, make_completion, make_group, make_item
 from matplotlib.image import imread
 from report_runs import HOSTILE, add_checkpoint, group, make_run, metrics_of, ranks_of, write_lines
 
@@ -16,7 +16,8 @@ from grpo_ray.config import Config
 from grpo_ray.config.model import TinyModelConfig
 from grpo_ray.config.task import SortingTaskConfig
 from grpo_ray.telemetry.metrics_catalog import METRICS
-from grpo_ray.telemetry.run_files import RunDirectory
+from grpo_ray.telemetry.rollout_log import write_rollouts
+from grpo_ray.telemetry.run_files import RunDirectory, step_name
 from grpo_ray.tools.report.page import make_page
 from grpo_ray.tools.report.run_data import Bounds, run_data
 from grpo_ray.tools.report.write_report import ReportOptions, report
@@ -260,7 +261,7 @@ def test_curves_have_the_runs_values(opened: Browser) -> None:
     assert [len(line.split()) for line in lines] == [6, 4]
     points = np.array([[float(value) for value in point.split(",")] for point in lines[0].split()])
     assert np.ptp(np.diff(points[:, 0])) < 0.2  # equal steps
-    rise = np.diff(points[:, 1]) / (210 - 10 - 24)  # of an axis from 0 to 1
+    rise = np.diff(points[:, 1]) / (224 - 10 - 38)  # of an axis from 0 to 1
     np.testing.assert_allclose(rise, -0.1, atol=0.001)
     bands = opened.run(f"{reward}.querySelectorAll('.band polygon').length")
     assert bands == 1  # the second run has one group per step, and so no standard errors
@@ -299,8 +300,8 @@ def test_stacked_bars_add_up_to_the_step(opened: Browser) -> None:
     assert len(heights) == 6 * 3
     tops = opened.run(f"[...{chart}.querySelectorAll('rect')].map(bar => Number(bar.getAttribute('y')))")
     bottoms = [top + height for top, height in zip(tops, heights, strict=True)]
-    assert bottoms[:3] == pytest.approx([210 - 24, tops[0], tops[1]])  # stacked
-    assert sum(heights[:3]) == pytest.approx(2.0 / 2.0 * (210 - 10 - 24), rel=0.01)  # 2 s, an axis to 2 s
+    assert bottoms[:3] == pytest.approx([224 - 38, tops[0], tops[1]])  # stacked
+    assert sum(heights[:3]) == pytest.approx(2.0 / 2.0 * (224 - 10 - 38), rel=0.01)  # 2 s, an axis to 2 s
     assert heights[:3] == pytest.approx([sum(heights[:3]) * share for share in (0.375, 0.5, 0.125)])
     assert opened.run("document.querySelector('.actor .shares').getAttribute('aria-label')") == (
         "learner: train 50%, snapshot 38%, wait for batch 13%"
@@ -405,18 +406,91 @@ def test_any_metric_can_be_drawn(opened: Browser) -> None:
                "box.value = 'policy/entropy'; box.dispatchEvent(new Event('change')) })()")  # fmt: skip
     opened.settle()
     unit, meaning = METRICS["policy/entropy"]
-    assert opened.run("document.querySelector('#any-metric h3').textContent") == f"policy/entropy {unit}"
+    assert opened.run("document.querySelector('#any-metric h3').textContent") == "policy/entropy"
+    titles = "[...document.querySelectorAll('#any-metric svg text')].map(text => text.textContent)"
+    assert opened.run(titles)[-2:] == ["step", unit]
     assert opened.run("document.querySelectorAll('#any-metric polyline').length") == 2
     assert meaning in opened.run("document.querySelector('#any-metric .meaning').textContent")
 
 
-def test_the_configurations_differences(opened: Browser) -> None:
-    keys = "[...document.querySelectorAll('.config tbody th')].map(cell => cell.textContent)"
-    assert opened.run(keys) == ["learner.learning_rate"]
-    cells = "[...document.querySelectorAll('.config tbody td')].map(cell => cell.textContent)"
+def test_the_configurations_differences_come_first_then_changed_keys_then_the_rest(opened: Browser) -> None:
+    tables = "[...document.querySelectorAll('#configuration .scroll')]"
+    assert opened.run(f"{tables}.map(table => table.getAttribute('aria-label'))") == [
+        "Differences between the runs", "Changed from the defaults", "Defaults",
+    ]  # fmt: skip
+    keys = f"{tables}.map(table => [...table.querySelectorAll('tbody th')].map(cell => cell.textContent))"
+    differing, changed_keys, others = opened.run(keys)
+    assert differing == ["learner.learning_rate"]
+    assert changed_keys == ["generator.num_gpus", "model.dtype"]
+    assert len(others) > 100
+    cells = f"[...{tables}[0].querySelectorAll('td')].map(cell => cell.textContent)"
     assert opened.run(cells) == ["1e-05", "0.0003"]
-    opened.run("document.querySelector('#configuration .toggle input').click()")
-    assert len(opened.run(keys)) > 100
+    assert opened.run(f"{tables}[2].checkVisibility()") is False
+    opened.run("document.querySelector('#configuration summary').click()")
+    opened.run("(() => { const box = document.querySelector('#configuration input'); "
+               "box.value = 'cliprange_h'; box.dispatchEvent(new Event('input')) })()")  # fmt: skip
+    assert opened.run(f"{tables}[2].checkVisibility()") is True
+    assert opened.run(keys)[2] == ["algorithm.cliprange_high"]
+
+
+# ---- what a run is, and what went wrong ----
+
+
+def test_errors_stand_at_the_top_and_are_text(browser: Browser, tmp_path: Path, config: Config) -> None:
+    run = make_run(tmp_path / "run", config, num_steps=2)
+    num_answers = config.rollouts_per_step
+    write_lines(run.metrics_path, [metrics_of(step) | {"reward/errors": num_answers} for step in (1, 2)])
+    event = {"time": 1.0, "kind": "detected_reward_errors", "step": 1, "text": f"failed\n on {HOSTILE[0]}"}
+    write_lines(run.events_path, [event])
+    browser.look(DESKTOP)
+    browser.open(page_of(tmp_path, run))
+    texts = browser.run("[...document.querySelectorAll('.notice.error')].map(text => text.textContent)")
+    assert texts[0].startswith(f"None of the {2 * num_answers:,} responses could be graded")
+    assert texts[1] == event["text"]
+    first = browser.run("document.querySelector('main article').firstElementChild.className")
+    assert first == "notice error"
+    assert browser.errors() == []
+
+
+def test_the_same_prompts_are_shown_before_and_after(browser: Browser, tmp_path: Path, config: Config) -> None:
+    run = make_run(tmp_path / "run", config, num_steps=2)
+    for step in (0, 2):
+        groups = [make_group(make_item(0), [make_completion([5], text=f"{HOSTILE[1]} at {step}")], [step / 2])]
+        if step == 0:
+            groups[0].errors[0] = "ValueError: no number"
+        write_rollouts(run.evaluations / f"{step_name(step)}.parquet", step, groups)
+    browser.look(DESKTOP)
+    browser.open(page_of(tmp_path, run))
+    rows = "[...document.querySelectorAll('.samples tr')].map(row => [...row.children].map(c => c.innerText))"
+    head, row = browser.run(rows)
+    assert head == ["Prompt", "Ground truth", "Step 0", "Step 2"]
+    assert row[0] == "prompt 0"
+    assert [text.split() for text in row[2:]] == [
+        [*HOSTILE[1].split(), "at", "0", "not", "graded:", "ValueError:", "no", "number"],
+        [*HOSTILE[1].split(), "at", "2", "reward", "1"],
+    ]
+    assert browser.run("window.hacked") is None
+
+
+def test_bars_and_their_legends_have_the_largest_stage_first(
+    browser: Browser, tmp_path: Path, config: Config
+) -> None:
+    run = make_run(tmp_path / "run", config, num_steps=2)
+    times = {
+        "time/learner/train_s": 9.0,
+        "time/learner/snapshot_s": 0.01,
+        "time/learner/wait_for_batch_s": 20.0,
+    }
+    write_lines(run.metrics_path, [metrics_of(step) | times for step in (1, 2)])
+    browser.look(DESKTOP)
+    browser.open(page_of(tmp_path, run))
+    legend = "[...document.querySelectorAll('.actor .legend > span')].map(part => part.textContent)"
+    assert browser.run(legend) == ["wait for batch 69%", "train 31%"]
+    colors = browser.run(
+        "[...document.querySelector('.shares').children].map(part => part.style.backgroundColor)"
+    )
+    swatches = browser.run("[...document.querySelectorAll('.actor .swatch')].map(s => s.style.cssText)")
+    assert swatches == [f"--color: {color};" for color in colors]
 
 
 # ---- it is readable ----
@@ -499,7 +573,7 @@ def test_a_long_runs_page_is_quick(browser: Browser, tmp_path: Path, config: Con
     browser.open(page)
     assert browser.errors() == []
     assert browser.run("performance.now()") < 10_000
-    assert "each point is the mean of 7 steps" in browser.run("document.querySelector('.notice').textContent")
+    assert "each point is the mean of 7 steps" in browser.run("document.querySelector('.cards').textContent")
     assert "a random sample, 400 of 500 rollouts" in browser.run(
         "document.querySelector('#rollouts').textContent"
     )

@@ -58,7 +58,8 @@ def not_validated(evaluations: Sequence[Row]) -> list[str]:
     row = evaluations[-1] if evaluations else {}
     if not row.get("num_errors"):
         return []
-    return [f"validation at step {row['step']}: {row['num_errors']:,} responses could not be graded"]
+    number, whole = row["num_errors"], row["num_examples"] * row["num_samples"]
+    return [f"{number:,} of {whole:,} responses of the validation at step {row['step']:,} could not be graded"]
 
 
 def validation_samples(run: RunDirectory, steps: Sequence[int]) -> dict[int, list[ReadableRollout]]:

@@ -26,8 +26,8 @@ function toggle(run) {
 function runCard(run) {
   const list = (facts, attributes) => el("dl", attributes, ...Object.entries(facts).map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text))));
   const lines = (texts, kind) => texts.map((text) => el("p", { class: `notice ${kind}` }, text));
-  return el("article", {}, DATA.runs.length > 1 ? toggle(run) : null, ...lines(run.errors, "error"), list(run.facts),
-    ...lines(run.hints, "hint"), list(run.about, { class: "about" }), ...lines(notices(run), ""));
+  return el("article", {}, DATA.runs.length > 1 ? toggle(run) : null, ...lines(run.errors, "error"),
+    list(run.about, { class: "about" }), list(run.facts), ...lines(run.hints, "hint"), ...lines(notices(run), ""));
 }
 
 /** Make a table of the same validation prompts before and after training. */
