@@ -421,7 +421,8 @@ def test_the_configurations_differences_come_first_then_changed_keys_then_the_re
     keys = f"{tables}.map(table => [...table.querySelectorAll('tbody th')].map(cell => cell.textContent))"
     differing, changed_keys, others = opened.run(keys)
     assert differing == ["learner.learning_rate"]
-    assert changed_keys == ["generator.num_gpus", "model.dtype"]
+    followed = [f"sampling.{key}" for key in ("max_tokens", "min_tokens", "stop")]  # from prompts and model
+    assert changed_keys == ["generator.num_gpus", "model.dtype", *followed]
     assert len(others) > 100
     cells = f"[...{tables}[0].querySelectorAll('td')].map(cell => cell.textContent)"
     assert opened.run(cells) == ["1e-05", "0.0003"]
