@@ -17,7 +17,7 @@ from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, step_name
 from grpo_ray.telemetry.run_state import RunState, read_state
 
-NUM_SAMPLES = 3  # prompts with their answers compared, here and at the end of a run's output
+NUM_SAMPLES = 3  # prompts with answers to compare, here and at the end of a run's output
 
 Row = Mapping[str, Any]
 
