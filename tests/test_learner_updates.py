@@ -891,22 +891,3 @@ def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-# ---- age in updates ----
-
-
-def test_the_age_of_tokens_in_updates_by_hand(make_learner: Callable[..., Learner]) -> None:
-    """2 epochs of 12 responses in minibatches of 6 are 4 updates of a version."""
-    learner = make_learner(algorithm={"epochs_per_batch": 2, "train_batch_size": 6}, weight_sync={"max_lag": 2})
-    ages = []
-    for sampled_by in (0, 0, 2, 1):
-        metrics = step(learner, make_batch(learner, versions=sampled_by))
-        assert metrics["optim/num_updates"] == 4
-        ages.append((metrics["lag/max"], metrics["lag/updates/max"]))
-    assert ages == [(0, 3), (1, 4 + 3), (0, 3), (2, 4 + 4 + 3)]
-    learner._num_updates = {}  # as after a resume: earlier versions are counted with the configured number
-    metrics = step(learner, make_batch(learner, versions=3))
-    assert metrics["lag/updates/max"] == 4 + 3
-    learner._num_updates = {4: 1}  # all but one update of version 4 were skipped
-    assert step(learner, make_batch(learner, versions=4))["lag/updates/max"] == 1 + 3

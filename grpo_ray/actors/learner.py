@@ -112,7 +112,6 @@ class Learner:
         torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state
         self.version = 0
         self._skipped_in_a_row = 0
-        self._num_updates: dict[int, int] = {}  # that made of each version the next
         self._offload = Offload()
         self._skipped_folder = skipped_folder if self._ranks.is_first else None
         profiled = config.learner.profile_steps if self._ranks.is_first else None
@@ -226,25 +225,12 @@ class Learner:
             metrics |= self._update_on(groups)
         if metrics["optim/skipped_updates"]:
             self._keep_skipped(groups)
-        metrics["lag/updates/max"] = self._lag_in_updates(metrics)
         self.version += 1
         if self._reference is not None:
             self._reference.follow(self.masters, self.version)
         if self._config.learner.slowdown_s:
             time.sleep(self._config.learner.slowdown_s)
         return metrics
-
-    def _lag_in_updates(self, metrics: Mapping[str, float]) -> float:
-        """Return the updates between the weights that sampled the oldest token and the batch's last update.
-
-        Versions from before a resume are counted with the configured number of updates each.
-        """
-        num_done = int(metrics["optim/num_updates"] - metrics["optim/skipped_updates"])
-        versions = range(self.version - int(metrics["lag/max"]), self.version)
-        earlier = sum(self._num_updates.get(version, self._config.num_updates) for version in versions)
-        self._num_updates[self.version] = num_done
-        self._num_updates.pop(self.version - self._config.max_token_age, None)
-        return float(earlier + max(0, num_done - 1))
 
     def _update_on(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Run every update of the batch; compute other policies' logprobs once, before the first update."""

@@ -182,10 +182,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "replay/evicted_room": ("groups", "groups evicted to make room for newer ones"),
     "lag/mean": ("versions", "mean lag of a trained token"),
     "lag/max": ("versions", "largest lag of a trained token"),
-    "lag/updates/max": (
-        "updates",
-        "optimizer updates between the weights that sampled the oldest token and the batch's last update",
-    ),
     "lag/rejected": ("groups", "groups refused because their lag exceeds weight_sync.max_lag"),
     "buffer/groups": ("groups", "scored groups waiting to be trained"),
     "buffer/bytes": ("bytes", "size of the scored groups waiting to be trained"),
