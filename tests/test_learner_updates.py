@@ -891,3 +891,46 @@ def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+# ---- age in optimizer updates ----
+
+FOUR = {"algorithm": {"train_batch_size": 6, "epochs_per_batch": 2}, "weight_sync": {"max_lag": 1}}
+
+
+def ages(metrics: dict[str, float]) -> tuple[float, float | None]:
+    return metrics["lag/max"], metrics.get("lag/updates/max")
+
+
+@pytest.mark.slow
+def test_several_updates_per_batch_make_tokens_older_than_their_lag(
+    make_learner: Callable[..., Learner], tmp_path: Path
+) -> None:
+    learner = make_learner(**FOUR)
+    assert ages(step(learner, make_batch(learner, versions=0))) == (0.0, 3.0)  # three updates before the last
+    assert ages(step(learner, make_batch(learner, versions=0))) == (1.0, 7.0)  # four more
+    folder = written(learner, tmp_path / "step")
+    resumed = Learner(str(folder), learner._config, ENDS, folder / "training")
+    for each in (learner, resumed):
+        assert ages(step(each, make_batch(learner, versions=1))) == (1.0, 7.0)
+        assert ages(step(each, make_batch(learner, versions=3))) == (0.0, 3.0)
+
+
+@pytest.mark.slow
+def test_an_age_counts_no_skipped_update(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(weight_sync={"max_lag": 1})
+    groups = make_batch(learner, versions=0)
+    groups[0].advantages[0] = np.inf
+    metrics = step(learner, groups)
+    assert (metrics["optim/skipped_updates"], *ages(metrics)) == (1.0, 0.0, 0.0)
+    assert ages(step(learner, make_batch(learner, versions=0))) == (1.0, 0.0)  # still the initial weights
+    assert ages(step(learner, make_batch(learner, versions=1))) == (1.0, 1.0)
+
+
+@pytest.mark.slow
+def test_an_age_is_left_out_while_a_checkpoint_did_not_count(make_learner: Callable[..., Learner]) -> None:
+    learner = make_learner(weight_sync={"max_lag": 1})
+    step(learner, make_batch(learner, versions=0))
+    learner._updates.restore({}, version=1)  # of an earlier release
+    assert ages(step(learner, make_batch(learner, versions=0))) == (1.0, None)
+    assert ages(step(learner, make_batch(learner, versions=1))) == (1.0, 1.0)

@@ -104,13 +104,17 @@ def test_a_configuration_of_another_release_leaves_only_the_settings_out(
     assert any(notice.startswith("no settings: ") for notice in data["notices"])
 
 
-def test_trained_tokens_are_counted_over_all_of_the_time(tmp_path: Path, tiny_config: Config) -> None:
+def test_facts_are_of_all_steps(tmp_path: Path, tiny_config: Config) -> None:
     run = make_run(tmp_path / "run", tiny_config, num_steps=2)
     seconds = {1: 1.0, 2: 9.0}  # 200 tokens in each: the mean of the steps' rates is 111
-    rows = [metrics_of(step) | {"timing/step_s": seconds[step]} for step in (1, 2)]
+    ages = {1: 3.0, 2: None}  # a value is missing after a checkpoint of an earlier release
+    rows = [
+        metrics_of(step) | {"timing/step_s": seconds[step], "lag/updates/max": ages[step]} for step in (1, 2)
+    ]
     write_lines(run.metrics_path, rows)
     facts = run_data(run, "run", ALL, "none")["facts"]
     assert (facts["trained"], facts["time in steps"]) == ("40 tokens/s", "10 s")
+    assert facts["largest lag"] == "1 (3 updates)"
 
 
 def test_data_of_a_run_that_has_only_begun(tmp_path: Path, tiny_config: Config) -> None:

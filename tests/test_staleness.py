@@ -13,7 +13,13 @@ from builders import make_completion, make_group, parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.actors.staleness import Admission, extra_slots_at, oldest_allowed, version_trained_at
+from grpo_ray.actors.staleness import (
+    Admission,
+    UpdateCounts,
+    extra_slots_at,
+    oldest_allowed,
+    version_trained_at,
+)
 from grpo_ray.actors.trajectory_buffer import TrajectoryBuffer, buffer_arguments
 from grpo_ray.actors.weight_sync import WeightSync, admission_of
 from grpo_ray.config import Config
@@ -25,7 +31,7 @@ from grpo_ray.tasks.prompt_ledger import PromptLedger
 from grpo_ray.tasks.prompt_order import EpochOrder
 from grpo_ray.tasks.prompts import Prompter, TextTemplate
 from grpo_ray.telemetry.stage_clock import StageClock
-from grpo_ray.types import Admitted, BatchFacts, PromptItem, RolloutGroup, Verdict
+from grpo_ray.types import NO_VERSION, Admitted, BatchFacts, PromptItem, RolloutGroup, Verdict
 
 
 @pytest.mark.parametrize(("max_lag", "limits"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
@@ -440,3 +446,39 @@ def test_fast_generators_run_ahead_as_far_as_max_lag_allows(
     config = make_config(max_lag, 2 + replayed, buffer={"lookahead": lookahead, "replay": replay})
     lags = train(config, Pace(train=[200]))[0].lags
     assert lags == [min(step, max_lag - late) for step in range(6)]
+
+
+# ---- age in optimizer updates ----
+
+
+def test_ages_in_updates_by_hand() -> None:
+    """Steps 1, 2 and 3 have two updates each: both, one and none of them changed the weights."""
+    counts = UpdateCounts(max_age=2)
+    assert counts.age(NO_VERSION) == 0
+    assert counts.age(0) == 0
+    counts.update()
+    assert counts.age(0) == 1  # the second update of step 1, at lag 0
+    counts.update()
+    counts.complete(1)
+    assert [counts.age(version) for version in (0, 1)] == [2, 0]
+    counts.update()
+    counts.complete(2)
+    assert [counts.age(version) for version in (0, 1, 2)] == [3, 1, 0]
+    counts.complete(3)
+    assert [counts.age(version) for version in (0, 1, 2, 3)] == [None, 1, 0, 0]  # version 0 is too old by now
+
+
+def test_ages_in_updates_survive_a_checkpoint() -> None:
+    counts, restored = UpdateCounts(max_age=1), UpdateCounts(max_age=1)
+    for version in (1, 2):
+        counts.update()
+        counts.update()
+        counts.complete(version)
+    assert counts.state() == {"updates/1": 2, "updates/2": 4}
+    restored.restore({**counts.state(), "version": 2, "skipped_in_a_row": 0}, version=2)
+    restored.update()
+    assert [restored.age(version) for version in (0, 1, 2)] == [None, 3, 1]
+    of_an_earlier_release = UpdateCounts(max_age=1)
+    of_an_earlier_release.restore({"version": 2}, version=2)
+    of_an_earlier_release.update()
+    assert [of_an_earlier_release.age(version) for version in (1, 2)] == [None, 1]

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from grpo_ray.actors.batch_advantages import needs_batch, with_batch_advantages
-from grpo_ray.actors.staleness import lag_metrics
+from grpo_ray.actors.staleness import UpdateCounts, lag_metrics
 from grpo_ray.config import Config
 from grpo_ray.models.adapters import (
     load_adapter,
@@ -48,7 +48,7 @@ from grpo_ray.telemetry.step_profile import StepProfiler
 from grpo_ray.transfer.meeting import Meeting
 from grpo_ray.transfer.messages import WeightSnapshot
 from grpo_ray.transfer.publisher import Publisher
-from grpo_ray.types import ScoredGroup, StepReport, TrainBatch, bulk_and_facts
+from grpo_ray.types import NO_VERSION, ScoredGroup, StepReport, TrainBatch, bulk_and_facts
 
 STAGES = ("optimizer", "logprobs", "train", "snapshot", "capture", "move", "write_checkpoint", "write_profile")
 
@@ -112,6 +112,7 @@ class Learner:
         torch.manual_seed(config.run.seed)  # otherwise every process starts with a different state
         self.version = 0
         self._skipped_in_a_row = 0
+        self._updates = UpdateCounts(config.max_token_age)
         self._offload = Offload()
         self._skipped_folder = skipped_folder if self._ranks.is_first else None
         profiled = config.learner.profile_steps if self._ranks.is_first else None
@@ -123,6 +124,7 @@ class Learner:
         if checkpoint is not None:
             counters = restore_state(checkpoint, self.masters, self._optimizer, self._reference)
             self.version, self._skipped_in_a_row = (int(counters[n]) for n in ("version", "skipped_in_a_row"))
+            self._updates.restore(counters, self.version)
             self._forward_backward.entropy_bonus.restore(counters)
 
     def _load(self, path: str, kept_dtype: torch.dtype | None = None) -> PolicyModel:
@@ -226,6 +228,7 @@ class Learner:
         if metrics["optim/skipped_updates"]:
             self._keep_skipped(groups)
         self.version += 1
+        self._updates.complete(self.version)
         if self._reference is not None:
             self._reference.follow(self.masters, self.version)
         if self._config.learner.slowdown_s:
@@ -258,8 +261,10 @@ class Learner:
             sequences, of_batch = with_batch_advantages(groups, sequences, self._config)
         sequences = passes.with_selection(sequences)
         updates: list[dict[str, float]] = []
+        ages: list[int | None] = []
         for minibatch in minibatches(sequences, size, num_epochs, dealing_seed):
             of_this = self._memory.retry(self.accumulate_gradient, minibatch)
+            ages.append(self._updates.age(min((s.oldest_version for s in minibatch), default=NO_VERSION)))
             if updates:  # from then on it would measure the policy's change, not the engines' difference
                 of_this = {name: value for name, value in of_this.items() if name not in MISMATCH}
             with self._clock.stage("optimizer"):
@@ -272,7 +277,9 @@ class Learner:
         bonus.observe(measured.get("policy/entropy/exact"))
         num_skipped = sum(update["optim/skipped_updates"] for update in updates)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if num_skipped == len(updates) else 0
+        known = [age for age in ages if age is not None]
         return {
+            **({"lag/updates/max": float(max(known))} if len(known) == len(ages) else {}),
             **{name: float(np.mean([update[name] for update in updates])) for name in updates[0]},
             **measured,
             **of_batch,
@@ -299,6 +306,7 @@ class Learner:
             with record_function("optimizer"):
                 self._optimizer.step()
                 self.masters.refresh()
+            self._updates.update()
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": rate,
@@ -371,7 +379,7 @@ class Learner:
     def capture(self) -> StepReport | None:
         """Copy the whole state to host memory, for `write_captured`; return the last step's report."""
         counters: dict[str, float] = {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
-        counters |= self._forward_backward.entropy_bonus.state()
+        counters |= self._forward_backward.entropy_bonus.state() | self._updates.state()
         spare, self._spare, self._captured = self._captured or self._spare, None, None
         with self._clock.stage("capture", f"version {self.version}"):
             reference = self._reference.weights() if self._reference is not None else {}

@@ -19,13 +19,15 @@ The first implies the second; the second would catch a mistake in the first. The
   not train on are cut off and sampled again, so none comes late.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_ray.config import Config
-from grpo_ray.types import ScoredGroup
+from grpo_ray.types import NO_VERSION, ScoredGroup
+
+COUNTS = "updates/"  # begins the names of a checkpoint's counters
 
 
 @dataclass
@@ -87,3 +89,47 @@ def lag_metrics(groups: Sequence[ScoredGroup], version: int, config: Config) -> 
         )
     lag = version - versions
     return {"lag/mean": float(lag.mean()), "lag/max": float(lag.max())}
+
+
+class UpdateCounts:
+    """The optimizer updates behind each version's weights: a token's age in updates, where lag counts versions.
+
+    At each update that a token takes part in, its age is the number of updates taken since the weights that
+    sampled it. One that was skipped as not finite changed no weights, and does not count.
+    """
+
+    def __init__(self, max_age: int) -> None:
+        """
+        Args:
+            max_age: of a token, in versions.
+        """
+        self._max_age = max_age
+        self._of_version = {0: 0}
+        self._now = 0
+
+    def age(self, oldest_version: int) -> int | None:
+        """Return the present age of a token of that version; None if it is unknown, 0 without a token."""
+        if oldest_version == NO_VERSION:
+            return 0
+        before = self._of_version.get(oldest_version)
+        return None if before is None else self._now - before
+
+    def update(self) -> None:
+        """Count an update that changed the weights."""
+        self._now += 1
+
+    def complete(self, version: int) -> None:
+        """Make the current weights those of `version`."""
+        self._of_version[version] = self._now
+        oldest = oldest_allowed(version, self._max_age)
+        self._of_version = {v: count for v, count in self._of_version.items() if v >= oldest}
+
+    def state(self) -> dict[str, float]:
+        """Return the counts for a checkpoint, by name."""
+        return {f"{COUNTS}{version}": count for version, count in self._of_version.items()}
+
+    def restore(self, state: Mapping[str, float], version: int) -> None:
+        """Adopt a checkpoint's counts; one of an earlier release has none, so ages are counted from there."""
+        found = {name.removeprefix(COUNTS): int(n) for name, n in state.items() if name.startswith(COUNTS)}
+        self._of_version = {int(name): count for name, count in found.items()} or {version: 0}
+        self._now = self._of_version[version]

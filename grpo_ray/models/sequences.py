@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_ray.models.families import Family, families_of
 from grpo_ray.telemetry.flops import Lengths
-from grpo_ray.types import CONTEXT, Episode, ScoredGroup
+from grpo_ray.types import CONTEXT, NO_VERSION, Episode, ScoredGroup
 
 NEVER = 2**31
 
@@ -38,6 +38,7 @@ class TrainSequence:
     token_weights: np.ndarray | None = None  # of a token selection: factors of the losses, and
     token_penalties: np.ndarray | None = None  # coefficients of |log(pi / pi_old)|
     group: int = 0  # place of its group in the batch
+    oldest_version: int = NO_VERSION  # that sampled any of its tokens
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_token_ids)
@@ -80,12 +81,13 @@ def sequences_of(groups: Sequence[ScoredGroup], mask_truncated: bool = False) ->
             advantage = float(a)
             if isinstance(c, Episode):
                 of_turns = group.turn_advantages[number] if group.turn_advantages else None
-                own = _of_episode(c, advantage, of_turns, (place, number), taught)
-                sequences += (replace(sequence, group=place) for sequence in own)
+                branches = _of_episode(c, advantage, of_turns, (place, number), taught)
+                sequences += (replace(sequence, group=place) for sequence in branches)
             else:
-                switch = first_switch(c.versions)
-                values = c.token_ids, c.logprobs, advantage, switch
-                sequences.append(TrainSequence(prompt, *values, group=place, teacher_logprobs=taught))
+                values = c.token_ids, c.logprobs, advantage, first_switch(c.versions)
+                oldest = int(c.versions.min(initial=NO_VERSION))
+                own = TrainSequence(prompt, *values, None, None, taught, group=place, oldest_version=oldest)
+                sequences.append(own)
     return sequences
 
 
@@ -108,6 +110,7 @@ def _of_episode(
             advantage if of_turns is None else of_turns[turns[mask]], first_switch(versions),
             mask=None if mask.all() else mask, turn_places=places_in_turns(turns, mask), sample=sample,
             teacher_logprobs=None if taught is None else taught[own][mask],
+            oldest_version=int(versions.min()),
         )  # fmt: skip
 
 

@@ -182,6 +182,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "replay/evicted_room": ("groups", "groups evicted to make room for newer ones"),
     "lag/mean": ("versions", "mean lag of a trained token"),
     "lag/max": ("versions", "largest lag of a trained token"),
+    "lag/updates/max": (
+        "updates",
+        "largest age of a token in optimizer updates, over all tokens and updates of the step: updates that "
+        "changed the weights (skipped ones do not) between those that sampled the token and those that the "
+        "update starts from; lag/max if every step has one update, more with algorithm.epochs_per_batch or "
+        "algorithm.train_batch_size",
+    ),
     "lag/rejected": ("groups", "groups refused because their lag exceeds weight_sync.max_lag"),
     "buffer/groups": ("groups", "scored groups waiting to be trained"),
     "buffer/bytes": ("bytes", "size of the scored groups waiting to be trained"),

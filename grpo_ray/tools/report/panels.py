@@ -35,6 +35,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     ),
     "Lag and staleness": (
         Panel("Age of trained tokens", "versions", (("lag/mean", "mean"), ("lag/max", "max"))),
+        Panel("Age of trained tokens in updates", "updates", (("lag/updates/max", "max"),)),
         Panel("Groups waiting and refused", "groups",
               (("buffer/groups", "waiting in the buffer"), ("lag/rejected", "refused as too old"))),
     ),

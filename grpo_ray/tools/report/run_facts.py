@@ -19,6 +19,7 @@ class RunTotals:
         self.rewards: tuple[float, float] | None = None  # of the first and of the last step that have one
         self.seconds = self.tokens = 0.0
         self.largest_lag: float | None = None
+        self.largest_age: float | None = None  # in updates
         self.latest: deque[Row] = deque(maxlen=NUM_STEPS)
 
     def noted(self, row: Row) -> Row:
@@ -29,8 +30,8 @@ class RunTotals:
             self.rewards = (self.rewards or (reward,))[0], reward
         self.seconds += row.get("timing/step_s") or 0.0
         self.tokens += row.get("throughput/trained_tokens") or 0.0
-        if (lag := row.get("lag/max")) is not None:
-            self.largest_lag = lag if self.largest_lag is None else max(self.largest_lag, lag)
+        self.largest_lag = _larger(self.largest_lag, row.get("lag/max"))
+        self.largest_age = _larger(self.largest_age, row.get("lag/updates/max"))
         return row
 
 
@@ -50,8 +51,13 @@ def run_facts(totals: RunTotals, evaluations: Sequence[Row], files: StepFiles) -
         facts["time in steps"] = _duration(totals.seconds)
         facts["trained"] = f"{totals.tokens / totals.seconds:,.0f} tokens/s"
     if totals.largest_lag is not None:
-        facts["largest lag"] = f"{totals.largest_lag:g}"
+        age = "" if totals.largest_age is None else f" ({totals.largest_age:g} updates)"
+        facts["largest lag"] = f"{totals.largest_lag:g}{age}"
     return facts
+
+
+def _larger(before: float | None, now: float | None) -> float | None:
+    return max((value for value in (before, now) if value is not None), default=None)
 
 
 def _duration(seconds: float) -> str:
