@@ -73,6 +73,11 @@ def test_a_run_from_a_closure_and_a_list(capsys: pytest.CaptureFixture[str]) -> 
     assert "its reward: " in out
     assert main(["resume", str(run.path), "algorithm.num_steps=4", "--local"]) == 0
     assert grpo_ray.Run(run.path).metrics()["step"].to_pylist() == [1, 2, 3, 4]
+    capsys.readouterr()
+    assert main(["audit", str(run.path), "--run-reward-code"]) == 0
+    assert "are not checked" not in capsys.readouterr().out
+    evaluated = grpo_ray.evaluate(run, local=True, run_reward_code=True, limit=1, output="evaluated")
+    assert evaluated.num_examples == 1
 
 
 @pytest.mark.slow

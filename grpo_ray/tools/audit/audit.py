@@ -15,6 +15,7 @@ from pyarrow import ArrowInvalid
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
+from grpo_ray.config.user_code import import_from
 from grpo_ray.telemetry.rollout_log import read_rollouts
 from grpo_ray.telemetry.run_files import RunDirectory, read_metrics, step_name
 from grpo_ray.tools.audit.checkpoint import CheckpointFacts, audit_checkpoint
@@ -79,6 +80,8 @@ def audit(run: RunDirectory, trust_remote_code: bool = False, run_reward_code: b
     checkpoint = audit_checkpoint(run, last, is_finished)
     report.problems += checkpoint.problems
     report.set_aside = tuple(sorted(checkpoint.set_aside))
+    if run_reward_code:
+        import_from(run.given)
     grader = Regrader(config, run_reward_code)
     report.notes += grader.notes
     try:

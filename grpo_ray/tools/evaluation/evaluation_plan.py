@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.config.loading import make_config
+from grpo_ray.config.user_code import import_from
 from grpo_ray.errors import RunError, shown_plainly
 from grpo_ray.run.machine import on_this_machine
 from grpo_ray.telemetry.resumable_folder import ResumableFolder
@@ -91,6 +92,8 @@ def plan_evaluation(options: EvaluationOptions) -> EvaluationPlan:
     if config.model.tiny is not None:
         of_model = make_config(subject.data, _of_model(subject, options), subject.source)
         model_config = on_this_machine(of_model)[0]
+    if options.run_reward_code:
+        import_from(Path(options.target) / "given")  # of a run that Python began
     if not (subject.is_own or options.run_reward_code):
         _refuse_code(code_in(config), options)
         if any(
