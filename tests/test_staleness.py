@@ -456,12 +456,12 @@ def test_ages_in_updates_by_hand() -> None:
     counts = UpdateCounts(max_age=2)
     assert counts.age(NO_VERSION) == 0
     assert counts.age(0) == 0
-    counts.update()
+    counts.now += 1
     assert counts.age(0) == 1  # the second update of step 1, at lag 0
-    counts.update()
+    counts.now += 1
     counts.complete(1)
     assert [counts.age(version) for version in (0, 1)] == [2, 0]
-    counts.update()
+    counts.now += 1
     counts.complete(2)
     assert [counts.age(version) for version in (0, 1, 2)] == [3, 1, 0]
     counts.complete(3)
@@ -471,14 +471,14 @@ def test_ages_in_updates_by_hand() -> None:
 def test_ages_in_updates_survive_a_checkpoint() -> None:
     counts, restored = UpdateCounts(max_age=1), UpdateCounts(max_age=1)
     for version in (1, 2):
-        counts.update()
-        counts.update()
+        counts.now += 1
+        counts.now += 1
         counts.complete(version)
     assert counts.state() == {"updates/1": 2, "updates/2": 4}
     restored.restore({**counts.state(), "version": 2, "skipped_in_a_row": 0}, version=2)
-    restored.update()
+    restored.now += 1
     assert [restored.age(version) for version in (0, 1, 2)] == [None, 3, 1]
     of_an_earlier_release = UpdateCounts(max_age=1)
     of_an_earlier_release.restore({"version": 2}, version=2)
-    of_an_earlier_release.update()
+    of_an_earlier_release.now += 1
     assert [of_an_earlier_release.age(version) for version in (1, 2)] == [None, 1]

@@ -306,7 +306,7 @@ class Learner:
             with record_function("optimizer"):
                 self._optimizer.step()
                 self.masters.refresh()
-            self._updates.update()
+            self._updates.now += 1
         return {
             "optim/grad_norm": grad_norm,
             "optim/lr": rate,

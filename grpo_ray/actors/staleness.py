@@ -99,28 +99,18 @@ class UpdateCounts:
     """
 
     def __init__(self, max_age: int) -> None:
-        """
-        Args:
-            max_age: of a token, in versions.
-        """
-        self._max_age = max_age
+        self._max_age = max_age  # of a token, in versions
         self._of_version = {0: 0}
-        self._now = 0
+        self.now = 0  # updates that changed the weights so far
 
     def age(self, oldest_version: int) -> int | None:
         """Return the present age of a token of that version; None if it is unknown, 0 without a token."""
-        if oldest_version == NO_VERSION:
-            return 0
-        before = self._of_version.get(oldest_version)
-        return None if before is None else self._now - before
-
-    def update(self) -> None:
-        """Count an update that changed the weights."""
-        self._now += 1
+        before = self.now if oldest_version == NO_VERSION else self._of_version.get(oldest_version)
+        return None if before is None else self.now - before
 
     def complete(self, version: int) -> None:
         """Make the current weights those of `version`."""
-        self._of_version[version] = self._now
+        self._of_version[version] = self.now
         oldest = oldest_allowed(version, self._max_age)
         self._of_version = {v: count for v, count in self._of_version.items() if v >= oldest}
 
@@ -130,6 +120,8 @@ class UpdateCounts:
 
     def restore(self, state: Mapping[str, float], version: int) -> None:
         """Adopt a checkpoint's counts; one of an earlier release has none, so ages are counted from there."""
-        found = {name.removeprefix(COUNTS): int(n) for name, n in state.items() if name.startswith(COUNTS)}
-        self._of_version = {int(name): count for name, count in found.items()} or {version: 0}
-        self._now = self._of_version[version]
+        counts = {
+            int(name.removeprefix(COUNTS)): int(n) for name, n in state.items() if name.startswith(COUNTS)
+        }
+        self._of_version = counts or {version: 0}
+        self.now = self._of_version[version]

@@ -52,10 +52,7 @@ class RunConsole:
     """One line per step; on a terminal a live bar is below them."""
 
     def __init__(self, num_steps: int, max_lag: int = 1) -> None:
-        """
-        Args:
-            max_lag: the last steps, of this number, may have nothing left to sample.
-        """
+        """The last `max_lag` steps may have nothing left to sample."""
         self.console = _PatientConsole(soft_wrap=True)
         self._num_steps, self._max_lag = num_steps, max_lag
         self._progress = Progress(
@@ -118,25 +115,24 @@ class RunConsole:
 def step_line(metrics: Metrics, is_sampled: bool = False, is_short: bool = False) -> str:
     """Return a step's metrics on one line; the seconds overlap, so they do not add up to the step's.
 
-    Args:
-        is_sampled: the run may need no more samples.
-        is_short: for a terminal of 80 columns.
+    `is_sampled` says that the run may need no more samples, `is_short` that the line must fit 80 columns.
     """
     generate_s = metrics.get("timing/generate_s", math.nan)  # missing if a Generator did not answer
     tokens_per_s = metrics["throughput/sampled_tokens_per_s"]
     sampled, generate = f"{tokens_per_s:,.0f} tok/s", f"generate {generate_s:.2f}, "
     if is_sampled and not tokens_per_s:
         sampled, generate = "nothing left to sample", ""
-    parts = [f"reward {metrics['reward/mean']:.3f}", f"lag {metrics['lag/max']:.0f}"]
-    parts += [f"loss {metrics['loss/policy']:+.4f}"]
-    if not is_short:
-        parts += [f"entropy {metrics.get('policy/entropy', math.nan):.3f}"]  # missing without logprobs
-    parts += [sampled, f"{metrics['timing/step_s']:.2f} s"]
+    entropy = f"entropy {metrics.get('policy/entropy', math.nan):.3f}  "  # missing without logprobs
+    line = (
+        f"reward {metrics['reward/mean']:.3f}  lag {metrics['lag/max']:.0f}  "
+        f"loss {metrics['loss/policy']:+.4f}  {'' if is_short else entropy}{sampled}  "
+        f"{metrics['timing/step_s']:.2f} s"
+    )
     if is_short:
-        return "  ".join(parts)
+        return line
     sync_s = sum(metrics[name] for name in SYNC)
     return (
-        f"{'  '.join(parts)} ({generate}wait {metrics['timing/wait_for_batch_s']:.2f}, "
+        f"{line} ({generate}wait {metrics['timing/wait_for_batch_s']:.2f}, "
         f"train {metrics['timing/train_s']:.2f}, sync {sync_s:.2f})"
     )
 

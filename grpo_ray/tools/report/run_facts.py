@@ -9,6 +9,7 @@ from grpo_ray.tools.report.rollout_sample import StepFiles
 from grpo_ray.tools.top.run_view import NUM_STEPS
 
 Row = Mapping[str, Any]
+LAG, AGE = "lag/max", "lag/updates/max"
 
 
 class RunTotals:
@@ -18,8 +19,7 @@ class RunTotals:
         self.last_step: int | None = None
         self.rewards: tuple[float, float] | None = None  # of the first and of the last step that have one
         self.seconds = self.tokens = 0.0
-        self.largest_lag: float | None = None
-        self.largest_age: float | None = None  # in updates
+        self.largest: dict[str, float] = {}
         self.latest: deque[Row] = deque(maxlen=NUM_STEPS)
 
     def noted(self, row: Row) -> Row:
@@ -30,8 +30,9 @@ class RunTotals:
             self.rewards = (self.rewards or (reward,))[0], reward
         self.seconds += row.get("timing/step_s") or 0.0
         self.tokens += row.get("throughput/trained_tokens") or 0.0
-        self.largest_lag = _larger(self.largest_lag, row.get("lag/max"))
-        self.largest_age = _larger(self.largest_age, row.get("lag/updates/max"))
+        for name in (LAG, AGE):
+            if (value := row.get(name)) is not None:
+                self.largest[name] = max(value, self.largest.get(name, value))
         return row
 
 
@@ -50,14 +51,10 @@ def run_facts(totals: RunTotals, evaluations: Sequence[Row], files: StepFiles) -
     if totals.seconds:
         facts["time in steps"] = _duration(totals.seconds)
         facts["trained"] = f"{totals.tokens / totals.seconds:,.0f} tokens/s"
-    if totals.largest_lag is not None:
-        age = "" if totals.largest_age is None else f" ({totals.largest_age:g} updates)"
-        facts["largest lag"] = f"{totals.largest_lag:g}{age}"
+    if LAG in totals.largest:
+        age = f" ({totals.largest[AGE]:g} updates)" if AGE in totals.largest else ""
+        facts["largest lag"] = f"{totals.largest[LAG]:g}{age}"
     return facts
-
-
-def _larger(before: float | None, now: float | None) -> float | None:
-    return max((value for value in (before, now) if value is not None), default=None)
 
 
 def _duration(seconds: float) -> str:

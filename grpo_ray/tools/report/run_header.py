@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_ray.telemetry.json_lines import parse_line
 from grpo_ray.telemetry.readable_rollouts import ReadableRollout, readable_rollouts, shortened
 from grpo_ray.telemetry.rollout_log import read_groups
 from grpo_ray.telemetry.run_files import RunDirectory, step_name
-from grpo_ray.telemetry.run_state import RunState, read_state
+from grpo_ray.telemetry.run_state import read_state
 
 NUM_SAMPLES = 3  # prompts with answers to compare, here and at the end of a run's output
 
@@ -28,18 +29,14 @@ def about(run: RunDirectory, config: Config | None) -> dict[str, str]:
     Raises:
         ValueError: `state.json` is damaged.
     """
-    state = read_state(run)
-    facts = {"state": "unknown (there is no state.json)" if state is None else _state(state)}
+    state, facts = read_state(run), {"state": "unknown (there is no state.json)"}
     if state is not None:
+        where = f"step {state.now.step:,} of {state.num_steps:,}, {_clock(state.time)}"
+        facts["state"] = f"not finished: {state.phase}, {where}"
+        if state.ending is not None:
+            facts["state"] = ": ".join(filter(None, [f"{state.ending.kind} at {where}", state.ending.text]))
         facts["started"] = f"{_clock(state.began)}, on {state.host}"
     return facts | dict(settings(config) if config is not None else ())
-
-
-def _state(state: RunState) -> str:
-    where = f"step {state.now.step:,} of {state.num_steps:,}, {_clock(state.time)}"
-    if state.ending is None:
-        return f"not finished: {state.phase}, {where}"
-    return f"{state.ending.kind} at {where}{f': {state.ending.text}' if state.ending.text else ''}"
 
 
 def _clock(seconds: float) -> str:
@@ -72,16 +69,12 @@ def validation_samples(run: RunDirectory, steps: Sequence[int]) -> dict[int, lis
 
 
 def shown_samples(run: RunDirectory, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one row per prompt, with its answers by step."""
-    answers = validation_samples(run, steps)
-    rows: dict[str, dict[str, Any]] = {}
-    for step, samples in answers.items():
-        for sample in samples:
-            texts = {"prompt": shortened(sample.prompt), "ground_truth": shortened(sample.ground_truth)}
-            row = rows.setdefault(sample.prompt, {**texts, "answers": []})
-            answer = {"step": step, "response": shortened(sample.response), "reward": sample.reward}
-            row["answers"].append({**answer, "error": sample.error})
-    return list(rows.values())
+    """Return the answers of each validation that is compared, with its step."""
+    return [
+        {"step": step, **{name: shortened(value) if isinstance(value, str) else value for name, value in each}}
+        for step, samples in validation_samples(run, steps).items()
+        for each in (asdict(sample).items() for sample in samples)
+    ]
 
 
 def changed_keys(section: Section, prefix: str = "") -> Iterator[str]:

@@ -63,6 +63,7 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
     step_s = _total(timed, "timing/step_s")
     if not step_s:
         return None
+    stages = [STAGE.fullmatch(name) for row in timed for name in row]
     return Shares(
         learner_waits=_stage_share(timed, "learner", ["wait_for_batch"]),
         learner_trains=_stage_share(timed, "learner", TRAINING),
@@ -73,13 +74,8 @@ def time_shares(rows: Sequence[Row]) -> Shares | None:
         evaluates=_stage_share(timed, "driver", ["evaluate"]),
         copies_state=_total(timed, "timing/checkpoint/capture_s") / step_s,
         is_synchronous=max((row.get("lag/max") or 0.0) for row in timed) == 0,
-        num_generators=len(_generators(timed)),
+        num_generators=len({m["actor"] for m in stages if m and m["actor"].startswith(GENERATOR)}),
     )
-
-
-def _generators(rows: Sequence[Row]) -> set[str]:
-    matches = (STAGE.fullmatch(name) for row in rows for name in row)
-    return {match["actor"] for match in matches if match and match["actor"].startswith(GENERATOR)}
 
 
 def _stage_share(rows: Sequence[Row], actor: str, stages: Collection[str]) -> float:
@@ -156,8 +152,3 @@ def _from_training(shares: Shares) -> str:
 
 def _total(rows: Sequence[Row], name: str) -> float:
     return sum(row.get(name) or 0.0 for row in rows)
-
-
-def _mean(rows: Sequence[Row], name: str) -> float:
-    known = [value for row in rows if (value := row.get(name)) is not None]
-    return sum(known) / len(known) if known else 0.0

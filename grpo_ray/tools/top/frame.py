@@ -162,7 +162,7 @@ def stage_shares(rows: Sequence[Row], num_stages: int) -> dict[str, str]:
 
 def _bottleneck(view: RunView) -> RenderableType:
     rows = steady(view.steps)
-    ranks, problems = rank_figures(rows), Problems(view.config).all_of(view.steps)
+    ranks, problems = rank_figures(rows), Problems(view.config, view.steps)
     lines = [Text(f"! {text}", style="bold red") for text in problems.errors()]
     lines += [Text(f"! {text}", style="yellow") for text in problems.cut_off()]
     if lines:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 from grpo_ray.tools.top.bottleneck import WAITS
 
@@ -12,55 +12,42 @@ COUNTED = {
     "lag/rejected": "{:,.0f} groups exceeded weight_sync.max_lag, and were refused and sampled again",
 }
 ERRORS, CUT_OFF, DROPPED = "reward/errors", "rollout/truncated_frac", "rollout/dropped_groups"
+STEPS = "steps"
 
 
 class Problems:
     """Counts over steps, noted one by one."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """
-        Args:
-            config: the run's `config.yaml` as it is; the number of responses is unknown without it.
-        """
-        algorithm = config.get("algorithm") or {}
-        self._num_prompts = algorithm.get("prompts_per_step") or 0
-        self._num_samples = algorithm.get("samples_per_prompt") or 0
+    def __init__(self, config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Note the rows; `config` is the run's `config.yaml`, with the number of responses per step."""
+        algorithm = config.get("algorithm", {})
+        self._num_prompts = algorithm.get("prompts_per_step", 0)
+        self._num_samples = algorithm.get("samples_per_prompt", 0)
         self._sums: Counter[str] = Counter()
-        self._num_steps = self._num_with_lengths = self._num_groups = 0
+        for row in rows:
+            self.noted(row)
 
     def noted(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Note a step, and return its row."""
-        self._num_steps += 1
-        self._num_with_lengths += row.get(CUT_OFF) is not None
-        self._num_groups += self._num_prompts + int(row.get(DROPPED) or 0)
-        for name in (ERRORS, CUT_OFF, *COUNTED):
-            self._sums[name] += row.get(name) or 0
+        self._sums.update({name: row.get(name) or 0 for name in (ERRORS, CUT_OFF, DROPPED, *COUNTED)})
+        self._sums[STEPS] += 1
         return row
-
-    def all_of(self, rows: Iterable[Mapping[str, Any]]) -> Self:
-        """Note all of the rows."""
-        for row in rows:
-            self.noted(row)
-        return self
 
     def errors(self) -> list[str]:
         """Return a sentence about each kind of error."""
-        counted = [text.format(count) for name, text in COUNTED.items() if (count := self._sums[name])]
-        return [*self._not_graded(), *counted]
+        return [text.format(count) for name, text in self._errors.items() if (count := self._sums[name])]
 
-    def _not_graded(self) -> list[str]:
-        number, whole = self._sums[ERRORS], self._num_groups * self._num_samples
-        if not number:
-            return []
-        counted = (
-            f"{number:,.0f} of {whole:,} responses could not" if whole else f"{number:,.0f} responses could not"
-        )
-        if whole and number >= whole:
+    @property
+    def _errors(self) -> dict[str, str]:
+        num_groups = self._sums[STEPS] * self._num_prompts + self._sums[DROPPED]
+        whole = round(num_groups * self._num_samples)
+        counted = f"{{:,.0f}} of {whole:,} responses could not" if whole else "{:,.0f} responses could not"
+        if whole and self._sums[ERRORS] >= whole:
             counted = f"None of the {whole:,} responses could"
-        return [f"{counted} be graded, because the reward failed: the column error of rollouts/ says why"]
+        return {ERRORS: f"{counted} be graded: the column error of rollouts/ says why", **COUNTED}
 
     def cut_off(self) -> list[str]:
         """Return a hint if many responses are cut off."""
-        share = self._sums[CUT_OFF] / (self._num_with_lengths or 1)
+        share = self._sums[CUT_OFF] / (self._sums[STEPS] or 1)
         hint = f"{share:.0%} of the responses are cut off at sampling.max_tokens: raise it, or read some"
         return [hint] if share >= WAITS else []
