@@ -67,7 +67,9 @@ def test_a_runs_settings_and_ending(tmp_path: Path, tiny_config: Config) -> None
     assert shown["run"].endswith(f"grpo_clip, learning rate {tiny_config.learner.learning_rate:g}")
     failed = state.model_copy(update={"ending": Ending(kind="failed", text="no GPU")})
     run.state_path.write_text(failed.model_dump_json())
-    assert about(run, None)["state"] == "failed at step 12 of 1,000, 2023-11-14 22:14 UTC: no GPU"
+    data = run_data(run, "run", ALL, None)
+    assert data["errors"] == ["failed at step 12 of 1,000, 2023-11-14 22:14 UTC: no GPU"]
+    assert next(iter(data["about"])) == "started"
 
 
 def test_problems_and_the_bottleneck_are_those_of_top(tmp_path: Path, tiny_config: Config) -> None:

@@ -426,6 +426,8 @@ def test_the_configurations_differences_come_first_then_changed_keys_then_the_re
     assert len(others) > 100
     cells = f"[...{tables}[0].querySelectorAll('td')].map(cell => cell.textContent)"
     assert opened.run(cells) == ["1e-05", "0.0003"]
+    is_whole = "table => table.scrollHeight === table.clientHeight"
+    assert opened.run(f"{tables}.slice(0, 2).every({is_whole})")  # no changed key is hidden below the edge
     assert opened.run(f"{tables}[2].checkVisibility()") is False
     opened.run("document.querySelector('#configuration summary').click()")
     opened.run("(() => { const box = document.querySelector('#configuration input'); "

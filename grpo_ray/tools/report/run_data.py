@@ -62,10 +62,12 @@ def run_data(
     )  # fmt: skip
     sample = sample_rollouts(files, bounds.max_rollouts, bounds.seed)
     shown = show_rollouts(run, sample, log_ratio, trust_remote_code)
+    head = about(run, config)
+    failure = [head.pop("state")] if head["state"].startswith("failed") else []
     return {
         "name": name,
-        "about": about(run, config),
-        "errors": [*problems.errors(), *not_validated(evaluations), *warnings_in(run.events_path)],
+        "about": head,
+        "errors": [*failure, *problems.errors(), *not_validated(evaluations), *warnings_in(run.events_path)],
         "hints": [*problems.cut_off(), *_verdict(totals.latest)],
         "facts": run_facts(totals, evaluations, files),
         "samples": shown_samples(run, [row["step"] for row in evaluations]),

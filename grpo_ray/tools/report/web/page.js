@@ -96,7 +96,7 @@ function anyMetric() {
 function keysTable(title, keys) {
   const head = el("tr", {}, el("th", { scope: "col" }, "Key"), ...DATA.runs.map((run) => el("th", { scope: "col" }, run.name)));
   const rows = keys.map((key) => el("tr", {}, el("th", { scope: "row" }, key), ...DATA.runs.map((run) => el("td", {}, run.config[key] ?? "–"))));
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, el("table", { class: "config" }, el("thead", {}, head), el("tbody", {}, ...rows)));
+  return el("div", { class: title === "Defaults" ? "scroll" : "scroll whole", tabindex: "0", role: "region", "aria-label": title }, el("table", { class: "config" }, el("thead", {}, head), el("tbody", {}, ...rows)));
 }
 
 /** Make the tables of configuration keys: those that differ between runs, those that are not the defaults, and the others on request. */
