@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import grpo_ray
 from grpo_ray.cluster.placement import Node, shortfalls
 from grpo_ray.config import Config
 from grpo_ray.config.loading import load_config
@@ -126,7 +127,7 @@ def test_all_pods_share_the_folder_that_the_run_is_in() -> None:
 def test_the_image_has_the_pinned_versions() -> None:
     dockerfile = (LAUNCH / "Dockerfile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    tag = f"grpo-ray:{project['version']}"
+    tag = f"grpo-ray:{grpo_ray.__version__}"
     assert f"-t {tag} ." in dockerfile
     assert f"FROM rayproject/ray:{version_of('ray')}-py311-gpu" in dockerfile
     assert manifest()["spec"]["rayClusterSpec"]["rayVersion"] == version_of("ray")

@@ -135,5 +135,6 @@ class _RolloutsTable:
             tracker.table("rollouts", self._step, rows)
 
 
-def _cells(row: Mapping[str, str | float]) -> Row:
-    return {name: shortened(value) if isinstance(value, str) else value for name, value in row.items()}
+def _cells(row: Mapping[str, str | float | None]) -> Row:
+    texts = {name: "" if value is None else value for name, value in row.items()}
+    return {name: shortened(value) if isinstance(value, str) else value for name, value in texts.items()}
