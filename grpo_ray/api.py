@@ -5,6 +5,7 @@ They work in a script, in a thread and in a notebook: where an event loop is run
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import threading
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from grpo_ray.tasks.examples import Example
     from grpo_ray.telemetry.evaluation_summary import EvaluationSummary
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a terminal; torch, which reads it, comes later
 T = TypeVar("T")
 Row = Mapping[str, Any]
 OnStep = Callable[[int, Mapping[str, float]], object]
